@@ -1,0 +1,40 @@
+# Every target works by itself on a fresh machine with Python, a C++20 compiler and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.setup
+NATIVE := $(wildcard native/*.h native/*.inl native/*.cpp)
+SANITIZERS := address,undefined thread
+
+.PHONY: setup demo test test-full test-sanitized bench lint clean
+
+setup: $(SETUP)
+
+$(SETUP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
+	$(BIN)/pip install -q -c constraints.txt -e ".[train,test,lint]"
+	touch $@
+
+demo: $(SETUP)
+	$(BIN)/longshore demo
+
+test: $(SETUP)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-full: $(SETUP)
+	$(BIN)/python -m pytest
+
+test-sanitized: $(SETUP)
+	scripts/test_sanitized.sh $(SANITIZERS)
+
+bench: $(SETUP)
+	$(BIN)/python -m benchmarks
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis

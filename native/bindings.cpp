@@ -1,0 +1,105 @@
+// The Python face: addresses and numbers in, nothing kept. The typed wrappers in
+// longshore.kernels check the tensors and hold them while a call runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "adam.h"
+#include "buffers.h"
+#include "dispatch.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+using namespace longshore;
+
+namespace {
+
+using Address = std::uintptr_t;
+// page_offset, numel, gradient, output, rule, gradient dtype, output dtype
+using SegmentRow = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t, std::int32_t>;
+// lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize
+using RuleRow = std::tuple<double, double, double, double, double, double, bool, bool>;
+// address, dtype, numel
+using PieceRow = std::tuple<Address, std::int32_t, std::int64_t>;
+using ScalePair = std::tuple<float, float>;
+
+template <class T>
+T* pointer(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+Scale scale_of(const ScalePair& pair) { return {std::get<0>(pair), std::get<1>(pair)}; }
+
+void py_step_tile(ThreadPool& pool, Address source_page, Address target_page, std::int64_t page_numel,
+                  const std::vector<SegmentRow>& segments, const std::vector<RuleRow>& rules, ScalePair scale,
+                  InstructionSet isa) {
+    TileStep tile{pointer<const float>(source_page), pointer<float>(target_page), page_numel, {}, {}, scale_of(scale)};
+    tile.segments.reserve(segments.size());
+    for (const auto& [offset, numel, gradient, output, rule, gradient_dtype, output_dtype] : segments) {
+        tile.segments.push_back({offset, numel, pointer<const void>(gradient), pointer<void>(output), rule,
+                                 static_cast<DType>(gradient_dtype), static_cast<DType>(output_dtype)});
+    }
+    tile.rules.reserve(rules.size());
+    for (const auto& [lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize] : rules) {
+        tile.rules.push_back({lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize});
+    }
+    nb::gil_scoped_release release;
+    step_tile(tile, pool, isa);
+}
+
+void py_accumulate(ThreadPool& pool, Address target, Address source, std::int32_t dtype, std::int64_t numel, bool add,
+                   InstructionSet isa) {
+    accumulate(pointer<float>(target), pointer<const void>(source), static_cast<DType>(dtype), numel, add, pool, isa);
+}
+
+std::int64_t py_reconcile(ThreadPool& pool, Address master, Address parameter, std::int32_t dtype, std::int64_t numel,
+                          bool adopt, InstructionSet isa) {
+    return reconcile(pointer<float>(master), pointer<const void>(parameter), static_cast<DType>(dtype), numel, adopt,
+                     pool, isa);
+}
+
+double py_sum_of_squares(ThreadPool& pool, const std::vector<std::vector<PieceRow>>& parameters, ScalePair scale,
+                         InstructionSet isa) {
+    std::vector<std::vector<GradientPiece>> pieces;
+    pieces.reserve(parameters.size());
+    for (const auto& parameter : parameters) {
+        auto& row = pieces.emplace_back();
+        row.reserve(parameter.size());
+        for (const auto& [address, dtype, numel] : parameter) {
+            row.push_back({pointer<const void>(address), static_cast<DType>(dtype), numel});
+        }
+    }
+    nb::gil_scoped_release release;
+    return sum_of_squares(pieces, scale_of(scale), pool, isa);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Native kernels of longshore. Use longshore.kernels.";
+
+    nb::enum_<InstructionSet>(m, "InstructionSet", "One build of the kernels; all give the same bits.")
+        .value("BASELINE", InstructionSet::baseline)
+        .value("AVX2", InstructionSet::avx2)
+        .value("AVX512", InstructionSet::avx512);
+    m.def("supported_instruction_sets", &supported_instruction_sets, "What this CPU runs, the best last.");
+
+    nb::class_<ThreadPool>(m, "ThreadPool", "Threads that share out one native call at a time.")
+        .def(nb::init<int, const std::vector<int>&>(), nb::arg("threads"), nb::arg("cpu_set"))
+        .def_prop_ro("threads", &ThreadPool::threads);
+
+    m.def("step_tile", &py_step_tile, nb::arg("pool"), nb::arg("source_page"), nb::arg("target_page"),
+          nb::arg("page_numel"), nb::arg("segments"), nb::arg("rules"), nb::arg("scale"), nb::arg("isa"));
+    m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),
+          nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
+    m.def("reconcile", &py_reconcile, nb::arg("pool"), nb::arg("master"), nb::arg("parameter"), nb::arg("dtype"),
+          nb::arg("numel"), nb::arg("adopt"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
+    m.def("sum_of_squares", &py_sum_of_squares, nb::arg("pool"), nb::arg("parameters"), nb::arg("scale"),
+          nb::arg("isa"));
+}

@@ -1,0 +1,122 @@
+#include "buffers.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "thread_pool.h"
+
+namespace longshore {
+
+std::size_t item_bytes(DType dtype) {
+    switch (dtype) {
+        case DType::float32: return 4;
+        case DType::bfloat16:
+        case DType::float16: return 2;
+        case DType::none: break;
+    }
+    throw std::invalid_argument("a buffer of unknown dtype " + std::to_string(static_cast<int>(dtype)));
+}
+
+void check_address(const void* address, DType dtype, const char* what) {
+    const std::size_t alignment = item_bytes(dtype);
+    if (address == nullptr) throw std::invalid_argument(std::string(what) + " is a null address");
+    if (reinterpret_cast<std::uintptr_t>(address) % alignment != 0) {
+        throw std::invalid_argument(std::string(what) + " is not aligned to its elements");
+    }
+}
+
+namespace {
+
+const void* advance(const void* address, DType dtype, std::int64_t elements) {
+    return static_cast<const char*>(address) + static_cast<std::size_t>(elements) * item_bytes(dtype);
+}
+
+std::int64_t pieces_of(std::int64_t numel) { return (numel + kPieceNumel - 1) / kPieceNumel; }
+
+void check_numel(std::int64_t numel) {
+    if (numel < 0) throw std::invalid_argument("a buffer of " + std::to_string(numel) + " elements");
+}
+
+}  // namespace
+
+void accumulate(float* target, const void* source, DType dtype, std::int64_t numel, bool add, ThreadPool& pool,
+                InstructionSet isa) {
+    check_numel(numel);
+    if (numel == 0) return;
+    check_address(target, DType::float32, "the accumulator");
+    check_address(source, dtype, "the gradient");
+    const KernelTable& kernels = kernels_for(isa);
+    const auto apply = add ? kernels.add : kernels.widen;
+    pool.run(static_cast<std::size_t>(pieces_of(numel)), [&](std::size_t piece) {
+        const std::int64_t begin = static_cast<std::int64_t>(piece) * kPieceNumel;
+        const std::int64_t count = std::min(kPieceNumel, numel - begin);
+        apply(target + begin, advance(source, dtype, begin), dtype, static_cast<std::size_t>(count));
+    });
+}
+
+std::int64_t reconcile(float* master, const void* parameter, DType dtype, std::int64_t numel, bool adopt,
+                       ThreadPool& pool, InstructionSet isa) {
+    check_numel(numel);
+    if (numel == 0) return 0;
+    check_address(master, DType::float32, "the master");
+    check_address(parameter, dtype, "the parameter");
+    const KernelTable& kernels = kernels_for(isa);
+    std::vector<std::size_t> differing(static_cast<std::size_t>(pieces_of(numel)));
+    pool.run(differing.size(), [&](std::size_t piece) {
+        const std::int64_t begin = static_cast<std::int64_t>(piece) * kPieceNumel;
+        const std::int64_t count = std::min(kPieceNumel, numel - begin);
+        differing[piece] = kernels.reconcile(master + begin, advance(parameter, dtype, begin), dtype,
+                                             static_cast<std::size_t>(count), adopt);
+    });
+    std::size_t total = 0;
+    for (std::size_t count : differing) total += count;
+    return static_cast<std::int64_t>(total);
+}
+
+double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale, ThreadPool& pool,
+                      InstructionSet isa) {
+    // One block: elements [begin, begin + count) of one parameter.
+    struct Block {
+        std::size_t parameter;
+        std::int64_t begin, count;
+    };
+    std::vector<Block> blocks;
+    for (std::size_t index = 0; index < parameters.size(); ++index) {
+        std::int64_t numel = 0;
+        for (const GradientPiece& piece : parameters[index]) {
+            check_numel(piece.numel);
+            if (piece.numel > 0) check_address(piece.address, piece.dtype, "the gradient");
+            numel += piece.numel;
+        }
+        for (std::int64_t begin = 0; begin < numel; begin += kPieceNumel) {
+            blocks.push_back({index, begin, std::min(kPieceNumel, numel - begin)});
+        }
+    }
+    const KernelTable& kernels = kernels_for(isa);
+    const float factors[2] = {scale.first, scale.second};
+    std::vector<double> sums(blocks.size());
+    pool.run(blocks.size(), [&](std::size_t which) {
+        const Block& block = blocks[which];
+        std::array<double, kNormLanes> lanes{};
+        std::int64_t piece_begin = 0;
+        for (const GradientPiece& piece : parameters[block.parameter]) {
+            const std::int64_t from = std::max(block.begin, piece_begin);
+            const std::int64_t to = std::min(block.begin + block.count, piece_begin + piece.numel);
+            if (from < to) {
+                kernels.squares(lanes.data(), advance(piece.address, piece.dtype, from - piece_begin), piece.dtype,
+                                static_cast<std::size_t>(from) % kNormLanes, static_cast<std::size_t>(to - from),
+                                factors);
+            }
+            piece_begin += piece.numel;
+        }
+        double sum = 0.0;
+        for (double lane : lanes) sum += lane;
+        sums[which] = sum;
+    });
+    double total = 0.0;
+    for (double sum : sums) total += sum;
+    return total;
+}
+
+}  // namespace longshore

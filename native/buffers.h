@@ -1,0 +1,56 @@
+// Element-wise passes over host buffers that are not steps: accumulate, reload
+// a master, sum squares. Each splits its work over the pool; none keeps state.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace longshore {
+
+class ThreadPool;
+
+// Elements that one thread takes at a time: a few microseconds of work, small
+// enough to balance two noisy cores, a multiple of every vector width.
+inline constexpr std::int64_t kPieceNumel = 1 << 16;
+
+std::size_t item_bytes(DType dtype);
+
+// Throws std::invalid_argument, naming `what`, for a null or misaligned address.
+void check_address(const void* address, DType dtype, const char* what);
+
+// What a gradient is multiplied by: `first`, then `second`, each rounded. Two
+// factors are needed where the loss scale is no power of two, so that unscaling
+// and clipping round as they do apart.
+struct Scale {
+    float first = 1.0f;
+    float second = 1.0f;
+};
+
+// Consecutive elements of one parameter's gradient, somewhere in host memory.
+struct GradientPiece {
+    const void* address;
+    DType dtype;
+    std::int64_t numel;
+};
+
+// target[i] (+)= float(source[i])
+void accumulate(float* target, const void* source, DType dtype, std::int64_t numel, bool add, ThreadPool& pool,
+                InstructionSet isa);
+
+// Counts the elements of `parameter` that differ from the rounded master; with
+// `adopt`, those become the master.
+std::int64_t reconcile(float* master, const void* parameter, DType dtype, std::int64_t numel, bool adopt,
+                       ThreadPool& pool, InstructionSet isa);
+
+// The sum over all parameters of the squares of their scaled elements, in
+// double. The order of addition depends on offsets in the parameters alone, so
+// the bits do not depend on how they are cut into pieces, on the number of
+// threads or on the instruction set.
+double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale, ThreadPool& pool,
+                      InstructionSet isa);
+
+}  // namespace longshore

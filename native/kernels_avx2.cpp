@@ -1,0 +1,2 @@
+#define LONGSHORE_KERNEL_TABLE kAvx2Kernels
+#include "kernels.inl"

@@ -1,0 +1,2 @@
+#define LONGSHORE_KERNEL_TABLE kAvx512Kernels
+#include "kernels.inl"

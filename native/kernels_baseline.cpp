@@ -1,0 +1,2 @@
+#define LONGSHORE_KERNEL_TABLE kBaselineKernels
+#include "kernels.inl"

@@ -1,0 +1,31 @@
+"""The exceptions that users catch. Bad arguments are ``ValueError`` or ``TypeError``."""
+
+from __future__ import annotations
+
+
+class LongshoreError(RuntimeError):
+    """Base of everything that longshore raises about its own state."""
+
+
+class GradientError(LongshoreError):
+    """A gradient that cannot be counted: sparse, of another dtype or shape, from another device.
+
+    Raised by ``step()`` before any parameter changes. ``zero_grad()`` discards
+    what the window holds, and training can go on.
+    """
+
+
+class ParameterError(LongshoreError):
+    """A parameter that cannot be stepped: moved to another device, changed in shape or dtype,
+    or written where torch could not see it."""
+
+
+class BrokenStateError(LongshoreError):
+    """A step failed half way: some tiles were stepped and some were not.
+
+    Every later call raises this until ``load_state_dict`` brings a whole state.
+    """
+
+
+class IllegalTransitionError(LongshoreError):
+    """A tile was asked for a move that its state machine does not have: a bug in longshore."""

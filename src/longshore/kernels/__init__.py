@@ -1,0 +1,16 @@
+"""Native host kernels, and their oracle in :mod:`longshore.kernels.reference`."""
+
+from longshore.kernels._native import InstructionSet, supported_instruction_sets
+from longshore.kernels.host import SUPPORTED_DTYPES, HostKernels, TileSegment, default_threads
+from longshore.kernels.rules import AdamRule, Scale
+
+__all__ = [
+    "SUPPORTED_DTYPES",
+    "AdamRule",
+    "HostKernels",
+    "InstructionSet",
+    "Scale",
+    "TileSegment",
+    "default_threads",
+    "supported_instruction_sets",
+]

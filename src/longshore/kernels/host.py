@@ -1,0 +1,188 @@
+"""The typed face of the native kernels: tensors are checked here and held while a call runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longshore.kernels import _native
+from longshore.kernels._native import InstructionSet
+from longshore.kernels.rules import AdamRule, Scale
+
+_DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
+"""Dtypes of parameters and gradients that the kernels read and write."""
+
+
+class TileSegment(NamedTuple):
+    """One row of a tile's table.
+
+    ``gradient`` is a flat, contiguous host tensor of ``numel`` elements;
+    ``output`` the same, or None, or the gradient's own memory. ``page_offset``
+    counts elements; ``rule`` is an index into the rules of the call.
+    """
+
+    page_offset: int
+    gradient: Tensor
+    output: Tensor | None
+    rule: int
+
+
+def default_threads() -> int:
+    """One thread for each CPU that this process may use, whatever ``OMP_NUM_THREADS`` says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class HostKernels:
+    """The native kernels together with the threads that run them.
+
+    Every call releases the GIL, and gives the same bits for any number of
+    threads, any cut into segments and any instruction set.
+
+    Args:
+        threads: how many; default: one for each CPU that the process may use.
+        cpu_set: logical CPUs that the threads may run on; default: any.
+        instruction_set: for tests; default: the best that this CPU runs.
+
+    Raises:
+        ValueError: a thread count below 1, or a CPU that is not to be had.
+    """
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        cpu_set: Sequence[int] | None = None,
+        instruction_set: InstructionSet | None = None,
+    ) -> None:
+        cpus = sorted(set(cpu_set)) if cpu_set is not None else []
+        if cpu_set is not None and not cpus:
+            raise ValueError("cpu_set is empty: name at least one CPU, or leave it out to use any")
+        if threads is None:
+            threads = len(cpus) or default_threads()
+        supported = _native.supported_instruction_sets()
+        if instruction_set is not None and instruction_set not in supported:
+            raise ValueError(f"this CPU does not run {instruction_set.name} code; it runs {supported}")
+        self.instruction_set = supported[-1] if instruction_set is None else instruction_set
+        self._pool = _native.ThreadPool(threads, cpus)
+
+    @property
+    def threads(self) -> int:
+        return self._pool.threads
+
+    def step_tile(
+        self,
+        source_page: Tensor,
+        target_page: Tensor,
+        segments: Sequence[TileSegment],
+        rules: Sequence[AdamRule],
+        scale: Scale = Scale(),
+    ) -> None:
+        """Step the segments of one tile in one pass.
+
+        Args:
+            source_page: float32 ``[3, page_numel]``: master, first, second moment.
+            target_page: the same tensor (in place), or another that does not
+                overlap it; elements outside the segments are not written.
+            segments: in order of ``page_offset``, not overlapping.
+            rules: what the segments' ``rule`` counts into.
+            scale: what gradients are multiplied by.
+
+        Raises:
+            ValueError: a table that a tile cannot have; nothing was written.
+        """
+        for page in (source_page, target_page):
+            if page.dtype != torch.float32 or page.dim() != 2 or page.shape[0] != 3:
+                raise ValueError(f"a page is float32 [3, page_numel], not {page.dtype} {list(page.shape)}")
+        if source_page.shape != target_page.shape:
+            raise ValueError("source and target pages differ in size")
+        rows = []
+        for segment in segments:
+            numel = segment.gradient.numel()
+            output = segment.output
+            if output is not None and output.numel() != numel:
+                raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
+            rows.append(
+                (
+                    segment.page_offset,
+                    numel,
+                    _address(segment.gradient),
+                    0 if output is None else _address(output),
+                    segment.rule,
+                    _dtype_code(segment.gradient),
+                    0 if output is None else _dtype_code(output),
+                )
+            )
+        _native.step_tile(
+            self._pool,
+            _address(source_page),
+            _address(target_page),
+            source_page.shape[1],
+            rows,
+            [tuple(rule) for rule in rules],
+            tuple(scale),
+            self.instruction_set,
+        )
+
+    def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
+        """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
+        _check_pair(target, source)
+        _native.accumulate(
+            self._pool,
+            _address(target),
+            _address(source),
+            _dtype_code(source),
+            source.numel(),
+            add,
+            self.instruction_set,
+        )
+
+    def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int:
+        """Count the elements of ``parameter`` that are not the rounded ``master``.
+
+        Bits are compared. With ``adopt``, each such element becomes the master.
+        """
+        _check_pair(master, parameter)
+        return _native.reconcile(
+            self._pool,
+            _address(master),
+            _address(parameter),
+            _dtype_code(parameter),
+            parameter.numel(),
+            adopt,
+            self.instruction_set,
+        )
+
+    def sum_of_squares(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = Scale()) -> float:
+        """The sum of squares of all (scaled, float32) elements, added in double.
+
+        ``parameters`` holds, for each parameter, its flat gradient in
+        consecutive pieces. The bits depend on neither the cut nor the threads.
+        """
+        rows = [[(_address(piece), _dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
+        return _native.sum_of_squares(self._pool, rows, tuple(scale), self.instruction_set)
+
+
+def _check_pair(target: Tensor, source: Tensor) -> None:
+    if target.dtype != torch.float32:
+        raise ValueError(f"masters and accumulators are float32, not {target.dtype}")
+    if target.numel() != source.numel():
+        raise ValueError(f"{source.numel()} elements for a buffer of {target.numel()}")
+
+
+def _dtype_code(tensor: Tensor) -> int:
+    try:
+        return _DTYPE_CODES[tensor.dtype]
+    except KeyError:
+        raise ValueError(f"the kernels take float32, bfloat16 and float16, not {tensor.dtype}") from None
+
+
+def _address(tensor: Tensor) -> int:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"the host kernels take contiguous CPU tensors, not one of strides {tensor.stride()} "
+                         f"on {tensor.device}")
+    return tensor.data_ptr()

@@ -1,0 +1,34 @@
+"""What a step is told: hyper-parameters and gradient scale, as plain numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class AdamRule(NamedTuple):
+    """The hyper-parameters of one group for parameters at one step count.
+
+    ``step`` is the count after this step, 1 the first time. It is an argument
+    of every call: the kernels keep no state, so two tiles cannot differ.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled: bool
+    """AdamW's weight decay; otherwise Adam's, a term in the gradient."""
+    maximize: bool = False
+
+
+class Scale(NamedTuple):
+    """What gradients are multiplied by in float32: ``first``, then ``second``.
+
+    Two factors where the loss scale is no power of two, so that unscaling and
+    clipping round as they do when they are separate operations.
+    """
+
+    first: float = 1.0
+    second: float = 1.0
