@@ -1,0 +1,117 @@
+"""Host memory: pages of optimizer state, accumulators, and slots for the copy engine."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+from torch import Tensor
+
+from longshore.transfer import CopyHandle, Transfer
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def allocate_zeros(numel: int) -> Tensor:
+    """Float32 zeros that take memory only as they are touched.
+
+    Large blocks ask for huge pages: a step walks every array once from end to
+    end, and with 4 KiB pages a good part of its time is address translation.
+    """
+    num_bytes = 4 * numel
+    if num_bytes < _HUGE_PAGE_BYTES:
+        return torch.zeros(numel, dtype=torch.float32)
+    block = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.float32)
+
+
+class PagePool:
+    """Pages by size: float32 ``[3, page_numel]``: master, first and second moment.
+
+    A page that comes back is handed out again as it is, so whoever takes one
+    writes all of the elements that it will read.
+    """
+
+    def __init__(self) -> None:
+        self.allocated_bytes = 0
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, page_numel: int) -> Tensor:
+        free = self._free.get(page_numel)
+        if free:
+            return free.pop()
+        self.allocated_bytes += 12 * page_numel
+        return allocate_zeros(3 * page_numel).view(3, page_numel)
+
+    def give_back(self, page: Tensor) -> None:
+        self._free.setdefault(page.shape[1], []).append(page)
+
+
+class AccumulatorPool:
+    """Float32 sums for tiles that received a second gradient in this window.
+
+    Kept from window to window while they are used; :meth:`trim` at the end of a
+    window frees those that it did not use.
+    """
+
+    def __init__(self) -> None:
+        self.allocated_bytes = 0
+        self._unused: dict[int, list[Tensor]] = {}
+        self._used: dict[int, list[Tensor]] = {}
+
+    def take(self, page_numel: int) -> Tensor:
+        for pool in (self._unused, self._used):
+            if pool.get(page_numel):
+                return pool[page_numel].pop()
+        self.allocated_bytes += 4 * page_numel
+        return allocate_zeros(page_numel)
+
+    def give_back(self, accumulator: Tensor) -> None:
+        self._used.setdefault(accumulator.numel(), []).append(accumulator)
+
+    def trim(self) -> None:
+        """End a window."""
+        self.allocated_bytes -= sum(4 * numel * len(free) for numel, free in self._unused.items())
+        self._unused, self._used = self._used, {}
+
+
+class Slot:
+    """Host bytes between the lanes: gradients come in, new parameters go out in their place.
+
+    ``last_publish`` is the copy that last read the slot; the next copy into it
+    has to wait for that one.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self.last_publish: CopyHandle | None = None
+
+    def view(self, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
+        """Elements ``[offset, offset + numel)`` of the slot as ``dtype``."""
+        return self._buffer.view(dtype)[offset : offset + numel]
+
+
+class SlotSlab:
+    """All slots of the transfers that stage, cut from few large blocks made at start-up.
+
+    Pinning inside a hook can deadlock with NCCL and takes milliseconds, so
+    nothing here is made later than the tiles that it serves.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.allocated_bytes = 0
+        self._transfer = transfer
+
+    def cut(self, sizes: list[int]) -> list[Slot]:
+        """One slot for each size in bytes, each at a multiple of 64 bytes."""
+        starts, end = [], 0
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // 64) * 64
+        block = self._transfer.allocate(end)
+        self.allocated_bytes += end
+        return [Slot(block[start : start + size]) for start, size in zip(starts, sizes, strict=True)]

@@ -1,0 +1,369 @@
+"""The host side of one optimizer: tiles, their pages, and the gradients of the window.
+
+The store knows parameters by index, as flat tensors; groups, names and
+``.grad`` are its caller's business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longshore.errors import BrokenStateError, GradientError
+from longshore.host.memory import AccumulatorPool, PagePool, SlotSlab
+from longshore.host.stepping import SegmentStep, drop, step_in_place
+from longshore.host.tile import Segment, Tile
+from longshore.host.tile_state import TileEvent, TileState
+from longshore.host.worker import Worker
+from longshore.kernels import AdamRule, HostKernels, Scale
+from longshore.layout import plan_tiles
+from longshore.transfer import Transfer
+
+MASTER, EXP_AVG, EXP_AVG_SQ = 0, 1, 2
+"""The arrays of a page."""
+
+PIPELINE_DEPTH = 4
+"""Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
+
+
+class ParameterStep(NamedTuple):
+    """One parameter that has a gradient in this window.
+
+    ``target`` is where its new values go; ``gradient`` is None where the store
+    holds the gradient already. Both are flat, contiguous, on the device.
+    """
+
+    rule: AdamRule
+    target: Tensor
+    gradient: Tensor | None
+
+
+class HostStore:
+    """Pages, tiles, slots and the worker of one optimizer.
+
+    Args:
+        transfer: how bytes move; decides whether slots exist at all.
+        kernels: the native kernels and their threads.
+        tile_numel: elements a tile.
+        hold_gradients: gradients arrive during backward and stay until the
+            step, so that every tile has a slot of its own; otherwise a few
+            slots go round.
+    """
+
+    def __init__(self, transfer: Transfer, kernels: HostKernels, tile_numel: int, hold_gradients: bool) -> None:
+        # Fixed.
+        self.transfer = transfer
+        self.kernels = kernels
+        self._tile_numel = tile_numel
+        self._hold_gradients = hold_gradients
+        # Grow with parameters.
+        self._tiles: list[Tile] = []
+        self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
+        self._slab = SlotSlab(transfer)
+        self._ring_bytes = 0
+        self._pages = PagePool()
+        # Change with each window.
+        self._accumulators = AccumulatorPool()
+        self._worker = Worker(max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
+        self._broken: BaseException | None = None
+
+    # -- layout ---------------------------------------------------------------
+
+    def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
+        """Lay out ``(index, numel, dtype)``; a tile holds parameters of one dtype."""
+        by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
+        for index, numel, dtype in parameters:
+            by_dtype.setdefault(dtype, []).append((index, numel))
+            self._parts[index] = []
+        added = []
+        for dtype, members in by_dtype.items():
+            for layout in plan_tiles(members, self._tile_numel, len(self._tiles)):
+                tile = Tile(layout, dtype)
+                added.append(tile)
+                self._tiles.append(tile)
+                for index, segment in tile.segments.items():
+                    self._parts[index].append((tile, segment))
+        if added and self.transfer.staged:
+            self._add_slots(added)
+
+    def _add_slots(self, added: list[Tile]) -> None:
+        sizes = [tile.layout.page_numel * tile.dtype.itemsize for tile in added]
+        if self._hold_gradients:
+            slots = self._slab.cut(sizes)
+            for tile, slot in zip(added, slots, strict=True):
+                tile.slot = slot
+            return
+        # A ring: tile i uses slot i modulo the depth of the pipeline.
+        if max(sizes) > self._ring_bytes:
+            self._ring_bytes = max(sizes)
+            self.transfer.synchronize()
+            self._slab = SlotSlab(self.transfer)
+            self._ring = self._slab.cut([self._ring_bytes] * min(PIPELINE_DEPTH, len(self._tiles)))
+        elif len(self._ring) < min(PIPELINE_DEPTH, len(self._tiles)):
+            self._ring += self._slab.cut([self._ring_bytes] * (min(PIPELINE_DEPTH, len(self._tiles)) - len(self._ring)))
+
+    def __contains__(self, parameter: int) -> bool:
+        return parameter in self._parts
+
+    @property
+    def tiles(self) -> Sequence[Tile]:
+        return self._tiles
+
+    def host_bytes(self) -> dict[str, int]:
+        """Host bytes by kind, counted: pages, gradients (slots, or tensors held), accumulators."""
+        held = 0
+        if not self.transfer.staged:
+            for tile in self._tiles:
+                for segment in tile.segments.values():
+                    if segment.gradient is not None and not segment.summed:
+                        held += segment.gradient.numel() * segment.gradient.element_size()
+        return {
+            "pages": self._pages.allocated_bytes,
+            "gradients": self._slab.allocated_bytes + held,
+            "accumulators": self._accumulators.allocated_bytes,
+        }
+
+    # -- the window -----------------------------------------------------------
+
+    def arrive(self, parameter: int, gradient: Tensor) -> None:
+        """Take one more gradient of ``parameter`` (flat, on the device) into the window.
+
+        Returns at once: the copy runs on the lane, a later arrival is added by
+        the worker. The caller may let go of ``gradient``.
+        """
+        ready = self.transfer.mark()
+        for tile, segment in self._parts[parameter]:
+            offset = segment.layout.parameter_offset
+            self._arrive(tile, segment, gradient[offset : offset + segment.layout.numel], ready)
+
+    def _arrive(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
+        tile.arrived()
+        segment.arrivals += 1
+        if segment.arrivals == 1:
+            after = tile.slot.last_publish if tile.slot is not None else None
+            segment.handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, after)
+            segment.gradient = segment.handle.target
+            return
+        if tile.accumulator is None:
+            tile.accumulator = self._accumulators.take(tile.layout.page_numel)
+        window = tile.ticket.window
+        num_bytes = gradient.numel() * gradient.element_size()
+
+        def add() -> None:
+            if tile.ticket.window == window:
+                self._add(tile, segment, gradient, ready)
+
+        self._worker.submit(add, num_bytes)
+
+    def _add(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
+        total = tile.accumulator_view(segment.layout)
+        if not segment.summed:
+            self.kernels.accumulate(total, segment.wait(), add=False)
+            segment.gradient, segment.handle, segment.summed = total, None, True
+        # The slot is free again: what it held is in the accumulator.
+        handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, None)
+        handle.wait()
+        self.kernels.accumulate(total, handle.target, add=True)
+
+    def held(self) -> set[int]:
+        """The parameters for which this window holds a gradient."""
+        return {
+            parameter
+            for tile in self._tiles
+            if tile.state is not TileState.EMPTY
+            for parameter, segment in tile.segments.items()
+            if segment.arrivals
+        }
+
+    def settle(self) -> None:
+        """Wait until every arrival is on the host and added.
+
+        Raises:
+            BrokenStateError: see :meth:`commit`.
+            GradientError: an arrival failed on its way; the window is incomplete.
+        """
+        self.check_usable()
+        failure = self._worker.drain()
+        if failure is not None:
+            raise GradientError(
+                f"a gradient could not be added on the host ({failure}); "
+                "call zero_grad() to discard this window and go on"
+            ) from failure
+
+    def discard(self, parameter: int | None = None) -> None:
+        """Drop the window, or one parameter's part of it; no page changes."""
+        self.check_usable()
+        self._worker.drain()
+        if parameter is None:
+            self._end_window(self._tiles, TileEvent.DISCARD)
+            return
+        for tile, segment in self._parts[parameter]:
+            segment.clear()
+            if not any(other.arrivals for other in tile.segments.values()):
+                self._end_window([tile], TileEvent.DISCARD)
+
+    def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
+        """The sum of squares in float64; waits for all arrivals.
+
+        ``gradients`` gives each parameter's flat gradient on the device, or
+        None where the window holds it.
+        """
+        self.settle()
+        pieces = [
+            [segment.wait() for _, segment in self._parts[parameter]]
+            if gradient is None
+            else [self.transfer.read(gradient)]
+            for parameter, gradient in gradients.items()
+        ]
+        return self.kernels.sum_of_squares(pieces, scale)
+
+    def commit(self, steps: Mapping[int, ParameterStep], scale: Scale) -> None:
+        """Step every parameter in ``steps``, tile by tile, and end the window.
+
+        Gradients come down, tiles are stepped and new values go up at the same
+        time. On return the current stream sees the new parameters.
+
+        Raises:
+            GradientError: see :meth:`settle`; nothing was stepped.
+            BrokenStateError: this or an earlier commit failed half way.
+        """
+        self.settle()
+        work: dict[int, list[tuple[Segment, ParameterStep]]] = {}
+        for parameter, step in steps.items():
+            for tile, segment in self._parts[parameter]:
+                work.setdefault(tile.layout.index, []).append((segment, step))
+        ready = self.transfer.mark()
+        self.transfer.begin_publish()
+        under_way: deque[tuple[Tile, list[tuple[Segment, ParameterStep]]]] = deque()
+        stepped: list[Tile] = []
+        try:
+            for position, index in enumerate(sorted(work)):
+                if len(under_way) == PIPELINE_DEPTH:
+                    stepped.append(self._finish(*under_way.popleft(), scale))
+                tile = self._tiles[index]
+                if self.transfer.staged and not self._hold_gradients:
+                    tile.slot = self._ring[position % len(self._ring)]
+                self._fill(tile, work[index], ready)
+                under_way.append((tile, work[index]))
+            while under_way:
+                stepped.append(self._finish(*under_way.popleft(), scale))
+            self.transfer.end_publish()
+        except BaseException as failure:
+            # Ctrl-C lands here too.
+            self._abandon(failure, [parameter for parameter, step in steps.items() if step.gradient is not None])
+            raise
+        self._end_window(stepped, TileEvent.PUBLISHED)
+        self._accumulators.trim()
+
+    def _fill(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], ready: Any) -> None:
+        active.sort(key=lambda pair: pair[0].layout.page_offset)
+        for segment, step in active:
+            if step.gradient is not None:
+                offset = segment.layout.parameter_offset
+                self._arrive(tile, segment, step.gradient[offset : offset + segment.layout.numel], ready)
+
+    def _finish(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], scale: Scale) -> Tile:
+        targets, segment_steps = [], []
+        for segment, step in active:
+            layout = segment.layout
+            target = step.target[layout.parameter_offset : layout.parameter_offset + layout.numel]
+            targets.append(target)
+            output = self.transfer.output_for(target, tile.slot_view(layout))
+            segment_steps.append(SegmentStep(segment, step.rule, output))
+        step_in_place(tile, segment_steps, scale, self.kernels)
+        for segment_step, target in zip(segment_steps, targets, strict=True):
+            handle = self.transfer.copy_to_device(segment_step.output, target)
+            if tile.slot is not None:
+                tile.slot.last_publish = handle
+        return tile
+
+    def _abandon(self, failure: BaseException, brought: list[int]) -> None:
+        """A commit failed. If it had stepped anything, the store is broken; otherwise nothing is
+        lost, and the gradients that this commit brought are let go of: they are still ``.grad``."""
+        unstepped = (TileState.EMPTY, TileState.FILLING)
+        if any(tile.state not in unstepped for tile in self._tiles):
+            self._broken = failure
+            return
+        for parameter in brought:
+            self.discard(parameter)
+
+    def _end_window(self, tiles: Iterable[Tile], event: TileEvent) -> None:
+        for tile in tiles:
+            tile.move(event)
+            drop(tile, self._pages)
+            accumulator = tile.end_window()
+            if accumulator is not None:
+                self._accumulators.give_back(accumulator)
+
+    # -- optimizer state ------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raises BrokenStateError after a commit that failed half way."""
+        if self._broken is not None:
+            raise BrokenStateError(
+                "an earlier step failed half way, so some weights were stepped and others were not "
+                f"({type(self._broken).__name__}: {self._broken}); load the model's weights and the optimizer's "
+                "state (load_state_dict) before going on"
+            ) from self._broken
+
+    def begin_load(self) -> None:
+        """Discard the window and leave the broken state; whole states are about to be written."""
+        self._worker.drain()
+        self._end_window(self._tiles, TileEvent.LOAD)
+        self._accumulators.trim()
+        self._broken = None
+
+    def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
+        """Take ``values`` (flat, on the device) as the master.
+
+        With ``keep_matching``, an element whose rounded master is already the
+        value keeps its master, with all of its float32 digits.
+        """
+        for tile, segment in self._parts[parameter]:
+            self._take_page(tile)
+            master = tile.page_view(segment.layout, MASTER)
+            host = self._read(values, segment)
+            if keep_matching:
+                self.kernels.reconcile(master, host, adopt=True)
+            else:
+                self.kernels.accumulate(master, host, add=False)
+
+    def count_differing(self, parameter: int, values: Tensor) -> int:
+        """How many elements of ``values`` are not the rounded master; bits are compared."""
+        return sum(
+            self.kernels.reconcile(tile.page_view(segment.layout, MASTER), self._read(values, segment), adopt=False)
+            for tile, segment in self._parts[parameter]
+        )
+
+    def read_state(self, parameter: int, which: int) -> Tensor:
+        """A copy of the parameter's master or moment: float32, flat, on the host."""
+        pieces = [tile.page_view(segment.layout, which) for tile, segment in self._parts[parameter]]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32)
+
+    def write_state(self, parameter: int, which: int, values: Tensor | None) -> None:
+        """Set the parameter's master or moment from a flat tensor; None: zeros."""
+        for tile, segment in self._parts[parameter]:
+            self._take_page(tile)
+            view = tile.page_view(segment.layout, which)
+            if values is None:
+                view.zero_()
+            else:
+                offset = segment.layout.parameter_offset
+                view.copy_(values[offset : offset + segment.layout.numel])
+
+    def _read(self, values: Tensor, segment: Segment) -> Tensor:
+        offset = segment.layout.parameter_offset
+        return self.transfer.read(values[offset : offset + segment.layout.numel])
+
+    def _take_page(self, tile: Tile) -> None:
+        if tile.page is None:
+            tile.page = self._pages.take(tile.layout.page_numel)
+
+    def close(self) -> None:
+        """Wait for what is under way, and let go of threads and lanes."""
+        self._worker.close()
+        self.transfer.close()

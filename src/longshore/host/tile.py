@@ -1,0 +1,107 @@
+"""One tile: its page, its slot, and what has arrived for each of its segments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longshore.host.memory import Slot
+from longshore.host.tile_state import TileEvent, TileState, next_state
+from longshore.layout import SegmentLayout, TileLayout
+from longshore.transfer import CopyHandle
+
+
+class Ticket(NamedTuple):
+    """What a piece of asynchronous work was begun for. Work that ends with a ticket
+    other than its tile's present one is dropped."""
+
+    window: int
+    arrivals: int
+
+
+class Segment:
+    """One parameter's part of a tile, and its part of the window.
+
+    ``arrivals`` is the truth about accumulation (law 1): the first gradient of
+    a window is copied, each later one is added in float32.
+    """
+
+    def __init__(self, layout: SegmentLayout) -> None:
+        self.layout = layout
+        self.clear()
+
+    def clear(self) -> None:
+        self.arrivals = 0
+        self.gradient: Tensor | None = None
+        """On the host once ``handle`` is done: what arrived, or the sum of it."""
+        self.handle: CopyHandle | None = None
+        self.summed = False
+        """Whether ``gradient`` is the float32 sum in the tile's accumulator."""
+
+    def wait(self) -> Tensor:
+        """The gradient, when its copy is done."""
+        assert self.gradient is not None
+        if self.handle is not None:
+            self.handle.wait()
+        return self.gradient
+
+
+class SparePage(NamedTuple):
+    """What a speculative step wrote: the new page, and the new parameters of each stepped segment."""
+
+    page: Tensor
+    outputs: tuple[Tensor, ...]
+
+
+class Tile:
+    """The unit that is copied, stepped and published.
+
+    ``page`` comes with the first gradient; ``spare`` exists from the beginning
+    of a speculative step to its verdict.
+    """
+
+    def __init__(self, layout: TileLayout, dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
+        self.slot: Slot | None = None
+        # From the first gradient on.
+        self.page: Tensor | None = None
+        # Of one window.
+        self.state = TileState.EMPTY
+        self.ticket = Ticket(0, 0)
+        self.accumulator: Tensor | None = None
+        self.spare: SparePage | None = None
+
+    def move(self, event: TileEvent) -> None:
+        self.state = next_state(self.state, event)
+
+    def arrived(self) -> None:
+        """Count one more arrival; a speculative page, present or on its way, is void."""
+        self.move(TileEvent.ARRIVAL)
+        self.ticket = Ticket(self.ticket.window, self.ticket.arrivals + 1)
+
+    def slot_view(self, segment: SegmentLayout) -> Tensor | None:
+        """The segment's part of the slot; None without staging."""
+        if self.slot is None:
+            return None
+        return self.slot.view(self.dtype, segment.page_offset, segment.numel)
+
+    def accumulator_view(self, segment: SegmentLayout) -> Tensor:
+        assert self.accumulator is not None
+        return self.accumulator[segment.page_offset : segment.page_offset + segment.numel]
+
+    def page_view(self, segment: SegmentLayout, which: int) -> Tensor:
+        """The segment's master (0), first (1) or second moment (2), as a view."""
+        assert self.page is not None
+        return self.page[which, segment.page_offset : segment.page_offset + segment.numel]
+
+    def end_window(self) -> Tensor | None:
+        """Forget the window; returns the accumulator that it used."""
+        for segment in self.segments.values():
+            segment.clear()
+        self.ticket = Ticket(self.ticket.window + 1, 0)
+        accumulator, self.accumulator = self.accumulator, None
+        return accumulator

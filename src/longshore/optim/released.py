@@ -1,0 +1,78 @@
+"""Gradients that leave during backward.
+
+While the host holds a parameter's gradient, its ``.grad`` is a
+:class:`ReleasedGradient`: the right shape and dtype, no memory, and an error
+for whoever computes with it. Whether the host's gradient still counts is then
+read from ``.grad`` itself, as it is in torch: the placeholder says that nothing
+happened to it, None that it was discarded (``model.zero_grad()``), and any
+other tensor that the user put something in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.errors import LongshoreError
+
+# Reading these says nothing about values, and torch does it on the way to
+# operations that get the error below.
+_HARMLESS = frozenset(
+    {"__get__", "__repr__", "__hash__", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
+     "is_floating_point", "is_complex", "is_contiguous", "requires_grad_"}
+)  # fmt: skip
+
+
+class ReleasedGradient(Tensor):
+    """Stands in ``.grad`` for a gradient that is on the host."""
+
+    parameter_name: str
+
+    @classmethod
+    def for_parameter(cls, parameter: Tensor, name: str) -> ReleasedGradient:
+        """A placeholder of the parameter's shape, dtype and device that takes no memory."""
+        nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        placeholder = nothing.expand(parameter.shape).as_subclass(cls)
+        placeholder.parameter_name = name
+        return placeholder
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in _HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise LongshoreError(
+            f"{name}: a gradient was asked for that release_gradients=True has moved to the host. "
+            "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's, "
+            "optimizer.zero_grad() or zero_grad(set_to_none=True) to discard gradients, and "
+            "release_gradients=False for a GradScaler or to edit gradients"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"<gradient of {self.parameter_name}, held on the host by longshore>"
+
+
+class ReleaseHooks:
+    """The two hooks of one parameter: before and after autograd accumulates into ``.grad``.
+
+    ``before`` takes the placeholder away, so that autograd finds None and does
+    not add to it. It sits on the accumulation node, and not on the tensor,
+    because ``torch.autograd.grad`` runs tensor hooks without accumulating.
+    """
+
+    def __init__(self, parameter: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
+        # The tensor refers to its node weakly; the node must live as long as the hook.
+        self._node = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._handles = [
+            self._node.register_prehook(lambda _gradients: before()),
+            parameter.register_post_accumulate_grad_hook(lambda _parameter: after()),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()

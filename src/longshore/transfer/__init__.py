@@ -1,0 +1,33 @@
+"""How bytes move between device and host: ``direct``, ``cuda``, ``simulated``."""
+
+from __future__ import annotations
+
+import torch
+
+from longshore.transfer.base import CopyHandle, FinishedCopy, Transfer
+from longshore.transfer.cuda import CudaTransfer
+from longshore.transfer.direct import DirectTransfer
+from longshore.transfer.simulated import SimulatedTransfer
+
+__all__ = [
+    "CopyHandle",
+    "CudaTransfer",
+    "DirectTransfer",
+    "FinishedCopy",
+    "SimulatedTransfer",
+    "Transfer",
+    "transfer_for",
+]
+
+
+def transfer_for(device: torch.device) -> Transfer:
+    """The transfer that serves parameters on ``device``.
+
+    Raises:
+        ValueError: a kind of device that longshore does not know.
+    """
+    if device.type == "cpu":
+        return DirectTransfer()
+    if device.type == "cuda":
+        return CudaTransfer(device)
+    raise ValueError(f"longshore trains parameters on cpu and cuda devices, not on {device}")
