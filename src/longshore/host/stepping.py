@@ -48,9 +48,7 @@ def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernel
     tile.move(TileEvent.COMMIT_DONE)
 
 
-def speculate(
-    tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: HostKernels, spares: PagePool
-) -> Ticket:
+def speculate(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: HostKernels, spares: PagePool) -> Ticket:
     """READY -> STEPPING: write what the step would give into a spare page.
 
     The tile's page and its gradients are only read, so the outputs must not be

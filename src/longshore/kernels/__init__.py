@@ -2,10 +2,11 @@
 
 from longshore.kernels._native import InstructionSet, supported_instruction_sets
 from longshore.kernels.host import SUPPORTED_DTYPES, HostKernels, TileSegment, default_threads
-from longshore.kernels.rules import AdamRule, Scale
+from longshore.kernels.rules import UNSCALED, AdamRule, Scale
 
 __all__ = [
     "SUPPORTED_DTYPES",
+    "UNSCALED",
     "AdamRule",
     "HostKernels",
     "InstructionSet",

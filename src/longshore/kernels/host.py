@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longshore.kernels import _native
 from longshore.kernels._native import InstructionSet
-from longshore.kernels.rules import AdamRule, Scale
+from longshore.kernels.rules import UNSCALED, AdamRule, Scale
 
 _DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -80,7 +80,7 @@ class HostKernels:
         target_page: Tensor,
         segments: Sequence[TileSegment],
         rules: Sequence[AdamRule],
-        scale: Scale = Scale(),
+        scale: Scale = UNSCALED,
     ) -> None:
         """Step the segments of one tile in one pass.
 
@@ -123,8 +123,8 @@ class HostKernels:
             _address(target_page),
             source_page.shape[1],
             rows,
-            [tuple(rule) for rule in rules],
-            tuple(scale),
+            rules,
+            scale,
             self.instruction_set,
         )
 
@@ -157,14 +157,14 @@ class HostKernels:
             self.instruction_set,
         )
 
-    def sum_of_squares(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = Scale()) -> float:
+    def sum_of_squares(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> float:
         """The sum of squares of all (scaled, float32) elements, added in double.
 
         ``parameters`` holds, for each parameter, its flat gradient in
         consecutive pieces. The bits depend on neither the cut nor the threads.
         """
         rows = [[(_address(piece), _dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
-        return _native.sum_of_squares(self._pool, rows, tuple(scale), self.instruction_set)
+        return _native.sum_of_squares(self._pool, rows, scale, self.instruction_set)
 
 
 def _check_pair(target: Tensor, source: Tensor) -> None:
@@ -183,6 +183,7 @@ def _dtype_code(tensor: Tensor) -> int:
 
 def _address(tensor: Tensor) -> int:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"the host kernels take contiguous CPU tensors, not one of strides {tensor.stride()} "
-                         f"on {tensor.device}")
+        raise ValueError(
+            f"the host kernels take contiguous CPU tensors, not one of strides {tensor.stride()} on {tensor.device}"
+        )
     return tensor.data_ptr()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.kernels.rules import AdamRule, Scale
+from longshore.kernels.rules import UNSCALED, AdamRule, Scale
 
 
 class AdamScalars(NamedTuple):
@@ -70,7 +70,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def adam_step(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, rule: AdamRule, scale: Scale = Scale()
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, rule: AdamRule, scale: Scale = UNSCALED
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One Adam or AdamW step; nothing is changed in place.
 

@@ -32,3 +32,6 @@ class Scale(NamedTuple):
 
     first: float = 1.0
     second: float = 1.0
+
+
+UNSCALED = Scale()

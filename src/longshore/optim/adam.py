@@ -48,7 +48,6 @@ class _HostAdam(torch.optim.Optimizer):
 
     # -- parameters -----------------------------------------------------------
 
-    @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.
 

@@ -133,7 +133,7 @@ class ReleasedGradients(GradientSource):
             if record.parameter.requires_grad and record.index not in self._hooks and record.parameter.numel() > 0
         ]
         self.watch(trainable)
-        me = weakref.ref(self)
+        me: weakref.ref[ReleasedGradients] = weakref.ref(self)
         for record in trainable:
             self._hooks[record.index] = ReleaseHooks(
                 record.parameter,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -128,7 +130,7 @@ def check_no_shared_memory(records: list[ParameterRecord]) -> None:
         for record in records
         if record.parameter.numel() > 0 and record.parameter.is_contiguous()
     )
-    for (start, num_bytes, first), (next_start, _, second) in zip(extents, extents[1:], strict=False):
+    for (start, num_bytes, first), (next_start, _, second) in pairwise(extents):
         if next_start < start + num_bytes:
             raise ValueError(
                 f"parameters {records[first].name} and {records[second].name} are different tensors over the same "

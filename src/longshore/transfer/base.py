@@ -131,4 +131,3 @@ class Transfer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of lanes and threads; no copy may be started afterwards."""
-
