@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,3 +137,20 @@ def check_no_shared_memory(records: list[ParameterRecord]) -> None:
                 f"parameters {records[first].name} and {records[second].name} are different tensors over the same "
                 "memory; tie them by using one nn.Parameter in both places"
             )
+
+
+def refuse_duplicates(params: list[Any]) -> None:
+    """A parameter listed twice would be stepped twice.
+
+    Raises:
+        ValueError: naming both places.
+    """
+    seen: dict[int, int] = {}
+    for position, entry in enumerate(params):
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if id(parameter) in seen:
+            raise ValueError(
+                f"parameters {seen[id(parameter)]} and {position} of a group are the same tensor, which would be "
+                "stepped twice; list it once"
+            )
+        seen[id(parameter)] = position

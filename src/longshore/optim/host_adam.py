@@ -1,0 +1,351 @@
+"""The ``torch.optim.Optimizer`` that Adam and AdamW are: groups and ``.grad`` in front, the host store behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from longshore.errors import ParameterError
+from longshore.host import HostStore, ParameterStep
+from longshore.kernels import AdamRule, HostKernels
+from longshore.optim.clipping import Clipping, gradient_norm
+from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
+from longshore.optim.hyperparameters import IMPLEMENTATION_FLAGS, check_group, rule_of
+from longshore.optim.loading import loadable_state
+from longshore.optim.offload import Offload
+from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, refuse_duplicates
+from longshore.optim.state import StateMap, clear_state, write_state
+from longshore.transfer import transfer_for
+
+
+class HostAdam(torch.optim.Optimizer):
+    """What Adam and AdamW share: everything but the signature. Not for direct use."""
+
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], release_gradients: bool, offload: Offload | None
+    ) -> None:
+        offload = offload or Offload()
+        if not isinstance(offload, Offload):
+            raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
+        # Fixed. The base class calls add_param_group, which needs these.
+        self._offload = offload
+        self._release_gradients = bool(release_gradients)
+        self._kernels = HostKernels(offload.threads, offload.cpu_set)
+        # Grow with parameter groups.
+        self._device: torch.device | None = None
+        self._store: HostStore | None = None
+        self._source: GradientSource | None = None
+        self._records: list[ParameterRecord] = []
+        # Change with each window.
+        self._clipping = Clipping()
+        self._loading: dict[int, dict[str, Any]] | None = None
+        check_group(defaults)
+        super().__init__(params, defaults)
+
+    # -- parameters -----------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.
+
+        Raises:
+            ValueError: an option or a parameter that cannot be honoured, by
+                name; the optimizer is then as it was.
+        """
+        if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set)):
+            param_group["params"] = list(param_group["params"])
+            refuse_duplicates(param_group["params"])
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            self._register(group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _register(self, group: dict[str, Any]) -> None:
+        names = group.get("param_names")
+        records = []
+        device = self._device
+        for position, parameter in enumerate(group["params"]):
+            name = names[position] if names else f"{len(self.param_groups) - 1}.{position}"
+            check_parameter(parameter, name, device)
+            device = parameter.device
+            records.append(ParameterRecord(len(self._records) + position, name, parameter))
+        check_no_shared_memory([*self._records, *records])
+        if device is None:
+            return
+        if self._store is None or self._source is None:
+            transfer = self._offload.transfer or transfer_for(device)
+            self._store = HostStore(transfer, self._kernels, self._offload.tile_numel, self._release_gradients)
+            self._source = (ReleasedGradients if self._release_gradients else KeptGradients)(self._store)
+        self._source.register(records)
+        self._records.extend(records)
+        self._device = device
+
+    def _parts(self) -> tuple[HostStore, GradientSource]:
+        if self._store is None or self._source is None:
+            raise ValueError("the optimizer has no parameters")
+        return self._store, self._source
+
+    # -- the step -------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step every parameter that has a gradient, and publish the new values.
+
+        A parameter without one keeps its weight, its moments and its step
+        count. With ``release_gradients=True`` the window ends here.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Raises:
+            GradientError: a gradient that cannot be counted, by name; nothing was stepped.
+            ParameterError: a parameter that was moved, converted or (with
+                ``LONGSHORE_DEBUG=1``) written unseen, by name; nothing was stepped.
+            BrokenStateError: this or an earlier step failed half way.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        store, source = self._parts()
+        store.check_usable()
+        gradients = source.collect()
+        self._clipping.check(source.fingerprint())
+        steps = self._steps_of(gradients)
+        self._adopt_masters(steps)
+        store.commit(steps, self._clipping.scale)
+        self._published(steps)
+        source.consumed()
+        self._clipping.reset()
+        return loss
+
+    def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> dict[int, ParameterStep]:
+        steps: dict[int, ParameterStep] = {}
+        position = 0
+        for group in self.param_groups:
+            check_group(group)
+            rules: dict[int, AdamRule] = {}
+            for _ in group["params"]:
+                record = self._records[position]
+                position += 1
+                if record.index not in gradients:
+                    continue
+                record.check()
+                count = record.step + 1
+                if count not in rules:
+                    rules[count] = rule_of(group, count)
+                steps[record.index] = ParameterStep(rules[count], record.values(), gradients[record.index])
+        return steps
+
+    def _adopt_masters(self, steps: Mapping[int, ParameterStep]) -> None:
+        """Law 10: the parameter is the user's. What was written since it was published is its master."""
+        store, _ = self._parts()
+        if os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0"):
+            self._check_unseen_writes()
+        for index, step in steps.items():
+            record = self._records[index]
+            if record.changed or not record.has_master:
+                store.adopt(index, step.target, keep_matching=record.has_master)
+                record.has_master = True
+
+    def _check_unseen_writes(self) -> None:
+        store, _ = self._parts()
+        for record in self._records:
+            if not record.has_master or record.changed:
+                continue
+            differing = store.count_differing(record.index, record.values())
+            if differing:
+                raise ParameterError(
+                    f"parameter {record.name}: {differing} of {record.parameter.numel()} elements were written where "
+                    "torch could not see it (p.data.copy_, NumPy, a custom kernel); call "
+                    "optimizer.refresh_master() after such writes"
+                )
+
+    def _published(self, steps: Mapping[int, ParameterStep]) -> None:
+        for index, step in steps.items():
+            record = self._records[index]
+            parameter = record.parameter
+            if step.target.data_ptr() != parameter.data_ptr() and parameter.numel() > 0:
+                parameter.copy_(step.target.view(record.shape))  # it is not contiguous
+            else:
+                # A graph that was recorded before must not run backward on new
+                # weights: torch's own check finds the version changed.
+                torch.autograd.graph.increment_version(parameter)
+            record.step = step.rule.step
+            record.has_moments = True
+            record.mark_published()
+
+    # -- gradients ------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients of this window, on the host too.
+
+        Raises:
+            ValueError: ``set_to_none=False`` with ``release_gradients=True``:
+                there is no ``.grad`` to fill with zeros.
+        """
+        _, source = self._parts()
+        if not set_to_none:
+            if self._release_gradients:
+                raise ValueError(
+                    "zero_grad(set_to_none=False) fills .grad with zeros, and release_gradients=True keeps none on "
+                    "the device; use zero_grad()"
+                )
+            super().zero_grad(set_to_none=False)
+        else:
+            source.zero_grad()
+        self._clipping.reset()
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients of this window: float32, 0-dim, on the CPU.
+
+        Squares are added in float64 and the root is rounded once.
+        """
+        store, source = self._parts()
+        return gradient_norm(store, source.collect(), self._clipping.scale)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the global 2-norm to ``max_norm`` in the next ``step()``; returns the norm before.
+
+        The coefficient is torch's, ``max_norm / (norm + 1e-6)`` and at most 1.
+        It is multiplied in inside the step, so ``.grad`` keeps its values. Call
+        it once a window, after the last backward.
+
+        Raises:
+            ValueError: ``norm_type`` is not 2, or ``max_norm`` is not positive.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+            LongshoreError: the window is clipped already.
+        """
+        if norm_type != 2.0:
+            raise ValueError(f"clip_grad_norm_ clips the 2-norm, not norm_type={norm_type}")
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be positive, and is {max_norm}")
+        _, source = self._parts()
+        norm = self.grad_norm()
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}; set error_if_nonfinite=False to clip with it anyway"
+            )
+        self._clipping.clip(norm, float(max_norm), source.fingerprint())
+        if isinstance(source, ReleasedGradients):
+            source.seal("clip_grad_norm_")
+        return norm
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler asks this before it would skip its own check for
+        # infinities; without gradients to look at, it could only do so silently.
+        if self._release_gradients:
+            raise ValueError(
+                "torch.amp.GradScaler cannot see gradients that release_gradients=True moved to the host; "
+                "use release_gradients=False with a GradScaler"
+            )
+        return False
+
+    # -- masters and memory ---------------------------------------------------
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Adopt writes that torch cannot see: ``p.data.copy_``, NumPy views, custom kernels.
+
+        Every element that is not the rounded master becomes the master. Other
+        writes (``load_state_dict``, initialisers, ``p.data = x``) are found by
+        themselves at the next step.
+        """
+        store, _ = self._parts()
+        for record in self._records:
+            if record.has_master:
+                record.check()
+                store.adopt(record.index, record.values(), keep_matching=True)
+                record.mark_published()
+
+    def host_bytes(self) -> dict[str, int]:
+        """Counted host memory by kind, in bytes: ``pages`` (master and moments), ``gradients``, ``accumulators``."""
+        store, _ = self._parts()
+        return store.host_bytes()
+
+    def close(self) -> None:
+        """Wait for what is under way, remove the hooks, and let go of threads and lanes."""
+        store, source = self._parts()
+        source.close()
+        store.close()
+
+    # -- state ----------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Parameter -> ``step``, ``exp_avg``, ``exp_avg_sq`` (and ``master``), looked up at each access."""
+        store, source = self._parts()
+        return StateMap(self._records, store, lambda record: source.watch([record]))
+
+    @state.setter
+    def state(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, value: Mapping[Tensor, Mapping[str, Any]]
+    ) -> None:
+        if self._store is None:  # the base class, before it has parameters
+            return
+        state = self.state
+        state.clear()
+        for parameter, entries in value.items():
+            state[parameter] = entries
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of ``torch.optim.Adam`` or ``AdamW``.
+
+        Moments and masters stay in float32 whatever the parameter's dtype.
+        Where the state has no master, the parameter is the master. Also leaves
+        a broken state.
+
+        Raises:
+            ValueError: the state does not fit, by name; nothing was changed.
+        """
+        # The base class would cast every tensor to the parameter's dtype; so it
+        # gets the groups only, from a hook that runs after all of the user's.
+        handle = self.register_load_state_dict_pre_hook(HostAdam._take_state)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._loading = None
+
+    @staticmethod
+    def _take_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        assert isinstance(optimizer, HostAdam)
+        optimizer._loading = loadable_state(state_dict, optimizer.param_groups, optimizer.defaults, optimizer._records)
+        return {**state_dict, "state": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if self._loading is None:
+            raise TypeError("a longshore optimizer is restored with load_state_dict, not by unpickling")
+        self.param_groups = [
+            {**self.defaults, **group, **IMPLEMENTATION_FLAGS, "fused": mine.get("fused")}
+            for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
+        ]
+        store, source = self._parts()
+        store.begin_load()
+        for record in self._records:
+            clear_state(record, store)
+            loaded = self._loading.get(record.index)
+            if loaded:
+                write_state(record, store, lambda record: source.watch([record]), loaded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a longshore optimizer owns threads and pinned memory and cannot be pickled or copied; use state_dict()"
+        )

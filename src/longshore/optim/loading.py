@@ -1,0 +1,55 @@
+"""Reading a ``state_dict`` from outside: checked as a whole before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longshore.optim.hyperparameters import IMPLEMENTATION_FLAGS, check_group
+from longshore.optim.parameters import ParameterRecord
+from longshore.optim.state import checked_state
+
+
+def loadable_state(
+    state_dict: Mapping[str, Any],
+    own: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    records: Sequence[ParameterRecord],
+) -> dict[int, dict[str, Any]]:
+    """The state of each parameter by its index, from a state of ours or of torch's Adam or AdamW.
+
+    Args:
+        state_dict: what ``state_dict()`` returned.
+        own: the groups of the optimizer that loads it.
+        defaults: of that optimizer.
+        records: its parameters, in order.
+
+    Raises:
+        ValueError: it does not fit, by name.
+    """
+    groups = state_dict["param_groups"]
+    theirs_numel = [len(group["params"]) for group in groups]
+    own_numel = [len(group["params"]) for group in own]
+    if theirs_numel != own_numel:
+        raise ValueError(f"the state has groups of {theirs_numel} parameters, and this optimizer of {own_numel}")
+    keys = [key for group in groups for key in group["params"]]
+    for group, mine in zip(groups, own, strict=True):
+        _check_names(group.get("param_names"), mine.get("param_names"))
+        check_group({**defaults, **group, **IMPLEMENTATION_FLAGS})
+    unknown = sorted(set(state_dict["state"]) - set(keys), key=str)
+    if unknown:
+        raise ValueError(f"the state has entries that belong to no parameter: {unknown}")
+    return {
+        index: checked_state(records[index], state_dict["state"][key])
+        for index, key in enumerate(keys)
+        if key in state_dict["state"]
+    }
+
+
+def _check_names(theirs: list[str] | None, mine: list[str] | None) -> None:
+    for position, (found, expected) in enumerate(zip(theirs or [], mine or [], strict=False)):
+        if found != expected:
+            raise ValueError(
+                f"the state's parameter {position} of a group is {found!r} and this optimizer's is {expected!r}; "
+                "build the optimizer with its parameters in the same order"
+            )
