@@ -16,6 +16,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+# The models are tiny: torch's own threads would only wait for each other.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

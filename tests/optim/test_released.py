@@ -1,0 +1,392 @@
+"""``release_gradients=True``: gradients leave during backward, and none is lost without a word."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from support import PlainLoop, batch, loss_of, same_weights, simulated, small_model, twins
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import longshore
+from longshore.optim.released import ReleasedGradient
+
+
+def released(model: nn.Module, seed: int = 0, **options: object) -> longshore.AdamW:
+    return longshore.AdamW(
+        model.named_parameters(), lr=1e-2, release_gradients=True, offload=simulated(seed), **options
+    )
+
+
+def test_a_single_backward_allocates_no_accumulator() -> None:
+    model = small_model(torch.bfloat16)
+    optimizer = released(model)
+    for step in range(3):
+        loss_of(model, step, torch.bfloat16).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.host_bytes()["accumulators"] == 0
+    loss_of(model, 3, torch.bfloat16).backward()
+    loss_of(model, 4, torch.bfloat16).backward()
+    optimizer.step()
+    padded = sum(tile.layout.page_numel for tile in optimizer._store.tiles)
+    assert optimizer.host_bytes() == {"pages": 12 * padded, "gradients": pytest.approx(2 * padded, abs=64 * 50),
+                                      "accumulators": 4 * padded}  # fmt: skip
+    loss_of(model, 5, torch.bfloat16).backward()
+    optimizer.step()
+    assert optimizer.host_bytes()["accumulators"] == 0
+
+
+def test_grad_is_a_placeholder_without_memory() -> None:
+    model = small_model()
+    optimizer = released(model)
+    loss_of(model, 0).backward()
+    for parameter in model.parameters():
+        assert isinstance(parameter.grad, ReleasedGradient)
+        assert parameter.grad.shape == parameter.shape
+        with torch._C.DisableTorchFunctionSubclass():
+            assert parameter.grad.untyped_storage().nbytes() <= 4
+    assert "0.weight" in repr(model[0].weight.grad)
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_are_freed_during_backward() -> None:
+    """The increments that autograd made are gone when backward returns, but for what is in flight."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+    alive: list[weakref.ref[torch.Tensor]] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: alive.append(weakref.ref(p.grad)))
+    offload = simulated(in_flight_bytes=2 * 64 * 64 * 4, tile_numel=1 << 20)
+    optimizer = longshore.AdamW(model.parameters(), release_gradients=True, offload=offload)
+    model(torch.randn(3, 64)).sum().backward()
+    assert offload.transfer.to_host.in_flight.peak_bytes <= 2 * 64 * 64 * 4
+    optimizer.grad_norm()
+    gc.collect()
+    assert len(alive) == 8
+    assert all(reference() is None for reference in alive)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_backwards_without_announcement(seed: int) -> None:
+    """The number of backwards changes from window to window, heads take turns, nobody says so."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.left, self.right = small_model(), nn.Linear(7, 3), nn.Linear(7, 2)
+
+        def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+            return (self.left if left else self.right)(self.body(x)).pow(2).sum()
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(Heads())
+    plain_model, model = models
+    plain = PlainLoop(plain_model.parameters(), lr=1e-2)
+    optimizer = released(model, seed)
+    pattern = torch.Generator().manual_seed(seed)
+    for step in range(6):
+        for part in range(int(torch.randint(1, 4, (), generator=pattern))):
+            left = bool(torch.randint(2, (), generator=pattern))
+            for each in models:
+                each(batch(10 * step + part), left).backward()
+        plain.step_on_grads()
+        optimizer.step()
+        assert same_weights(plain_model, model), step
+
+
+def test_forward_forward_backward_backward() -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for _ in range(3):
+        for each in (plain_model, model):
+            first, second = loss_of(each, 0), loss_of(each, 1)
+            first.backward()
+            second.backward()
+        plain.step_on_grads()
+        optimizer.step()
+    assert same_weights(plain_model, model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for step in range(3):
+        for each in (plain_model, model):
+            x = batch(step).requires_grad_()
+            hidden = checkpoint(each[0], x, use_reentrant=reentrant)
+            checkpoint(each[1:], hidden, use_reentrant=reentrant).pow(2).sum().backward()
+        plain.step_on_grads()
+        optimizer.step()
+    assert same_weights(plain_model, model)
+
+
+@pytest.mark.parametrize("discard", ["optimizer", "model", "by hand"])
+def test_zero_grad_discards_what_the_host_holds(discard: str) -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for step in range(4):
+        loss_of(model, 100 + step).backward()
+        loss_of(model, 200 + step).backward()
+        if discard == "optimizer":
+            optimizer.zero_grad()
+        elif discard == "model":
+            model.zero_grad()
+        else:
+            for parameter in model.parameters():
+                parameter.grad = None
+        for each in (plain_model, model):
+            loss_of(each, step).backward()
+        plain.step_on_grads()
+        optimizer.step()
+        assert same_weights(plain_model, model), step
+
+
+def test_model_zero_grad_right_before_step_leaves_everything_idle() -> None:
+    model = small_model()
+    optimizer = released(model)
+    before = [parameter.clone() for parameter in model.parameters()]
+    loss_of(model, 0).backward()
+    model.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert len(optimizer.state) == 0
+
+
+def test_model_zero_grad_of_one_layer_discards_that_layer_only() -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for each in (plain_model, model):
+        loss_of(each, 0).backward()
+        each[0].zero_grad()
+    plain.step_on_grads()
+    optimizer.step()
+    assert same_weights(plain_model, model)
+    assert len(optimizer.state) == 4
+
+
+@pytest.mark.parametrize("held_before", [False, True])
+def test_grad_assigned_by_hand_counts_in_place_of_what_was_held(held_before: bool) -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for each in (plain_model, model):
+        if held_before:
+            loss_of(each, 9).backward()
+        loss = loss_of(each, 0)
+        for parameter, gradient in zip(
+            each.parameters(), torch.autograd.grad(loss, list(each.parameters())), strict=True
+        ):
+            parameter.grad = gradient
+    plain.step_on_grads()
+    optimizer.step()
+    assert same_weights(plain_model, model)
+    optimizer.step()  # it was consumed
+    assert same_weights(plain_model, model)
+
+
+def test_grad_assigned_by_hand_and_then_backward_adds() -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for each in (plain_model, model):
+        loss_of(each, 8).backward()
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        loss_of(each, 0).backward()
+    plain.step_on_grads()
+    optimizer.step()
+    assert same_weights(plain_model, model)
+
+
+def test_autograd_grad_between_backwards_loses_nothing() -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for each in (plain_model, model):
+        loss_of(each, 0).backward()
+        torch.autograd.grad(loss_of(each, 1), list(each.parameters()))
+    plain.step_on_grads()
+    optimizer.step()
+    assert same_weights(plain_model, model)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+def test_create_graph() -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for each in (plain_model, model):
+        loss_of(each, 0).backward(create_graph=True)
+    plain.step_on_grads()
+    optimizer.step()
+    assert same_weights(plain_model, model)
+
+
+def test_an_exception_in_backward_then_zero_grad() -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    hidden = model[0](batch(3))
+    hidden.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model[3](model[2](hidden)).sum().backward()
+    optimizer.zero_grad()
+    for step in range(2):
+        for each in (plain_model, model):
+            loss_of(each, step).backward()
+        plain.step_on_grads()
+        optimizer.step()
+    assert same_weights(plain_model, model)
+
+
+# -- what must not silently do nothing ---------------------------------------
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_torch_clip_grad_norm_fails_loudly(foreach: bool | None) -> None:
+    model = small_model()
+    optimizer = released(model)
+    loss_of(model, 0).backward()
+    with pytest.raises(longshore.LongshoreError, match=r"optimizer\.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+    with pytest.raises(longshore.LongshoreError, match=r"optimizer\.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0, foreach=foreach)
+    with pytest.raises(longshore.LongshoreError, match=r"optimizer\.clip_grad_norm_"):
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()], foreach=foreach)
+    optimizer.step()  # nothing was lost
+
+
+def test_grad_scaler_fails_loudly() -> None:
+    model = small_model()
+    optimizer = released(model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(longshore.LongshoreError, match="GradScaler"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(ValueError, match="GradScaler"):
+        scaler.step(optimizer)
+
+
+def test_zero_grad_to_zeros_fails_loudly() -> None:
+    model = small_model()
+    optimizer = released(model)
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="set_to_none=False"):
+        optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(longshore.LongshoreError, match="set_to_none=True"):
+        model.zero_grad(set_to_none=False)
+
+
+def test_moving_the_model_while_the_host_holds_gradients_fails_loudly() -> None:
+    model = small_model()
+    optimizer = released(model)
+    loss_of(model, 0).backward()
+    with pytest.raises(longshore.LongshoreError):
+        model.to(torch.float64)
+    del optimizer
+
+
+def test_a_backward_after_clipping_is_an_error_by_name() -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    before = [parameter.clone() for parameter in model.parameters()]
+    loss_of(model, 0).backward()
+    optimizer.clip_grad_norm_(0.1)
+    loss_of(model, 1).backward()
+    with pytest.raises(longshore.GradientError, match=r"3\.(weight|bias).*zero_grad"):
+        optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    optimizer.zero_grad()
+    for each in (plain_model, model):
+        loss_of(each, 2).backward()
+    plain.step_on_grads()
+    optimizer.step()
+    assert same_weights(plain_model, model)
+
+
+def test_clipping_twice_is_an_error() -> None:
+    model = small_model()
+    optimizer = released(model)
+    loss_of(model, 0).backward()
+    norm = optimizer.clip_grad_norm_(0.1)
+    assert norm > 0.1
+    torch.testing.assert_close(optimizer.grad_norm(), torch.tensor(0.1), rtol=1e-4, atol=0)
+    with pytest.raises(longshore.LongshoreError, match="already"):
+        optimizer.clip_grad_norm_(0.1)
+
+
+def test_hooks_never_raise_and_the_next_step_names_the_parameter() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    model = nn.Sequential(embedding, nn.Linear(4, 4))
+    optimizer = released(model)
+    before = [parameter.clone() for parameter in model.parameters()]
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(longshore.GradientError, match=r"0\.weight.*sparse"):
+        optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    optimizer.zero_grad()
+    model[1](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before[1], model[1].weight)
+
+
+# -- life and death -----------------------------------------------------------
+
+
+def test_backward_on_another_thread() -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for each in (plain_model, model):
+        # Both there: a new thread has its own number of torch threads, and
+        # another order of summation.
+        thread = threading.Thread(target=loss_of(each, 0).backward)
+        thread.start()
+        thread.join()
+    plain.step_on_grads()
+    optimizer.step()
+    assert same_weights(plain_model, model)
+
+
+def test_hooks_go_with_the_optimizer() -> None:
+    model = small_model()
+    optimizer = released(model)
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert reference() is None
+    loss_of(model, 0).backward()
+    assert not any(isinstance(parameter.grad, ReleasedGradient) for parameter in model.parameters())
+    model.zero_grad()
+
+    optimizer = released(model)
+    loss_of(model, 0).backward()
+    optimizer.close()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss_of(model, 0).backward()
+    assert not any(isinstance(parameter.grad, ReleasedGradient) for parameter in model.parameters())
+
+
+def test_unfrozen_in_mid_training() -> None:
+    plain_model, model = twins()
+    for each in (plain_model, model):
+        each[0].requires_grad_(False)
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+    for step in range(6):
+        for each in (plain_model, model):
+            if step == 2:
+                each[0].requires_grad_(True)
+            if step == 4:
+                each[2].requires_grad_(False)
+            loss_of(each, step).backward()
+        plain.step_on_grads()
+        optimizer.step()
+        assert same_weights(plain_model, model), step
+    assert optimizer.state[model[0].weight]["step"] == 4
+    assert optimizer.state[model[2].weight]["step"] == 4

@@ -1,0 +1,318 @@
+"""``state``, ``state_dict``, schedulers: the face of ``torch.optim.Optimizer``, both ways."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support import PlainLoop, loss_of, same_weights, simulated, small_model, twins
+from torch import nn
+from torch.optim import lr_scheduler
+
+import longshore
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> None:
+    for step in steps:
+        loss_of(model, step, dtype).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def model_of_sixteens(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """Every parameter a multiple of 16 elements, so that torch itself has no scalar tail."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(19, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"capturable": False, "fused": True}])
+def test_from_torch(kind: str, options: dict[str, Any]) -> None:
+    plain_model, model = model_of_sixteens(), model_of_sixteens()
+    theirs = getattr(torch.optim, kind)(plain_model.parameters(), lr=1e-2, weight_decay=0.1, **options)
+    train(plain_model, theirs, range(3))
+    model.load_state_dict(plain_model.state_dict())
+    ours = getattr(longshore, kind)(model.parameters(), lr=9.0, offload=simulated())
+    ours.load_state_dict(theirs.state_dict())
+    fused = getattr(torch.optim, kind)(plain_model.parameters(), fused=True)
+    saved = theirs.state_dict()
+    for group in saved["param_groups"]:
+        group.update(fused=True, foreach=None)
+    fused.load_state_dict(saved)
+    train(plain_model, fused, range(3, 6))
+    train(model, ours, range(3, 6))
+    assert same_weights(plain_model, model)
+    assert ours.param_groups[0]["lr"] == 1e-2
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_to_torch(kind: str) -> None:
+    plain_model, model = model_of_sixteens(), model_of_sixteens()
+    ours = getattr(longshore, kind)(model.parameters(), lr=1e-2, fused=True, offload=simulated())
+    train(model, ours, range(3))
+    plain_model.load_state_dict(model.state_dict())
+    theirs = getattr(torch.optim, kind)(plain_model.parameters())
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.param_groups[0]["fused"]
+    train(plain_model, theirs, range(3, 6))
+    train(model, ours, range(3, 6))
+    assert same_weights(plain_model, model)
+    for ours_one, theirs_one in zip(model.parameters(), plain_model.parameters(), strict=True):
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours.state[ours_one][key], theirs.state[theirs_one][key])
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_resumed_equals_uninterrupted(dtype: torch.dtype, release: bool) -> None:
+    whole_model, model = twins(dtype)
+    options: dict[str, Any] = {"lr": 1e-3, "release_gradients": release}
+    whole = longshore.AdamW(whole_model.named_parameters(), **options)
+    train(whole_model, whole, range(6), dtype)
+
+    first = longshore.AdamW(model.named_parameters(), **options, offload=simulated(tile_numel=37))
+    train(model, first, range(3), dtype)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": first.state_dict()})
+    first.close()
+    resumed_model = small_model(dtype, seed=5)
+    resumed = longshore.AdamW(resumed_model.named_parameters(), **options, offload=simulated(tile_numel=211))
+    resumed.load_state_dict(saved["optimizer"])  # before the model's weights, on purpose
+    resumed_model.load_state_dict(saved["model"])
+    train(resumed_model, resumed, range(3, 6), dtype)
+    assert same_weights(whole_model, resumed_model)
+    for parameter, other in zip(whole_model.parameters(), resumed_model.parameters(), strict=True):
+        for key, value in whole.state[parameter].items():
+            assert torch.equal(value, resumed.state[other][key]), key
+            assert value.dtype == torch.float32
+    assert ("master" in whole.state[next(iter(whole_model.parameters()))]) == (dtype != torch.float32)
+
+
+def test_state_survives_torch_save(tmp_path: Any) -> None:
+    model = small_model(torch.bfloat16)
+    optimizer = longshore.AdamW(model.parameters())
+    assert optimizer.state_dict()["state"] == {}
+    train(model, optimizer, range(2), torch.bfloat16)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    assert loaded["state"].keys() == set(range(6))
+    other = longshore.AdamW(model.parameters())
+    other.load_state_dict(loaded)
+    assert torch.equal(other.state[model[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+
+def test_low_precision_state_from_torch_without_masters() -> None:
+    """The parameter is the master; moments are taken in float32 as they are."""
+    plain_model, model = twins(torch.bfloat16)
+    theirs = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
+    train(plain_model, theirs, range(2), torch.bfloat16)
+    model.load_state_dict(plain_model.state_dict())
+    ours = longshore.AdamW(model.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    plain = PlainLoop(plain_model.parameters(), lr=0.0)
+    plain.step([torch.zeros_like(parameter) for parameter in plain.parameters])  # makes torch's state
+    plain.optimizer.param_groups[0]["lr"] = 1e-2
+    for parameter, master in zip(plain.parameters, plain.masters, strict=True):
+        state, moments = plain.optimizer.state[master], theirs.state[parameter]
+        state["step"].fill_(2.0)
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key][: parameter.numel()] = moments[key].float().view(-1)
+    for step in range(2, 5):
+        loss_of(plain_model, step, torch.bfloat16).backward()
+        plain.step_on_grads()
+        train(model, ours, range(step, step + 1), torch.bfloat16)
+        assert same_weights(plain_model, model)
+
+
+def test_state_is_looked_up_at_each_access_and_written_through() -> None:
+    plain_model, model = twins()
+    plain = PlainLoop(plain_model.parameters(), lr=1e-2)
+    optimizer = longshore.AdamW(model.parameters(), lr=1e-2, offload=simulated(tile_numel=50))
+    assert len(optimizer.state) == 0 and model[0].weight not in optimizer.state
+    state = optimizer.state[model[0].weight]
+    assert dict(state) == {}
+    for step in range(3):
+        for each in (plain_model, model):
+            loss_of(each, step).backward()
+        plain.step_on_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+        first, second = plain.moments(0)
+        assert state["step"] == step + 1
+        assert torch.equal(state["exp_avg"], first) and torch.equal(state["exp_avg_sq"], second)
+    state["exp_avg"] = torch.zeros(33, 19)
+    plain.optimizer.state[plain.masters[0]]["exp_avg"].zero_()
+    for each in (plain_model, model):
+        loss_of(each, 9).backward()
+    plain.step_on_grads()
+    optimizer.step()
+    assert same_weights(plain_model, model)
+    with pytest.raises(ValueError, match="unknown state 'momentum'"):
+        state["momentum"] = torch.zeros(33, 19)
+    with pytest.raises(ValueError, match=r"exp_avg is .*\[3\]"):
+        state["exp_avg"] = torch.zeros(3)
+    with pytest.raises(TypeError, match="cannot be deleted"):
+        del state["exp_avg"]
+    with pytest.raises(KeyError):
+        optimizer.state[torch.zeros(1)]
+
+
+def test_deleting_or_replacing_state_starts_a_parameter_anew() -> None:
+    model = small_model()
+    optimizer = longshore.AdamW(model.parameters())
+    train(model, optimizer, range(3))
+    kept = {parameter: dict(optimizer.state[parameter]) for parameter in model.parameters()}
+    del optimizer.state[model[0].weight]
+    assert model[0].weight not in optimizer.state and len(optimizer.state) == 5
+    optimizer.state = {}
+    assert len(optimizer.state) == 0
+    optimizer.state = kept
+    assert optimizer.state[model[0].weight]["step"] == 3
+    for key, value in kept[model[0].weight].items():
+        assert torch.equal(optimizer.state[model[0].weight][key], value)
+
+
+@pytest.mark.parametrize("edit", ["shape", "groups", "amsgrad", "unknown", "names", "stranger", "option", "step"])
+def test_a_state_that_does_not_fit_changes_nothing(edit: str) -> None:
+    model = small_model()
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2)
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    bad = copy.deepcopy(saved)
+    bad["param_groups"][0]["lr"] = 7.0
+    first = bad["state"][0]
+    if edit == "shape":
+        first["exp_avg"] = torch.zeros(4)
+    elif edit == "groups":
+        bad["param_groups"][0]["params"].pop()
+    elif edit == "amsgrad":
+        first["max_exp_avg_sq"] = torch.zeros(33, 19)
+    elif edit == "unknown":
+        first["momentum_buffer"] = torch.zeros(33, 19)
+    elif edit == "names":
+        bad["param_groups"][0]["param_names"][2] = "other"
+    elif edit == "stranger":
+        bad["state"][77] = first
+    elif edit == "option":
+        bad["param_groups"][0]["amsgrad"] = True
+    else:
+        first["step"] = 2.5
+    with pytest.raises(ValueError, match=r"0\.weight|parameters|amsgrad|other|no parameter"):
+        optimizer.load_state_dict(bad)
+    now = optimizer.state_dict()
+    assert now["param_groups"] == saved["param_groups"]
+    for index, state in saved["state"].items():
+        assert all(torch.equal(state[key], now["state"][index][key]) for key in state)
+
+
+def test_hooks_of_state_dict_and_load_state_dict() -> None:
+    model = small_model()
+    optimizer = longshore.AdamW(model.parameters())
+    train(model, optimizer, range(2))
+    seen: list[Any] = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(len(state["state"])))
+    optimizer.register_load_state_dict_post_hook(lambda opt: seen.append(float(opt.state[model[0].weight]["step"])))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 1})
+    saved = optimizer.state_dict()
+    assert saved["extra"] == 1
+    saved["state"][0]["step"] = torch.tensor(41.0)
+    optimizer.load_state_dict(saved)
+    assert seen == [6, 41.0]
+
+
+def test_pickling_and_copying_are_refused() -> None:
+    optimizer = longshore.AdamW(small_model().parameters())
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            attempt(optimizer)
+
+
+def test_loading_discards_the_window() -> None:
+    model = small_model()
+    optimizer = longshore.AdamW(model.parameters(), release_gradients=True, offload=simulated())
+    loss_of(model, 0).backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+# -- groups and schedulers ----------------------------------------------------
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_add_param_group_in_mid_training(release: bool) -> None:
+    plain_model, model = model_of_sixteens(), model_of_sixteens()
+    theirs = torch.optim.AdamW(plain_model[0].parameters(), lr=1e-2, fused=True)
+    ours = longshore.AdamW(model[0].parameters(), lr=1e-2, release_gradients=release, offload=simulated())
+    for step in range(4):
+        if step == 2:
+            theirs.add_param_group({"params": plain_model[3].parameters(), "lr": 3e-2})
+            ours.add_param_group({"params": model[3].parameters(), "lr": 3e-2})
+        for each, optimizer in ((plain_model, theirs), (model, ours)):
+            each.zero_grad()
+            loss_of(each, step).backward()
+            optimizer.step()
+    assert same_weights(plain_model, model)
+    assert not torch.equal(model[3].weight, model_of_sixteens()[3].weight)
+    saved = ours.param_groups
+    with pytest.raises(ValueError, match="amsgrad"):
+        ours.add_param_group({"params": [nn.Parameter(torch.ones(2))], "amsgrad": True})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ours.add_param_group({"params": model[3].parameters()})
+    assert len(saved) == 2
+    train(model, ours, range(4, 5))
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.95),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=10),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("tensor", [False, True])
+def test_every_scheduler(name: str, tensor: bool) -> None:
+    plain_model, model = model_of_sixteens(), model_of_sixteens()
+    rates = [torch.tensor(1e-2) if tensor else 1e-2 for _ in range(2)]
+    theirs = torch.optim.AdamW(plain_model.parameters(), lr=rates[0], fused=True)
+    ours = longshore.AdamW(model.parameters(), lr=rates[1])
+    schedulers = [SCHEDULERS[name](theirs), SCHEDULERS[name](ours)]
+    seen = set()
+    for step in range(5):
+        for each, optimizer, scheduler in zip((plain_model, model), (theirs, ours), schedulers, strict=True):
+            loss_of(each, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        seen.add(float(ours.param_groups[0]["lr"]))
+        assert same_weights(plain_model, model)
+    assert len(seen) > 1
+
+
+def test_every_scheduler_of_torch_is_tested() -> None:
+    public = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
+    }
+    assert public - {"LRScheduler"} == set(SCHEDULERS)
