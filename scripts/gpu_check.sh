@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Build the package from what a CUDA machine has, run the gpu tests and the
+# benchmarks there, and write one results file.
+#
+# Needs no network: Python >= 3.10 with torch (CUDA), cmake, ninja, nanobind,
+# scikit-build-core and pytest. Usage: scripts/gpu_check.sh [RESULTS_DIR]
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+results=${1:-docs/results}
+mkdir -p "$results" || exit 1
+
+"$python" - <<'PY' || exit 1
+import importlib.util, sys
+missing = [name for name in ("torch", "cmake", "ninja", "nanobind", "scikit_build_core", "pytest")
+           if importlib.util.find_spec(name) is None and not __import__("shutil").which(name)]
+if missing:
+    sys.exit("gpu_check: install first: " + ", ".join(missing))
+import torch
+if not torch.cuda.is_available():
+    sys.exit("gpu_check: torch sees no CUDA device")
+print(f"gpu_check: torch {torch.__version__}, {torch.cuda.get_device_name()}")
+PY
+
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+"$python" -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . || exit 1
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+
+name=$results/$(date +%F)-$("$python" -c '
+import re, torch
+print(re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-"))')
+status=0
+"$python" -m pytest -m gpu --junitxml="$name-tests.xml" -p no:cacheprovider || status=1
+if ! "$python" -c 'import transformers' 2>/dev/null; then
+    echo "gpu_check: transformers is missing; the whole-step benchmark is left out"
+fi
+"$python" -m benchmarks --json "$name-bench.json" || status=1
+if [ $status = 0 ]; then echo "gpu_check: passed; results in $name-*"; else echo "gpu_check: FAILED"; fi
+exit $status

@@ -1,0 +1,129 @@
+"""The optimizers on a real CUDA device: the same weights as the plain loop on the CPU."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from support import PlainLoop, batch, small_model
+from torch import Tensor, nn
+
+import longshore
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def captured(model: nn.Module) -> list[list[Tensor]]:
+    """Each parameter's increments, copied on the device before longshore's hooks see them."""
+    seen: list[list[Tensor]] = [[] for _ in model.parameters()]
+    for index, parameter in enumerate(model.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda p, index=index: seen[index].append(p.grad.clone()))
+    return seen
+
+
+def backward(model: nn.Module, step: int, dtype: torch.dtype) -> None:
+    model(batch(step, dtype).cuda()).float().pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("tile_numel", [64, 1 << 22])
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_default_mode(dtype: torch.dtype, backwards: int, tile_numel: int) -> None:
+    plain_model, model = small_model(dtype), small_model(dtype).cuda()
+    plain = PlainLoop(plain_model.parameters(), lr=3e-2)
+    optimizer = longshore.AdamW(model.parameters(), lr=3e-2, offload=longshore.Offload(tile_numel=tile_numel))
+    for step in range(5):
+        for part in range(backwards):
+            backward(model, 10 * step + part, dtype)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        plain.step([parameter.grad.cpu() for parameter in model.parameters()])
+        torch.cuda._sleep(20_000_000)  # the step must wait for what the stream still does
+        optimizer.step()
+        optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+            assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("tile_numel", [64, 1 << 22])
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int) -> None:
+    plain_model, model = small_model(dtype), small_model(dtype).cuda()
+    plain = PlainLoop(plain_model.parameters(), lr=3e-2)
+    seen = captured(model)
+    optimizer = longshore.AdamW(
+        model.parameters(), lr=3e-2, release_gradients=True, offload=longshore.Offload(tile_numel=tile_numel)
+    )
+    for step in range(5):
+        for part in range(backwards):
+            torch.cuda._sleep(20_000_000)
+            backward(model, 10 * step + part, dtype)
+        norm = optimizer.clip_grad_norm_(0.5)
+        total = []
+        for increments in seen:
+            so_far = increments[0].cpu().float()
+            for increment in increments[1:]:
+                so_far = so_far + increment.cpu().float()
+            total.append(so_far)
+            increments.clear()
+        plain.step(total, scale=torch.clamp(0.5 / (norm + 1e-6), max=1.0).item())
+        optimizer.step()
+        for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+            assert torch.equal(ours.cpu(), theirs)
+
+
+def test_released_gradients_take_no_device_memory() -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)]).cuda()
+    parameter_bytes = 4 * 2048 * 2048
+    optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
+    optimizer._store.transfer.to_host.in_flight.limit_bytes = 2 * parameter_bytes
+    x = torch.randn(4, 2048, device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x).sum().backward()
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before < 5 * parameter_bytes
+        optimizer.step()
+
+
+def test_pinned_memory_is_made_at_start_up() -> None:
+    model = small_model().cuda()
+    optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
+    slot = optimizer._store.tiles[0].slot
+    assert slot is not None
+    assert slot.view(torch.float32, 0, 4).is_pinned()
+    held = optimizer.host_bytes()["gradients"]
+    backward(model, 0, torch.float32)
+    backward(model, 1, torch.float32)
+    optimizer.step()
+    assert optimizer.host_bytes()["gradients"] == held
+
+
+def test_grad_scaler() -> None:
+    model = small_model(torch.float32).cuda()
+    plain_model = small_model(torch.float32)
+    plain = PlainLoop(plain_model.parameters(), lr=1e-2)
+    optimizer = longshore.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+    for step in range(3):
+        with torch.autocast("cuda", torch.float16):
+            loss = model(batch(step).cuda()).float().pow(2).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        plain.step([parameter.grad.cpu() for parameter in model.parameters()])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+            assert torch.equal(ours.cpu(), theirs)
+
+
+def test_parameters_on_two_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="one device"):
+        longshore.AdamW([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, device="cuda"))])
