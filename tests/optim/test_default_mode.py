@@ -133,9 +133,11 @@ def test_step_hooks_and_the_profiler_see_the_step() -> None:
 
 
 @pytest.mark.parametrize("release", [False, True])
-def test_an_old_graph_cannot_run_backward_on_new_weights(release: bool) -> None:
+@pytest.mark.parametrize("staged", [False, True])
+def test_an_old_graph_cannot_run_backward_on_new_weights(staged: bool, release: bool) -> None:
     model = small_model()
-    optimizer = longshore.AdamW(model.parameters(), release_gradients=release, offload=simulated())
+    offload = simulated() if staged else None
+    optimizer = longshore.AdamW(model.parameters(), release_gradients=release, offload=offload)
     old = loss_of(model, 0)
     loss_of(model, 1).backward()
     optimizer.step()

@@ -229,14 +229,19 @@ def test_pickling_and_copying_are_refused() -> None:
             attempt(optimizer)
 
 
-def test_loading_discards_the_window() -> None:
-    model = small_model()
-    optimizer = longshore.AdamW(model.parameters(), release_gradients=True, offload=simulated())
-    loss_of(model, 0).backward()
-    optimizer.load_state_dict(optimizer.state_dict())
-    before = [parameter.clone() for parameter in model.parameters()]
-    optimizer.step()
-    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+@pytest.mark.parametrize("release", [False, True])
+def test_loading_keeps_the_window_as_torch_does(release: bool) -> None:
+    plain_model, model = twins()
+    plain = PlainLoop(plain_model.parameters(), lr=1e-2)
+    optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=release, offload=simulated())
+    for step in range(3):
+        for each in (plain_model, model):
+            loss_of(each, step).backward()
+        optimizer.load_state_dict(optimizer.state_dict())
+        plain.step_on_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same_weights(plain_model, model)
 
 
 # -- groups and schedulers ----------------------------------------------------

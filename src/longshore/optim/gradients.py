@@ -178,7 +178,7 @@ class ReleasedGradients(GradientSource):
             return True, gradient
         if gradient is None and record.index in self._lifted:
             return True, None
-        if placeholder is not None and record.index in self.store:
+        if self.store.holds(record.index):
             # Discarded (None) or replaced by the user's own tensor.
             self.store.discard(record.index)
             self._lifted.discard(record.index)
@@ -192,13 +192,10 @@ class ReleasedGradients(GradientSource):
             ) from self._failure
         found: dict[int, Tensor | None] = {}
         self._hook_trainable()
-        held = self.store.held()
         for record in self.records:
-            counts, gradient = self._resolve(record) if record.index in held else (False, record.parameter.grad)
+            counts, gradient = self._resolve(record)
             if counts:
                 found[record.index] = None
-            elif isinstance(gradient, ReleasedGradient):
-                continue  # of a window that is over
             elif gradient is not None:
                 # torch.autograd.grad, .grad assigned by hand, or frozen until now.
                 found[record.index] = self.found(record, gradient)

@@ -45,7 +45,14 @@ class HostAdam(torch.optim.Optimizer):
         self._clipping = Clipping()
         self._loading: dict[int, dict[str, Any]] | None = None
         check_group(defaults)
+        # The base class adds the groups one by one; a tile may hold several, so
+        # they are laid out together.
+        self._waiting: list[ParameterRecord] | None = []
         super().__init__(params, defaults)
+        waiting, self._waiting = self._waiting, None
+        if not waiting:
+            raise ValueError("optimizer got parameter groups without a single parameter")
+        self._lay_out(waiting)
 
     # -- parameters -----------------------------------------------------------
 
@@ -78,15 +85,21 @@ class HostAdam(torch.optim.Optimizer):
             device = parameter.device
             records.append(ParameterRecord(len(self._records) + position, name, parameter))
         check_no_shared_memory([*self._records, *records])
-        if device is None:
+        if self._waiting is None:
+            self._lay_out(records)
+        else:
+            self._waiting.extend(records)
+        self._records.extend(records)
+        self._device = device
+
+    def _lay_out(self, records: list[ParameterRecord]) -> None:
+        if not records:
             return
         if self._store is None or self._source is None:
-            transfer = self._offload.transfer or transfer_for(device)
+            transfer = self._offload.transfer or transfer_for(records[0].device)
             self._store = HostStore(transfer, self._kernels, self._offload.tile_numel, self._release_gradients)
             self._source = (ReleasedGradients if self._release_gradients else KeptGradients)(self._store)
         self._source.register(records)
-        self._records.extend(records)
-        self._device = device
 
     def _parts(self) -> tuple[HostStore, GradientSource]:
         if self._store is None or self._source is None:
@@ -338,7 +351,9 @@ class HostAdam(torch.optim.Optimizer):
             for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
         ]
         store, source = self._parts()
-        store.begin_load()
+        if store.broken:
+            store.begin_load()
+            source.consumed()  # the window went down with the step; otherwise it goes on, as in torch
         for record in self._records:
             clear_state(record, store)
             loaded = self._loading.get(record.index)
