@@ -5,11 +5,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "float_mode.h"
 #include "thread_pool.h"
 
 namespace longshore {
 
-AdamScalars scalars_of(const AdamRule& rule, const Scale& scale) {
+// Not inlined: the compiler knows nothing of float modes, and would be free to
+// move these roundings out of the scope of the caller's StandardFloatMode.
+[[gnu::noinline]] AdamScalars scalars_of(const AdamRule& rule, const Scale& scale) {
     const double bias_correction1 = 1.0 - std::pow(rule.beta1, rule.step);
     const double bias_correction2 = 1.0 - std::pow(rule.beta2, rule.step);
     const float lerp_weight = static_cast<float>(1.0 - rule.beta1);
@@ -25,8 +28,8 @@ AdamScalars scalars_of(const AdamRule& rule, const Scale& scale) {
     s.bias_correction2_sqrt = static_cast<float>(std::sqrt(bias_correction2));
     s.eps = static_cast<float>(rule.eps);
     s.negative_step_size = static_cast<float>(-(rule.lr / bias_correction1));
-    s.scale[0] = rule.maximize ? -scale.first : scale.first;
-    s.scale[1] = scale.second;
+    s.scale[0] = static_cast<float>(rule.maximize ? -scale.first : scale.first);
+    s.scale[1] = static_cast<float>(scale.second);
     return s;
 }
 
@@ -109,7 +112,10 @@ void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
     const KernelTable& kernels = kernels_for(isa);
     std::vector<AdamScalars> scalars;
     scalars.reserve(tile.rules.size());
-    for (const AdamRule& rule : tile.rules) scalars.push_back(scalars_of(rule, tile.scale));
+    {
+        StandardFloatMode mode;  // or flush-to-zero would make a denormal eps zero
+        for (const AdamRule& rule : tile.rules) scalars.push_back(scalars_of(rule, tile.scale));
+    }
 
     // Cut the run of all segments into pieces of equal size, so that a tile of
     // a thousand biases is shared out like a tile of one matrix.

@@ -27,7 +27,7 @@ using SegmentRow = std::tuple<std::int64_t, std::int64_t, Address, Address, std:
 using RuleRow = std::tuple<double, double, double, double, double, double, bool, bool>;
 // address, dtype, numel
 using PieceRow = std::tuple<Address, std::int32_t, std::int64_t>;
-using ScalePair = std::tuple<float, float>;
+using ScalePair = std::tuple<double, double>;
 
 template <class T>
 T* pointer(Address address) {

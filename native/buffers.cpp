@@ -94,10 +94,11 @@ double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters,
         }
     }
     const KernelTable& kernels = kernels_for(isa);
-    const float factors[2] = {scale.first, scale.second};
     std::vector<double> sums(blocks.size());
     pool.run(blocks.size(), [&](std::size_t which) {
         const Block& block = blocks[which];
+        // Rounded here, in the standard float mode that a piece runs in.
+        const float factors[2] = {static_cast<float>(scale.first), static_cast<float>(scale.second)};
         std::array<double, kNormLanes> lanes{};
         std::int64_t piece_begin = 0;
         for (const GradientPiece& piece : parameters[block.parameter]) {

@@ -22,12 +22,12 @@ std::size_t item_bytes(DType dtype);
 // Throws std::invalid_argument, naming `what`, for a null or misaligned address.
 void check_address(const void* address, DType dtype, const char* what);
 
-// What a gradient is multiplied by: `first`, then `second`, each rounded. Two
-// factors are needed where the loss scale is no power of two, so that unscaling
-// and clipping round as they do apart.
+// What a gradient is multiplied by in float: `first`, then `second`, each
+// rounded. Two factors are needed where the loss scale is no power of two, so
+// that unscaling and clipping round as they do apart.
 struct Scale {
-    float first = 1.0f;
-    float second = 1.0f;
+    double first = 1.0;
+    double second = 1.0;
 };
 
 // Consecutive elements of one parameter's gradient, somewhere in host memory.

@@ -5,9 +5,13 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <thread>
 
 #include "float_mode.h"
 
@@ -19,6 +23,7 @@ cpu_set_t mask_of(const std::vector<int>& cpu_set) {
     cpu_set_t mask, allowed;
     CPU_ZERO(&mask);
     CPU_ZERO(&allowed);
+    if (cpu_set.empty()) return mask;  // nor fail where there are more CPUs than CPU_SETSIZE
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) {
         throw std::system_error(errno, std::generic_category(), "sched_getaffinity");
     }
@@ -34,49 +39,114 @@ cpu_set_t mask_of(const std::vector<int>& cpu_set) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads, const std::vector<int>& cpu_set) : owner_pid_(getpid()) {
-    if (threads < 1 || threads > 4096) {
-        throw std::invalid_argument("a thread pool has 1 to 4096 threads, not " + std::to_string(threads));
-    }
+struct ThreadPool::Shared {
+    std::mutex turn;  // held by the caller whose job runs
+    std::mutex mutex;
+    std::condition_variable wake, finished;
+    const std::function<void(std::size_t)>* piece = nullptr;
+    std::size_t pieces = 0, next = 0, running = 0;
+    std::exception_ptr failure;
+    bool stop = false;
+    std::vector<std::thread> threads;
+
+    void start(int count, const std::vector<int>& cpu_set);
+    void join();
+    void run(std::size_t count, const std::function<void(std::size_t)>& call);
+    void work();
+    void take_pieces(std::unique_lock<std::mutex>& lock);
+};
+
+void ThreadPool::Shared::start(int count, const std::vector<int>& cpu_set) {
 #if defined(__linux__)
     const cpu_set_t mask = mask_of(cpu_set);
 #else
     if (!cpu_set.empty()) throw std::invalid_argument("a CPU set can be chosen on Linux only");
 #endif
-    try {
-        for (int i = 0; i < threads; ++i) {
-            threads_.emplace_back([this] { work(); });
+    for (int i = 0; i < count; ++i) {
+        threads.emplace_back([this] { work(); });
 #if defined(__linux__)
-            if (!cpu_set.empty()) {
-                const int error = pthread_setaffinity_np(threads_.back().native_handle(), sizeof mask, &mask);
-                if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_setaffinity_np");
-            }
+        if (!cpu_set.empty()) {
+            const int error = pthread_setaffinity_np(threads.back().native_handle(), sizeof mask, &mask);
+            if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_setaffinity_np");
+        }
 #endif
+    }
+}
+
+void ThreadPool::Shared::join() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        stop = true;
+    }
+    wake.notify_all();
+    for (std::thread& thread : threads) thread.join();
+}
+
+void ThreadPool::Shared::run(std::size_t count, const std::function<void(std::size_t)>& call) {
+    std::lock_guard<std::mutex> mine(turn);
+    std::unique_lock<std::mutex> lock(mutex);
+    piece = &call;
+    pieces = count;
+    next = 0;
+    failure = nullptr;
+    wake.notify_all();
+    finished.wait(lock, [this] { return next == pieces && running == 0; });
+    piece = nullptr;
+    pieces = next = 0;
+    if (failure) std::rethrow_exception(failure);
+}
+
+void ThreadPool::Shared::work() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (true) {
+        wake.wait(lock, [this] { return stop || next < pieces; });
+        if (stop) return;
+        take_pieces(lock);
+    }
+}
+
+void ThreadPool::Shared::take_pieces(std::unique_lock<std::mutex>& lock) {
+    while (next < pieces) {
+        const std::size_t mine = next++;
+        const auto* call = piece;
+        ++running;
+        lock.unlock();
+        std::exception_ptr caught;
+        try {
+            // A thread inherits flush-to-zero from whoever made it; set the mode
+            // for each piece rather than trust it.
+            StandardFloatMode mode;
+            (*call)(mine);
+        } catch (...) {
+            caught = std::current_exception();
         }
+        lock.lock();
+        --running;
+        if (caught && !failure) failure = caught;
+        if (failure) next = pieces;
+        if (next == pieces && running == 0) finished.notify_all();
+    }
+}
+
+ThreadPool::ThreadPool(int threads, const std::vector<int>& cpu_set)
+    : shared_(std::make_unique<Shared>()), thread_count_(threads), owner_pid_(getpid()) {
+    if (threads < 1 || threads > 4096) {
+        throw std::invalid_argument("a thread pool has 1 to 4096 threads, not " + std::to_string(threads));
+    }
+    try {
+        shared_->start(threads, cpu_set);
     } catch (...) {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            stop_ = true;
-        }
-        wake_.notify_all();
-        for (std::thread& thread : threads_) thread.join();
+        shared_->join();
         throw;
     }
 }
 
 ThreadPool::~ThreadPool() {
     if (getpid() != owner_pid_) {
-        // The threads were never copied into this child: there is nobody to
-        // join, and letting go of them is all that can be done.
-        for (std::thread& thread : threads_) thread.detach();
+        static_cast<void>(shared_.release());
         return;
     }
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        stop_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
+    shared_->join();
 }
 
 void ThreadPool::run(std::size_t pieces, const std::function<void(std::size_t)>& piece) {
@@ -91,49 +161,7 @@ void ThreadPool::run(std::size_t pieces, const std::function<void(std::size_t)>&
             "this process was forked from the one that owns the host threads, which do not exist here; "
             "build the optimizer after the fork");
     }
-    std::lock_guard<std::mutex> turn(turn_);
-    std::unique_lock<std::mutex> lock(mutex_);
-    piece_ = &piece;
-    pieces_ = pieces;
-    next_ = 0;
-    failure_ = nullptr;
-    wake_.notify_all();
-    finished_.wait(lock, [this] { return next_ == pieces_ && running_ == 0; });
-    piece_ = nullptr;
-    pieces_ = next_ = 0;
-    if (failure_) std::rethrow_exception(failure_);
-}
-
-void ThreadPool::work() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-        wake_.wait(lock, [this] { return stop_ || next_ < pieces_; });
-        if (stop_) return;
-        take_pieces(lock);
-    }
-}
-
-void ThreadPool::take_pieces(std::unique_lock<std::mutex>& lock) {
-    while (next_ < pieces_) {
-        const std::size_t mine = next_++;
-        const auto* piece = piece_;
-        ++running_;
-        lock.unlock();
-        std::exception_ptr failure;
-        try {
-            // A thread inherits flush-to-zero from whoever made it; set the mode
-            // for each piece rather than trust it.
-            StandardFloatMode mode;
-            (*piece)(mine);
-        } catch (...) {
-            failure = std::current_exception();
-        }
-        lock.lock();
-        --running_;
-        if (failure && !failure_) failure_ = failure;
-        if (failure_) next_ = pieces_;
-        if (next_ == pieces_ && running_ == 0) finished_.notify_all();
-    }
+    shared_->run(pieces, piece);
 }
 
 }  // namespace longshore

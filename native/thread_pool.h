@@ -4,13 +4,10 @@
 // set to 1 for torch's sake can starve the host step. Idle threads sleep.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <functional>
-#include <mutex>
-#include <thread>
+#include <memory>
 #include <vector>
 
 namespace longshore {
@@ -30,21 +27,15 @@ class ThreadPool {
     // threads do not exist, it throws instead of waiting for ever.
     void run(std::size_t pieces, const std::function<void(std::size_t)>& piece);
 
-    int threads() const { return static_cast<int>(threads_.size()); }
+    int threads() const { return thread_count_; }
 
   private:
-    void work();
-    void take_pieces(std::unique_lock<std::mutex>& lock);
-
-    std::mutex turn_;  // held by the caller whose job runs
-    std::mutex mutex_;
-    std::condition_variable wake_, finished_;
-    const std::function<void(std::size_t)>* piece_ = nullptr;
-    std::size_t pieces_ = 0, next_ = 0, running_ = 0;
-    std::exception_ptr failure_;
-    bool stop_ = false;
+    struct Shared;  // what the threads work on
+    // In a forked child it is left behind: its threads are not there to be
+    // joined, and a condition variable that they wait on cannot be destroyed.
+    std::unique_ptr<Shared> shared_;
+    int thread_count_;
     std::int64_t owner_pid_;
-    std::vector<std::thread> threads_;
 };
 
 }  // namespace longshore

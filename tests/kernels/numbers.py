@@ -1,0 +1,43 @@
+"""What the kernel tests share: comparison of bits, and tensors with awkward values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longshore.kernels import AdamRule
+
+INFINITY, LARGEST = float("inf"), 3.4028234663852886e38
+ZEROS_AND_DENORMALS = (0.0, -0.0, 2.0**-149, -(2.0**-149), 2.0**-126)
+SPECIALS = (*ZEROS_AND_DENORMALS, 1e-20, 0.5, 1e20, -1e20, LARGEST, -LARGEST, INFINITY, -INFINITY, float("nan"))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and bits, the sign of zero included; any NaN equals any other."""
+    if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
+        return False
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    plain = [torch.where(values.isnan(), 0, values.view(integer)) for values in (a, b)]
+    return torch.equal(*plain)
+
+
+def awkward(numel: int, seed: int, size: float = 1.0) -> Tensor:
+    """Normal float32 numbers, one in eight replaced by a special value."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * size
+    special = torch.tensor(SPECIALS)[torch.randint(0, len(SPECIALS), (numel,), generator=generator)]
+    return torch.where(torch.rand(numel, generator=generator) < 0.125, special, values)
+
+
+def page_of(numel: int, seed: int) -> Tensor:
+    """Master and moments, float32 ``[3, numel]``."""
+    return torch.stack([awkward(numel, seed), awkward(numel, seed + 1, 0.01), awkward(numel, seed + 2, 1e-4).abs()])
+
+
+RULES = (
+    AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3, decoupled=True),
+    AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3, decoupled=False),
+    AdamRule(lr=0.1, beta1=0.0, beta2=0.95, eps=0.0, weight_decay=0.0, step=1, decoupled=True, maximize=True),
+    AdamRule(lr=3e-4, beta1=0.5, beta2=0.5, eps=1e-40, weight_decay=0.1, step=2**24, decoupled=True),
+    AdamRule(lr=3e-4, beta1=0.4, beta2=0.0, eps=1e-3, weight_decay=0.0, step=1000, decoupled=False),
+)
