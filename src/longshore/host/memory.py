@@ -22,7 +22,12 @@ def allocate_zeros(numel: int) -> Tensor:
     num_bytes = 4 * numel
     if num_bytes < _HUGE_PAGE_BYTES:
         return torch.zeros(numel, dtype=torch.float32)
-    block = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MAP_PRIVATE"):
+        # The default is shared memory: a forked data loader would have our
+        # masters in its hands, and Linux gives such memory no huge pages.
+        block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        block = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
             block.madvise(mmap.MADV_HUGEPAGE)
@@ -32,8 +37,8 @@ def allocate_zeros(numel: int) -> Tensor:
 class PagePool:
     """Pages by size: float32 ``[3, page_numel]``: master, first and second moment.
 
-    A page that comes back is handed out again as it is, so whoever takes one
-    writes all of the elements that it will read.
+    A page that comes back is handed out again as it is: whoever takes one writes
+    all of the elements that it will read, or asks for zeros.
     """
 
     def __init__(self) -> None:
@@ -46,6 +51,11 @@ class PagePool:
             return free.pop()
         self.allocated_bytes += 12 * page_numel
         return allocate_zeros(3 * page_numel).view(3, page_numel)
+
+    def take_zeros(self, page_numel: int) -> Tensor:
+        used = bool(self._free.get(page_numel))
+        page = self.take(page_numel)
+        return page.zero_() if used else page  # a new one takes memory only as it is touched
 
     def give_back(self, page: Tensor) -> None:
         self._free.setdefault(page.shape[1], []).append(page)

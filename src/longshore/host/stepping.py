@@ -1,4 +1,10 @@
-"""Stepping one tile: in place, or out of place into a spare page that is kept or dropped."""
+"""Stepping one tile: in place, or out of place into a spare page that is kept or dropped.
+
+A speculative step has three parts, so that the long one can run on any thread
+while gradients arrive: :func:`begin_speculation` and :func:`end_speculation`
+move the tile and are called one at a time with everything else that moves it;
+:func:`run_speculation` touches no tile.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +25,18 @@ class SegmentStep(NamedTuple):
     segment: Segment
     rule: AdamRule
     output: Tensor
+
+
+class Speculation(NamedTuple):
+    """A step into a spare page, under way. It owns all that the pass reads and writes."""
+
+    ticket: Ticket
+    page: Tensor
+    spare: SparePage
+    rows: list[TileSegment]
+    rules: list[AdamRule]
+    idle: tuple[slice, ...]
+    """The parts of the page that have no gradient."""
 
 
 def _table(steps: Sequence[SegmentStep]) -> tuple[list[TileSegment], list[AdamRule]]:
@@ -48,36 +66,49 @@ def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernel
     tile.move(TileEvent.COMMIT_DONE)
 
 
-def speculate(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: HostKernels, spares: PagePool) -> Ticket:
-    """READY -> STEPPING: write what the step would give into a spare page.
+def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], spares: PagePool) -> Speculation:
+    """READY -> STEPPING: take a spare page.
 
-    The tile's page and its gradients are only read, so the outputs must not be
-    the gradients' own memory. Returns the ticket to give to
-    :func:`end_speculation`.
+    The tile's page and its gradients will only be read, so the outputs must
+    not be the gradients' own memory, nor the parameters.
     """
     rows, rules = _table(steps)
     page = tile.page
     assert page is not None
     tile.move(TileEvent.SPECULATE)
-    ticket = tile.ticket
-    target = spares.take(page.shape[1])
     stepped = {segment.layout.parameter for segment, _, _ in steps}
-    for segment in tile.layout.segments:
-        if segment.parameter not in stepped:  # idle means untouched, in either page
-            part = slice(segment.page_offset, segment.page_offset + segment.numel)
-            target[:, part] = page[:, part]
-    kernels.step_tile(page, target, rows, rules, scale)
-    tile.spare = SparePage(target, tuple(step.output for step in steps))
-    return ticket
+    idle = tuple(
+        slice(segment.page_offset, segment.page_offset + segment.numel)
+        for segment in tile.layout.segments
+        if segment.parameter not in stepped
+    )
+    spare = SparePage(spares.take(page.shape[1]), tuple(step.output for step in steps))
+    return Speculation(tile.ticket, page, spare, rows, rules, idle)
 
 
-def end_speculation(tile: Tile, ticket: Ticket, spares: PagePool) -> bool:
-    """STEPPING -> STEPPED, or, where one more gradient came meanwhile, the spare page is dropped."""
-    if tile.ticket != ticket:
-        drop(tile, spares)
+def run_speculation(speculation: Speculation, scale: Scale, kernels: HostKernels) -> None:
+    """Write what the step would give into the spare page."""
+    page, target = speculation.page, speculation.spare.page
+    for part in speculation.idle:  # idle means untouched, in either page
+        target[:, part] = page[:, part]
+    kernels.step_tile(page, target, speculation.rows, speculation.rules, scale)
+
+
+def end_speculation(tile: Tile, speculation: Speculation, spares: PagePool) -> bool:
+    """STEPPING -> STEPPED. Where a gradient came meanwhile, or the window was discarded, the
+    ticket is old: the spare page is dropped, the tile stays what it is, and the result is False."""
+    if tile.ticket != speculation.ticket:
+        spares.give_back(speculation.spare.page)
         return False
     tile.move(TileEvent.SPECULATED)
+    tile.spare = speculation.spare
     return True
+
+
+def fail_speculation(tile: Tile, speculation: Speculation, spares: PagePool) -> None:
+    """STEPPING -> READY: :func:`run_speculation` raised. Nothing is lost, the tile's page is untouched."""
+    if end_speculation(tile, speculation, spares):
+        redo(tile, spares)
 
 
 def keep(tile: Tile, spares: PagePool) -> SparePage:

@@ -6,6 +6,8 @@ The store knows parameters by index, as flat tensors; groups, names and
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host.memory import AccumulatorPool, PagePool, SlotSlab
+from longshore.host.memory import AccumulatorPool, PagePool, Slot, SlotSlab
 from longshore.host.stepping import SegmentStep, drop, step_in_place
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
@@ -64,11 +66,15 @@ class HostStore:
         self._tiles: list[Tile] = []
         self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
         self._slab = SlotSlab(transfer)
+        self._ring: list[Slot] = []
         self._ring_bytes = 0
         self._pages = PagePool()
-        # Change with each window.
+        # Change with each window. Several autograd threads may bring gradients
+        # of one tile; the worker's jobs never take the lock.
+        self._lock = threading.Lock()
         self._accumulators = AccumulatorPool()
         self._worker = Worker(max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
+        self._incomplete: BaseException | None = None
         self._broken: BaseException | None = None
 
     # -- layout ---------------------------------------------------------------
@@ -97,14 +103,16 @@ class HostStore:
             for tile, slot in zip(added, slots, strict=True):
                 tile.slot = slot
             return
-        # A ring: tile i uses slot i modulo the depth of the pipeline.
+        # A ring: the tiles of a commit take turns.
         if max(sizes) > self._ring_bytes:
-            self._ring_bytes = max(sizes)
+            # The old ring is let go of before the new one is made.
             self.transfer.synchronize()
-            self._slab = SlotSlab(self.transfer)
-            self._ring = self._slab.cut([self._ring_bytes] * min(PIPELINE_DEPTH, len(self._tiles)))
-        elif len(self._ring) < min(PIPELINE_DEPTH, len(self._tiles)):
-            self._ring += self._slab.cut([self._ring_bytes] * (min(PIPELINE_DEPTH, len(self._tiles)) - len(self._ring)))
+            self._ring_bytes, self._ring, self._slab = max(sizes), [], SlotSlab(self.transfer)
+            for tile in self._tiles:
+                tile.slot = None
+        missing = min(PIPELINE_DEPTH, len(self._tiles)) - len(self._ring)
+        if missing > 0:
+            self._ring += self._slab.cut([self._ring_bytes] * missing)
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._parts
@@ -119,8 +127,9 @@ class HostStore:
         if not self.transfer.staged:
             for tile in self._tiles:
                 for segment in tile.segments.values():
-                    if segment.gradient is not None and not segment.summed:
-                        held += segment.gradient.numel() * segment.gradient.element_size()
+                    gradient = segment.gradient  # the worker may put the sum in its place
+                    if gradient is not None and not segment.summed:
+                        held += gradient.numel() * gradient.element_size()
         return {
             "pages": self._pages.allocated_bytes,
             "gradients": self._slab.allocated_bytes + held,
@@ -135,13 +144,16 @@ class HostStore:
         Returns at once: the copy runs on the lane, a later arrival is added by
         the worker. The caller may let go of ``gradient``.
         """
+        self.check_usable()
         ready = self.transfer.mark()
-        for tile, segment in self._parts[parameter]:
-            offset = segment.layout.parameter_offset
-            self._arrive(tile, segment, gradient[offset : offset + segment.layout.numel], ready)
+        with self._lock:
+            for tile, segment in self._parts[parameter]:
+                offset = segment.layout.parameter_offset
+                self._arrive(tile, segment, gradient[offset : offset + segment.layout.numel], ready)
 
     def _arrive(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         tile.arrived()
+        drop(tile, self._pages)
         segment.arrivals += 1
         if segment.arrivals == 1:
             after = tile.slot.last_publish if tile.slot is not None else None
@@ -163,21 +175,15 @@ class HostStore:
         total = tile.accumulator_view(segment.layout)
         if not segment.summed:
             self.kernels.accumulate(total, segment.wait(), add=False)
-            segment.gradient, segment.handle, segment.summed = total, None, True
+            segment.summed, segment.gradient, segment.handle = True, total, None
         # The slot is free again: what it held is in the accumulator.
         handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, None)
         handle.wait()
         self.kernels.accumulate(total, handle.target, add=True)
 
-    def held(self) -> set[int]:
-        """The parameters for which this window holds a gradient."""
-        return {
-            parameter
-            for tile in self._tiles
-            if tile.state is not TileState.EMPTY
-            for parameter, segment in tile.segments.items()
-            if segment.arrivals
-        }
+    def holds(self, parameter: int) -> bool:
+        """Whether this window holds a gradient of ``parameter``."""
+        return any(segment.arrivals for _, segment in self._parts.get(parameter, ()))
 
     def settle(self) -> None:
         """Wait until every arrival is on the host and added.
@@ -187,24 +193,31 @@ class HostStore:
             GradientError: an arrival failed on its way; the window is incomplete.
         """
         self.check_usable()
-        failure = self._worker.drain()
-        if failure is not None:
+        self._drain()
+        if self._incomplete is not None:
             raise GradientError(
-                f"a gradient could not be added on the host ({failure}); "
+                f"a gradient could not be added on the host ({self._incomplete}); "
                 "call zero_grad() to discard this window and go on"
-            ) from failure
+            ) from self._incomplete
+
+    def _drain(self) -> None:
+        # The worker reports a failure once; the window stays incomplete until it is discarded.
+        failure = self._worker.drain()
+        self._incomplete = self._incomplete or failure
 
     def discard(self, parameter: int | None = None) -> None:
         """Drop the window, or one parameter's part of it; no page changes."""
         self.check_usable()
-        self._worker.drain()
-        if parameter is None:
-            self._end_window(self._tiles, TileEvent.DISCARD)
-            return
-        for tile, segment in self._parts[parameter]:
-            segment.clear()
-            if not any(other.arrivals for other in tile.segments.values()):
-                self._end_window([tile], TileEvent.DISCARD)
+        with self._lock:
+            self._drain()
+            if parameter is None:
+                self._end_window(self._tiles, TileEvent.DISCARD)
+                self._incomplete = None
+                return
+            for tile, segment in self._parts[parameter]:
+                segment.clear()
+                if not any(other.arrivals for other in tile.segments.values()):
+                    self._end_window([tile], TileEvent.DISCARD)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         """The sum of squares in float64; waits for all arrivals.
@@ -252,17 +265,21 @@ class HostStore:
             while under_way:
                 stepped.append(self._finish(*under_way.popleft(), scale))
             self.transfer.end_publish()
+            self._end_window(stepped, TileEvent.PUBLISHED)
+            # The window is over for what it held and did not step, too.
+            self._end_window([tile for tile in self._tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
+            self._accumulators.trim()
         except BaseException as failure:
             # Ctrl-C lands here too.
-            self._abandon(failure, [parameter for parameter, step in steps.items() if step.gradient is not None])
+            brought = [parameter for parameter, step in steps.items() if step.gradient is not None]
+            self._abandon(failure, brought, begun=bool(stepped))
             raise
-        self._end_window(stepped, TileEvent.PUBLISHED)
-        self._accumulators.trim()
 
     def _fill(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], ready: Any) -> None:
         active.sort(key=lambda pair: pair[0].layout.page_offset)
         for segment, step in active:
             if step.gradient is not None:
+                assert segment.arrivals == 0  # a second one would still be on its way to the worker
                 offset = segment.layout.parameter_offset
                 self._arrive(tile, segment, step.gradient[offset : offset + segment.layout.numel], ready)
 
@@ -281,12 +298,15 @@ class HostStore:
                 tile.slot.last_publish = handle
         return tile
 
-    def _abandon(self, failure: BaseException, brought: list[int]) -> None:
+    def _abandon(self, failure: BaseException, brought: list[int], begun: bool) -> None:
         """A commit failed. If it had stepped anything, the store is broken; otherwise nothing is
         lost, and the gradients that this commit brought are let go of: they are still ``.grad``."""
         unstepped = (TileState.EMPTY, TileState.FILLING)
-        if any(tile.state not in unstepped for tile in self._tiles):
+        if begun or any(tile.state not in unstepped for tile in self._tiles):
             self._broken = failure
+            # What is on its way to the device arrives before what the user loads there next.
+            with contextlib.suppress(Exception):
+                self.transfer.end_publish()
             return
         for parameter in brought:
             self.discard(parameter)
@@ -310,12 +330,18 @@ class HostStore:
                 "state (load_state_dict) before going on"
             ) from self._broken
 
+    @property
+    def broken(self) -> bool:
+        """Whether a commit failed half way."""
+        return self._broken is not None
+
     def begin_load(self) -> None:
         """Discard the window and leave the broken state; whole states are about to be written."""
-        self._worker.drain()
-        self._end_window(self._tiles, TileEvent.LOAD)
-        self._accumulators.trim()
-        self._broken = None
+        with self._lock:
+            self._worker.drain()
+            self._end_window(self._tiles, TileEvent.LOAD)
+            self._accumulators.trim()
+            self._incomplete = self._broken = None
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         """Take ``values`` (flat, on the device) as the master.
@@ -323,6 +349,7 @@ class HostStore:
         With ``keep_matching``, an element whose rounded master is already the
         value keeps its master, with all of its float32 digits.
         """
+        self.check_usable()
         for tile, segment in self._parts[parameter]:
             self._take_page(tile)
             master = tile.page_view(segment.layout, MASTER)
@@ -334,6 +361,7 @@ class HostStore:
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
         """How many elements of ``values`` are not the rounded master; bits are compared."""
+        self.check_usable()
         return sum(
             self.kernels.reconcile(tile.page_view(segment.layout, MASTER), self._read(values, segment), adopt=False)
             for tile, segment in self._parts[parameter]
@@ -341,11 +369,13 @@ class HostStore:
 
     def read_state(self, parameter: int, which: int) -> Tensor:
         """A copy of the parameter's master or moment: float32, flat, on the host."""
+        self.check_usable()
         pieces = [tile.page_view(segment.layout, which) for tile, segment in self._parts[parameter]]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32)
 
     def write_state(self, parameter: int, which: int, values: Tensor | None) -> None:
         """Set the parameter's master or moment from a flat tensor; None: zeros."""
+        self.check_usable()
         for tile, segment in self._parts[parameter]:
             self._take_page(tile)
             view = tile.page_view(segment.layout, which)
@@ -361,7 +391,7 @@ class HostStore:
 
     def _take_page(self, tile: Tile) -> None:
         if tile.page is None:
-            tile.page = self._pages.take(tile.layout.page_numel)
+            tile.page = self._pages.take_zeros(tile.layout.page_numel)
 
     def close(self) -> None:
         """Wait for what is under way, and let go of threads and lanes."""

@@ -58,8 +58,9 @@ class Worker:
         job()
 
     def _retire(self) -> None:
-        future, held_bytes = self._jobs.popleft()
-        failure = future.exception()
+        future, held_bytes = self._jobs[0]
+        failure = future.exception()  # blocks; after Ctrl-C the job is still in the queue
+        self._jobs.popleft()
         self._held_bytes -= held_bytes
         if self._failure is None:
             self._failure = failure

@@ -49,6 +49,7 @@ class InFlight:
     gradient alive, so without a bound "gradients leave during backward" would
     save no device memory at all. ``admit`` blocks the enqueuing thread while
     more than ``limit_bytes`` would be under way (one copy always is admitted).
+    Several threads enqueue: whoever calls holds the lane's lock.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -59,9 +60,7 @@ class InFlight:
 
     def admit(self, source_bytes: int) -> None:
         while self._copies and (self._copies[0][0].done() or self._bytes + source_bytes > self.limit_bytes):
-            handle, held_bytes = self._copies.popleft()
-            handle.wait()
-            self._bytes -= held_bytes
+            self._retire()
 
     def add(self, handle: CopyHandle, source_bytes: int) -> None:
         self._copies.append((handle, source_bytes))
@@ -70,9 +69,17 @@ class InFlight:
 
     def drain(self) -> None:
         while self._copies:
-            handle, held_bytes = self._copies.popleft()
-            self._bytes -= held_bytes
+            self._retire()
+
+    def _retire(self) -> None:
+        handle, held_bytes = self._copies[0]
+        try:
             handle.wait()
+        finally:
+            # After Ctrl-C in the middle of waiting, the copy still runs, and still counts.
+            if handle.done():
+                self._copies.popleft()
+                self._bytes -= held_bytes
 
 
 class Transfer(ABC):

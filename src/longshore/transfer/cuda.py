@@ -60,6 +60,10 @@ class CudaLane:
             self.in_flight.add(handle, source_bytes)
         return handle
 
+    def drain(self) -> None:
+        with self._lock:
+            self.in_flight.drain()
+
 
 class CudaTransfer(Transfer):
     """Real streams, events and pinned memory, for the parameters of one device.
@@ -108,8 +112,8 @@ class CudaTransfer(Transfer):
         return source.cpu()
 
     def synchronize(self) -> None:
-        self.to_host.in_flight.drain()
-        self.to_device.in_flight.drain()
+        self.to_host.drain()
+        self.to_device.drain()
 
     def close(self) -> None:
         self.synchronize()

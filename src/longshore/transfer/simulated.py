@@ -44,7 +44,11 @@ class SimulatedCopy(CopyHandle):
 
 
 class SimulatedLane:
-    """A thread that copies in order, each copy after a delay drawn when it was enqueued."""
+    """A thread that copies in order, each copy after a delay drawn when it was enqueued.
+
+    The thread knows the queue and not the lane, and ends when the lane is
+    closed or garbage.
+    """
 
     def __init__(self, name: str, seed: int, max_delay_s: float, limit_bytes: int) -> None:
         self.delays = 0
@@ -54,7 +58,10 @@ class SimulatedLane:
         self._random = random.Random(f"{name} {seed}")
         self._max_delay_s = max_delay_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"longshore-simulated-{name}", daemon=True)
+        self._stop = weakref.finalize(self, self._jobs.put, None)
+        self._thread = threading.Thread(
+            target=_run_jobs, args=(self._jobs,), name=f"longshore-simulated-{name}", daemon=True
+        )
         self._thread.start()
 
     def enqueue(self, source: Tensor, target: Tensor, after: CopyHandle | None) -> SimulatedCopy:
@@ -64,6 +71,8 @@ class SimulatedLane:
         weak_source, weak_handle = weakref.ref(source), weakref.ref(handle)
         source_bytes = source.numel() * source.element_size()
         with self._lock:
+            if not self._stop.alive:
+                raise RuntimeError("a copy was enqueued on a lane that is closed")
             delay_s = self._random.uniform(0.0, self._max_delay_s)
             self.in_flight.admit(source_bytes)
             self.in_flight.add(handle, source_bytes)
@@ -78,33 +87,42 @@ class SimulatedLane:
         after: CopyHandle | None,
         delay_s: float,
     ) -> None:
-        if after is not None:
-            after.wait()
-        if delay_s > 0:
-            self.delays += 1
-            time.sleep(delay_s)
-        source = weak_source()
         failure: BaseException | None = None
-        if source is None:
-            failure = RuntimeError("the source of a copy was freed before the copy ran")
-        else:
-            with torch.no_grad():
-                target.copy_(source)
-        del source
+        try:
+            if after is not None:
+                after.wait()
+            if delay_s > 0:
+                self.delays += 1
+                time.sleep(delay_s)
+            _copy_now(weak_source, target)
+        except BaseException as error:
+            failure = error
         handle = weak_handle()
         if handle is not None:
             handle.finish(failure)
 
+    def drain(self) -> None:
+        with self._lock:
+            self.in_flight.drain()
+
     def close(self) -> None:
-        self._jobs.put(None)
+        with self._lock:
+            self._stop()
         self._thread.join()
 
-    def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            job()
+
+def _copy_now(weak_source: weakref.ref[Tensor], target: Tensor) -> None:
+    source = weak_source()
+    if source is None:
+        raise RuntimeError("the source of a copy was freed before the copy ran")
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # it refers to the lane, which may be garbage before the next job comes
 
 
 class SimulatedTransfer(Transfer):
@@ -146,7 +164,7 @@ class SimulatedTransfer(Transfer):
 
     def end_publish(self) -> None:
         # The CPU is its own current stream: waiting in stream order is waiting.
-        self.to_device.in_flight.drain()
+        self.to_device.drain()
 
     def read(self, source: Tensor) -> Tensor:
         return source.clone()
@@ -155,8 +173,8 @@ class SimulatedTransfer(Transfer):
         time.sleep(self._worker_random.uniform(0.0, self._max_delay_s))
 
     def synchronize(self) -> None:
-        self.to_host.in_flight.drain()
-        self.to_device.in_flight.drain()
+        self.to_host.drain()
+        self.to_device.drain()
 
     def close(self) -> None:
         self.to_host.close()

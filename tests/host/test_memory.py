@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longshore.host.memory import AccumulatorPool, PagePool, SlotSlab, allocate_zeros
+from longshore.transfer import DirectTransfer
+
+HUGE_NUMEL = (2 << 20) // 4
+
+
+# -- blocks -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1, 1000, HUGE_NUMEL - 1, HUGE_NUMEL, HUGE_NUMEL + 3])
+def test_zeros(numel: int) -> None:
+    block = allocate_zeros(numel)
+    assert block.dtype == torch.float32 and block.shape == (numel,)
+    assert block.data_ptr() % 64 == 0
+    assert not block.any()
+    block.fill_(1.0)
+    assert bool((block == 1).all())
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+def test_large_blocks_are_private() -> None:
+    """Shared memory would be written by forked children too, and gets no huge pages."""
+    block = allocate_zeros(8 * HUGE_NUMEL)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, *_ = line.split()
+        low, high = (int(address, 16) for address in addresses.split("-"))
+        if low <= block.data_ptr() < high:
+            assert permissions == "rw-p"
+            return
+    raise AssertionError("the block is in no mapping")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
+def test_a_kernel_without_huge_pages_is_only_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)  # an advice that no kernel knows: OSError
+    assert not allocate_zeros(HUGE_NUMEL).any()
+
+
+# -- pages --------------------------------------------------------------------
+
+
+def test_pages_are_counted_and_come_back() -> None:
+    pool = PagePool()
+    first = pool.take(32)
+    assert first.shape == (3, 32) and first.dtype == torch.float32 and first.is_contiguous()
+    assert not first.any()
+    assert pool.allocated_bytes == 12 * 32
+    pool.give_back(first)
+    assert pool.take(16) is not first
+    assert pool.allocated_bytes == 12 * 48
+    assert pool.take(32) is first
+    assert pool.take(32) is not first
+    assert pool.allocated_bytes == 12 * 80
+
+
+def test_a_page_comes_back_as_it_is_unless_zeros_are_asked_for() -> None:
+    pool = PagePool()
+    pool.give_back(pool.take(32).fill_(7.0))
+    dirty = pool.take(32)
+    assert bool((dirty == 7).all())
+    pool.give_back(dirty)
+    assert not pool.take_zeros(32).any()
+    assert not pool.take_zeros(32).any()
+    assert pool.allocated_bytes == 2 * 12 * 32
+
+
+# -- accumulators -------------------------------------------------------------
+
+
+def test_accumulators_are_kept_while_windows_use_them() -> None:
+    pool = AccumulatorPool()
+    for _ in range(3):
+        accumulator = pool.take(32)
+        pool.give_back(accumulator)
+        pool.trim()
+        assert pool.allocated_bytes == 4 * 32
+        assert pool.take(32) is accumulator
+        pool.give_back(accumulator)
+    assert pool.allocated_bytes == 4 * 32
+
+
+def test_trim_frees_what_the_window_did_not_use() -> None:
+    pool = AccumulatorPool()
+    accumulators = [pool.take(32), pool.take(32), pool.take(48)]
+    assert pool.allocated_bytes == 4 * (32 + 32 + 48)
+    for accumulator in accumulators:
+        pool.give_back(accumulator)
+    pool.trim()
+    kept = pool.take(32)
+    pool.give_back(kept)
+    pool.trim()
+    assert pool.allocated_bytes == 4 * 32
+    pool.trim()
+    assert pool.allocated_bytes == 0
+    assert pool.take(32) is not kept
+
+
+def test_one_accumulator_serves_two_tiles_of_a_window() -> None:
+    """Discarded and begun again within a window: no second one is made."""
+    pool = AccumulatorPool()
+    accumulator = pool.take(32)
+    pool.give_back(accumulator)
+    assert pool.take(32) is accumulator
+    assert pool.allocated_bytes == 4 * 32
+
+
+def test_what_is_out_during_a_trim_still_counts() -> None:
+    pool = AccumulatorPool()
+    accumulator = pool.take(32)
+    pool.trim()
+    pool.trim()
+    assert pool.allocated_bytes == 4 * 32
+    pool.give_back(accumulator)
+    pool.trim()
+    pool.trim()
+    assert pool.allocated_bytes == 0
+
+
+# -- slots --------------------------------------------------------------------
+
+
+def test_slots_are_aligned_disjoint_and_counted() -> None:
+    slab = SlotSlab(DirectTransfer())
+    sizes = [32, 64, 96, 128]
+    slots = slab.cut(sizes)
+    assert slab.allocated_bytes == 64 + 64 + 128 + 128
+    views = [slot.view(torch.uint8, 0, size) for slot, size in zip(slots, sizes, strict=True)]
+    starts = [view.data_ptr() - views[0].data_ptr() for view in views]
+    assert starts == [0, 64, 128, 256]
+    for value, view in enumerate(views):
+        view.fill_(value)
+    assert [set(view.tolist()) for view in views] == [{0}, {1}, {2}, {3}]
+    slab.cut([64])
+    assert slab.allocated_bytes == 384 + 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_slot_is_seen_as_its_tiles_dtype(dtype: torch.dtype) -> None:
+    _, slot = SlotSlab(DirectTransfer()).cut([32, 48 * dtype.itemsize])
+    whole = slot.view(dtype, 0, 48).copy_(torch.arange(48))
+    part = slot.view(dtype, 32, 7)
+    assert part.dtype == dtype and part.is_contiguous()
+    assert part.tolist() == [32, 33, 34, 35, 36, 37, 38]
+    part.zero_()
+    assert whole[32:39].tolist() == [0] * 7 and whole[31] == 31 and whole[39] == 39
+    assert slot.last_publish is None

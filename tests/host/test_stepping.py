@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from longshore.errors import BrokenStateError, IllegalTransitionError
+from longshore.host.memory import PagePool
+from longshore.host.stepping import (
+    SegmentStep,
+    Speculation,
+    begin_speculation,
+    drop,
+    end_speculation,
+    fail_speculation,
+    keep,
+    redo,
+    run_speculation,
+    step_in_place,
+)
+from longshore.host.tile import Tile
+from longshore.host.tile_state import TileEvent, TileState
+from longshore.kernels import UNSCALED, AdamRule, HostKernels, Scale
+from longshore.kernels.reference import adam_step
+from longshore.layout import plan_tiles
+
+NUMELS = {0: 37, 1: 5, 2: 20}
+RULES = {
+    0: AdamRule(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, decoupled=True),
+    1: AdamRule(lr=3e-2, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.0, step=7, decoupled=True),
+    2: AdamRule(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1, decoupled=False),
+}
+HALVED = Scale(0.5)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> HostKernels:
+    return HostKernels(threads=2)
+
+
+class Broken(HostKernels):
+    """Kernels that write, and then fail."""
+
+    def step_tile(self, *args, **kwargs) -> None:
+        super().step_tile(*args, **kwargs)
+        raise RuntimeError("the kernel failed")
+
+
+def make_tile(spares: PagePool, dtype: torch.dtype = torch.float32) -> Tile:
+    """Three parameters of three groups, in mid-training; the page comes from the pool."""
+    (layout,) = plan_tiles(NUMELS.items(), 1000)
+    tile = Tile(layout, dtype)
+    tile.page = spares.take(layout.page_numel)
+    tile.page.copy_(torch.randn(tile.page.shape))
+    tile.page[2].abs_()
+    return tile
+
+
+def gradients_for(*parameters: int, dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
+    return {parameter: torch.randn(NUMELS[parameter]).to(dtype) for parameter in parameters}
+
+
+def arrive(tile: Tile, gradients: Mapping[int, Tensor]) -> None:
+    for parameter, gradient in gradients.items():
+        tile.arrived()
+        segment = tile.segments[parameter]
+        segment.arrivals += 1
+        segment.gradient = gradient
+
+
+def complete(tile: Tile, gradients: Mapping[int, Tensor]) -> None:
+    arrive(tile, gradients)
+    tile.move(TileEvent.COMPLETE)
+
+
+def steps_for(tile: Tile) -> list[SegmentStep]:
+    """Every segment that has a gradient, with an output of its own."""
+    return [
+        SegmentStep(segment, RULES[parameter], torch.empty(NUMELS[parameter], dtype=tile.dtype))
+        for parameter, segment in tile.segments.items()
+        if segment.arrivals
+    ]
+
+
+def state_of(tile: Tile) -> dict[int, tuple[Tensor, ...]]:
+    return {
+        parameter: tuple(tile.page_view(segment.layout, which).clone() for which in range(3))
+        for parameter, segment in tile.segments.items()
+    }
+
+
+def expected_of(tile: Tile, gradients: Mapping[int, Tensor], scale: Scale = UNSCALED) -> dict[int, tuple[Tensor, ...]]:
+    return {
+        parameter: adam_step(*state, gradients[parameter], RULES[parameter], scale) if parameter in gradients else state
+        for parameter, state in state_of(tile).items()
+    }
+
+
+def same(left: Mapping[int, tuple[Tensor, ...]], right: Mapping[int, tuple[Tensor, ...]]) -> bool:
+    assert left.keys() == right.keys()
+    return all(torch.equal(a, b) for parameter in left for a, b in zip(left[parameter], right[parameter], strict=True))
+
+
+def speculate(
+    tile: Tile, spares: PagePool, kernels: HostKernels, scale: Scale = UNSCALED
+) -> tuple[Speculation, list[SegmentStep]]:
+    steps = steps_for(tile)
+    speculation = begin_speculation(tile, steps, spares)
+    run_speculation(speculation, scale, kernels)
+    return speculation, steps
+
+
+# -- in place -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("active", [(0, 1, 2), (1,), (0, 2)])
+def test_in_place(dtype: torch.dtype, active: tuple[int, ...], kernels: HostKernels) -> None:
+    tile = make_tile(PagePool(), dtype)
+    gradients = gradients_for(*active, dtype=dtype)
+    expected = expected_of(tile, gradients, HALVED)
+    arrive(tile, gradients)
+    steps = steps_for(tile)
+    step_in_place(tile, steps, HALVED, kernels)
+    assert tile.state is TileState.COMMITTED
+    assert same(state_of(tile), expected)
+    for segment, _, output in steps:
+        assert torch.equal(output, expected[segment.layout.parameter][0].to(dtype))
+
+
+def test_the_output_may_take_the_gradients_memory(kernels: HostKernels) -> None:
+    tile = make_tile(PagePool(), torch.bfloat16)
+    gradients = gradients_for(0, 1, 2, dtype=torch.bfloat16)
+    expected = expected_of(tile, gradients)
+    arrive(tile, gradients)
+    steps = [step._replace(output=step.segment.wait()) for step in steps_for(tile)]
+    step_in_place(tile, steps, UNSCALED, kernels)
+    assert same(state_of(tile), expected)
+    assert all(torch.equal(gradients[p], expected[p][0].to(torch.bfloat16)) for p in gradients)
+
+
+def test_a_kernel_that_fails_in_place_leaves_the_tile_broken(kernels: HostKernels) -> None:
+    tile = make_tile(PagePool())
+    arrive(tile, gradients_for(0))
+    with pytest.raises(RuntimeError, match="the kernel failed"):
+        step_in_place(tile, steps_for(tile), UNSCALED, Broken(threads=1))
+    assert tile.state is TileState.BROKEN
+    with pytest.raises(BrokenStateError):
+        tile.arrived()
+    with pytest.raises(BrokenStateError):
+        step_in_place(tile, steps_for(tile), UNSCALED, kernels)
+
+
+def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
+    tile = make_tile(PagePool())
+    before = state_of(tile)
+    with pytest.raises(IllegalTransitionError):
+        step_in_place(tile, [], UNSCALED, kernels)
+    with pytest.raises(IllegalTransitionError):
+        begin_speculation(tile, [], PagePool())
+    assert same(state_of(tile), before)
+
+
+# -- speculation that is kept -------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("active", [(0, 1, 2), (1,), (0, 2)])
+def test_kept_is_what_in_place_would_have_given(
+    dtype: torch.dtype, active: tuple[int, ...], kernels: HostKernels
+) -> None:
+    spares = PagePool()
+    tile, twin = make_tile(spares, dtype), make_tile(spares, dtype)
+    assert tile.page is not None and twin.page is not None
+    twin.page.copy_(tile.page)
+    gradients = gradients_for(*active, dtype=dtype)
+    arrive(twin, gradients)
+    twin_steps = steps_for(twin)
+    step_in_place(twin, twin_steps, HALVED, kernels)
+
+    before, old_page = state_of(tile), tile.page
+    complete(tile, gradients)
+    # A page that another tile used comes back dirty.
+    spares.give_back(torch.full_like(old_page, float("nan")))
+    speculation, steps = speculate(tile, spares, kernels, HALVED)
+    assert tile.state is TileState.STEPPING
+    assert same(state_of(tile), before)  # page A is only read
+    assert end_speculation(tile, speculation, spares)
+    assert tile.state is TileState.STEPPED
+    assert same(state_of(tile), before)
+
+    spare = keep(tile, spares)
+    assert tile.state is TileState.COMMITTED
+    assert tile.page is spare.page is not old_page
+    assert tile.spare is None
+    assert same(state_of(tile), state_of(twin))  # with the idle segments carried over
+    for output, step, twin_step in zip(spare.outputs, steps, twin_steps, strict=True):
+        assert output is step.output
+        assert torch.equal(output, twin_step.output)
+    assert spares.take(old_page.shape[1]) is old_page
+
+
+def test_pages_go_round(kernels: HostKernels) -> None:
+    """Window after window, a tile and one spare: two pages, and the bits of stepping in place."""
+    spares = PagePool()
+    tile, twin = make_tile(spares), make_tile(PagePool())
+    assert tile.page is not None and twin.page is not None
+    twin.page.copy_(tile.page)
+    page_bytes = spares.allocated_bytes
+    for window in range(5):
+        gradients = gradients_for(*[(0, 1, 2), (1,), (2,), (0, 2), (0,)][window])
+        complete(tile, gradients)
+        speculation, _ = speculate(tile, spares, kernels)
+        assert end_speculation(tile, speculation, spares)
+        keep(tile, spares)
+        arrive(twin, gradients)
+        step_in_place(twin, steps_for(twin), UNSCALED, kernels)
+        assert same(state_of(tile), state_of(twin))
+        for each in (tile, twin):
+            each.move(TileEvent.PUBLISHED)
+            each.end_window()
+    assert spares.allocated_bytes == 2 * page_bytes
+
+
+# -- speculation that is not --------------------------------------------------
+
+
+def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels) -> None:
+    spares = PagePool()
+    tile = make_tile(spares)
+    gradients = gradients_for(0, 2)
+    expected, before = expected_of(tile, gradients, HALVED), state_of(tile)
+    complete(tile, gradients)
+    speculation, _ = speculate(tile, spares, kernels)
+    assert end_speculation(tile, speculation, spares)
+    redo(tile, spares)
+    assert tile.state is TileState.READY
+    assert same(state_of(tile), before)
+    assert spares.take(speculation.page.shape[1]) is speculation.spare.page
+    step_in_place(tile, steps_for(tile), HALVED, kernels)
+    assert same(state_of(tile), expected)
+
+
+def test_an_arrival_while_stepping_voids_the_ticket(kernels: HostKernels) -> None:
+    spares = PagePool()
+    tile = make_tile(spares)
+    early, late = gradients_for(0, 1), gradients_for(2)
+    before = state_of(tile)
+    complete(tile, early)
+    speculation, _ = speculate(tile, spares, kernels)
+    arrive(tile, late)
+    assert tile.state is TileState.FILLING
+    assert not end_speculation(tile, speculation, spares)
+    assert tile.state is TileState.FILLING
+    assert tile.spare is None
+    assert spares.take(speculation.page.shape[1]) is speculation.spare.page
+    assert same(state_of(tile), before)
+    expected = expected_of(tile, {**early, **late})
+    step_in_place(tile, steps_for(tile), UNSCALED, kernels)
+    assert same(state_of(tile), expected)
+
+
+def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKernels) -> None:
+    """The tile was completed and speculated on again before the first pass came home."""
+    spares = PagePool()
+    tile = make_tile(spares)
+    early, late = gradients_for(0, 1), gradients_for(2)
+    complete(tile, early)
+    old_steps = steps_for(tile)
+    old = begin_speculation(tile, old_steps, spares)
+    complete(tile, late)
+    expected = expected_of(tile, {**early, **late})
+    new = begin_speculation(tile, steps_for(tile), spares)
+    assert new.spare.page is not old.spare.page
+    run_speculation(new, UNSCALED, kernels)
+    run_speculation(old, UNSCALED, kernels)
+    assert not end_speculation(tile, old, spares)
+    assert tile.state is TileState.STEPPING
+    assert end_speculation(tile, new, spares)
+    keep(tile, spares)
+    assert same(state_of(tile), expected)
+    assert spares.allocated_bytes == 3 * 12 * old.page.shape[1]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["idle", "begun again"])
+def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) -> None:
+    spares = PagePool()
+    tile = make_tile(spares)
+    before = state_of(tile)
+    complete(tile, gradients_for(0, 1))
+    speculation, _ = speculate(tile, spares, kernels)
+    tile.move(TileEvent.DISCARD)
+    tile.end_window()
+    if again:
+        # As many arrivals as before, so that only the window tells the tickets apart.
+        complete(tile, gradients_for(1, 2))
+        begin_speculation(tile, steps_for(tile), spares)
+        assert tile.ticket.arrivals == speculation.ticket.arrivals
+    assert not end_speculation(tile, speculation, spares)
+    assert tile.state is (TileState.STEPPING if again else TileState.EMPTY)
+    assert tile.spare is None
+    assert same(state_of(tile), before)
+
+
+def test_an_arrival_after_stepping_drops_the_spare_page(kernels: HostKernels) -> None:
+    spares = PagePool()
+    tile = make_tile(spares)
+    complete(tile, gradients_for(0))
+    speculation, _ = speculate(tile, spares, kernels)
+    assert end_speculation(tile, speculation, spares)
+    arrive(tile, gradients_for(1))
+    drop(tile, spares)
+    assert tile.state is TileState.FILLING and tile.spare is None
+    assert spares.take(speculation.page.shape[1]) is speculation.spare.page
+    with pytest.raises(IllegalTransitionError):
+        keep(tile, spares)
+
+
+def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) -> None:
+    spares = PagePool()
+    tile = make_tile(spares)
+    gradients = gradients_for(0, 1)
+    before, expected = state_of(tile), expected_of(tile, gradients)
+    complete(tile, gradients)
+    speculation = begin_speculation(tile, steps_for(tile), spares)
+    with pytest.raises(RuntimeError, match="the kernel failed"):
+        run_speculation(speculation, UNSCALED, Broken(threads=1))
+    fail_speculation(tile, speculation, spares)
+    assert tile.state is TileState.READY and tile.spare is None
+    assert same(state_of(tile), before)
+    again, _ = speculate(tile, spares, kernels)
+    assert again.spare.page is speculation.spare.page  # it came back
+    assert end_speculation(tile, again, spares)
+    keep(tile, spares)
+    assert same(state_of(tile), expected)
+
+
+def test_a_failed_pass_with_an_old_ticket(kernels: HostKernels) -> None:
+    spares = PagePool()
+    tile = make_tile(spares)
+    complete(tile, gradients_for(0))
+    speculation = begin_speculation(tile, steps_for(tile), spares)
+    arrive(tile, gradients_for(1))
+    fail_speculation(tile, speculation, spares)
+    assert tile.state is TileState.FILLING and tile.spare is None
+    assert spares.take(speculation.page.shape[1]) is speculation.spare.page
+
+
+def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
+    """The window is discarded, and its gradients freed, while the pass runs."""
+    spares = PagePool()
+    tile = make_tile(spares)
+    gradients = gradients_for(0)
+    expected = expected_of(tile, gradients)
+    complete(tile, gradients)
+    speculation = begin_speculation(tile, steps_for(tile), spares)
+    layout = tile.segments[0].layout
+    tile.move(TileEvent.DISCARD)
+    tile.end_window()
+    del gradients, tile
+    [torch.full((NUMELS[0],), float("nan")) for _ in range(100)]
+    run_speculation(speculation, UNSCALED, kernels)
+    part = slice(layout.page_offset, layout.page_offset + layout.numel)
+    assert torch.equal(speculation.spare.page[0, part], expected[0][0])

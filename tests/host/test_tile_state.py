@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from longshore.errors import BrokenStateError, IllegalTransitionError, LongshoreError
+from longshore.host.tile_state import TileEvent, TileState, next_state
+
+# DESIGN.md, section 2, row by row.
+TABLE = """
+EMPTY       ARRIVAL        FILLING
+FILLING     ARRIVAL        FILLING
+FILLING     COMPLETE       READY
+READY       ARRIVAL        FILLING
+STEPPING    ARRIVAL        FILLING
+STEPPED     ARRIVAL        FILLING
+READY       SPECULATE      STEPPING
+STEPPING    SPECULATED     STEPPED
+STEPPED     KEEP           COMMITTED
+STEPPED     REDO           READY
+FILLING     COMMIT         COMMITTING
+READY       COMMIT         COMMITTING
+COMMITTING  COMMIT_DONE    COMMITTED
+COMMITTING  COMMIT_FAILED  BROKEN
+COMMITTED   PUBLISHED      EMPTY
+FILLING     DISCARD        EMPTY
+READY       DISCARD        EMPTY
+STEPPING    DISCARD        EMPTY
+STEPPED     DISCARD        EMPTY
+"""
+# Not in the page's table: discarding nothing is allowed, and loading a state
+# mends everything ("every later call says so until state is loaded").
+BESIDES = """
+EMPTY       DISCARD        EMPTY
+EMPTY       LOAD           EMPTY
+FILLING     LOAD           EMPTY
+READY       LOAD           EMPTY
+STEPPING    LOAD           EMPTY
+STEPPED     LOAD           EMPTY
+COMMITTING  LOAD           EMPTY
+COMMITTED   LOAD           EMPTY
+BROKEN      LOAD           EMPTY
+"""
+ALLOWED = {(state, event): to for state, event, to in (line.split() for line in (TABLE + BESIDES).splitlines() if line)}
+
+
+def test_the_tables_names_are_the_codes() -> None:
+    assert len(ALLOWED) == 28
+    assert {state for state, _ in ALLOWED} | set(ALLOWED.values()) == {state.name for state in TileState}
+    assert {event for _, event in ALLOWED} == {event.name for event in TileEvent}
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product(TileState, TileEvent)), ids=lambda member: member.name.lower()
+)
+def test_every_pair(state: TileState, event: TileEvent) -> None:
+    to = ALLOWED.get((state.name, event.name))
+    if to is not None:
+        assert next_state(state, event) is TileState[to]
+    elif state is TileState.BROKEN:
+        with pytest.raises(BrokenStateError, match="load_state_dict"):
+            next_state(state, event)
+    else:
+        with pytest.raises(IllegalTransitionError, match=f"{state.name} cannot take {event.name}"):
+            next_state(state, event)
+
+
+def test_users_can_catch_both() -> None:
+    assert issubclass(BrokenStateError, LongshoreError) and issubclass(IllegalTransitionError, LongshoreError)

@@ -1,0 +1,174 @@
+"""Who may know whom (DESIGN.md, section 5), read from the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "longshore"
+
+LEVELS = [
+    {"errors", "layout"},
+    {"kernels", "transfer"},
+    {"host"},
+    {"optim"},
+    {"sharding"},
+    {"engine"},
+    {"checkpoint"},
+    {"integrations"},
+    {"cli"},
+]
+"""Left to right. A room may import itself and what is to its left, but not its neighbour on the same level."""
+
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+FILES = sorted(SOURCE.rglob("*.py"))
+OTHER_PEOPLES_SHAPES = {"transformers", "accelerate", "lightning", "pytorch_lightning", "deepspeed"}
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def identity(file: Path) -> str:
+    return str(file.relative_to(SOURCE))
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """Dotted names, ``from a.b import c`` as ``a.b.c``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        left = dotted(node.value)
+        return None if left is None else f"{left}.{node.attr}"
+    return None
+
+
+def names_of(tree: ast.AST) -> set[str]:
+    """Every dotted name that the file uses or imports."""
+    used = {name for node in ast.walk(tree) if (name := dotted(node)) is not None}
+    return used | {name for name, _ in imports_of(tree)}
+
+
+def wrong_imports(room: str, tree: ast.AST) -> list[str]:
+    wrong = []
+    for name, _ in imports_of(tree):
+        package, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if package != "longshore" or target == room:
+            continue
+        if target in LEVEL_OF:
+            if LEVEL_OF[target] >= LEVEL_OF[room]:
+                wrong.append(name)
+        elif room not in LEVELS[-1] | LEVELS[-2]:
+            wrong.append(f"{name} (the public face, which imports the rooms)")
+    return wrong
+
+
+def test_every_file_is_in_a_known_room() -> None:
+    assert {room_of(file) for file in FILES} <= {*LEVEL_OF, "__init__", "__main__"}
+    assert {"errors", "layout", "kernels", "transfer", "host", "optim"} <= {room_of(file) for file in FILES}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in LEVEL_OF], ids=identity)
+def test_imports_run_one_way(file: Path) -> None:
+    assert wrong_imports(room_of(file), ast.parse(file.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "allowed"),
+    [
+        ("host", "from longshore.transfer import Transfer", True),
+        ("host", "from longshore.host.tile import Tile", True),
+        ("host", "from longshore.optim import AdamW", False),
+        ("host", "from longshore import optim", False),
+        ("host", "import longshore.engine", False),
+        ("host", "import longshore", False),
+        ("host", "def f():\n    import longshore.cli", False),
+        ("kernels", "from longshore.transfer import Transfer", False),
+        ("cli", "import longshore", True),
+        ("cli", "from longshore.optim import AdamW", True),
+    ],
+)
+def test_the_rule_itself(room: str, source: str, allowed: bool) -> None:
+    assert (wrong_imports(room, ast.parse(source)) == []) is allowed
+
+
+def test_the_public_face_imports_neither_the_command_line_nor_other_peoples_shapes() -> None:
+    names = {name for name, _ in imports_of(ast.parse((SOURCE / "__init__.py").read_text()))}
+    assert not {name for name in names if name.startswith(("longshore.cli", "longshore.integrations"))}
+
+
+@pytest.mark.parametrize("file", FILES, ids=identity)
+def test_only_the_cuda_transfer_names_a_stream(file: Path) -> None:
+    words = ("stream", "event")
+    found = {
+        name
+        for name in names_of(ast.parse(file.read_text()))
+        if name.startswith(("torch.cuda.", "torch.Stream", "torch.Event"))
+        and any(word in name.lower() for word in words)
+    }
+    if file == SOURCE / "transfer" / "cuda.py":
+        assert {"torch.cuda.Stream", "torch.cuda.Event"} <= found  # the search finds what there is
+    else:
+        assert found == set()
+
+
+@pytest.mark.parametrize("file", FILES, ids=identity)
+def test_only_rooms_that_know_ranks_name_torch_distributed(file: Path) -> None:
+    if LEVEL_OF.get(room_of(file), 0) >= LEVEL_OF["sharding"]:
+        return
+    names = names_of(ast.parse(file.read_text()))
+    assert not {name for name in names if name.startswith("torch.distributed")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=identity)
+def test_only_integrations_imports_other_peoples_shapes(file: Path) -> None:
+    room, tree = room_of(file), ast.parse(file.read_text())
+    found = {(name.partition(".")[0], node) for name, node in imports_of(tree)}
+    theirs = {(name, node) for name, node in found if name in OTHER_PEOPLES_SHAPES}
+    if room == "integrations":
+        return
+    if room == "cli":
+        # The model comes from transformers, imported where it is built.
+        assert {name for name, _ in theirs} <= {"transformers"}
+        at_import = {node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))}
+        assert not at_import & {node for _, node in theirs}
+        return
+    assert theirs == set()
+
+
+def test_importing_longshore_is_light() -> None:
+    code = "import sys, longshore; print(*sorted(name for name in sys.modules if '.' not in name))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert {"torch", "longshore"} <= loaded
+    assert not loaded & {"transformers", "accelerate", "lightning", "matplotlib", "typer", "rich", "safetensors"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=identity)
+def test_sizes(file: Path) -> None:
+    """STYLE.md, rule 8: medians are never the trouble, tails are."""
+    text = file.read_text()
+    assert len(text.splitlines()) <= 400
+    # From the first statement on: the signature of a command is its table of options.
+    long = {
+        node.name: lines
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (lines := (node.end_lineno or 0) - node.body[0].lineno + 1) > 60
+    }
+    assert long == {}

@@ -1,0 +1,212 @@
+"""The same promises as in test_simulated.py, with real streams.
+
+``torch.cuda._sleep`` holds the current stream back, so that what should wait
+for it would otherwise certainly run too early.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from longshore.transfer import CopyHandle, CudaTransfer
+
+pytestmark = pytest.mark.gpu
+
+NUMEL = 1 << 24
+LONG = 200_000_000
+"""Cycles: about a tenth of a second."""
+
+
+@pytest.fixture
+def transfer() -> Iterator[CudaTransfer]:
+    transfer = CudaTransfer(torch.device("cuda", torch.cuda.current_device()))
+    # What loads lazily, loads now, and not between a sleep and what races with it.
+    warm = torch.zeros(8, device="cuda").fill_(1.0).clone()
+    torch.cuda._sleep(1)
+    slot = floats(transfer, 8)
+    transfer.copy_to_host(warm, slot, transfer.mark(), None).wait()
+    transfer.copy_to_device(slot, warm).wait()
+    torch.cuda.synchronize()
+    yield transfer
+    transfer.close()
+
+
+def floats(transfer: CudaTransfer, numel: int = NUMEL) -> torch.Tensor:
+    return transfer.allocate(4 * numel).view(torch.float32)
+
+
+def all_are(tensor: torch.Tensor, value: float) -> bool:
+    return bool((tensor == value).all())
+
+
+def test_buffers_are_pinned(transfer: CudaTransfer) -> None:
+    block = transfer.allocate(1000)
+    assert block.dtype == torch.uint8 and block.shape == (1000,) and block.is_pinned()
+
+
+def test_a_copy_waits_for_its_mark_and_not_for_the_host(transfer: CudaTransfer) -> None:
+    source, buffer = torch.zeros(NUMEL, device="cuda"), floats(transfer)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    source.fill_(7.0)
+    handle = transfer.copy_to_host(source, buffer, transfer.mark(), None)
+    assert not handle.done()
+    handle.wait()
+    assert handle.done() and handle.target is buffer
+    assert all_are(buffer, 7.0)
+
+
+def test_without_its_mark_a_copy_is_early(transfer: CudaTransfer) -> None:
+    """The test above bites."""
+    source, buffer = torch.zeros(NUMEL, device="cuda"), floats(transfer)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    source.fill_(7.0)
+    transfer.copy_to_host(source, buffer, None, None).wait()
+    assert all_are(buffer, 0.0)
+    torch.cuda.synchronize()
+
+
+def test_later_work_on_the_current_stream_is_not_waited_for(transfer: CudaTransfer) -> None:
+    source, buffer = torch.full((NUMEL,), 3.0, device="cuda"), floats(transfer)
+    ready = transfer.mark()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    later = transfer.mark()
+    transfer.copy_to_host(source, buffer, ready, None).wait()
+    assert not later.query()
+    assert all_are(buffer, 3.0)
+    torch.cuda.synchronize()
+
+
+def test_the_source_may_be_let_go_of_at_once(transfer: CudaTransfer) -> None:
+    buffers = [floats(transfer) for _ in range(4)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    for value, buffer in enumerate(buffers):
+        source = torch.full((NUMEL,), float(value), device="cuda")
+        transfer.copy_to_host(source, buffer, transfer.mark(), None)
+        del source
+        torch.full((NUMEL,), -1.0, device="cuda")  # would take the memory if it were free
+    transfer.synchronize()
+    assert [all_are(buffer, float(value)) for value, buffer in enumerate(buffers)] == [True] * 4
+
+
+def test_the_source_is_free_when_the_copy_is_done(transfer: CudaTransfer) -> None:
+    buffer = floats(transfer)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    handle = transfer.copy_to_host(torch.ones(NUMEL, device="cuda"), buffer, transfer.mark(), None)
+    assert torch.cuda.memory_allocated() >= before + 4 * NUMEL
+    handle.wait()
+    assert torch.cuda.memory_allocated() == before
+    assert all_are(handle.target, 1.0)
+
+
+def test_another_thread_enqueues(transfer: CudaTransfer) -> None:
+    """As the worker does with a later arrival: marked in a hook, copied from its own thread."""
+    source, buffer = torch.zeros(NUMEL, device="cuda"), floats(transfer)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    source.fill_(7.0)
+    ready = transfer.mark()
+    handles: list[CopyHandle] = []
+    thread = threading.Thread(target=lambda: handles.append(transfer.copy_to_host(source, buffer, ready, None)))
+    thread.start()
+    thread.join()
+    handles[0].wait()
+    assert all_are(buffer, 7.0)
+
+
+def test_concurrent_enqueuers(transfer: CudaTransfer) -> None:
+    results: list[tuple[CopyHandle, float]] = []
+    buffers = floats(transfer, 4 * 20 * 1024).view(4, 20, 1024)
+
+    def enqueue(row: int) -> None:
+        for i in range(20):
+            source = torch.full((1024,), float(100 * row + i), device="cuda")
+            handle = transfer.copy_to_host(source, buffers[row, i], transfer.mark(), None)
+            results.append((handle, float(100 * row + i)))
+
+    threads = [threading.Thread(target=enqueue, args=(row,)) for row in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 80
+    for handle, value in results:
+        handle.wait()
+        assert all_are(handle.target, value)
+
+
+def test_the_bound_holds_and_gradients_are_freed_early() -> None:
+    transfer = CudaTransfer(torch.device("cuda", torch.cuda.current_device()), in_flight_bytes=2 * 4 * NUMEL)
+    buffers = [floats(transfer) for _ in range(8)]
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for value, buffer in enumerate(buffers):
+        source = torch.full((NUMEL,), float(value), device="cuda")
+        transfer.copy_to_host(source, buffer, transfer.mark(), None)
+        del source
+    assert transfer.to_host.in_flight.peak_bytes == 2 * 4 * NUMEL
+    # Two under way and the one that is being made, of the eight.
+    assert torch.cuda.max_memory_allocated() - before <= 3 * 4 * NUMEL
+    transfer.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    assert [all_are(buffer, float(value)) for value, buffer in enumerate(buffers)] == [True] * 8
+    transfer.close()
+
+
+def test_a_publish_waits_for_what_still_reads_and_later_work_sees_it(transfer: CudaTransfer) -> None:
+    parameter, slot = torch.zeros(NUMEL, device="cuda"), floats(transfer)
+    slot.fill_(5.0)
+    old, new = torch.empty_like(parameter), torch.empty_like(parameter)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    old.copy_(parameter)
+    transfer.begin_publish()
+    handle = transfer.copy_to_device(transfer.output_for(parameter, slot), parameter)
+    assert not handle.done()
+    transfer.end_publish()
+    new.copy_(parameter)
+    torch.cuda.synchronize()
+    assert all_are(old, 0.0) and all_are(new, 5.0)
+
+
+def test_a_slot_is_reused_after_its_publish(transfer: CudaTransfer) -> None:
+    parameter, slot = torch.zeros(NUMEL, device="cuda"), floats(transfer)
+    slot.fill_(5.0)
+    gradient = torch.full((NUMEL,), 9.0, device="cuda")
+    ready = transfer.mark()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)  # the publish is late, the gradient is not
+    transfer.begin_publish()
+    published = transfer.copy_to_device(slot, parameter)
+    transfer.end_publish()
+    transfer.copy_to_host(gradient, slot, ready, published).wait()
+    torch.cuda.synchronize()
+    assert all_are(parameter, 5.0) and all_are(slot, 9.0)
+
+
+def test_reading_blocks(transfer: CudaTransfer) -> None:
+    parameter = torch.zeros(NUMEL, device="cuda")
+    torch.cuda._sleep(LONG)
+    parameter.fill_(2.0)
+    assert all_are(transfer.read(parameter), 2.0)
+
+
+def test_synchronize_waits_for_both_lanes(transfer: CudaTransfer) -> None:
+    source, buffer = torch.ones(NUMEL, device="cuda"), floats(transfer)
+    torch.cuda._sleep(LONG)
+    down = transfer.copy_to_host(source, buffer, transfer.mark(), None)
+    transfer.begin_publish()
+    up = transfer.copy_to_device(floats(transfer), source)
+    transfer.synchronize()
+    assert down.done() and up.done()
