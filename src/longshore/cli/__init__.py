@@ -1,0 +1,96 @@
+"""The command line: ``longshore train``, ``longshore demo``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from longshore.cli.demo import demo
+from longshore.cli.failure import CommandError, one_line, os_reason
+from longshore.cli.signals import StopNow
+from longshore.cli.terminal import silence_stdout, warn
+from longshore.cli.train import train
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train PyTorch models with the optimizer's state in host memory, bit for bit.",
+)
+app.command()(train)
+app.command()(demo)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        print(f"longshore {metadata.version('longshore')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    _: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``arguments`` (default: those of the process) and returns the exit code.
+
+    What goes wrong outside longshore is one line on stderr. Only bugs of ours show a traceback.
+    """
+    try:
+        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+    except StopNow as stop:
+        return _fail("ended at once; what was being written is not there", stop.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except CommandError as error:
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        silence_stdout()
+        return 1
+    except OSError as error:
+        silence_stdout()
+        return _fail(f"{error.filename or 'standard output'}: {os_reason(error)}", 1)
+    except Exception as error:
+        return _fail(*_explain(error))
+
+
+def _dispatch(arguments: list[str]) -> int:
+    # Not app(): its handling of interrupts and errors differs from one version of typer to the next.
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("longshore", arguments) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    finally:
+        if sys.stdout is not None:  # as it is after >&-
+            sys.stdout.flush()
+    return 0
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """The line and the exit code for what other packages raise; raises what is not known."""
+    if hasattr(error, "format_message"):  # a usage error; typer has its own copy of click's class, or click's
+        return f"{error.format_message().rstrip('.')} (see longshore --help)", getattr(error, "exit_code", 2)  # pyright: ignore
+    from longshore.errors import LongshoreError
+
+    if isinstance(error, LongshoreError):
+        return str(error), 1
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error):
+        return f"out of memory ({one_line(error)}): try a smaller --batch-size, --seq-len or model", 1
+    raise error
+
+
+def _fail(message: str, exit_code: int) -> int:
+    warn(message)
+    return exit_code

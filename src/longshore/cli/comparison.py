@@ -1,0 +1,238 @@
+"""The demo's work: four runs on the CPU, two with longshore and two without, and a table of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from longshore.cli import curve, model
+from longshore.cli.data import Corpus, Sequences
+from longshore.cli.display import make_display
+from longshore.cli.failure import CommandError, SettingsError
+from longshore.cli.loop import Loop, Step
+from longshore.cli.optimizers import make_stepper
+from longshore.cli.output import check_writable, write_file
+from longshore.cli.settings import (
+    NUMEL_MULTIPLE,
+    LoopSettings,
+    ModelSettings,
+    OptimizerSettings,
+    choose_shape,
+)
+from longshore.cli.terminal import make_console, plural, quantity, warn
+from longshore.cli.text import read_text
+
+_ACCUMULATION = 2
+_EVAL_BATCHES = 8
+_TRIAL_STEPS = 3  # for --seconds; the median leaves out the first, which warms up
+_DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """``seconds``: for all runs together; None takes ``steps``."""
+
+    size: str = "small"
+    steps: int = 100
+    seconds: float | None = None
+    seq_len: int = 128
+    batch_size: int = 4
+    seed: int = 0
+    data: tuple[Path, ...] = ()
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise SettingsError(f"--seconds must be more than 0, not {self.seconds}")
+        self.loop(self.steps)
+        choose_shape(self.size, None, {})
+
+    def loop(self, steps: int) -> LoopSettings:
+        return LoopSettings(
+            seq_len=self.seq_len,
+            steps=steps,
+            batch_size=self.batch_size,
+            accumulation=_ACCUMULATION,
+            seed=self.seed,
+            eval_every=steps,
+            eval_batches=_EVAL_BATCHES,
+        )
+
+
+class Data(NamedTuple):
+    """What all runs train on."""
+
+    corpus: Corpus
+    sequences: Sequences
+
+
+class Contestant:
+    """One run: its model, and what came out so far."""
+
+    def __init__(self, settings: DemoSettings, steps: int, dtype: str, offload: bool, data: Data) -> None:
+        self.name = f"{dtype}, {'longshore' if offload else 'plain'}"
+        self.optimizer = OptimizerSettings(offload=offload, warmup=min(OptimizerSettings.warmup, steps // 4))
+        self.model = _network(settings, dtype, data.corpus)
+        self._loop = Loop(
+            self.model, data.sequences, make_stepper(self.model, self.optimizer), settings.loop(steps), self.optimizer
+        )
+        self.steps: list[Step] = []
+        self.validation_loss = math.nan
+
+    def run(self) -> Iterator[Step | None]:
+        """One item a step, or None for a validation."""
+        for event in self._loop.run():
+            if isinstance(event, Step):
+                self.steps.append(event)
+                yield event
+            else:
+                self.validation_loss = event.loss
+                yield None
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median."""
+        ends = [0.0] + [step.seconds for step in self.steps]
+        return statistics.median(end - start for start, end in itertools.pairwise(ends))
+
+    @property
+    def clipped(self) -> int:
+        """Steps whose gradient was really clipped."""
+        return sum(step.grad_norm is not None and step.grad_norm > self.optimizer.clip for step in self.steps)
+
+    def series(self) -> curve.Series:
+        ours = self.optimizer.offload
+        series = curve.Series(self.name, width=1.2 if ours else 5, alpha=1.0 if ours else 0.35)
+        for step in self.steps:
+            series.add(step.step, step.loss)
+        return series
+
+
+class Pair(NamedTuple):
+    """Two runs of one dtype that should end with the same weights."""
+
+    ours: Contestant
+    plain: Contestant
+
+
+def run(settings: DemoSettings) -> int:
+    """0 when every weight of every run equals its plain counterpart, else 1."""
+    if settings.out is not None:
+        check_writable(settings.out, "--out")
+        curve.load_figure()
+    text = read_text(settings.data, None)
+    model.load_transformers()
+    corpus = model.make_corpus(text.documents, None)
+    data = Data(corpus, Sequences(corpus, settings.seq_len, settings.seed))
+    console = make_console()
+    steps = settings.steps if settings.seconds is None else _affordable_steps(settings, data)
+    console.print(
+        f"{text.source}: {plural(len(text.documents), 'file')}, {quantity(corpus.tokens.numel())} tokens\n"
+        f"a Llama of size {settings.size}, {plural(steps, 'step')} of {_ACCUMULATION} x {settings.batch_size} x "
+        f"{settings.seq_len} tokens, clipped to norm {OptimizerSettings.clip}, {torch.get_num_threads()} threads",
+        markup=False,
+    )
+    pairs = [_race(settings, steps, dtype, data, console) for dtype in _DTYPES]
+    return _report(pairs, settings, steps, console)
+
+
+def _race(settings: DemoSettings, steps: int, dtype: str, data: Data, console: Console) -> Pair:
+    """Both runs of a dtype, a step of one and a step of the other in turn, so that they meet the same machine."""
+    pair = Pair(*(Contestant(settings, steps, dtype, offload, data) for offload in (True, False)))
+    tokens = settings.loop(steps).tokens_per_step
+    with make_display(console, steps) as display:
+        for step, _ in zip(pair.ours.run(), pair.plain.run(), strict=True):
+            if step is not None:
+                display.step(step, step.step * tokens / step.seconds)
+        for contestant in pair:
+            display.line(f"{contestant.name}: validation loss {contestant.validation_loss:.4f}")
+    return pair
+
+
+def _network(settings: DemoSettings, dtype: str, corpus: Corpus) -> nn.Module:
+    chosen = ModelSettings(choose_shape(settings.size, None, {}), None, dtype, "cpu")
+    network = model.build_model(chosen, settings.seq_len, settings.seed, corpus, None)
+    for name, parameter in network.named_parameters():
+        # torch's fused CPU AdamW rounds the elements after the last multiple otherwise (DESIGN.md, section 4).
+        if parameter.numel() % NUMEL_MULTIPLE:
+            raise CommandError(f"{name} has {parameter.numel()} elements, which is no multiple of {NUMEL_MULTIPLE}")
+    return network
+
+
+def _affordable_steps(settings: DemoSettings, data: Data) -> int:
+    """How many steps of four runs fit ``settings.seconds``, from a few steps of each run."""
+    assert settings.seconds is not None
+    seconds = 0.0
+    for dtype in _DTYPES:
+        for offload in (True, False):
+            trial = Contestant(settings, _TRIAL_STEPS, dtype, offload, data)
+            for _ in trial.run():
+                pass
+            seconds += trial.seconds_per_step
+    return max(1, int(settings.seconds / seconds))
+
+
+def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """The names whose tensors are not ``torch.equal``."""
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])] + sorted(theirs.keys() - ours.keys())
+
+
+def _report(pairs: list[Pair], settings: DemoSettings, steps: int, console: Console) -> int:
+    table = Table()
+    table.add_column("run", no_wrap=True)
+    for heading in ("training\nloss", "validation\nloss", "device\nbytes/param", "host\nbytes/param", "tokens/s"):
+        table.add_column(heading, justify="right")
+    table.add_column("weights equal\nbit for bit")
+    different: list[str] = []
+    for pair in pairs:
+        names = differing(pair.ours.weights, pair.plain.weights)
+        different += [f"{name} of {pair.ours.name}" for name in names]
+        verdict = f"no: {len(names)} of {len(pair.ours.weights)}" if names else "yes"
+        table.add_row(*_row(pair.ours, settings), verdict)
+        table.add_row(*_row(pair.plain, settings), "", end_section=True)
+    console.print(table)
+    clipped = ", ".join(
+        f"{pair.ours.clipped} of {steps} in {dtype}" for dtype, pair in zip(_DTYPES, pairs, strict=True)
+    )
+    console.print(f"steps with clipped gradients: {clipped}", markup=False)
+    if settings.out is not None:
+        title = f"longshore demo, {settings.size}, {steps} steps"
+        series = [contestant.series() for pair in pairs for contestant in reversed(pair)]
+        write_file(settings.out, curve.loss_curves(series, title), "--out")
+        console.print(f"loss curves: {settings.out}", markup=False)
+    if different:
+        warn(f"{len(different)} parameters differ from plain PyTorch's, the first is {different[0]}")
+        return 1
+    console.print(
+        f"All weights are equal: torch.equal over {len(pairs[0].ours.weights)} parameters in fp32 and in bf16.\n"
+        f"Plain is torch.optim.AdamW(fused=True), for bf16 on fp32 masters.",
+        markup=False,
+    )
+    return 0
+
+
+def _row(contestant: Contestant, settings: DemoSettings) -> list[str]:
+    last = contestant.steps[-1]
+    numel = model.count_parameters(contestant.model)
+    return [
+        contestant.name,
+        f"{last.loss:.6f}",
+        f"{contestant.validation_loss:.6f}",
+        f"{last.memory.device / numel:.2f}",
+        f"{last.memory.host / numel:.2f}",
+        quantity(settings.loop(1).tokens_per_step / contestant.seconds_per_step),
+    ]

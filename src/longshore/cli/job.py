@@ -1,0 +1,286 @@
+"""One ``longshore train``: everything is checked, then trained, then written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from longshore.cli import curve, model
+from longshore.cli.data import Corpus, Sequences
+from longshore.cli.display import Display, make_display, step_line, validation_line
+from longshore.cli.failure import CommandError, SettingsError
+from longshore.cli.loop import Diverged, Loop, Step, Validation
+from longshore.cli.optimizers import Memory, Stepper, make_stepper, nbytes
+from longshore.cli.output import CURVE, MetricsFile, RunFolder
+from longshore.cli.settings import ModelSettings, TrainSettings
+from longshore.cli.signals import StopSignals
+from longshore.cli.terminal import byte_quantity, make_console, plural, quantity, warn
+from longshore.cli.text import Text, read_text
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that training needs; nothing is written yet."""
+
+    text: Text
+    corpus: Corpus
+    tokenizer: Any | None
+    sequences: Sequences
+    model: nn.Module
+    stepper: Stepper
+    folder: RunFolder | None
+
+
+def run(settings: TrainSettings) -> int:
+    """Trains, and returns the exit code: 0, 1 after a loss that is no number, 130 or 143 after a signal."""
+    prepared = _prepare(settings)
+    console = make_console()
+    console.print(_headline(settings, prepared), markup=False)
+    description = describe(settings, prepared)
+    if prepared.folder is not None:
+        prepared.folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
+    with StopSignals() as signals, Recorder(settings, prepared, console) as recorder:
+        loop = Loop(
+            prepared.model, prepared.sequences, prepared.stepper, settings.loop, settings.optimizer, signals.requested
+        )
+        diverged: Diverged | None = None
+        try:
+            recorder.follow(loop)
+        except Diverged as error:
+            diverged = error
+            recorder.diverged(error)
+        status = "diverged" if diverged else "interrupted" if signals.requested() else "finished"
+        if signals.requested():
+            console.print(f"{signals.name}: ended after step {recorder.steps_done} of {settings.loop.steps}")
+        recorder.finish({**description, "status": status})
+        if diverged is not None:
+            raise diverged
+        return signals.exit_code
+
+
+def describe(settings: TrainSettings, prepared: Prepared) -> dict[str, Any]:
+    """``run.json`` at the start of a run."""
+    asked = dataclasses.asdict(settings, dict_factory=lambda items: {key: _plain(value) for key, value in items})
+    return {
+        "longshore": version("longshore"),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "machine": {"architecture": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "settings": asked,
+        "data": {
+            "files": len(prepared.text.documents),
+            "bytes": prepared.text.num_bytes,
+            "tokens": prepared.corpus.tokens.numel(),
+            "sha256": prepared.corpus.digest(),
+        },
+        "parameters": model.count_parameters(prepared.model),
+        "status": "running",
+    }
+
+
+def version(package: str) -> str:
+    from importlib import metadata
+
+    return metadata.version(package)
+
+
+def choose_device(settings: ModelSettings) -> torch.device:
+    """``auto`` is CUDA where there is one. On CUDA only deterministic kernels are used."""
+    available = torch.cuda.is_available()
+    if settings.device == "cuda" and not available:
+        raise SettingsError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if settings.device == "cpu" or not available:
+        return torch.device("cpu")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds atomically
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return torch.device("cuda")
+
+
+class Recorder:
+    """Turns the loop's events into lines, metrics and a curve, and writes the results at the end."""
+
+    def __init__(self, settings: TrainSettings, prepared: Prepared, console: Console) -> None:
+        self._settings = settings
+        self._prepared = prepared
+        self._console = console
+        self._display: Display = make_display(console, settings.loop.steps)
+        self._metrics: MetricsFile | None = prepared.folder.metrics() if prepared.folder else None
+        self._warned = False
+        self._training = curve.Series("training")
+        self._validation = curve.Series("validation", marker="o")
+        self._last: Step | None = None
+        self._logged_step = 0
+        self._logged_seconds = 0.0
+        self._losses: list[float] = []  # since the last logged step
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The metrics are closed whatever happened; an error that is under way is the one to tell."""
+        if self._metrics is None:
+            return
+        try:
+            self._metrics.close()
+        except CommandError:
+            if kind is None:
+                raise
+
+    @property
+    def steps_done(self) -> int:
+        return 0 if self._last is None else self._last.step
+
+    def follow(self, loop: Loop) -> None:
+        """Runs the loop to its end. The last step is logged, whichever it is."""
+        with self._display:
+            try:
+                for event in loop.run():
+                    if isinstance(event, Step):
+                        self._step(event)
+                    else:
+                        self._validated(event)
+            finally:
+                if self._last is not None and self._losses:
+                    self._log(self._last)
+
+    def diverged(self, error: Diverged) -> None:
+        self._write({"kind": "diverged", "step": error.step, "what": error.what, "value": str(error.value)})
+
+    def finish(self, description: dict[str, Any]) -> None:
+        """Weights first, since they are the dearest, then the curve, the metrics and how it ended."""
+        folder, trained = self._prepared.folder, self._prepared.model
+        if folder is not None:
+            finite = all(bool(parameter.isfinite().all()) for parameter in trained.parameters())
+            if finite:
+                folder.write_folder(lambda beside: model.save_model(trained, self._prepared.tokenizer, beside))
+            else:
+                warn("the weights hold NaN or infinity and are not written")
+            title = f"longshore train, {quantity(description['parameters'])} parameters, {self._settings.model.dtype}"
+            folder.write(CURVE, curve.loss_curves([self._training, self._validation], title))
+            assert self._metrics is not None
+            self._metrics.close()
+            folder.write_run({**description, "result": self._result()})
+        self._console.print(self._summary())
+
+    def _step(self, step: Step) -> None:
+        self._last = step
+        self._losses.append(step.loss)
+        self._display.step(step, self._speed(step))
+        if step.step % self._settings.loop.log_every == 0 or step.step == self._settings.loop.steps:
+            self._log(step)
+
+    def _log(self, step: Step) -> None:
+        loss = sum(self._losses) / len(self._losses)
+        speed = self._speed(step)
+        self._training.add(step.step, loss)
+        self._display.line(step_line(step, self._settings.loop.steps, loss, speed))
+        self._write(
+            {
+                "kind": "train",
+                "step": step.step,
+                "loss": loss,
+                "lr": step.lr,
+                "grad_norm": step.grad_norm,
+                "tokens": step.step * self._settings.loop.tokens_per_step,
+                "tokens_per_second": round(speed, 1),
+                "seconds": round(step.seconds, 4),
+                "device_bytes": step.memory.device,
+                "host_bytes": step.memory.host,
+            }
+        )
+        self._losses.clear()
+        self._logged_step, self._logged_seconds = step.step, step.seconds
+
+    def _validated(self, validation: Validation) -> None:
+        self._validation.add(validation.step, validation.loss)
+        self._display.line(validation_line(validation, self._settings.loop.steps))
+        self._write({"kind": "validation", "step": validation.step, "loss": validation.loss})
+
+    def _speed(self, step: Step) -> float:
+        """Tokens a second since the last logged step."""
+        seconds = step.seconds - self._logged_seconds
+        return (step.step - self._logged_step) * self._settings.loop.tokens_per_step / max(seconds, 1e-9)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.write(record)
+        if self._metrics.failure is not None and not self._warned:
+            self._warned = True
+            warn(f"cannot write the metrics now ({self._metrics.failure.strerror}); training goes on and tries again")
+
+    def _result(self) -> dict[str, Any]:
+        memory = Memory(0, 0) if self._last is None else self._last.memory
+        return {
+            "steps": self.steps_done,
+            "tokens": self.steps_done * self._settings.loop.tokens_per_step,
+            "train_loss": self._training.losses[-1] if self._training.losses else None,
+            "validation_loss": self._validation.losses[-1] if self._validation.losses else None,
+            "seconds": 0.0 if self._last is None else round(self._last.seconds, 3),
+            "device_bytes": memory.device,
+            "host_bytes": memory.host,
+        }
+
+    def _summary(self) -> Table:
+        result = self._result()
+        numel = model.count_parameters(self._prepared.model)
+        table = Table(show_header=False)
+        table.add_row("steps", f"{result['steps']} of {self._settings.loop.steps}")
+        table.add_row("tokens", f"{result['tokens']}")
+        for label, key in (("training loss", "train_loss"), ("validation loss", "validation_loss")):
+            if result[key] is not None:
+                table.add_row(label, f"{result[key]:.4f}")
+        if result["seconds"]:
+            table.add_row("speed", f"{quantity(result['tokens'] / result['seconds'])} tokens/s")
+        for label, key in (("device memory", "device_bytes"), ("host memory", "host_bytes")):
+            table.add_row(label, f"{byte_quantity(result[key])}, {result[key] / numel:.2f} bytes a parameter")
+        if self._prepared.folder is not None:
+            table.add_row("written to", str(self._prepared.folder.path))
+        return table
+
+
+def _prepare(settings: TrainSettings) -> Prepared:
+    folder = None if settings.out is None else RunFolder(settings.out, settings.overwrite)
+    text = read_text(settings.data.paths, settings.data.max_bytes)
+    device = choose_device(settings.model)
+    model.load_transformers()
+    if folder is not None:
+        curve.load_figure()
+    tokenizer = model.load_tokenizer(settings.data.tokenizer, settings.model.path)
+    corpus = model.make_corpus(text.documents, tokenizer)
+    sequences = Sequences(corpus, settings.loop.seq_len, settings.loop.seed)
+    network = model.build_model(settings.model, settings.loop.seq_len, settings.loop.seed, corpus, tokenizer)
+    network.to(device)
+    return Prepared(text, corpus, tokenizer, sequences, network, make_stepper(network, settings.optimizer), folder)
+
+
+def _headline(settings: TrainSettings, prepared: Prepared) -> str:
+    text, sequences = prepared.text, prepared.sequences
+    skipped = f" ({text.skipped} that are not text left out)" if text.skipped else ""
+    device = next(prepared.model.parameters()).device.type
+    return (
+        f"{quantity(model.count_parameters(prepared.model))} parameters in {settings.model.dtype} on {device}, "
+        f"optimizer state {'on the host' if settings.optimizer.offload else 'on the device'}\n"
+        f"{text.source}: {plural(len(text.documents), 'file')}{skipped}, "
+        f"{quantity(prepared.corpus.tokens.numel())} tokens, "
+        f"{sequences.training.numel()} sequences to train on, {sequences.validation.numel()} to validate on"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: paths as strings."""
+    if isinstance(value, Path):
+        return str(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,143 @@
+"""Models and tokenizers of transformers. No other file of the command line names that package."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
+from longshore.cli.failure import CommandError, one_line
+from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_transformers() -> Any:
+    """The package, told to leave the terminal alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import transformers
+            from transformers.utils import logging
+    except ImportError as error:
+        raise CommandError(
+            f"transformers cannot be imported ({one_line(error)}): pip install 'longshore[train]'"
+        ) from error
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return transformers
+
+
+def load_tokenizer(path: Path | None, model: Path | None) -> Any | None:
+    """The tokenizer at ``path``, else the one in the folder ``model``, else None: bytes are the tokens."""
+    if path is None:
+        if model is None or not any((model / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        path = model
+    transformers = load_transformers()
+    if not path.exists():
+        raise CommandError(f"--tokenizer {path} does not exist: give a folder or a tokenizer.json file")
+    try:
+        if path.is_file():
+            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # it raises whatever its parsers raise
+        raise CommandError(f"cannot load a tokenizer from {path}: {one_line(error)}") from error
+
+
+def make_corpus(documents: list[bytes], tokenizer: Any | None) -> Corpus:
+    """The tokens of all documents, each closed with the end-of-text token where the tokenizer has one."""
+    if tokenizer is None:
+        return byte_corpus(documents, BYTE_VOCABULARY)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens: list[torch.Tensor] = []
+    for document in documents:
+        ids = tokenizer(document.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+        tokens.append(torch.tensor(ids + end, dtype=torch.int32))
+    vocabulary = -(-len(tokenizer) // NUMEL_MULTIPLE) * NUMEL_MULTIPLE
+    return Corpus(torch.cat(tokens), vocabulary)
+
+
+def build_model(settings: ModelSettings, seq_len: int, seed: int, corpus: Corpus, tokenizer: Any | None) -> nn.Module:
+    """A Llama with weights that depend only on ``seed``, or the model in ``settings.path``; on the CPU.
+
+    Weights are made in fp32 and rounded to the dtype, so that every dtype starts from the same ones. Buffers
+    (the rotary frequencies) stay in fp32, where loading the exported model has them too.
+    """
+    torch.manual_seed(seed)
+    if settings.path is None:
+        model = _new_llama(settings, seq_len, corpus.vocabulary, tokenizer)
+    else:
+        model = _load_model(settings.path)
+        _check_fits(model, settings.path, seq_len, corpus)
+    dtype = DTYPES[settings.dtype]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.train()
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def save_model(model: nn.Module, tokenizer: Any | None, folder: Path) -> None:
+    """Weights as safetensors, the configuration and the tokenizer, as ``from_pretrained`` reads them."""
+    model.save_pretrained(folder, max_shard_size="1000TB")  # pyright: ignore[reportCallIssue]
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _new_llama(settings: ModelSettings, seq_len: int, vocabulary: int, tokenizer: Any | None) -> nn.Module:
+    transformers = load_transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=settings.shape.hidden_size,
+        intermediate_size=settings.shape.intermediate_size,
+        num_hidden_layers=settings.shape.layers,
+        num_attention_heads=settings.shape.heads,
+        num_key_value_heads=settings.shape.heads,
+        max_position_embeddings=seq_len,
+        tie_word_embeddings=False,
+        bos_token_id=None if tokenizer is None else tokenizer.bos_token_id,
+        eos_token_id=END_OF_DOCUMENT if tokenizer is None else tokenizer.eos_token_id,
+        pad_token_id=None if tokenizer is None else tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _load_model(path: Path) -> nn.Module:
+    if not path.is_dir():
+        raise CommandError(f"--model {path} is not a folder: give one with config.json and model.safetensors")
+    transformers = load_transformers()
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # it raises whatever its parsers raise
+        raise CommandError(f"cannot load a causal language model from --model {path}: {one_line(error)}") from error
+    wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if wrong:
+        raise CommandError(
+            f"--model {path} has no usable weights for {wrong[0]} ({len(wrong)} such): give a whole model"
+        )
+    return model
+
+
+def _check_fits(model: nn.Module, path: Path, seq_len: int, corpus: Corpus) -> None:
+    config: Any = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and seq_len > positions:
+        raise CommandError(f"--seq-len {seq_len} is longer than the {positions} positions of --model {path}")
+    largest = int(corpus.tokens.max())
+    if largest >= config.vocab_size:
+        raise CommandError(
+            f"the text has token {largest}, but --model {path} knows only {config.vocab_size} tokens: "
+            f"give its --tokenizer"
+        )

@@ -1,0 +1,225 @@
+"""The folder of a run. What is written whole is written beside, fsynced and renamed, or it is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from longshore.cli.failure import USAGE, CommandError, one_line, os_reason
+
+RUN = "run.json"
+METRICS = "metrics.jsonl"
+CURVE = "loss.png"
+WEIGHTS = "model.safetensors"
+_WRITING = ".writing"  # the folder beside, in which files become whole
+
+_OURS = (
+    METRICS,
+    CURVE,
+    WEIGHTS,
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+"""What an earlier run may have left. Nothing else is ever removed."""
+
+
+class RunFolder:
+    """``--out DIR``. Only an empty folder, a new one, or with ``overwrite`` one that holds a run is accepted."""
+
+    def __init__(self, path: Path, overwrite: bool) -> None:
+        """Looks, and changes nothing."""
+        self.path = path
+        try:
+            names = {entry.name for entry in path.iterdir()} if path.exists() else set()
+        except NotADirectoryError as error:
+            raise CommandError(f"--out {path} is not a folder: choose another", USAGE) from error
+        except OSError as error:
+            raise CommandError(f"cannot read --out {path}: {os_reason(error)}") from error
+        if not names - {_WRITING}:
+            return
+        if not _is_run(path / RUN):
+            raise CommandError(f"--out {path} is not empty and holds no run of longshore: choose another folder", USAGE)
+        if not overwrite:
+            raise CommandError(f"--out {path} holds a run already: choose another folder, or add --overwrite", USAGE)
+
+    def open(self, run: dict[str, Any], weight_bytes: int) -> None:
+        """Makes the folder, takes a former run's files away, and writes ``run.json``, all before any training."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.path).free + _present_bytes(self.path / WEIGHTS)
+            if free < weight_bytes:
+                raise CommandError(
+                    f"the weights take {weight_bytes} bytes, but the disk of --out {self.path} has only {free} left: "
+                    f"free some, or choose another folder"
+                )
+            for name in _OURS:
+                (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise self._unwritable(self.path, error) from error
+        self.write_run(run)
+
+    def write_run(self, run: dict[str, Any]) -> None:
+        """``run.json``: what was asked, with which versions, and how it ended. It marks the folder as ours."""
+        self.write(RUN, (json.dumps(run, indent=2) + "\n").encode())
+
+    def write(self, name: str, content: bytes) -> None:
+        """One whole file."""
+        self.write_folder(lambda folder: _ignore((folder / name).write_bytes(content)))
+
+    def write_folder(self, save: Callable[[Path], None]) -> None:
+        """``save`` fills a folder; its files are moved here when all of them are whole and on the disk."""
+        writing = self.path / _WRITING
+        try:
+            _remove(writing)
+            writing.mkdir()
+            save(writing)
+            names = sorted(entry.name for entry in writing.iterdir())
+            for name in names:
+                # safetensors makes files for the owner only; the folder shows what the user's umask allows.
+                (writing / name).chmod(writing.stat().st_mode & 0o666)
+                _fsync(writing / name)
+            for name in names:
+                os.replace(writing / name, self.path / name)
+            _fsync(self.path)
+        except OSError as error:
+            raise self._unwritable(self.path, error) from error
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":  # its way to say the same; no OSError
+                raise
+            raise CommandError(f"cannot write to --out {self.path}: {one_line(error)}") from error
+        finally:
+            _remove(writing)
+
+    def metrics(self) -> MetricsFile:
+        try:
+            return MetricsFile(self.path / METRICS)
+        except OSError as error:
+            raise self._unwritable(self.path / METRICS, error) from error
+
+    @staticmethod
+    def _unwritable(path: Path, error: OSError) -> CommandError:
+        return CommandError(
+            f"cannot write to --out {path}: {os_reason(error)}; nothing is left half-written: "
+            f"make room there or choose another folder"
+        )
+
+
+class MetricsFile:
+    """Lines of JSON, each whole and handed to the system at once.
+
+    A disk that is full for a while must not end a training run: what could not be written stays here, the
+    file ends with its last whole line, and the next ``write`` tries again. ``close`` raises if lines are left.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._path = path
+        self._whole = 0  # bytes
+        self._pending = b""
+        self.failure: OSError | None = None
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self._flush()
+
+    def close(self) -> None:
+        """Writes what is left and syncs. Raises ``CommandError``; the file is closed in any case. Once is enough."""
+        if self._file.closed:
+            return
+        try:
+            with self._file:
+                self._flush()
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise CommandError(
+                f"cannot write {self._path}: {os_reason(error)}; it ends early, with its last whole line"
+            ) from error
+
+    def _flush(self) -> None:
+        self.failure = None
+        try:
+            while self._pending:
+                written = self._file.write(self._pending)
+                self._pending = self._pending[written:]
+                self._whole += written
+        except OSError as error:
+            self._take_back_part()
+            self.failure = error
+            raise
+
+    def _take_back_part(self) -> None:
+        """A write may stop in the middle of a line, so the file is cut after the last whole one."""
+        with self._path.open("rb") as file:
+            file.seek(0)
+            content = file.read(self._whole)
+        whole = content.rfind(b"\n") + 1
+        self._pending = content[whole:] + self._pending
+        os.ftruncate(self._file.fileno(), whole)
+        self._file.seek(whole)
+        self._whole = whole
+
+
+def write_file(path: Path, content: bytes, option: str) -> None:
+    """One whole file anywhere; ``option`` is named when it cannot be written."""
+    beside = path.with_name(f".{path.name}.writing")
+    try:
+        try:
+            beside.write_bytes(content)
+            _fsync(beside)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise CommandError(f"cannot write {option} {path}: {os_reason(error)}") from error
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raises now what ``write_file`` would raise at the end."""
+    if path.is_dir():
+        raise CommandError(f"{option} {path} is a folder: give the name of a file", USAGE)
+    beside = path.with_name(f".{path.name}.writing")
+    try:
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise CommandError(f"cannot write {option} {path}: {os_reason(error)}") from error
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return "longshore" in json.loads(path.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _present_bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _ignore(_: object) -> None:
+    return None

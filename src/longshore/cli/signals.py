@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM: the first asks to end after the current step, the second ends at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+_STDERR = 2
+
+
+class StopNow(BaseException):
+    """The second signal. Raised wherever the program is, so that what it was writing is taken away again.
+
+    Like KeyboardInterrupt it is no Exception, so that nobody takes it for a failure that one can go on from.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
+class StopSignals:
+    """A context in which ``requested`` says whether a signal came. A signal that was ignored stays ignored."""
+
+    def __init__(self) -> None:
+        self._received: signal.Signals | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def requested(self) -> bool:
+        return self._received is not None
+
+    @property
+    def name(self) -> str:
+        return "Ctrl-C" if self._received is signal.SIGINT else "SIGTERM"
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the signal, as shells report it; 0 without one."""
+        return 0 if self._received is None else 128 + self._received
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._received is not None:
+            raise StopNow(128 + number)
+        self._received = signal.Signals(number)
+        # Not print: the signal may have come in the middle of one.
+        with contextlib.suppress(OSError):
+            os.write(_STDERR, b"\nlongshore: ending after this step; once more ends at once\n")

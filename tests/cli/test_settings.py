@@ -1,0 +1,75 @@
+"""Whatever is refused is refused before anything is read, by name, in one line and with exit code 2."""
+
+from __future__ import annotations
+
+import pytest
+
+REFUSED = [
+    (["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
+    (["--seq-len", "0"], "--seq-len must be at least 1, not 0"),
+    (["--steps", "0"], "--steps must be at least 1, not 0"),
+    (["--accumulation", "0"], "--accumulation must be at least 1, not 0"),
+    (["--eval-every", "-1"], "--eval-every must be at least 0, not -1"),
+    (["--eval-batches", "0"], "--eval-batches must be at least 1, not 0"),
+    (["--log-every", "0"], "--log-every must be at least 1, not 0"),
+    (["--warmup", "-1"], "--warmup must be at least 0, not -1"),
+    (["--seed", "-1"], "--seed must be at least 0, not -1"),
+    (["--seed", str(2**63)], "--seed must be at most"),
+    (["--max-bytes", "0"], "--max-bytes must be at least 1, not 0"),
+    (["--lr", "-1"], "--lr must be a number that is not negative, not -1.0"),
+    (["--lr", "nan"], "--lr must be a number that is not negative, not nan"),
+    (["--lr", "inf"], "--lr must be a number that is not negative, not inf"),
+    (["--weight-decay", "-0.1"], "--weight-decay must be a number that is not negative"),
+    (["--clip", "-1"], "--clip must be a number that is not negative"),
+    (["--schedule", "cosin"], "did you mean cosine? choose from constant, linear, cosine"),
+    (["--size", "smal"], "--size 'smal' is not known; did you mean small? choose from tiny, small, medium, large"),
+    (["--dtype", "fp16"], "--dtype fp16 is not supported: fp16 gradients need loss scaling"),
+    (["--dtype", "float"], "--dtype 'float' is not known; choose from fp32, bf16"),
+    (["--device", "tpu"], "--device 'tpu' is not known; did you mean cpu? choose from auto, cpu, cuda"),
+    (["--layers", "0"], "--layers must be at least 1, not 0"),
+    (["--heads", "0"], "--heads must be at least 1, not 0"),
+    (["--hidden-size", "40"], "--hidden-size must be a multiple of 16, not 40"),
+    (["--intermediate-size", "0"], "--intermediate-size must be at least 16, not 0"),
+    (["--heads", "3"], "does not split into 3 heads"),
+    (["--heads", "32", "--hidden-size", "32"], "does not split into 32 heads of an even size"),
+    (["--model", "somewhere", "--size", "tiny"], "--size and --model exclude each other"),
+    (["--model", "somewhere", "--hidden-size", "64"], "--hidden-size and --model exclude each other"),
+    (["--model", "somewhere", "--out", "./somewhere"], "is the folder of --model: choose another"),
+    (["--no-offload", "--release-gradients"], "--release-gradients sends gradients to the host"),
+    (["--overwrite"], "--overwrite needs --out DIR"),
+    (["--dtype", "int8"], "--dtype 'int8' is not known; choose from fp32, bf16"),
+    (["--stps", "3"], "No such option: --stps"),
+    (["--steps", "many"], "Invalid value for '--steps'"),
+    (["more"], "unexpected extra argument"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_refused(cli, arguments, message, monkeypatch):
+    monkeypatch.setattr("longshore.cli.text.read_text", lambda *_: pytest.fail("read the data"))
+    ran = cli("train", *arguments)
+    assert message in ran.refused()
+    assert ran.code == 2
+    assert ran.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--seconds", "0"], "--seconds must be more than 0"),
+        (["--size", "hug"], "--size 'hug' is not known; choose from"),
+        (["--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--seq-len", "0"], "--seq-len must be at least 1"),
+    ],
+)
+def test_refused_by_demo(cli, arguments, message):
+    assert message in cli("demo", *arguments).refused()
+
+
+def test_unknown_command(cli):
+    assert "No such command" in cli("trian").refused()
+
+
+def test_no_command(cli):
+    assert "Missing command (see longshore --help)" in cli().refused()
