@@ -1,0 +1,117 @@
+"""``python -m benchmarks``: measure, print the table, write the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import sys
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks import host_memory, host_step, machine, whole_step
+from benchmarks.child import PartFailed, measure_in_child
+from benchmarks.report import MISSED, Row, as_markdown, as_table, as_values
+from longshore.kernels import default_threads
+
+
+class Part(str, Enum):
+    """What can be measured."""
+
+    host_step = "host-step"
+    whole_step = "whole-step"
+    host_memory = "host-memory"
+
+
+def _host_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    settings = host_step.Settings(numel=1 << 20 if quick else 1 << 27, rounds=2 if quick else 15, threads=threads)
+    results = measure_in_child("host_step", vars(settings), threads, python)
+    return results, host_step.rows(results)
+
+
+def _whole_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    if quick:
+        settings = whole_step.Settings(128, 2, 256, threads, 8, 3, 32, 3)
+    else:
+        settings = whole_step.Settings(768, 12, 2432, threads, 32, 21, 2048, 7)
+    results = measure_in_child("whole_step", vars(settings), threads)
+    return results, whole_step.rows(results)
+
+
+def _host_memory(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    results = {}
+    cases = host_memory.cases(2048, 4 if quick else 24, threads)
+    for name, (settings, goal) in list(cases.items())[: 2 if quick else None]:
+        results[name] = {**measure_in_child("host_memory", settings, threads), "goal": goal}
+    return results, host_memory.rows(results)
+
+
+_MEASURE = {Part.host_step: _host_step, Part.whole_step: _whole_step, Part.host_memory: _host_memory}
+
+
+def main(
+    part: Annotated[list[Part] | None, typer.Option(help="Measure this part only; may be given again.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small and short, to see that it runs.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every contestant.")] = default_threads(),
+    out: Annotated[Path | None, typer.Option(help="Folder for the results, as JSON and as a table.")] = None,
+    deepspeed_python: Annotated[
+        str,
+        typer.Option(
+            envvar="LONGSHORE_BENCH_DEEPSPEED_PYTHON",
+            help="Interpreter for the host step, where another one has both deepspeed and longshore.",
+        ),
+    ] = sys.executable,
+) -> None:
+    """Measure longshore against plain torch, DeepSpeed and what the memory of this machine can do."""
+    console, started = Console(), time.monotonic()
+    if not console.is_terminal:
+        console.width = 160
+    described = {**machine.describe(), "threads": threads, "load_average_before": machine.load_average()}
+    results: dict[str, Any] = {}
+    rows: list[Row] = []
+    failed = False
+    for which in part or list(Part):
+        try:
+            results[which.value], added = _MEASURE[which](quick, threads, deepspeed_python)
+            rows += added
+        except PartFailed as failure:
+            failed = True
+            rows.append(Row(which.value, "not measured", None, "", note=str(failure)))
+    if quick:
+        rows = [dataclasses.replace(row, verdict="", note=f"--quick: no measurement. {row.note}") for row in rows]
+    described["load_average_after"] = machine.load_average()
+    for key, value in described.items():
+        console.print(f"{key.replace('_', ' ')}: {value}", highlight=False)
+    console.print(as_table(rows))
+    missed = [row.what for row in rows if row.verdict == MISSED]
+    console.print(f"{len(missed)} goals missed; {time.monotonic() - started:.0f} s")
+    if out is not None:
+        _write(out, described, results, rows)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _write(folder: Path, described: dict[str, Any], results: dict[str, Any], rows: list[Row]) -> None:
+    """``<date>-cpu-<name>.json`` and ``.md``; each appears whole or not at all."""
+    today = datetime.date.today().isoformat()
+    stem = f"{today}-cpu-{machine.short_cpu_name()}"
+    values = {"date": today, "machine": described, "rows": as_values(rows), "parts": results}
+    heading = f"Benchmarks, {today}, {described['cpu']}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, text in (
+        (".json", json.dumps(values, indent=1) + "\n"),
+        (".md", as_markdown(rows, described, heading)),
+    ):
+        temporary = folder / f".{stem}{suffix}.partial"
+        temporary.write_text(text)
+        os.replace(temporary, folder / f"{stem}{suffix}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
