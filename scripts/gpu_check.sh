@@ -3,7 +3,7 @@
 # benchmarks there, and write one results file.
 #
 # Needs no network: Python >= 3.10 with torch (CUDA), cmake, ninja, nanobind,
-# scikit-build-core and pytest. Usage: scripts/gpu_check.sh [RESULTS_DIR]
+# scikit-build-core, pytest, typer and rich. Usage: scripts/gpu_check.sh [RESULTS_DIR]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -12,7 +12,7 @@ mkdir -p "$results" || exit 1
 
 "$python" - <<'PY' || exit 1
 import importlib.util, sys
-missing = [name for name in ("torch", "cmake", "ninja", "nanobind", "scikit_build_core", "pytest")
+missing = [name for name in ("torch", "cmake", "ninja", "nanobind", "scikit_build_core", "pytest", "typer", "rich")
            if importlib.util.find_spec(name) is None and not __import__("shutil").which(name)]
 if missing:
     sys.exit("gpu_check: install first: " + ", ".join(missing))
@@ -35,6 +35,6 @@ status=0
 if ! "$python" -c 'import transformers' 2>/dev/null; then
     echo "gpu_check: transformers is missing; the whole-step benchmark is left out"
 fi
-"$python" -m benchmarks --json "$name-bench.json" || status=1
-if [ $status = 0 ]; then echo "gpu_check: passed; results in $name-*"; else echo "gpu_check: FAILED"; fi
+"$python" -m benchmarks --out "$results" || status=1
+if [ $status = 0 ]; then echo "gpu_check: passed; results in $results"; else echo "gpu_check: FAILED"; fi
 exit $status

@@ -101,6 +101,8 @@ def adam_step(
     else:
         m = fma(lerp_weight - 1, g - exp_avg, g)
     v = fma(one_minus_beta2 * g, g, exp_avg_sq * beta2)
-    denominator = v.sqrt() / root_bias_correction2 + eps
+    # torch's float32 sqrt is not correctly rounded everywhere (seen with 2.13 on
+    # AVX-512). A root in double is far enough from any tie to round like the exact one.
+    denominator = v.double().sqrt().float() / root_bias_correction2 + eps
     p = p + (negative_step_size * m) / denominator
     return p, m, v
