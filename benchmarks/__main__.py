@@ -39,7 +39,7 @@ def _whole_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]
     if quick:
         settings = whole_step.Settings(128, 2, 256, threads, 8, 3, 32, 3)
     else:
-        settings = whole_step.Settings(768, 12, 2432, threads, 32, 21, 2048, 7)
+        settings = whole_step.Settings(768, 12, 2432, threads, 32, 21, 2048, 9)
     results = measure_in_child("whole_step", vars(settings), threads)
     return results, whole_step.rows(results)
 
@@ -87,7 +87,7 @@ def main(
         rows = [dataclasses.replace(row, verdict="", note=f"--quick: no measurement. {row.note}") for row in rows]
     described["load_average_after"] = machine.load_average()
     for key, value in described.items():
-        console.print(f"{key.replace('_', ' ')}: {value}", highlight=False)
+        console.print(f"{key.replace('_', ' ')}: {value}", highlight=False, markup=False)
     console.print(as_table(rows))
     missed = [row.what for row in rows if row.verdict == MISSED]
     console.print(f"{len(missed)} goals missed; {time.monotonic() - started:.0f} s")

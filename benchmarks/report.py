@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 MET, MISSED, INFORMATION = "met", "MISSED", ""
 
@@ -24,7 +25,10 @@ class Row:
 
     @property
     def shown_value(self) -> str:
-        return "" if self.value is None else f"{self.value:.3g} {self.unit}".rstrip()
+        if self.value is None:
+            return ""
+        digits = f"{self.value:.0f}" if abs(self.value) >= 100 else f"{self.value:.3g}"
+        return f"{digits} {self.unit}".rstrip()
 
 
 def at_least(part: str, what: str, value: float, unit: str, goal: float, note: str = "") -> Row:
@@ -49,17 +53,17 @@ def as_values(rows: Iterable[Row]) -> list[dict[str, object]]:
 
 def as_table(rows: Sequence[Row]) -> Table:
     """For the terminal; one block a part."""
-    table = Table(show_lines=False)
-    for heading, justify in (("measured", "left"), ("value", "right"), ("goal", "right"), ("", "left"), ("", "left")):
-        table.add_column(heading, justify=justify)
+    table = Table("measured", Column("value", justify="right"), Column("goal", justify="right"), "", "")
     part = None
     for row in rows:
         if row.part != part:
             part = row.part
             table.add_section()
-            table.add_row(f"[bold]{part}[/bold]")
-        color = {MET: "green", MISSED: "red"}.get(row.verdict, "default")
-        table.add_row(f"  {row.what}", row.shown_value, row.goal, f"[{color}]{row.verdict}[/{color}]", row.note)
+            table.add_row(Text(part, style="bold"))
+        color = {MET: "green", MISSED: "red"}.get(row.verdict, "")
+        cells = (f"  {row.what}", row.shown_value, row.goal, row.verdict, row.note)
+        # Text, because a note may hold brackets, which are markup in a str.
+        table.add_row(*(Text(cell, style=color if cell == row.verdict else "") for cell in cells))
     return table
 
 

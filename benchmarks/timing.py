@@ -57,6 +57,11 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> fl
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
+def least_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """One case's best round over another's best: less of a busy machine's noise, and less of a fair share of it."""
+    return min(numerator) / min(denominator)
+
+
 def difference(minuend: Sequence[float], subtrahend: Sequence[float]) -> Seconds:
     """Round by round, what one case takes more than another."""
     return [a - b for a, b in zip(minuend, subtrahend, strict=True)]

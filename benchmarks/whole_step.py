@@ -164,7 +164,7 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
         OURS_TORCH_CLIP: _ours(threads, torch_clips=True),
         OURS_RELEASED: _ours(threads, release_gradients=True),
     }
-    long = {PLAIN: _plain, OURS: _ours(threads), FORWARD_BACKWARD: _forward_backward_only}
+    long = {PLAIN: _plain, OURS: _ours(threads)}
     results: dict[str, Any] = {"settings": asdict(settings), "torch": torch.__version__, "lengths": []}
     for tokens, rounds, variants in (
         (settings.short_tokens, settings.short_rounds, short),
@@ -182,8 +182,8 @@ def _measure_length(
     batch = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
     variants = {name: Variant(_model(settings), build, batch) for name, build in builders.items()}
     cases = {name: Case(variant.run) for name, variant in variants.items()}
-    # Two rounds before the clock runs: the first step makes the optimizers' state.
-    times = interleave(cases, rounds, lambda text: note(f"{tokens} tokens: {text}"), warmups=2)
+    # A round goes ahead of the clock: the first step makes the optimizers' state.
+    times = interleave(cases, rounds, lambda text: note(f"{tokens} tokens: {text}"))
     return {
         "tokens": tokens,
         "parameters": sum(parameter.numel() for parameter in _model(settings).parameters()),

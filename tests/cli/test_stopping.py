@@ -162,14 +162,14 @@ def test_real_processes(text, tmp_path, results):
     stopped.send_signal(signal.SIGINT)
     screen += read_terminal(leader)
     os.close(leader)
-    errors = stopped.communicate(timeout=60)[1]
+    errors = stopped.communicate(timeout=300)[1]
     assert (stopped.returncode, errors) == (130, "\nlongshore: ending after this step; once more ends at once\n")
     assert "━" in screen and "/1000000" in screen and "tokens/s" in screen
     assert "Ctrl-C: ended after step" in screen and "written to" in screen
     assert results(tmp_path / "stopped").names == WRITTEN
     assert results(tmp_path / "stopped").run["status"] == "interrupted"
 
-    errors = piped.communicate(timeout=60)[1]
+    errors = piped.communicate(timeout=300)[1]
     assert (piped.returncode, errors) == (0, "")
     assert results(tmp_path / "piped").run["result"]["steps"] == 5
 

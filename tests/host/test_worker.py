@@ -4,6 +4,7 @@ import gc
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,7 +16,7 @@ def worker_threads() -> list[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_is_left():
+def _no_thread_is_left() -> Iterator[None]:
     gc.collect()
     for thread in worker_threads():
         thread.join(timeout=20)
@@ -152,6 +153,15 @@ def test_drain_waits() -> None:
     worker.close()
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Python leaves SIGINT ignored where it was started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_drain_loses_no_job() -> None:
     """Ctrl-C while the worker is busy: the next drain still waits for the job."""
     worker = Worker(1000, nothing)

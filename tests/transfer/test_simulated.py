@@ -82,14 +82,14 @@ def test_delays_replay_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_really_runs_later() -> None:
-    transfer = SimulatedTransfer(seed=0, max_delay_s=0.1)
+    transfer = SimulatedTransfer(seed=2, max_delay_s=0.3)
     source, parameter = torch.ones(3), torch.zeros(3)
     started = time.perf_counter()
     handle = transfer.copy_to_device(source, parameter)
     assert not handle.done() and torch.equal(parameter, torch.zeros(3))
     transfer.end_publish()
     assert handle.done() and torch.equal(parameter, torch.ones(3))
-    assert time.perf_counter() - started > 0.01  # what the seed draws is more
+    assert time.perf_counter() - started > 0.2  # what the seed draws is more
     assert transfer.to_device.delays == 1
     transfer.close()
 
@@ -179,8 +179,15 @@ def test_the_bound_blocks_the_enqueuer(gate) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_concurrent_enqueuers(seed: int) -> None:
+def test_concurrent_enqueuers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = SimulatedTransfer(seed=seed, max_delay_s=0.0002, in_flight_bytes=100)
+    admit = transfer.to_host.in_flight.admit
+
+    def slowly(source_bytes: int) -> None:
+        admit(source_bytes)
+        time.sleep(0.0001)  # the others find that there is room
+
+    monkeypatch.setattr(transfer.to_host.in_flight, "admit", slowly)
     results: list[tuple[CopyHandle, float]] = []
 
     def enqueue(first: int) -> None:

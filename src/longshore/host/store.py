@@ -301,8 +301,8 @@ class HostStore:
     def _abandon(self, failure: BaseException, brought: list[int], begun: bool) -> None:
         """A commit failed. If it had stepped anything, the store is broken; otherwise nothing is
         lost, and the gradients that this commit brought are let go of: they are still ``.grad``."""
-        unstepped = (TileState.EMPTY, TileState.FILLING)
-        if begun or any(tile.state not in unstepped for tile in self._tiles):
+        stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
+        if begun or any(tile.state in stepping for tile in self._tiles):
             self._broken = failure
             # What is on its way to the device arrives before what the user loads there next.
             with contextlib.suppress(Exception):
