@@ -19,6 +19,18 @@ TINY = ["--size", "tiny", "--seq-len", "16", "--batch-size", "2", "--device", "c
 WRITTEN = {"run.json", "metrics.jsonl", "loss.png", "model.safetensors", "config.json", "generation_config.json"}
 
 
+@pytest.fixture(autouse=True)
+def _signals_as_in_a_terminal():
+    """Whoever runs the tests in the background may have them ignored."""
+    former = {
+        number: signal.signal(number, handler)
+        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))
+    }
+    yield
+    for number, handler in former.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def send(monkeypatch):
     """Sends this process a signal, once, during a step or while the weights are written."""
@@ -134,16 +146,11 @@ def test_weights_that_are_no_numbers_are_not_written(train, tmp_path, results, m
 
 
 def start(*arguments: object, **options) -> subprocess.Popen:
-    def restore() -> None:
-        """Whoever runs the tests in the background may have had it ignored."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
     return subprocess.Popen(
         [*LONGSHORE, "train", *TINY, "--log-every", "1", *map(str, arguments)],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "120"},
-        preexec_fn=restore,
         **options,
     )
 

@@ -484,6 +484,22 @@ def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(monkeypatch:
     assert same_weights(plain_model, model)
 
 
+def test_an_interrupt_between_the_pages_and_the_step_counts_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    optimizer = longshore.AdamW(model.parameters())
+    loss_of(model, 0).backward()
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("longshore.optim.parameters.ParameterRecord.mark_published", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    with pytest.raises(longshore.BrokenStateError, match="half way"):
+        optimizer.step()
+
+
 def test_no_threads_are_left_behind() -> None:
     gc.collect()
     before = threading.active_count()

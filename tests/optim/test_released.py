@@ -337,6 +337,27 @@ def test_hooks_never_raise_and_the_next_step_names_the_parameter() -> None:
     assert not torch.equal(before[1], model[1].weight)
 
 
+def test_ctrl_c_in_a_hook_ends_the_backward_and_the_window_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_model, model = twins()
+    plain, optimizer = PlainLoop(plain_model.parameters(), lr=1e-2), released(model)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._store, "arrive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, 0).backward()
+    with pytest.raises(longshore.GradientError, match=r"KeyboardInterrupt.*zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for each in (plain_model, model):
+        loss_of(each, 1).backward()
+    plain.step_on_grads()
+    optimizer.step()
+    assert same_weights(plain_model, model)
+
+
 # -- life and death -----------------------------------------------------------
 
 

@@ -58,6 +58,7 @@ def loss_curves(series: list[Series], title: str) -> bytes:
                 label=line.label,
             )
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)
     axes.grid(alpha=0.3)

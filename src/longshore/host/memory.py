@@ -11,6 +11,7 @@ from torch import Tensor
 from longshore.transfer import CopyHandle, Transfer
 
 _HUGE_PAGE_BYTES = 2 << 20
+_LARGEST_BLOCK_BYTES = 1 << 30
 
 
 def allocate_zeros(numel: int) -> Tensor:
@@ -117,11 +118,27 @@ class SlotSlab:
         self._transfer = transfer
 
     def cut(self, sizes: list[int]) -> list[Slot]:
-        """One slot for each size in bytes, each at a multiple of 64 bytes."""
-        starts, end = [], 0
-        for size in sizes:
-            starts.append(end)
-            end += -(-size // 64) * 64
-        block = self._transfer.allocate(end)
-        self.allocated_bytes += end
-        return [Slot(block[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+        """One slot for each size in bytes, each at a multiple of 64 bytes.
+
+        torch's pinned allocator rounds each block up to a power of two, so the
+        slots are packed into blocks that are one, or nearly.
+        """
+        slots: list[Slot] = []
+        remaining = sum(_rounded(size) for size in sizes)
+        while len(slots) < len(sizes):
+            capacity = min(1 << (remaining.bit_length() - 1), _LARGEST_BLOCK_BYTES) if remaining else 0
+            packed, block_bytes = [], 0
+            for size in sizes[len(slots) :]:
+                if packed and block_bytes + _rounded(size) > capacity:
+                    break
+                packed.append((block_bytes, size))
+                block_bytes += _rounded(size)
+            block = self._transfer.allocate(block_bytes)
+            slots += [Slot(block[start : start + size]) for start, size in packed]
+            self.allocated_bytes += block_bytes
+            remaining -= block_bytes
+        return slots
+
+
+def _rounded(size: int) -> int:
+    return -(-size // 64) * 64

@@ -19,6 +19,18 @@ from longshore.host.tile_state import TileEvent
 from longshore.kernels import AdamRule, HostKernels, Scale, TileSegment
 
 
+class ParameterStep(NamedTuple):
+    """One parameter that has a gradient in this window.
+
+    ``target`` is where its new values go; ``gradient`` is None where the store
+    holds the gradient already. Both are flat, contiguous, on the device.
+    """
+
+    rule: AdamRule
+    target: Tensor
+    gradient: Tensor | None
+
+
 class SegmentStep(NamedTuple):
     """One segment that has a gradient in this window: its rule, and where its new values go."""
 

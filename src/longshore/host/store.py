@@ -9,19 +9,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
 from longshore.host.memory import AccumulatorPool, PagePool, Slot, SlotSlab
-from longshore.host.stepping import SegmentStep, drop, step_in_place
+from longshore.host.stepping import ParameterStep, SegmentStep, drop, step_in_place
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
 from longshore.host.worker import Worker
-from longshore.kernels import AdamRule, HostKernels, Scale
+from longshore.kernels import HostKernels, Scale
 from longshore.layout import plan_tiles
 from longshore.transfer import Transfer
 
@@ -30,18 +30,6 @@ MASTER, EXP_AVG, EXP_AVG_SQ = 0, 1, 2
 
 PIPELINE_DEPTH = 4
 """Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
-
-
-class ParameterStep(NamedTuple):
-    """One parameter that has a gradient in this window.
-
-    ``target`` is where its new values go; ``gradient`` is None where the store
-    holds the gradient already. Both are flat, contiguous, on the device.
-    """
-
-    rule: AdamRule
-    target: Tensor
-    gradient: Tensor | None
 
 
 class HostStore:
@@ -234,11 +222,12 @@ class HostStore:
         ]
         return self.kernels.sum_of_squares(pieces, scale)
 
-    def commit(self, steps: Mapping[int, ParameterStep], scale: Scale) -> None:
+    def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         """Step every parameter in ``steps``, tile by tile, and end the window.
 
         Gradients come down, tiles are stepped and new values go up at the same
-        time. On return the current stream sees the new parameters.
+        time. On return the current stream sees the new parameters. ``then`` does
+        the caller's own bookkeeping; where it fails, the commit has failed.
 
         Raises:
             GradientError: see :meth:`settle`; nothing was stepped.
@@ -269,6 +258,7 @@ class HostStore:
             # The window is over for what it held and did not step, too.
             self._end_window([tile for tile in self._tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
             self._accumulators.trim()
+            then()
         except BaseException as failure:
             # Ctrl-C lands here too.
             brought = [parameter for parameter, step in steps.items() if step.gradient is not None]

@@ -108,8 +108,7 @@ class ReleasedGradients(GradientSource):
     """Hooks take each gradient to the host during backward and leave a placeholder.
 
     The host's gradient of a parameter counts exactly while ``.grad`` is the
-    placeholder, or while the placeholder was lifted for an accumulation that
-    never came (backward raised).
+    placeholder. It is lifted while autograd accumulates.
     """
 
     def __init__(self, store: HostStore) -> None:
@@ -117,7 +116,6 @@ class ReleasedGradients(GradientSource):
         self._hooks: dict[int, ReleaseHooks] = {}
         self._placeholders: dict[int, ReleasedGradient] = {}
         self._lifted: set[int] = set()
-        self._arrivals = 0
         self._failure: BaseException | None = None
         self._sealed: str | None = None
 
@@ -143,9 +141,10 @@ class ReleasedGradients(GradientSource):
 
     def _before(self, record: ParameterRecord) -> None:
         held, gradient = self._resolve(record)
-        if held and gradient is not None:
+        if isinstance(gradient, ReleasedGradient):
             record.parameter.grad = None
-            self._lifted.add(record.index)
+            if held:
+                self._lifted.add(record.index)
 
     def _after(self, record: ParameterRecord) -> None:
         gradient = record.parameter.grad
@@ -158,7 +157,6 @@ class ReleasedGradients(GradientSource):
             )
         record.check()
         self.store.arrive(record.index, self.found(record, gradient))
-        self._arrivals += 1
         self._lifted.discard(record.index)
         placeholder = self._placeholders.get(record.index)
         if placeholder is None:
@@ -173,16 +171,14 @@ class ReleasedGradients(GradientSource):
     def _resolve(self, record: ParameterRecord) -> tuple[bool, Tensor | None]:
         """Whether the host's gradient counts, and what is in ``.grad``; drops what no longer counts."""
         gradient = record.parameter.grad
-        placeholder = self._placeholders.get(record.index)
-        if gradient is not None and gradient is placeholder:
-            return True, gradient
-        if gradient is None and record.index in self._lifted:
-            return True, None
-        if self.store.holds(record.index):
+        held = self.store.holds(record.index)
+        if gradient is not None and gradient is self._placeholders.get(record.index):
+            return held, gradient
+        if held and record.index not in self._lifted:
             # Discarded (None) or replaced by the user's own tensor.
             self.store.discard(record.index)
-            self._lifted.discard(record.index)
-        return False, gradient
+            held = False
+        return held, gradient
 
     def collect(self) -> dict[int, Tensor | None]:
         if self._failure is not None:
@@ -193,10 +189,15 @@ class ReleasedGradients(GradientSource):
         found: dict[int, Tensor | None] = {}
         self._hook_trainable()
         for record in self.records:
-            counts, gradient = self._resolve(record)
-            if counts:
+            held, gradient = self._resolve(record)
+            if record.index in self._lifted:
+                raise GradientError(
+                    f"a backward was interrupted while it accumulated the gradient of parameter {record.name}; "
+                    "call zero_grad() to discard this window and go on"
+                )
+            if held:
                 found[record.index] = None
-            elif gradient is not None:
+            elif gradient is not None and not isinstance(gradient, ReleasedGradient):
                 # torch.autograd.grad, .grad assigned by hand, or frozen until now.
                 found[record.index] = self.found(record, gradient)
                 self.watch([record])
@@ -232,7 +233,7 @@ class ReleasedGradients(GradientSource):
 
 
 def _call(source: weakref.ref[ReleasedGradients], hook: object, record: ParameterRecord) -> None:
-    """Run a hook of a source that may be gone; never raise into autograd (law 8)."""
+    """Run a hook of a source that may be gone; no failure is raised into autograd (law 8)."""
     alive = source()
     if alive is None:
         return
@@ -242,3 +243,5 @@ def _call(source: weakref.ref[ReleasedGradients], hook: object, record: Paramete
         alive.record_failure(failure)
     except BaseException as failure:
         alive.record_failure(GradientError(f"parameter {record.name}: {type(failure).__name__}: {failure}"))
+        if not isinstance(failure, Exception):
+            raise  # Ctrl-C ends the backward, and the window is incomplete

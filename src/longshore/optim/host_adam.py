@@ -140,10 +140,13 @@ class HostAdam(torch.optim.Optimizer):
         self._clipping.check(source.fingerprint())
         steps = self._steps_of(gradients)
         self._adopt_masters(steps)
-        store.commit(steps, self._clipping.scale)
-        self._published(steps)
-        source.consumed()
-        self._clipping.reset()
+
+        def publish() -> None:
+            self._published(steps)
+            source.consumed()
+            self._clipping.reset()
+
+        store.commit(steps, self._clipping.scale, publish)
         return loss
 
     def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> dict[int, ParameterStep]:
