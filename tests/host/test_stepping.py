@@ -64,9 +64,8 @@ def gradients_for(*parameters: int, dtype: torch.dtype = torch.float32) -> dict[
 
 def arrive(tile: Tile, gradients: Mapping[int, Tensor]) -> None:
     for parameter, gradient in gradients.items():
-        tile.arrived()
         segment = tile.segments[parameter]
-        segment.arrivals += 1
+        tile.arrived(segment)
         segment.gradient = gradient
 
 
@@ -148,7 +147,7 @@ def test_a_kernel_that_fails_in_place_leaves_the_tile_broken(kernels: HostKernel
         step_in_place(tile, steps_for(tile), UNSCALED, Broken(threads=1))
     assert tile.state is TileState.BROKEN
     with pytest.raises(BrokenStateError):
-        tile.arrived()
+        tile.arrived(tile.segments[0])
     with pytest.raises(BrokenStateError):
         step_in_place(tile, steps_for(tile), UNSCALED, kernels)
 

@@ -474,7 +474,7 @@ def assert_broken(training: Training) -> None:
         lambda: store.adopt(index, values, keep_matching=True),
         lambda: store.count_differing(index, values),
         lambda: store.read_state(index, MASTER),
-        lambda: store.write_state(index, MASTER, None),
+        lambda: store.write_state(index, MASTER, torch.zeros(0)),
         store.check_usable,
     ]
     for call in calls:
@@ -626,7 +626,9 @@ def test_pages_come_with_the_first_values() -> None:
     assert store.host_bytes()["pages"] == 0
     store.adopt(0, torch.ones(16, dtype=BF16), keep_matching=False)
     assert store.host_bytes()["pages"] == 12 * 16
-    store.write_state(1, EXP_AVG, None)
+    store.clear_state(1)
+    assert store.host_bytes()["pages"] == 12 * 16
+    store.write_state(1, EXP_AVG, torch.zeros(16))
     assert store.host_bytes()["pages"] == 2 * 12 * 16
     store.close()
 
@@ -740,7 +742,7 @@ def test_state_is_read_as_a_copy_and_written_as_given(train) -> None:
     assert torch.equal(read, torch.arange(130.0))
     read.zero_()
     assert torch.equal(training.store.read_state(4, EXP_AVG), torch.arange(130.0))
-    training.store.write_state(4, EXP_AVG, None)
+    training.store.clear_state(4)
     assert not training.store.read_state(4, EXP_AVG).any()
     assert training.store.read_state(1, EXP_AVG).shape == (0,)
 

@@ -22,7 +22,7 @@ def allocate_zeros(numel: int) -> Tensor:
     """
     num_bytes = 4 * numel
     if num_bytes < _HUGE_PAGE_BYTES:
-        return torch.zeros(numel, dtype=torch.float32)
+        return torch.zeros(numel, dtype=torch.float32, device="cpu")  # whatever the default device
     if hasattr(mmap, "MAP_PRIVATE"):
         # The default is shared memory: a forked data loader would have our
         # masters in its hands, and Linux gives such memory no huge pages.

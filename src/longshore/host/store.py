@@ -140,9 +140,8 @@ class HostStore:
                 self._arrive(tile, segment, gradient[offset : offset + segment.layout.numel], ready)
 
     def _arrive(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
-        tile.arrived()
+        tile.arrived(segment)
         drop(tile, self._pages)
-        segment.arrivals += 1
         if segment.arrivals == 1:
             after = tile.slot.last_publish if tile.slot is not None else None
             segment.handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, after)
@@ -171,7 +170,11 @@ class HostStore:
 
     def holds(self, parameter: int) -> bool:
         """Whether this window holds a gradient of ``parameter``."""
-        return any(segment.arrivals for _, segment in self._parts.get(parameter, ()))
+        return self.arrivals(parameter) > 0
+
+    def arrivals(self, parameter: int) -> int:
+        """How many gradients of ``parameter`` this window holds."""
+        return max((segment.arrivals for _, segment in self._parts.get(parameter, ())), default=0)
 
     def settle(self) -> None:
         """Wait until every arrival is on the host and added.
@@ -203,8 +206,7 @@ class HostStore:
                 self._incomplete = None
                 return
             for tile, segment in self._parts[parameter]:
-                segment.clear()
-                if not any(other.arrivals for other in tile.segments.values()):
+                if tile.forget(segment) == 0:
                     self._end_window([tile], TileEvent.DISCARD)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
@@ -361,19 +363,22 @@ class HostStore:
         """A copy of the parameter's master or moment: float32, flat, on the host."""
         self.check_usable()
         pieces = [tile.page_view(segment.layout, which) for tile, segment in self._parts[parameter]]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32)
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def write_state(self, parameter: int, which: int, values: Tensor | None) -> None:
-        """Set the parameter's master or moment from a flat tensor; None: zeros."""
+    def write_state(self, parameter: int, which: int, values: Tensor) -> None:
+        """Set the parameter's master or moment from a flat tensor."""
         self.check_usable()
         for tile, segment in self._parts[parameter]:
             self._take_page(tile)
-            view = tile.page_view(segment.layout, which)
-            if values is None:
-                view.zero_()
-            else:
-                offset = segment.layout.parameter_offset
-                view.copy_(values[offset : offset + segment.layout.numel])
+            offset = segment.layout.parameter_offset
+            tile.page_view(segment.layout, which).copy_(values[offset : offset + segment.layout.numel])
+
+    def clear_state(self, parameter: int) -> None:
+        """Zero the parameter's master and moments; a page that never was is zero already."""
+        for tile, segment in self._parts.get(parameter, ()):
+            if tile.page is not None:
+                for which in (MASTER, EXP_AVG, EXP_AVG_SQ):
+                    tile.page_view(segment.layout, which).zero_()
 
     def _read(self, values: Tensor, segment: Segment) -> Tensor:
         offset = segment.layout.parameter_offset

@@ -72,16 +72,26 @@ class Tile:
         # Of one window.
         self.state = TileState.EMPTY
         self.ticket = Ticket(0, 0)
+        self.filled = 0
+        """Segments for which at least one gradient has arrived."""
         self.accumulator: Tensor | None = None
         self.spare: SparePage | None = None
 
     def move(self, event: TileEvent) -> None:
         self.state = next_state(self.state, event)
 
-    def arrived(self) -> None:
+    def arrived(self, segment: Segment) -> None:
         """Count one more arrival; a speculative page, present or on its way, is void."""
         self.move(TileEvent.ARRIVAL)
         self.ticket = Ticket(self.ticket.window, self.ticket.arrivals + 1)
+        self.filled += segment.arrivals == 0
+        segment.arrivals += 1
+
+    def forget(self, segment: Segment) -> int:
+        """Drop what one segment has of this window; returns how many others have something."""
+        self.filled -= segment.arrivals > 0
+        segment.clear()
+        return self.filled
 
     def slot_view(self, segment: SegmentLayout) -> Tensor | None:
         """The segment's part of the slot; None without staging."""
@@ -102,6 +112,7 @@ class Tile:
         """Forget the window; returns the accumulator that it used."""
         for segment in self.segments.values():
             segment.clear()
+        self.filled = 0
         self.ticket = Ticket(self.ticket.window + 1, 0)
         accumulator, self.accumulator = self.accumulator, None
         return accumulator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ class Worker:
     """
 
     def __init__(self, limit_bytes: int, on_start: Callable[[], None]) -> None:
+        self._owner_pid = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
         self._limit_bytes = limit_bytes
         self._on_start = on_start
@@ -31,6 +33,7 @@ class Worker:
 
     def submit(self, job: Callable[[], None], held_bytes: int) -> None:
         """Queue ``job``; blocks while the queue holds too many bytes."""
+        self._check_process()
         with self._lock:
             while self._jobs and (self._jobs[0][0].done() or self._held_bytes + held_bytes > self._limit_bytes):
                 self._retire()
@@ -41,6 +44,8 @@ class Worker:
 
     def drain(self) -> BaseException | None:
         """Wait for every job; the first failure since the last drain, if any."""
+        if self._jobs:
+            self._check_process()
         with self._lock:
             while self._jobs:
                 self._retire()
@@ -52,6 +57,13 @@ class Worker:
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._owner_pid:
+            raise RuntimeError(
+                "this process was forked from the one that owns the host worker, whose thread does not exist here; "
+                "build the optimizer after the fork"
+            )
 
     def _run(self, job: Callable[[], None]) -> None:
         self._on_start()

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.host import HostStore
-from longshore.kernels import Scale
+from longshore.kernels import UNSCALED, Scale
+
+
+class Seen(NamedTuple):
+    """A gradient as it was at one moment: the object in ``.grad``, and how often it had been changed."""
+
+    name: str
+    gradient: weakref.ref[Tensor]
+    changes: int
+
+
+Fingerprint = Mapping[int, Seen]
+"""The gradients of a window by parameter."""
 
 
 class Clipping:
@@ -21,36 +35,51 @@ class Clipping:
 
     def reset(self) -> None:
         self._coefficient = 1.0
-        self._measured: object = None
-        self._active = False
+        self._measured: Fingerprint | None = None
 
-    @property
-    def scale(self) -> Scale:
-        return Scale(self._coefficient)
+    def scale_for(self, now: Fingerprint) -> Scale:
+        """What to multiply the gradients by.
 
-    def clip(self, norm: Tensor, max_norm: float, fingerprint: object) -> None:
+        A coefficient whose gradients are all gone (discarded after a bad batch,
+        say) is gone with them, as it is with torch's in-place clipping.
+
+        Raises:
+            GradientError: some are those that were measured, and some are not.
+        """
+        if self._measured is None:
+            return UNSCALED
+        kept, strangers = False, []
+        for index, (name, gradient, changes) in now.items():
+            tensor, measured = gradient(), self._measured.get(index)
+            if measured is None or measured.gradient() is not tensor:
+                strangers.append(name)
+                # With create_graph autograd adds into a new tensor: what was measured is in it.
+                kept = kept or (measured is not None and tensor is not None and tensor.requires_grad)
+            elif measured.changes != changes:
+                strangers.append(name)
+                kept = True
+            else:
+                kept = True
+        if not strangers:
+            return Scale(self._coefficient)
+        if kept:
+            raise GradientError(
+                f"the gradient of parameter {strangers[0]} changed after optimizer.clip_grad_norm_() had measured it; "
+                "clip after the last backward, or call zero_grad() to discard this window"
+            )
+        self.reset()
+        return UNSCALED
+
+    def clip(self, norm: Tensor, max_norm: float, now: Fingerprint) -> None:
         """Set the coefficient ``max_norm / (norm + 1e-6)``, at most 1, as torch computes it.
 
         Raises:
             LongshoreError: the window is clipped already.
         """
-        if self._active and self._coefficient != 1.0:
+        if self._coefficient != 1.0:
             raise LongshoreError("clip_grad_norm_ was already called in this window; call it once, before step()")
         self._coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        self._measured = fingerprint
-        self._active = True
-
-    def check(self, fingerprint: object) -> None:
-        """The gradients are still those that were measured.
-
-        Raises:
-            GradientError: they changed between ``clip_grad_norm_`` and ``step()``.
-        """
-        if self._active and fingerprint != self._measured:
-            raise GradientError(
-                "gradients changed between optimizer.clip_grad_norm_() and step(), so its coefficient is not theirs; "
-                "clip last, or call zero_grad() to discard them"
-            )
+        self._measured = now
 
 
 def gradient_norm(store: HostStore, gradients: Mapping[int, Tensor | None], scale: Scale) -> Tensor:
@@ -67,4 +96,4 @@ def gradient_norm(store: HostStore, gradients: Mapping[int, Tensor | None], scal
         else:
             total += float(torch.linalg.vector_norm(gradient.float() * scale.first, dtype=torch.float64)) ** 2
     total += store.sum_of_squares(on_host, scale)
-    return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32)
+    return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32, device="cpu")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.host import HostStore
-from longshore.optim.parameters import ParameterRecord, check_trainable
+from longshore.optim.clipping import Fingerprint, Seen
+from longshore.optim.parameters import ParameterRecord, check_trainable, flat
 from longshore.optim.released import ReleasedGradient, ReleaseHooks
 
 
@@ -23,13 +24,13 @@ class GradientSource(ABC):
 
     def __init__(self, store: HostStore) -> None:
         self.store = store
-        self.records: list[ParameterRecord] = []
+        self.records: dict[int, ParameterRecord] = {}
 
     def watch(self, records: Sequence[ParameterRecord]) -> None:
         """Make room on the host for parameters that can get gradients.
 
         Raises:
-            ValueError: one of them has a dtype that cannot be stepped.
+            ValueError: one of them has a dtype that cannot be stepped; room was made for none.
         """
         new = [record for record in records if record.index not in self.store]
         for record in new:
@@ -39,11 +40,11 @@ class GradientSource(ABC):
     def found(self, record: ParameterRecord, gradient: Tensor) -> Tensor:
         """Check a tensor found in ``.grad``; returns it flat, in the parameter's logical order."""
         record.check_gradient(gradient, same_dtype=self.store.transfer.staged)
-        return gradient.detach().reshape(-1)
+        return flat(gradient)
 
     @abstractmethod
     def register(self, records: Sequence[ParameterRecord]) -> None:
-        """Take up new parameters."""
+        """Take up new parameters; where that raises, none of them is taken up."""
 
     @abstractmethod
     def collect(self) -> dict[int, Tensor | None]:
@@ -54,9 +55,17 @@ class GradientSource(ABC):
             GradientError: one that cannot be counted; nothing was stepped.
         """
 
-    @abstractmethod
-    def fingerprint(self) -> object:
-        """Differs whenever a gradient may have changed."""
+    def fingerprint(self) -> Fingerprint:
+        """The gradients of this window as they are now."""
+        return {
+            index: Seen(record.name, weakref.ref(gradient), self._changes(index, gradient))
+            for index, record in self.records.items()
+            if (gradient := record.parameter.grad) is not None
+        }
+
+    def _changes(self, index: int, gradient: Tensor) -> int:
+        """Grows whenever the gradient changes."""
+        return gradient._version
 
     @abstractmethod
     def consumed(self) -> None:
@@ -75,29 +84,23 @@ class KeptGradients(GradientSource):
     """The gradient is ``.grad`` as found at ``step()``; idle means that it is None."""
 
     def register(self, records: Sequence[ParameterRecord]) -> None:
-        self.records.extend(records)
         self.watch([record for record in records if record.parameter.requires_grad])
+        self.records.update((record.index, record) for record in records)
 
     def collect(self) -> dict[int, Tensor | None]:
         found: dict[int, Tensor | None] = {}
-        unfrozen = []
-        for record in self.records:
+        for index, record in self.records.items():
             gradient = record.parameter.grad
             if gradient is not None:
-                found[record.index] = self.found(record, gradient)
-                unfrozen.append(record)
-        self.watch(unfrozen)
+                found[index] = self.found(record, gradient)
+        self.watch([self.records[index] for index in found])  # some were frozen until now
         return found
-
-    def fingerprint(self) -> object:
-        gradients = [record.parameter.grad for record in self.records]
-        return [None if gradient is None else (gradient.data_ptr(), gradient._version) for gradient in gradients]
 
     def consumed(self) -> None:
         return
 
     def zero_grad(self) -> None:
-        for record in self.records:
+        for record in self.records.values():
             record.parameter.grad = None
 
     def close(self) -> None:
@@ -108,60 +111,66 @@ class ReleasedGradients(GradientSource):
     """Hooks take each gradient to the host during backward and leave a placeholder.
 
     The host's gradient of a parameter counts exactly while ``.grad`` is the
-    placeholder. It is lifted while autograd accumulates.
+    placeholder of this window. It is lifted while autograd accumulates.
     """
 
     def __init__(self, store: HostStore) -> None:
         super().__init__(store)
         self._hooks: dict[int, ReleaseHooks] = {}
+        # Of one window.
         self._placeholders: dict[int, ReleasedGradient] = {}
         self._lifted: set[int] = set()
         self._failure: BaseException | None = None
-        self._sealed: str | None = None
+        # Neither hooks nor placeholders stay on parameters that outlive the optimizer.
+        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._placeholders)
+        self._finalizer.atexit = False
 
     def register(self, records: Sequence[ParameterRecord]) -> None:
-        self.records.extend(records)
-        self._hook_trainable()
+        self._hook_trainable(records)
+        self.records.update((record.index, record) for record in records)
 
-    def _hook_trainable(self) -> None:
+    def _hook_trainable(self, records: Sequence[ParameterRecord]) -> None:
         """Frozen parameters take no hooks; look again at each step for those that thawed."""
         trainable = [
             record
-            for record in self.records
+            for record in records
             if record.parameter.requires_grad and record.index not in self._hooks and record.parameter.numel() > 0
         ]
         self.watch(trainable)
         me: weakref.ref[ReleasedGradients] = weakref.ref(self)
         for record in trainable:
-            self._hooks[record.index] = ReleaseHooks(
+            # The hooks must not refer to the parameter: torch could not collect it.
+            index = record.index
+            self._hooks[index] = ReleaseHooks(
                 record.parameter,
-                before=lambda record=record: _call(me, ReleasedGradients._before, record),
-                after=lambda record=record: _call(me, ReleasedGradients._after, record),
+                before=lambda index=index: _call(me, ReleasedGradients._before, index),
+                after=lambda index=index: _call(me, ReleasedGradients._after, index),
             )
 
-    def _before(self, record: ParameterRecord) -> None:
+    def _before(self, index: int) -> None:
+        record = self.records[index]
         held, gradient = self._resolve(record)
-        if isinstance(gradient, ReleasedGradient):
-            record.parameter.grad = None
-            if held:
-                self._lifted.add(record.index)
-
-    def _after(self, record: ParameterRecord) -> None:
-        gradient = record.parameter.grad
-        if gradient is None:
+        if not isinstance(gradient, ReleasedGradient):
             return
-        if self._sealed is not None:
-            raise GradientError(
-                f"parameter {record.name} got another gradient after {self._sealed}, which had already measured the "
-                "window; run every backward first, or call zero_grad() to discard the window"
-            )
+        record.parameter.grad = None  # autograd must not add to a placeholder, whosever it is
+        if held:
+            self._lifted.add(index)
+        elif gradient is not self._placeholders.get(index):
+            raise _foreign(record)
+
+    def _after(self, index: int) -> None:
+        record = self.records[index]
+        gradient = record.parameter.grad
+        if gradient is None or gradient is self._placeholders.get(index):
+            return  # a backward that brought nothing here
         record.check()
-        self.store.arrive(record.index, self.found(record, gradient))
-        self._lifted.discard(record.index)
-        placeholder = self._placeholders.get(record.index)
+        self._hooks[index].follow(record.parameter)
+        self.store.arrive(index, self.found(record, gradient))
+        self._lifted.discard(index)
+        placeholder = self._placeholders.get(index)
         if placeholder is None:
             placeholder = ReleasedGradient.for_parameter(record.parameter, record.name)
-            self._placeholders[record.index] = placeholder
+            self._placeholders[index] = placeholder
         record.parameter.grad = placeholder
 
     def record_failure(self, failure: BaseException) -> None:
@@ -170,13 +179,15 @@ class ReleasedGradients(GradientSource):
 
     def _resolve(self, record: ParameterRecord) -> tuple[bool, Tensor | None]:
         """Whether the host's gradient counts, and what is in ``.grad``; drops what no longer counts."""
-        gradient = record.parameter.grad
-        held = self.store.holds(record.index)
-        if gradient is not None and gradient is self._placeholders.get(record.index):
+        gradient, index = record.parameter.grad, record.index
+        held = self.store.holds(index)
+        if gradient is not None and gradient is self._placeholders.get(index):
             return held, gradient
-        if held and record.index not in self._lifted:
-            # Discarded (None) or replaced by the user's own tensor.
-            self.store.discard(record.index)
+        if held and index not in self._lifted:
+            # Discarded (None) or replaced by the user's own tensor. The old
+            # placeholder must not vouch for what arrives next.
+            self.store.discard(index)
+            self._placeholders.pop(index, None)
             held = False
         return held, gradient
 
@@ -187,61 +198,67 @@ class ReleasedGradients(GradientSource):
                 "(zero_grad() discards this window, and training can go on)"
             ) from self._failure
         found: dict[int, Tensor | None] = {}
-        self._hook_trainable()
-        for record in self.records:
+        self._hook_trainable(list(self.records.values()))
+        for index, record in self.records.items():
             held, gradient = self._resolve(record)
-            if record.index in self._lifted:
+            if index in self._lifted:
                 raise GradientError(
                     f"a backward was interrupted while it accumulated the gradient of parameter {record.name}; "
                     "call zero_grad() to discard this window and go on"
                 )
             if held:
-                found[record.index] = None
-            elif gradient is not None and not isinstance(gradient, ReleasedGradient):
+                found[index] = None
+            elif isinstance(gradient, ReleasedGradient):
+                raise _foreign(record)
+            elif gradient is not None:
                 # torch.autograd.grad, .grad assigned by hand, or frozen until now.
-                found[record.index] = self.found(record, gradient)
+                found[index] = self.found(record, gradient)
                 self.watch([record])
         return found
 
-    def seal(self, by: str) -> None:
-        """No gradient may arrive any more in this window."""
-        self._sealed = by
-
-    def fingerprint(self) -> object:
-        return None
+    def _changes(self, index: int, gradient: Tensor) -> int:
+        if isinstance(gradient, ReleasedGradient):
+            return self.store.arrivals(index)
+        return gradient._version
 
     def consumed(self) -> None:
-        self._end_window()
+        self._failure = None
+        self._lifted.clear()
+        self._placeholders.clear()
+        for record in self.records.values():
+            record.parameter.grad = None
 
     def zero_grad(self) -> None:
         self.store.discard()
-        self._end_window()
-
-    def _end_window(self) -> None:
-        self._failure = self._sealed = None
-        self._lifted.clear()
-        for record in self.records:
-            record.parameter.grad = None
+        self.consumed()
 
     def close(self) -> None:
-        for hooks in self._hooks.values():
-            hooks.remove()
-        self._hooks.clear()
-        for record in self.records:
-            if isinstance(record.parameter.grad, ReleasedGradient):
-                record.parameter.grad = None
+        self._finalizer()
 
 
-def _call(source: weakref.ref[ReleasedGradients], hook: object, record: ParameterRecord) -> None:
+def _foreign(record: ParameterRecord) -> GradientError:
+    return GradientError(
+        f"the .grad of parameter {record.name} is a placeholder that does not stand for its gradient of this window: "
+        "with release_gradients=True, .grad cannot be saved, moved or shared between optimizers"
+    )
+
+
+def _let_go(hooks: Mapping[int, ReleaseHooks], placeholders: Mapping[int, ReleasedGradient]) -> None:
+    for index, hook in hooks.items():
+        hook.remove(placeholders.get(index))
+
+
+def _call(source: weakref.ref[ReleasedGradients], hook: object, index: int) -> None:
     """Run a hook of a source that may be gone; no failure is raised into autograd (law 8)."""
     alive = source()
     if alive is None:
         return
     try:
-        hook(alive, record)  # pyright: ignore[reportCallIssue]
+        hook(alive, index)  # pyright: ignore[reportCallIssue]
     except LongshoreError as failure:
         alive.record_failure(failure)
     except BaseException as failure:
-        alive.record_failure(GradientError(f"parameter {record.name}: {type(failure).__name__}: {failure}"))
+        name = alive.records[index].name
+        alive.record_failure(GradientError(f"parameter {name}: {type(failure).__name__}: {failure}"))
         if not isinstance(failure, Exception):
             raise  # Ctrl-C ends the backward, and the window is incomplete

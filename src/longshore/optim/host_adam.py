@@ -40,7 +40,8 @@ class HostAdam(torch.optim.Optimizer):
         self._device: torch.device | None = None
         self._store: HostStore | None = None
         self._source: GradientSource | None = None
-        self._records: list[ParameterRecord] = []
+        self._records: dict[int, ParameterRecord] = {}
+        """By ``id(parameter)``; each record keeps its parameter alive."""
         # Change with each window.
         self._clipping = Clipping()
         self._loading: dict[int, dict[str, Any]] | None = None
@@ -52,6 +53,7 @@ class HostAdam(torch.optim.Optimizer):
         waiting, self._waiting = self._waiting, None
         if not waiting:
             raise ValueError("optimizer got parameter groups without a single parameter")
+        check_no_shared_memory(waiting)
         self._lay_out(waiting)
 
     # -- parameters -----------------------------------------------------------
@@ -84,12 +86,12 @@ class HostAdam(torch.optim.Optimizer):
             check_parameter(parameter, name, device)
             device = parameter.device
             records.append(ParameterRecord(len(self._records) + position, name, parameter))
-        check_no_shared_memory([*self._records, *records])
         if self._waiting is None:
+            check_no_shared_memory([*self._records.values(), *records])
             self._lay_out(records)
         else:
             self._waiting.extend(records)
-        self._records.extend(records)
+        self._records.update((id(record.parameter), record) for record in records)
         self._device = device
 
     def _lay_out(self, records: list[ParameterRecord]) -> None:
@@ -137,7 +139,7 @@ class HostAdam(torch.optim.Optimizer):
         store, source = self._parts()
         store.check_usable()
         gradients = source.collect()
-        self._clipping.check(source.fingerprint())
+        scale = self._clipping.scale_for(source.fingerprint())
         steps = self._steps_of(gradients)
         self._adopt_masters(steps)
 
@@ -146,18 +148,15 @@ class HostAdam(torch.optim.Optimizer):
             source.consumed()
             self._clipping.reset()
 
-        store.commit(steps, self._clipping.scale, publish)
+        store.commit(steps, scale, publish)
         return loss
 
     def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> dict[int, ParameterStep]:
         steps: dict[int, ParameterStep] = {}
-        position = 0
         for group in self.param_groups:
             check_group(group)
             rules: dict[int, AdamRule] = {}
-            for _ in group["params"]:
-                record = self._records[position]
-                position += 1
+            for record in self._records_of(group):
                 if record.index not in gradients:
                     continue
                 record.check()
@@ -167,20 +166,33 @@ class HostAdam(torch.optim.Optimizer):
                 steps[record.index] = ParameterStep(rules[count], record.values(), gradients[record.index])
         return steps
 
+    def _records_of(self, group: Mapping[str, Any]) -> list[ParameterRecord]:
+        """The group's parameters as the user left them; one taken out is no longer stepped, as in torch."""
+        try:
+            return [self._records[id(parameter)] for parameter in group["params"]]
+        except KeyError:
+            raise ParameterError(
+                "a parameter group holds a tensor that this optimizer was not built with; "
+                "use optimizer.add_param_group(), or build the optimizer anew"
+            ) from None
+
     def _adopt_masters(self, steps: Mapping[int, ParameterStep]) -> None:
         """Law 10: the parameter is the user's. What was written since it was published is its master."""
         store, _ = self._parts()
         if os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0"):
             self._check_unseen_writes()
-        for index, step in steps.items():
-            record = self._records[index]
-            if record.changed or not record.has_master:
-                store.adopt(index, step.target, keep_matching=record.has_master)
-                record.has_master = True
+        by_index = self._by_index()
+        changed = [by_index[index] for index in steps if by_index[index].changed]
+        if any(record.published is not None for record in changed):
+            # p.data = q.data: two masters for the same memory.
+            check_no_shared_memory(list(self._records.values()))
+        for record in changed:
+            store.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)
+            record.has_master = True
 
     def _check_unseen_writes(self) -> None:
         store, _ = self._parts()
-        for record in self._records:
+        for record in self._records.values():
             if not record.has_master or record.changed:
                 continue
             differing = store.count_differing(record.index, record.values())
@@ -191,9 +203,13 @@ class HostAdam(torch.optim.Optimizer):
                     "optimizer.refresh_master() after such writes"
                 )
 
+    def _by_index(self) -> dict[int, ParameterRecord]:
+        return {record.index: record for record in self._records.values()}
+
     def _published(self, steps: Mapping[int, ParameterStep]) -> None:
+        by_index = self._by_index()
         for index, step in steps.items():
-            record = self._records[index]
+            record = by_index[index]
             parameter = record.parameter
             if step.target.data_ptr() != parameter.data_ptr() and parameter.numel() > 0:
                 parameter.copy_(step.target.view(record.shape))  # it is not contiguous
@@ -233,7 +249,8 @@ class HostAdam(torch.optim.Optimizer):
         Squares are added in float64 and the root is rounded once.
         """
         store, source = self._parts()
-        return gradient_norm(store, source.collect(), self._clipping.scale)
+        gradients = source.collect()
+        return gradient_norm(store, gradients, self._clipping.scale_for(source.fingerprint()))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -259,8 +276,6 @@ class HostAdam(torch.optim.Optimizer):
                 f"the norm of the gradients is {norm.item()}; set error_if_nonfinite=False to clip with it anyway"
             )
         self._clipping.clip(norm, float(max_norm), source.fingerprint())
-        if isinstance(source, ReleasedGradients):
-            source.seal("clip_grad_norm_")
         return norm
 
     @property
@@ -285,7 +300,7 @@ class HostAdam(torch.optim.Optimizer):
         themselves at the next step.
         """
         store, _ = self._parts()
-        for record in self._records:
+        for record in self._records.values():
             if record.has_master:
                 record.check()
                 store.adopt(record.index, record.values(), keep_matching=True)
@@ -343,7 +358,8 @@ class HostAdam(torch.optim.Optimizer):
     @staticmethod
     def _take_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(optimizer, HostAdam)
-        optimizer._loading = loadable_state(state_dict, optimizer.param_groups, optimizer.defaults, optimizer._records)
+        records = [record for group in optimizer.param_groups for record in optimizer._records_of(group)]
+        optimizer._loading = loadable_state(state_dict, optimizer.param_groups, optimizer.defaults, records)
         return {**state_dict, "state": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -357,7 +373,7 @@ class HostAdam(torch.optim.Optimizer):
         if store.broken:
             store.begin_load()
             source.consumed()  # the window went down with the step; otherwise it goes on, as in torch
-        for record in self._records:
+        for record in self._records.values():
             clear_state(record, store)
             loaded = self._loading.get(record.index)
             if loaded:

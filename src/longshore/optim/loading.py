@@ -22,11 +22,13 @@ def loadable_state(
         state_dict: what ``state_dict()`` returned.
         own: the groups of the optimizer that loads it.
         defaults: of that optimizer.
-        records: its parameters, in order.
+        records: of its parameters, in the order of its groups.
 
     Raises:
         ValueError: it does not fit, by name.
     """
+    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
+        raise ValueError("this is no optimizer state: it needs 'state' (a dict) and 'param_groups' (a list)")
     groups = state_dict["param_groups"]
     theirs_numel = [len(group["params"]) for group in groups]
     own_numel = [len(group["params"]) for group in own]
@@ -39,11 +41,16 @@ def loadable_state(
     unknown = sorted(set(state_dict["state"]) - set(keys), key=str)
     if unknown:
         raise ValueError(f"the state has entries that belong to no parameter: {unknown}")
-    return {
-        index: checked_state(records[index], state_dict["state"][key])
-        for index, key in enumerate(keys)
-        if key in state_dict["state"]
-    }
+    loadable = {}
+    for record, key in zip(records, keys, strict=True):
+        entries = state_dict["state"].get(key)
+        if not entries:
+            continue
+        loadable[record.index] = checked_state(record, entries)
+        missing = sorted({"step", "exp_avg", "exp_avg_sq"} - set(entries))
+        if missing:
+            raise ValueError(f"parameter {record.name}: the state lacks {', '.join(missing)}")
+    return loadable
 
 
 def _check_names(theirs: list[str] | None, mine: list[str] | None) -> None:

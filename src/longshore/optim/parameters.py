@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
+
+
+class Identity(NamedTuple):
+    """What changes whenever a tensor is written or given other memory, as far as torch knows.
+
+    An address alone is not enough: after ``p.data = x`` twice the allocator may
+    hand the first one out again. While the weak reference lives, the storage it
+    refers to is not confused with a later one.
+    """
+
+    version: int
+    data_ptr: int
+    strides: tuple[int, ...]
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Identity:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return cls(tensor._version, tensor.data_ptr(), tensor.stride(), storage)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A tensor's elements in logical order, one behind the other: a view where it can be.
+
+    ``reshape`` alone keeps the stride of a one-dimensional tensor, and a tensor
+    with the negative bit holds other numbers than it stands for.
+    """
+    return tensor.detach().resolve_neg().reshape(-1).contiguous()
 
 
 class ParameterRecord:
@@ -28,20 +57,20 @@ class ParameterRecord:
         """Applied steps; the truth for this parameter alone (law 3)."""
         self.has_moments = False
         self.has_master = False
-        self.published: tuple[int, int] | None = None
-        """Version and address as this optimizer left them; None: not by us."""
+        self.published: Identity | None = None
+        """The parameter as this optimizer left it; None: not by us."""
 
     @property
     def changed(self) -> bool:
         """Whether somebody else may have written the parameter since it was published (law 10)."""
-        return self.published != (self.parameter._version, self.parameter.data_ptr())
+        return self.published != Identity.of(self.parameter)
 
     def mark_published(self) -> None:
-        self.published = (self.parameter._version, self.parameter.data_ptr())
+        self.published = Identity.of(self.parameter)
 
     def values(self) -> Tensor:
         """The parameter's elements in logical order, flat and contiguous: a view where it can be."""
-        return self.parameter.detach().reshape(-1)
+        return flat(self.parameter)
 
     def check(self) -> None:
         """The parameter is still the one that was laid out.
@@ -94,6 +123,8 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device | None) -
             f"parameter {name} is a {kind.__name__}; longshore.AdamW steps plain tensors on one device "
             "(sharded and quantized parameters are not supported)"
         )
+    if parameter.is_neg():
+        raise ValueError(f"parameter {name} is a negated view; use .resolve_neg()")
     if parameter.is_inference():
         raise ValueError(f"parameter {name} was made in inference mode and cannot be trained; clone it outside")
     if device is not None and parameter.device != device:
@@ -120,23 +151,44 @@ def check_trainable(parameter: Tensor, name: str) -> None:
         raise ValueError(f"parameter {name} is {parameter.dtype}; longshore trains {names}")
 
 
-def check_no_shared_memory(records: list[ParameterRecord]) -> None:
+def check_no_shared_memory(records: Sequence[ParameterRecord]) -> None:
     """Two parameters must not be the same memory: each would have a master of its own.
 
     Raises:
         ValueError: naming the pair.
     """
-    extents = sorted(
-        (record.parameter.data_ptr(), record.parameter.numel() * record.parameter.element_size(), record.index)
-        for record in records
-        if record.parameter.numel() > 0 and record.parameter.is_contiguous()
-    )
-    for (start, num_bytes, first), (next_start, _, second) in pairwise(extents):
-        if next_start < start + num_bytes:
-            raise ValueError(
-                f"parameters {records[first].name} and {records[second].name} are different tensors over the same "
-                "memory; tie them by using one nn.Parameter in both places"
-            )
+    extents = []
+    for position, record in enumerate(records):
+        parameter = record.parameter
+        if parameter.numel() > 0:
+            last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            start = parameter.data_ptr()
+            extents.append((start, start + (last + 1) * parameter.element_size(), position))
+    reaching: list[tuple[int, int]] = []  # earlier extents that end behind the present start
+    for start, end, position in sorted(extents):
+        reaching = [(other_end, other) for other_end, other in reaching if other_end > start]
+        for _, other in reaching:
+            if _overlap(records[other].parameter, records[position].parameter):
+                raise ValueError(
+                    f"parameters {records[other].name} and {records[position].name} are different tensors over the "
+                    "same memory; tie them by using one nn.Parameter in both places"
+                )
+        reaching.append((end, position))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose extents overlap share an element: columns of one matrix do not."""
+    if a.dtype != b.dtype:
+        return True
+    item_bytes, begin = a.element_size(), min(a.data_ptr(), b.data_ptr())
+    offsets = [(tensor.data_ptr() - begin) // item_bytes for tensor in (a, b)]
+    ends = [
+        offset + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for offset, tensor in zip(offsets, (a, b), strict=True)
+    ]
+    taken = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
+    taken.as_strided(a.shape, a.stride(), offsets[0]).fill_(True)
+    return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())
 
 
 def refuse_duplicates(params: list[Any]) -> None:

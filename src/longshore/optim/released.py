@@ -10,11 +10,13 @@ other tensor that the user put something in its place.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from longshore.errors import LongshoreError
 
@@ -66,13 +68,27 @@ class ReleaseHooks:
     """
 
     def __init__(self, parameter: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
-        # The tensor refers to its node weakly; the node must live as long as the hook.
-        self._node = torch.autograd.graph.get_gradient_edge(parameter).node
-        self._handles = [
-            self._node.register_prehook(lambda _gradients: before()),
-            parameter.register_post_accumulate_grad_hook(lambda _parameter: after()),
-        ]
+        self._parameter = weakref.ref(parameter)
+        self._before = before
+        self._after_handle = parameter.register_post_accumulate_grad_hook(lambda _parameter: after())
+        self._node: Node | None = None
+        self.follow(parameter)
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def follow(self, parameter: Tensor) -> None:
+        """Hook the parameter's present node: converting a model there and back makes a new one."""
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        if node is self._node:
+            return
+        before = self._before
+        # The tensor refers to its node weakly; the node must live as long as the
+        # hook. A node that is handed no gradient accumulates nothing.
+        self._node = node
+        self._before_handle = node.register_prehook(lambda gradients: before() if gradients[0] is not None else None)
+
+    def remove(self, placeholder: ReleasedGradient | None) -> None:
+        """Take the hooks away, and the placeholder if it is still there."""
+        self._after_handle.remove()
+        self._before_handle.remove()
+        parameter = self._parameter()
+        if parameter is not None and placeholder is not None and parameter.grad is placeholder:
+            parameter.grad = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longshore.host import EXP_AVG, EXP_AVG_SQ, MASTER, HostStore
-from longshore.optim.parameters import ParameterRecord
+from longshore.optim.parameters import ParameterRecord, flat
 
 _ARRAYS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "master": MASTER}
 
@@ -36,7 +36,7 @@ class ParameterState(MutableMapping[str, Tensor]):
         if key not in self._keys():
             raise KeyError(key)
         if key == "step":
-            return torch.tensor(float(self._record.step), dtype=torch.float32)
+            return torch.tensor(float(self._record.step), dtype=torch.float32, device="cpu")
         return self._store.read_state(self._record.index, _ARRAYS[key]).view(self._record.shape)
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -59,17 +59,17 @@ class StateMap(MutableMapping[Tensor, Any]):
     """Parameters that have been stepped (or loaded) -> their state."""
 
     def __init__(
-        self, records: list[ParameterRecord], store: HostStore, lay_out: Callable[[ParameterRecord], None]
+        self, records: Mapping[int, ParameterRecord], store: HostStore, lay_out: Callable[[ParameterRecord], None]
     ) -> None:
         self._records = records
         self._store = store
         self._lay_out = lay_out
 
     def _record(self, parameter: Tensor) -> ParameterRecord:
-        for record in self._records:
-            if record.parameter is parameter:
-                return record
-        raise KeyError("not a parameter of this optimizer")
+        record = self._records.get(id(parameter))
+        if record is None:
+            raise KeyError("not a parameter of this optimizer")
+        return record
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         return ParameterState(self._record(parameter), self._store, self._lay_out)
@@ -84,13 +84,14 @@ class StateMap(MutableMapping[Tensor, Any]):
         clear_state(self._record(parameter), self._store)
 
     def __contains__(self, parameter: object) -> bool:
-        return any(record.parameter is parameter and record.has_moments for record in self._records)
+        record = self._records.get(id(parameter))
+        return record is not None and record.has_moments
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (record.parameter for record in self._records if record.has_moments)
+        return (record.parameter for record in self._records.values() if record.has_moments)
 
     def __len__(self) -> int:
-        return sum(record.has_moments for record in self._records)
+        return sum(record.has_moments for record in self._records.values())
 
     def items(self) -> Any:
         """Plain dictionaries, as ``state_dict()`` packs them."""
@@ -106,15 +107,9 @@ def checked_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str
     checked: dict[str, Any] = {}
     for key, value in state.items():
         if key == "step":
-            count = float(value.item() if isinstance(value, Tensor) else value)
-            if not (count >= 0 and count == int(count)):
-                raise ValueError(f"parameter {record.name}: a step count of {count}")
-            checked[key] = int(count)
+            checked[key] = _step_count(value, record.name)
         elif key in _ARRAYS:
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != record.shape:
-                found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"parameter {record.name}: {key} is {found}, not a float tensor {list(record.shape)}")
-            checked[key] = value
+            checked[key] = _array(value, record, key)
         elif key == "max_exp_avg_sq":
             raise ValueError(f"parameter {record.name}: the state is that of amsgrad=True, which is not supported")
         else:
@@ -122,6 +117,25 @@ def checked_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str
                 f"parameter {record.name}: unknown state {key!r}; longshore keeps step, {', '.join(_ARRAYS)}"
             )
     return checked
+
+
+def _step_count(value: Any, name: str) -> int:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "meta":
+        value = value.item()
+    # Beyond 2**53 a double, in which bias corrections are computed, cannot tell two counts apart.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 2**53 or value % 1:
+        raise ValueError(f"parameter {name}: step is {value!r}, not a count")
+    return int(value)
+
+
+def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
+    found = type(value).__name__
+    if isinstance(value, Tensor):
+        found = f"{value.dtype} {list(value.shape)} ({value.layout}, {value.device})"
+        dense = value.layout == torch.strided and value.device.type != "meta"
+        if dense and value.is_floating_point() and value.shape == record.shape:
+            return value
+    raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 
 def write_state(
@@ -135,8 +149,7 @@ def write_state(
         if key == "step":
             record.step = value
         else:
-            flat = value.detach().to(device="cpu", dtype=torch.float32).reshape(-1)
-            store.write_state(record.index, _ARRAYS[key], flat)
+            store.write_state(record.index, _ARRAYS[key], flat(value.to(device="cpu", dtype=torch.float32)))
     if state:
         record.has_moments = True
     if "master" in state:
@@ -146,9 +159,8 @@ def write_state(
 
 def clear_state(record: ParameterRecord, store: HostStore) -> None:
     """As if the parameter had never been stepped; its master is read anew from the parameter."""
-    if record.has_moments:
-        store.write_state(record.index, EXP_AVG, None)
-        store.write_state(record.index, EXP_AVG_SQ, None)
+    # Whether or not a step was completed: one that failed half way wrote here too.
+    store.clear_state(record.index)
     record.step = 0
     record.has_moments = record.has_master = False
     record.published = None

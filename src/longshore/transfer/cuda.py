@@ -84,7 +84,7 @@ class CudaTransfer(Transfer):
         self.to_device = CudaLane(device, 1 << 62)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def mark(self) -> Any:
         event = torch.cuda.Event()

@@ -16,7 +16,7 @@ class DirectTransfer(Transfer):
     staged = False
 
     def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def mark(self) -> Any:
         return None

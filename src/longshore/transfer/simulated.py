@@ -143,7 +143,7 @@ class SimulatedTransfer(Transfer):
         self._max_delay_s = max_delay_s
 
     def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def mark(self) -> Any:
         return None
