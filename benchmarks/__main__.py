@@ -84,7 +84,7 @@ def main(
             failed = True
             rows.append(Row(which.value, "not measured", None, "", note=str(failure)))
     if quick:
-        rows = [dataclasses.replace(row, verdict="", note=f"--quick: no measurement. {row.note}") for row in rows]
+        rows = [dataclasses.replace(row, verdict="", note=f"(--quick) {row.note}") for row in rows]
     described["load_average_after"] = machine.load_average()
     for key, value in described.items():
         console.print(f"{key.replace('_', ' ')}: {value}", highlight=False, markup=False)

@@ -31,9 +31,11 @@ def load_floor(threads: int) -> Callable[[Tensor, Tensor], None]:
     source = Path(__file__).with_suffix(".cpp")
     with tempfile.TemporaryDirectory() as folder:
         library_path = Path(folder) / "floor.so"
-        done = subprocess.run(
-            [*compiler.split(), *FLAGS, str(source), "-o", str(library_path)], capture_output=True, text=True
-        )
+        command = [*compiler.split(), *FLAGS, str(source), "-o", str(library_path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as failure:
+            raise NotAvailable(f"{compiler} does not run: {failure.strerror}") from failure
         if done.returncode != 0:
             raise NotAvailable(f"{compiler} could not compile {source.name}: {done.stderr.strip()[-300:]}")
         library = ctypes.CDLL(str(library_path))  # stays mapped when the file is gone

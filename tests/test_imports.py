@@ -1,4 +1,4 @@
-"""Who may know whom (DESIGN.md, section 5), read from the source."""
+"""Who may know whom (CONTRIBUTING.md, "The house"), read from the source."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_importing_longshore_is_light() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=identity)
 def test_sizes(file: Path) -> None:
-    """STYLE.md, rule 8: medians are never the trouble, tails are."""
+    """Medians are never the trouble, tails are."""
     text = file.read_text()
     assert len(text.splitlines()) <= 400
     # From the first statement on: the signature of a command is its table of options.

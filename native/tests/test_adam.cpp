@@ -20,7 +20,7 @@ struct Element {
     float p, m, v;
 };
 
-// The arithmetic of DESIGN.md, section 4, one element at a time. This file is
+// The arithmetic of kernels/reference.py, one element at a time. This file is
 // compiled without contraction, so only what says fmaf is fused.
 class NaiveAdam {
   public:

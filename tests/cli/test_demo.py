@@ -38,22 +38,23 @@ def test_equal(cli, text, tmp_path):
         assert image.format == "PNG"
 
 
-def test_one_bit_is_different(cli, text, monkeypatch):
-    """One bit of one element of one bf16 parameter, after the last step."""
+@pytest.mark.parametrize("dtype, other, bits", [("fp32", "bf16", torch.int32), ("bf16", "fp32", torch.int16)])
+def test_one_bit_is_different(cli, text, monkeypatch, dtype, other, bits):
+    """The last bit of one element of one parameter, after the last step."""
     run = comparison.Contestant.run
 
     def flip(contestant):
         yield from run(contestant)
-        if contestant.name == "bf16, longshore":
+        if contestant.name == f"{dtype}, longshore":
             weight = contestant.weights["model.layers.1.mlp.up_proj.weight"]
-            weight.view(torch.int16)[3, 5] ^= 1
+            weight.view(bits)[3, 5] ^= 1
 
     monkeypatch.setattr(comparison.Contestant, "run", flip)
     ran = cli("demo", "--data", text, *MICRO)
     assert ran.code == 1
-    assert rows(ran.out)["bf16, longshore"][-1] == "no: 1 of 21"
-    assert rows(ran.out)["fp32, longshore"][-1] == "yes"
-    assert "the first is model.layers.1.mlp.up_proj.weight of bf16, longshore" in ran.refused()
+    assert rows(ran.out)[f"{dtype}, longshore"][-1] == "no: 1 of 21"
+    assert rows(ran.out)[f"{other}, longshore"][-1] == "yes"
+    assert f"the first is model.layers.1.mlp.up_proj.weight of {dtype}, longshore" in ran.refused()
     assert "All weights are equal" not in ran.out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import signal
@@ -214,3 +215,26 @@ def test_version_to_a_full_disk():
     with Path("/dev/full").open("w") as device:
         ran = subprocess.run([*LONGSHORE, "--version"], stdout=device, stderr=subprocess.PIPE, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (1, "longshore: standard output: the disk is full\n")
+
+
+@pytest.mark.parametrize("method", ["write", "flush"])
+def test_a_reader_that_went_away(monkeypatch, capfd, method):
+    """Buffered output fails when it is flushed, unbuffered output when it is written; once, and then no more."""
+    from longshore.cli.terminal import SafeOutput
+
+    class Gone(io.StringIO):
+        calls = 0
+
+    def fail(stream, *_):
+        stream.calls += 1
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Gone, method, fail)
+    monkeypatch.setattr(sys, "stdout", gone := Gone())
+    output = SafeOutput()
+    for _ in range(2):
+        assert output.write("text") == 4
+        output.flush()
+    assert gone.calls == 1
+    assert not output.isatty()
+    assert capfd.readouterr().err == ""

@@ -7,7 +7,7 @@ import pytest
 from longshore.errors import BrokenStateError, IllegalTransitionError, LongshoreError
 from longshore.host.tile_state import TileEvent, TileState, next_state
 
-# DESIGN.md, section 2, row by row.
+# Written out once more, row by row, and not read from the table that is tested.
 TABLE = """
 EMPTY       ARRIVAL        FILLING
 FILLING     ARRIVAL        FILLING

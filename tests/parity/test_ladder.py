@@ -1,4 +1,4 @@
-"""The weights are those of plain PyTorch, by ``torch.equal``: DESIGN.md, section 4, one rank."""
+"""The weights are those of plain PyTorch, by ``torch.equal``: docs/optimizer.md, "What the weights are"."""
 
 from __future__ import annotations
 

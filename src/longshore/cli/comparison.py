@@ -143,7 +143,8 @@ def run(settings: DemoSettings) -> int:
     console.print(
         f"{text.source}: {plural(len(text.documents), 'file')}, {quantity(corpus.tokens.numel())} tokens\n"
         f"a Llama of size {settings.size}, {plural(steps, 'step')} of {_ACCUMULATION} x {settings.batch_size} x "
-        f"{settings.seq_len} tokens, clipped to norm {OptimizerSettings.clip}, {torch.get_num_threads()} threads",
+        f"{settings.seq_len} tokens, clipped to norm {OptimizerSettings.clip}, "
+        f"{plural(torch.get_num_threads(), 'thread')}",
         markup=False,
     )
     pairs = [_race(settings, steps, dtype, data, console) for dtype in _DTYPES]
@@ -167,7 +168,7 @@ def _network(settings: DemoSettings, dtype: str, corpus: Corpus) -> nn.Module:
     chosen = ModelSettings(choose_shape(settings.size, None, {}), None, dtype, "cpu")
     network = model.build_model(chosen, settings.seq_len, settings.seed, corpus, None)
     for name, parameter in network.named_parameters():
-        # torch's fused CPU AdamW rounds the elements after the last multiple otherwise (DESIGN.md, section 4).
+        # torch's fused CPU AdamW rounds the elements after the last multiple otherwise (docs/optimizer.md).
         if parameter.numel() % NUMEL_MULTIPLE:
             raise CommandError(f"{name} has {parameter.numel()} elements, which is no multiple of {NUMEL_MULTIPLE}")
     return network

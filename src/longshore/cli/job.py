@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -128,15 +129,11 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The metrics are closed whatever happened; an error that is under way is the one to tell."""
-        if self._metrics is None:
-            return
-        try:
-            self._metrics.close()
-        except CommandError:
-            if kind is None:
-                raise
+    def __exit__(self, *_: object) -> None:
+        """Closes the metrics where ``finish`` did not come so far; the error that is under way is the one to tell."""
+        if self._metrics is not None:
+            with contextlib.suppress(CommandError):
+                self._metrics.close()
 
     @property
     def steps_done(self) -> int:

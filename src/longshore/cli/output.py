@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -110,9 +111,10 @@ class RunFolder:
 
     @staticmethod
     def _unwritable(path: Path, error: OSError) -> CommandError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return CommandError(
             f"cannot write to --out {path}: {os_reason(error)}; nothing is left half-written: "
-            f"make room there or choose another folder"
+            f"{'make room there or ' if full else ''}choose another folder"
         )
 
 

@@ -11,7 +11,7 @@ from longshore.cli.failure import SettingsError
 
 NUMEL_MULTIPLE = 16
 """Every parameter's size is a multiple of this. torch's fused CPU AdamW rounds the last ``numel % 16``
-elements differently (DESIGN.md, section 4), so with such sizes no element is one of those."""
+elements differently (docs/optimizer.md), so with such sizes no element is one of those."""
 
 BYTE_VOCABULARY = 256
 MAX_SEED = 2**63 - 1

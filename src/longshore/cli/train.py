@@ -69,7 +69,12 @@ def train(
         ),
     ] = True,
     release_gradients: Annotated[
-        bool, _option(_TRAINING, "--release-gradients", help="Send gradients to the host during backward.")
+        bool,
+        _option(
+            _TRAINING,
+            "--release-gradients",
+            help="Send gradients to the host during backward; they are added, and their norm taken, there.",
+        ),
     ] = False,
     seed: Annotated[int, _option(_TRAINING, "--seed", help="Of the weights and the order of the data.")] = 0,
     eval_every: Annotated[int, _option(_OUTPUT, "--eval-every", help="Steps between validations; 0 for none.")] = 100,

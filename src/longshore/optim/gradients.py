@@ -163,6 +163,11 @@ class ReleasedGradients(GradientSource):
         gradient = record.parameter.grad
         if gradient is None or gradient is self._placeholders.get(index):
             return  # a backward that brought nothing here
+        if isinstance(gradient, ReleasedGradient):
+            raise GradientError(
+                f"another optimizer with release_gradients=True took the gradient of parameter {record.name}; "
+                "give each parameter to one such optimizer only"
+            )
         record.check()
         self._hooks[index].follow(record.parameter)
         self.store.arrive(index, self.found(record, gradient))

@@ -31,3 +31,6 @@ class Offload:
     def __post_init__(self) -> None:
         if isinstance(self.tile_numel, bool) or not isinstance(self.tile_numel, int) or self.tile_numel < 1:
             raise ValueError(f"tile_numel is a number of elements, at least 1, not {self.tile_numel!r}")
+        threads = self.threads
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise ValueError(f"threads is a number of host threads, at least 1, not {threads!r}")

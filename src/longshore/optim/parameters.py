@@ -127,6 +127,11 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device | None) -
         raise ValueError(f"parameter {name} is a negated view; use .resolve_neg()")
     if parameter.is_inference():
         raise ValueError(f"parameter {name} was made in inference mode and cannot be trained; clone it outside")
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"parameter {name} is on {parameter.device}; longshore trains parameters on cpu and cuda devices "
+            "(build the optimizer after the model has its weights)"
+        )
     if device is not None and parameter.device != device:
         raise ValueError(
             f"parameter {name} is on {parameter.device} and earlier ones are on {device}; "

@@ -49,7 +49,7 @@ class ReleasedGradient(Tensor):
         if name in _HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
         raise LongshoreError(
-            f"{name}: a gradient was asked for that release_gradients=True has moved to the host. "
+            f"{_names(args)}: release_gradients=True has moved the gradient to the host, and {name} asked for it. "
             "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's, "
             "optimizer.zero_grad() or zero_grad(set_to_none=True) to discard gradients, and "
             "release_gradients=False for a GradScaler or to edit gradients"
@@ -57,6 +57,16 @@ class ReleasedGradient(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"<gradient of {self.parameter_name}, held on the host by longshore>"
+
+
+def _names(args: Any) -> str:
+    """The first placeholder's parameter, however deep in lists torch passes it."""
+    for arg in args if isinstance(args, (tuple, list)) else (args,):
+        if isinstance(arg, ReleasedGradient):
+            return f"parameter {arg.parameter_name}"
+        if isinstance(arg, (tuple, list)) and arg:
+            return _names(arg)
+    return "a parameter"
 
 
 class ReleaseHooks:
