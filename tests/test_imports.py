@@ -151,12 +151,34 @@ def test_only_integrations_imports_other_peoples_shapes(file: Path) -> None:
     assert theirs == set()
 
 
-def test_importing_longshore_is_light() -> None:
-    code = "import sys, longshore; print(*sorted(name for name in sys.modules if '.' not in name))"
+def modules_after(code: str) -> set[str]:
+    code = f"import sys, longshore; {code}; print(*sorted(name for name in sys.modules if '.' not in name))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert {"torch", "longshore"} <= loaded
-    assert not loaded & {"transformers", "accelerate", "lightning", "matplotlib", "typer", "rich", "safetensors"}
+    return set(done.stdout.split())
+
+
+HEAVY = {"transformers", "accelerate", "lightning", "matplotlib", "typer", "rich", "safetensors"}
+
+
+def test_importing_longshore_is_light() -> None:
+    assert not modules_after("longshore.__version__") & {*HEAVY, "torch", "numpy"}
+    loaded = modules_after("longshore.AdamW")
+    assert "torch" in loaded
+    assert not loaded & HEAVY
+
+
+def test_the_command_line_shows_help_without_torch() -> None:
+    assert "torch" not in modules_after("from longshore import cli; cli.main(['train', '--help'])")
+
+
+def test_every_public_name_is_there() -> None:
+    import longshore
+
+    assert set(longshore.__all__) <= set(dir(longshore))
+    for name in longshore.__all__:
+        assert getattr(longshore, name).__name__ == name
+    with pytest.raises(AttributeError, match="AdamX"):
+        _ = longshore.AdamX
 
 
 @pytest.mark.parametrize("file", FILES, ids=identity)

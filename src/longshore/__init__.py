@@ -1,14 +1,20 @@
 """ZeRO-style sharded, CPU-offloaded training for PyTorch, bit for bit."""
 
-from longshore.errors import (
-    BrokenStateError,
-    GradientError,
-    IllegalTransitionError,
-    LongshoreError,
-    ParameterError,
-)
-from longshore.optim import Adam, AdamW, Offload
-from longshore.transfer import SimulatedTransfer
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longshore.errors import (
+        BrokenStateError,
+        GradientError,
+        IllegalTransitionError,
+        LongshoreError,
+        ParameterError,
+    )
+    from longshore.optim import Adam, AdamW, Offload
+    from longshore.transfer import SimulatedTransfer
 
 __version__ = "0.1.0"
 
@@ -23,3 +29,30 @@ __all__ = [
     "ParameterError",
     "SimulatedTransfer",
 ]
+
+# Torch takes seconds to import. The command line begins with this package, and
+# its --help and a Ctrl-C should not wait for that.
+_HOMES = {
+    "longshore.errors": (
+        "BrokenStateError",
+        "GradientError",
+        "IllegalTransitionError",
+        "LongshoreError",
+        "ParameterError",
+    ),
+    "longshore.optim": ("Adam", "AdamW", "Offload"),
+    "longshore.transfer": ("SimulatedTransfer",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
