@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from longshore.optim.host_adam import HostAdam
+from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Offload
 
 
-class AdamW(HostAdam):
+class AdamW(HostOptimizer):
     """AdamW with master weights and moments in host memory.
 
     The weights are those of ``torch.optim.AdamW(fused=True)`` on the CPU with
@@ -76,7 +76,7 @@ class AdamW(HostAdam):
             group["decoupled_weight_decay"] = True
 
 
-class Adam(HostAdam):
+class Adam(HostOptimizer):
     """Adam with master weights and moments in host memory; see :class:`AdamW`.
 
     Args:

@@ -23,7 +23,7 @@ from longshore.optim.state import StateMap, clear_state, write_state
 from longshore.transfer import transfer_for
 
 
-class HostAdam(torch.optim.Optimizer):
+class HostOptimizer(torch.optim.Optimizer):
     """What Adam and AdamW share: everything but the signature. Not for direct use."""
 
     def __init__(
@@ -348,7 +348,7 @@ class HostAdam(torch.optim.Optimizer):
         """
         # The base class would cast every tensor to the parameter's dtype; so it
         # gets the groups only, from a hook that runs after all of the user's.
-        handle = self.register_load_state_dict_pre_hook(HostAdam._take_state)
+        handle = self.register_load_state_dict_pre_hook(HostOptimizer._take_state)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -357,7 +357,7 @@ class HostAdam(torch.optim.Optimizer):
 
     @staticmethod
     def _take_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        assert isinstance(optimizer, HostAdam)
+        assert isinstance(optimizer, HostOptimizer)
         records = [record for group in optimizer.param_groups for record in optimizer._records_of(group)]
         optimizer._loading = loadable_state(state_dict, optimizer.param_groups, optimizer.defaults, records)
         return {**state_dict, "state": {}}
