@@ -63,5 +63,5 @@ def test_the_last_registered_come_first() -> None:
     "call", [lambda: plan_buckets([], 0, 1), lambda: plan_buckets([], 1, 0), lambda: plan_buckets([(0, -1, "a")], 1, 1)]
 )
 def test_nonsense_is_refused(call) -> None:
-    with pytest.raises(ValueError, match="not|-1"):
+    with pytest.raises(ValueError, match=r"not|-1"):
         call()

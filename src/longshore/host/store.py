@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
 from longshore.host.memory import AccumulatorPool, PagePool, Slot, SlotSlab
+from longshore.host.parameter_store import ParameterStore
 from longshore.host.stepping import ParameterStep, SegmentStep, drop, step_in_place
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
@@ -32,7 +33,7 @@ PIPELINE_DEPTH = 4
 """Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
 
 
-class HostStore:
+class HostStore(ParameterStore):
     """Pages, tiles, slots and the worker of one optimizer.
 
     Args:
@@ -167,10 +168,6 @@ class HostStore:
         handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, None)
         handle.wait()
         self.kernels.accumulate(total, handle.target, add=True)
-
-    def holds(self, parameter: int) -> bool:
-        """Whether this window holds a gradient of ``parameter``."""
-        return self.arrivals(parameter) > 0
 
     def arrivals(self, parameter: int) -> int:
         """How many gradients of ``parameter`` this window holds."""
@@ -364,6 +361,12 @@ class HostStore:
         self.check_usable()
         pieces = [tile.page_view(segment.layout, which) for tile, segment in self._parts[parameter]]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def read_gradient(self, parameter: int) -> Tensor | None:
+        """A copy of the window's gradient: float32, flat, on the host; waits for all arrivals."""
+        self.settle()
+        pieces = [segment.wait().float() for _, segment in self._parts[parameter] if segment.arrivals > 0]
+        return torch.cat(pieces) if pieces else None
 
     def write_state(self, parameter: int, which: int, values: Tensor) -> None:
         """Set the parameter's master or moment from a flat tensor."""

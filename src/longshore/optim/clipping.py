@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.host import HostStore
+from longshore.host import ParameterStore
 from longshore.kernels import UNSCALED, Scale
 
 
@@ -82,7 +82,7 @@ class Clipping:
         self._measured = now
 
 
-def gradient_norm(store: HostStore, gradients: Mapping[int, Tensor | None], scale: Scale) -> Tensor:
+def gradient_norm(store: ParameterStore, gradients: Mapping[int, Tensor | None], scale: Scale) -> Tensor:
     """The 2-norm over all gradients: squares added in float64, rounded to float32 once.
 
     What is on the host is added there. Gradients still on a device are measured

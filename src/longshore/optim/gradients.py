@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.host import HostStore
+from longshore.host import ParameterStore
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, flat
 from longshore.optim.released import ReleasedGradient, ReleaseHooks
@@ -22,7 +22,7 @@ from longshore.optim.released import ReleasedGradient, ReleaseHooks
 class GradientSource(ABC):
     """How an optimizer finds the gradients of a window."""
 
-    def __init__(self, store: HostStore) -> None:
+    def __init__(self, store: ParameterStore) -> None:
         self.store = store
         self.records: dict[int, ParameterRecord] = {}
 
@@ -114,7 +114,7 @@ class ReleasedGradients(GradientSource):
     placeholder of this window. It is lifted while autograd accumulates.
     """
 
-    def __init__(self, store: HostStore) -> None:
+    def __init__(self, store: ParameterStore) -> None:
         super().__init__(store)
         self._hooks: dict[int, ReleaseHooks] = {}
         # Of one window.
@@ -172,11 +172,14 @@ class ReleasedGradients(GradientSource):
         self._hooks[index].follow(record.parameter)
         self.store.arrive(index, self.found(record, gradient))
         self._lifted.discard(index)
-        placeholder = self._placeholders.get(index)
+        record.parameter.grad = self._placeholder(record)
+
+    def _placeholder(self, record: ParameterRecord) -> ReleasedGradient:
+        placeholder = self._placeholders.get(record.index)
         if placeholder is None:
             placeholder = ReleasedGradient.for_parameter(record.parameter, record.name)
-            self._placeholders[index] = placeholder
-        record.parameter.grad = placeholder
+            self._placeholders[record.index] = placeholder
+        return placeholder
 
     def record_failure(self, failure: BaseException) -> None:
         if self._failure is None:
@@ -217,8 +220,11 @@ class ReleasedGradients(GradientSource):
                 raise _foreign(record)
             elif gradient is not None:
                 # torch.autograd.grad, .grad assigned by hand, or frozen until now.
-                found[index] = self.found(record, gradient)
+                flat_gradient = self.found(record, gradient)
                 self.watch([record])
+                found[index] = self.store.bring(index, flat_gradient)
+                if found[index] is None:
+                    record.parameter.grad = self._placeholder(record)
         return found
 
     def _changes(self, index: int, gradient: Tensor) -> int:

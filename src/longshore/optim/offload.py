@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longshore.transfer import Transfer
+import torch
+
+from longshore.host import HostStore, ParameterStore
+from longshore.kernels import HostKernels
+from longshore.transfer import Transfer, transfer_for
+
+
+class Placement(ABC):
+    """Where an optimizer keeps its state: makes the store."""
+
+    @abstractmethod
+    def make_store(self, device: torch.device, hold_gradients: bool) -> ParameterStore:
+        """A store for parameters on ``device``; ``hold_gradients``: they arrive during backward."""
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(Placement):
     """Settings of the host side. None of them changes a bit of the result.
 
     Attributes:
@@ -34,3 +47,8 @@ class Offload:
         threads = self.threads
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads is a number of host threads, at least 1, not {threads!r}")
+
+    def make_store(self, device: torch.device, hold_gradients: bool) -> HostStore:
+        """The store of one process that owns all of its parameters."""
+        kernels = HostKernels(self.threads, self.cpu_set)
+        return HostStore(self.transfer or transfer_for(device), kernels, self.tile_numel, hold_gradients)

@@ -114,9 +114,7 @@ def _cut(index: int, parameters: list[tuple[int, int]], world_size: int, next_pi
         for member in members:
             first, last = max(member.offset, start), min(member.offset + member.numel, stop)
             if first < last:
-                pieces.append(
-                    Piece(next_piece, member.parameter, first - member.offset, first - start, last - first)
-                )
+                pieces.append(Piece(next_piece, member.parameter, first - member.offset, first - start, last - first))
                 next_piece += 1
         shards.append(tuple(pieces))
     return Bucket(index, tuple(members), shard_numel, tuple(shards))
