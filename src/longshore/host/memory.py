@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -138,6 +139,35 @@ class SlotSlab:
             self.allocated_bytes += block_bytes
             remaining -= block_bytes
         return slots
+
+
+class SlotRing:
+    """Slots of one size that take turns; whoever takes one waits for its ``last_publish``."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._slot_bytes = 0
+        self._slab = SlotSlab(transfer)
+        self._slots: deque[Slot] = deque()
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._slab.allocated_bytes
+
+    def grow(self, slot_bytes: int, count: int) -> None:
+        """At least ``count`` slots of at least ``slot_bytes`` each."""
+        if slot_bytes > self._slot_bytes:
+            # The old ones are let go of before the new ones are made.
+            self._transfer.synchronize()
+            count = max(count, len(self._slots))
+            self._slot_bytes, self._slots, self._slab = slot_bytes, deque(), SlotSlab(self._transfer)
+        missing = count - len(self._slots)
+        if missing > 0:
+            self._slots.extend(self._slab.cut([self._slot_bytes] * missing))
+
+    def next(self) -> Slot:
+        self._slots.rotate(-1)
+        return self._slots[0]
 
 
 def _rounded(size: int) -> int:
