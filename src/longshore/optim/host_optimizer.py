@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, overload
@@ -284,6 +285,16 @@ class HostOptimizer(torch.optim.Optimizer):
             )
         self._clipping.clip(norm, float(max_norm), source.fingerprint())
         return norm
+
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """What the losses are multiplied by from the next backward on; gradients are divided by it in the step.
+
+        Raises:
+            ValueError: it is not positive and finite.
+        """
+        if not 0.0 < loss_scale < math.inf:
+            raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
+        self._clipping.loss_scale = float(loss_scale)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
