@@ -48,7 +48,10 @@ class Offload(Placement):
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads is a number of host threads, at least 1, not {threads!r}")
 
-    def make_store(self, device: torch.device, hold_gradients: bool) -> HostStore:
-        """The store of one process that owns all of its parameters."""
+    def make_store(
+        self, device: torch.device, hold_gradients: bool, gradient_dtype: torch.dtype | None = None
+    ) -> HostStore:
+        """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters."""
         kernels = HostKernels(self.threads, self.cpu_set)
-        return HostStore(self.transfer or transfer_for(device), kernels, self.tile_numel, hold_gradients)
+        transfer = self.transfer or transfer_for(device)
+        return HostStore(transfer, kernels, self.tile_numel, hold_gradients, gradient_dtype)
