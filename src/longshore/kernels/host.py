@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.kernels import _native
 from longshore.kernels._native import InstructionSet
-from longshore.kernels.rules import UNSCALED, AdamRule, Scale
+from longshore.kernels.rules import UNSCALED, AdagradRule, AdamRule, LionRule, Rule, Scale, SGDRule
 
 _DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+_STEPS: dict[type, Any] = {
+    AdamRule: _native.step_adam,
+    LionRule: _native.step_lion,
+    AdagradRule: _native.step_adagrad,
+    SGDRule: _native.step_sgd,
+}
 
 SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
 """Dtypes of parameters and gradients that the kernels read and write."""
@@ -79,27 +86,31 @@ class HostKernels:
         source_page: Tensor,
         target_page: Tensor,
         segments: Sequence[TileSegment],
-        rules: Sequence[AdamRule],
+        rules: Sequence[Rule],
         scale: Scale = UNSCALED,
     ) -> None:
         """Step the segments of one tile in one pass.
 
         Args:
-            source_page: float32 ``[3, page_numel]``: master, first, second moment.
+            source_page: float32 ``[page_arrays, page_numel]``: the master, then
+                the states of the rules' kind (Adam: first and second moment;
+                Lion: one moment; Adagrad: the sum; SGD: the momentum buffer, or
+                nothing where no rule has momentum).
             target_page: the same tensor (in place), or another that does not
                 overlap it; elements outside the segments are not written.
             segments: in order of ``page_offset``, not overlapping.
-            rules: what the segments' ``rule`` counts into.
+            rules: what the segments' ``rule`` counts into; all of one kind.
             scale: what gradients are multiplied by.
 
         Raises:
             ValueError: a table that a tile cannot have; nothing was written.
         """
         for page in (source_page, target_page):
-            if page.dtype != torch.float32 or page.dim() != 2 or page.shape[0] != 3:
-                raise ValueError(f"a page is float32 [3, page_numel], not {page.dtype} {list(page.shape)}")
+            if page.dtype != torch.float32 or page.dim() != 2:
+                raise ValueError(f"a page is float32 [page_arrays, page_numel], not {page.dtype} {list(page.shape)}")
         if source_page.shape != target_page.shape:
             raise ValueError("source and target pages differ in size")
+        step = _step_of(rules)
         rows = []
         for segment in segments:
             numel = segment.gradient.numel()
@@ -117,16 +128,8 @@ class HostKernels:
                     0 if output is None else _dtype_code(output),
                 )
             )
-        _native.step_tile(
-            self._pool,
-            _address(source_page),
-            _address(target_page),
-            source_page.shape[1],
-            rows,
-            rules,
-            scale,
-            self.instruction_set,
-        )
+        page = (_address(source_page), _address(target_page), *source_page.shape)
+        step(self._pool, page, rows, rules, scale, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
@@ -165,6 +168,16 @@ class HostKernels:
         """
         rows = [[(_address(piece), _dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
         return _native.sum_of_squares(self._pool, rows, scale, self.instruction_set)
+
+
+def _step_of(rules: Sequence[Rule]) -> Any:
+    kinds = {type(rule) for rule in rules}
+    if len(kinds) > 1:
+        raise ValueError(f"the rules of one call are of one kind, not {sorted(kind.__name__ for kind in kinds)}")
+    kind = kinds.pop() if kinds else AdamRule  # no rules: no segments, or an error of the table
+    if kind not in _STEPS:
+        raise ValueError(f"the native kernels do not step by a {kind.__name__}")
+    return _STEPS[kind]
 
 
 def _check_pair(target: Tensor, source: Tensor) -> None:
