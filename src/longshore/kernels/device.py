@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longshore.kernels.host import TileSegment, check_pages, check_pair, check_segment, dtype_code
 from longshore.kernels.rules import UNSCALED, Rule, Scale
-from longshore.kernels.scalars import COLUMNS, float32_rows, kind_of, row_of
+from longshore.kernels.scalars import float32_rows, kind_of, row_of
 
 _NORM_BLOCK_NUMEL = 1 << 16
 """Elements whose squares are added into one set of lanes; kPieceNumel of native/buffers.h."""
@@ -190,9 +190,9 @@ class DeviceKernels:
         out_address, out_code = self._address(output), dtype_code(output)
         numel, gradient_bytes, output_bytes = gradient.numel(), gradient.element_size(), output.element_size()
         in_its_place = address == out_address and gradient_bytes == output_bytes
-        if not in_its_place and address < out_address + numel * output_bytes:
-            if out_address < address + numel * gradient_bytes:
-                raise _refused(index, "has an output that overlaps its gradient; it may only take its place exactly")
+        apart = out_address + numel * output_bytes <= address or address + numel * gradient_bytes <= out_address
+        if not in_its_place and not apart:
+            raise _refused(index, "has an output that overlaps its gradient; it may only take its place exactly")
         return address, code, out_address, out_code
 
     def _address(self, tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ the dtype is the same for all elements of a program.
 # Triton reads these functions' source: what pyright sees as calls on plain
 # Python values are operations on blocks.
 # pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportCallIssue=false, reportPossiblyUnbound=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -187,8 +187,8 @@ def adagrad(scalars, g, p, total):
 
 
 @triton.jit
-def sgd(scalars, g, p, buffer, BUFFER: tl.constexpr):
-    """The new master and momentum buffer; without BUFFER, what stands for it is not looked at."""
+def sgd(scalars, g, p, buffer):
+    """The new master and momentum buffer; without momentum the buffer is not looked at."""
     l2 = tl.load(scalars)
     momentum = tl.load(scalars + 1)
     one_minus_dampening = tl.load(scalars + 2)
@@ -197,16 +197,15 @@ def sgd(scalars, g, p, buffer, BUFFER: tl.constexpr):
     nesterov = tl.load(scalars + 5)
     if l2 != 0.0:
         g = tl.fma(p, l2, g)
-    if BUFFER:
-        if momentum != 0.0:
-            if first != 0.0:
-                buffer = g
-            else:
-                buffer = tl.fma(one_minus_dampening, g, buffer * momentum)
-            if nesterov != 0.0:
-                g = tl.fma(buffer, momentum, g)
-            else:
-                g = buffer
+    if momentum != 0.0:
+        if first != 0.0:
+            buffer = g
+        else:
+            buffer = tl.fma(one_minus_dampening, g, buffer * momentum)
+        if nesterov != 0.0:
+            g = tl.fma(buffer, momentum, g)
+        else:
+            g = buffer
     p = tl.fma(g, negative_lr, p)
     return p, buffer
 
@@ -233,7 +232,7 @@ def step_tile(
     g = load_float(tl.load(row + 2), at, mask, tl.load(row + 3))
     g = g * tl.load(scalars) * tl.load(scalars + 1)
     p = tl.load(source, mask, other=0.0)
-    first = g
+    first = g  # stands for a buffer where there is none
     if PAGE_ARRAYS > 1:
         first = tl.load(source + stride, mask, other=0.0)
     if RULE == ADAM:
@@ -245,7 +244,7 @@ def step_tile(
     elif RULE == ADAGRAD:
         p, first = adagrad(scalars + 2, g, p, first)
     else:
-        p, first = sgd(scalars + 2, g, p, first, PAGE_ARRAYS > 1)
+        p, first = sgd(scalars + 2, g, p, first)
     tl.store(target, p, mask)
     if PAGE_ARRAYS > 1:
         tl.store(target + stride, first, mask)
