@@ -30,7 +30,7 @@ inline constexpr bool same_type<A, A> = true;
 
 // Non-temporal stores write whole lines without reading them first.
 template <bool Stream>
-inline void store(float* target, const float* source, size_t numel) {
+LONGSHORE_INLINE void store(float* target, const float* source, size_t numel) {
     size_t i = 0;
 #if defined(__SSE2__)
     if constexpr (Stream) {
@@ -58,34 +58,60 @@ inline void store(float* target, const float* source, size_t numel) {
     for (; i < numel; ++i) target[i] = source[i];
 }
 
+template <size_t Value>
+struct Constant {
+    static constexpr size_t value = Value;
+};
+
+// Calls `body` for 0, 1 ... below `Count`, each a constant: no loop is left.
+template <size_t Count, size_t At = 0, class Body>
+LONGSHORE_INLINE void for_each(const Body& body) {
+    if constexpr (At < Count) {
+        body(Constant<At>{});
+        for_each<Count, At + 1>(body);
+    }
+}
+
 // One pass over `count` elements, at most a block, from element `at` on. `Rule`
 // is the arithmetic, from rules.inl; everything else is the same for each.
 template <class Rule, class Gradient, class Output, bool Stream>
-inline void step_block(const typename Rule::Scalars& s, const Span& span, size_t at, size_t count) {
+LONGSHORE_INLINE void step_block(const typename Rule::Scalars& s, const Span& span, size_t at, size_t count) {
     const auto* gradient = static_cast<const typename Gradient::Storage*>(span.gradient) + at;
     Block<Rule::kArrays> b;
     for (size_t i = 0; i < count; ++i) b.g[i] = Gradient::load(gradient[i]);
-    for (size_t k = 0; k < Rule::kArrays; ++k) {
-        for (size_t i = 0; i < count; ++i) b.a[k][i] = span.in[k][at + i];
-    }
+    for_each<Rule::kArrays>([&](auto k) __attribute__((always_inline)) {
+        for (size_t i = 0; i < count; ++i) b.a[k.value][i] = span.in[k.value][at + i];
+    });
     for (size_t i = count; i < kBlock; ++i) {
         b.g[i] = 0.0f;
         for (size_t k = 0; k < Rule::kArrays; ++k) b.a[k][i] = 0.0f;
     }
     Rule::step(s, b);
-    for (size_t k = 0; k < Rule::kArrays; ++k) store<Stream>(span.out[k] + at, b.a[k], count);
+    for_each<Rule::kArrays>([&](auto k) __attribute__((always_inline)) {
+        store<Stream>(span.out[k.value] + at, b.a[k.value], count);
+    });
     if constexpr (!same_type<Output, NoOutput>) {
         auto* output = static_cast<typename Output::Storage*>(span.output) + at;
         for (size_t i = 0; i < count; ++i) output[i] = Output::round(b.a[0][i]);
     }
 }
 
+// The count is a constant here, and the loops over it need no tails.
+template <class Rule, class Gradient, class Output, bool Stream>
+[[gnu::noinline]] void step_whole_block(const typename Rule::Scalars& s, const Span& span, size_t at) {
+    step_block<Rule, Gradient, Output, Stream>(s, span, at, kBlock);
+}
+
+template <class Rule, class Gradient, class Output, bool Stream>
+[[gnu::noinline]] void step_last_block(const typename Rule::Scalars& s, const Span& span, size_t at) {
+    step_block<Rule, Gradient, Output, Stream>(s, span, at, span.numel - at);
+}
+
 template <class Rule, class Gradient, class Output, bool Stream>
 void step_span(const typename Rule::Scalars& s, const Span& span) {
     size_t at = 0;
-    // The count is a constant here, and the loops over it need no tails.
-    for (; at + kBlock <= span.numel; at += kBlock) step_block<Rule, Gradient, Output, Stream>(s, span, at, kBlock);
-    if (at < span.numel) step_block<Rule, Gradient, Output, Stream>(s, span, at, span.numel - at);
+    for (; at + kBlock <= span.numel; at += kBlock) step_whole_block<Rule, Gradient, Output, Stream>(s, span, at);
+    if (at < span.numel) step_last_block<Rule, Gradient, Output, Stream>(s, span, at);
 #if defined(__SSE2__)
     // Streaming stores are not ordered with the lock that publishes them.
     if constexpr (Stream) _mm_sfence();

@@ -23,8 +23,8 @@ struct Block {
 
 // What a call fixes is chosen bit by bit, so that no choice costs a loop its
 // vector code. NaN and the sign of zero pass unchanged.
-inline uint32_t mask_of(bool condition) { return condition ? ~0u : 0u; }
-inline float choose(uint32_t mask, float yes, float no) {
+LONGSHORE_INLINE uint32_t mask_of(bool condition) { return condition ? ~0u : 0u; }
+LONGSHORE_INLINE float choose(uint32_t mask, float yes, float no) {
     return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
 }
 
@@ -33,7 +33,7 @@ struct Adam {
     using Scalars = AdamScalars;
     static constexpr size_t kArrays = 3;
 
-    static inline void step(const AdamScalars& s, Block<kArrays>& b) {
+    LONGSHORE_INLINE static void step(const AdamScalars& s, Block<kArrays>& b) {
         const float scale0 = s.scale[0], scale1 = s.scale[1];
         const float decay = s.decay, l2 = s.l2, lerp_weight = s.lerp_weight;
         const float beta2 = s.beta2, one_minus_beta2 = s.one_minus_beta2;
@@ -63,7 +63,7 @@ struct Lion {
     using Scalars = LionScalars;
     static constexpr size_t kArrays = 2;
 
-    static inline void step(const LionScalars& s, Block<kArrays>& b) {
+    LONGSHORE_INLINE static void step(const LionScalars& s, Block<kArrays>& b) {
         const float scale0 = s.scale[0], scale1 = s.scale[1];
         const float decay = s.decay, negative_lr = s.negative_lr;
         const float beta1 = s.beta1, one_minus_beta1 = s.one_minus_beta1;
@@ -85,7 +85,7 @@ struct Adagrad {
     using Scalars = AdagradScalars;
     static constexpr size_t kArrays = 2;
 
-    static inline void step(const AdagradScalars& s, Block<kArrays>& b) {
+    LONGSHORE_INLINE static void step(const AdagradScalars& s, Block<kArrays>& b) {
         const float scale0 = s.scale[0], scale1 = s.scale[1];
         const float l2 = s.l2, eps = s.eps, step_size = s.negative_step_size;
         const uint32_t decays = mask_of(l2 != 0.0f);
@@ -107,7 +107,7 @@ struct Sgd {
     using Scalars = SgdScalars;
     static constexpr size_t kArrays = Buffer ? 2 : 1;
 
-    static inline void step(const SgdScalars& s, Block<kArrays>& b) {
+    LONGSHORE_INLINE static void step(const SgdScalars& s, Block<kArrays>& b) {
         const float scale0 = s.scale[0], scale1 = s.scale[1];
         const float l2 = s.l2, momentum = s.momentum, one_minus_dampening = s.one_minus_dampening;
         const float negative_lr = s.negative_lr;
