@@ -1,10 +1,11 @@
-"""Host memory: pages of optimizer state, accumulators, and slots for the copy engine."""
+"""Memory: pages of optimizer state and accumulators, on the host or on a device, and slots for the copy engine."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,15 +37,26 @@ def allocate_zeros(numel: int) -> Tensor:
     return torch.frombuffer(block, dtype=torch.float32)
 
 
+def allocator_on(device: torch.device) -> Callable[[int], Tensor]:
+    """What makes ``numel`` float32 zeros, flat, on ``device``."""
+    if device.type == "cpu":
+        return allocate_zeros
+    return lambda numel: torch.zeros(numel, dtype=torch.float32, device=device)
+
+
 class PagePool:
     """Pages by size: float32 ``[3, page_numel]``: master, first and second moment.
 
     A page that comes back is handed out again as it is: whoever takes one writes
     all of the elements that it will read, or asks for zeros.
+
+    Args:
+        allocate: makes flat zeros; see :func:`allocator_on`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor] = allocate_zeros) -> None:
         self.allocated_bytes = 0
+        self._allocate = allocate
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, page_numel: int) -> Tensor:
@@ -52,7 +64,7 @@ class PagePool:
         if free:
             return free.pop()
         self.allocated_bytes += 12 * page_numel
-        return allocate_zeros(3 * page_numel).view(3, page_numel)
+        return self._allocate(3 * page_numel).view(3, page_numel)
 
     def take_zeros(self, page_numel: int) -> Tensor:
         used = bool(self._free.get(page_numel))
@@ -68,10 +80,14 @@ class AccumulatorPool:
 
     Kept from window to window while they are used; :meth:`trim` at the end of a
     window frees those that it did not use.
+
+    Args:
+        allocate: makes flat zeros; see :func:`allocator_on`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor] = allocate_zeros) -> None:
         self.allocated_bytes = 0
+        self._allocate = allocate
         self._unused: dict[int, list[Tensor]] = {}
         self._used: dict[int, list[Tensor]] = {}
 
@@ -80,7 +96,7 @@ class AccumulatorPool:
             if pool.get(page_numel):
                 return pool[page_numel].pop()
         self.allocated_bytes += 4 * page_numel
-        return allocate_zeros(page_numel)
+        return self._allocate(page_numel)
 
     def give_back(self, accumulator: Tensor) -> None:
         self._used.setdefault(accumulator.numel(), []).append(accumulator)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab
+from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab, allocator_on
 from longshore.host.parameter_store import ParameterStore
 from longshore.host.stepping import ParameterStep, SegmentStep, drop, step_in_place
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
-from longshore.host.worker import Worker
-from longshore.kernels import HostKernels, Scale
+from longshore.host.worker import runner_for
+from longshore.kernels import Kernels, Scale
 from longshore.layout import plan_tiles
 from longshore.transfer import Transfer
 
@@ -38,7 +38,7 @@ class HostStore(ParameterStore):
 
     Args:
         transfer: how bytes move; decides whether slots exist at all.
-        kernels: the native kernels and their threads.
+        kernels: what steps; pages and accumulators are where its tensors are.
         tile_numel: elements a tile.
         hold_gradients: gradients arrive during backward and stay until the
             step, so that every tile has a slot of its own; otherwise a few
@@ -49,11 +49,12 @@ class HostStore(ParameterStore):
     def __init__(
         self,
         transfer: Transfer,
-        kernels: HostKernels,
+        kernels: Kernels,
         tile_numel: int,
         hold_gradients: bool,
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
+        assert not transfer.staged or kernels.device.type == "cpu"
         # Fixed.
         self.transfer = transfer
         self.kernels = kernels
@@ -66,12 +67,13 @@ class HostStore(ParameterStore):
         self._slab = SlotSlab(transfer)
         self._ring = SlotRing(transfer)
         """For gradients that do not stay, or for new parameters whose gradients have another dtype."""
-        self._pages = PagePool()
+        memory = allocator_on(kernels.device)
+        self._pages = PagePool(memory)
         # Change with each window. Several autograd threads may bring gradients
         # of one tile; the worker's jobs never take the lock.
         self._lock = threading.Lock()
-        self._accumulators = AccumulatorPool()
-        self._worker = Worker(max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
+        self._accumulators = AccumulatorPool(memory)
+        self._worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
         self._incomplete: BaseException | None = None
         self._broken: BaseException | None = None
 
@@ -114,13 +116,11 @@ class HostStore(ParameterStore):
 
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind, counted: pages, gradients (slots, or tensors held), accumulators."""
-        held = 0
-        if not self.transfer.staged:
-            for tile in self._tiles:
-                for segment in tile.segments.values():
-                    gradient = segment.gradient  # the worker may put the sum in its place
-                    if gradient is not None and not segment.summed:
-                        held += gradient.numel() * gradient.element_size()
+        return {kind: count if self.kernels.device.type == "cpu" else 0 for kind, count in self.state_bytes().items()}
+
+    def state_bytes(self) -> dict[str, int]:
+        """The same, on the host or on the device on which the state stays."""
+        held = 0 if self.transfer.staged else sum(tile.held_bytes() for tile in self._tiles)
         return {
             "pages": self._pages.allocated_bytes,
             "gradients": self._slab.allocated_bytes + self._ring.allocated_bytes + held,
@@ -365,13 +365,13 @@ class HostStore(ParameterStore):
         """A copy of the parameter's master or moment: float32, flat, on the host."""
         self.check_usable()
         pieces = [tile.page_view(segment.layout, which) for tile, segment in self._parts[parameter]]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
+        return torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def read_gradient(self, parameter: int) -> Tensor | None:
         """A copy of the window's gradient: float32, flat, on the host; waits for all arrivals."""
         self.settle()
         pieces = [segment.wait().float() for _, segment in self._parts[parameter] if segment.arrivals > 0]
-        return torch.cat(pieces) if pieces else None
+        return torch.cat(pieces).cpu() if pieces else None
 
     def write_state(self, parameter: int, which: int, values: Tensor) -> None:
         self.check_usable()

@@ -108,6 +108,15 @@ class Tile:
         slot = self.output_slot or self.slot
         return None if slot is None else slot.view(self.dtype, segment.page_offset, segment.numel)
 
+    def held_bytes(self) -> int:
+        """Bytes of gradients that the window brought and that are not in the accumulator."""
+        held = 0
+        for segment in self.segments.values():
+            gradient = segment.gradient  # the worker may put the sum in its place
+            if gradient is not None and not segment.summed:
+                held += gradient.numel() * gradient.element_size()
+        return held
+
     def accumulator_view(self, segment: SegmentLayout) -> Tensor:
         assert self.accumulator is not None
         return self.accumulator[segment.page_offset : segment.page_offset + segment.numel]
