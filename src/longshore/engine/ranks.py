@@ -94,6 +94,8 @@ def join(
     if backend is None:
         raise ValueError(f"no backend is known for {place.type} devices: give backend=")
     _check_fits(backend, place, f"backend={backend!r}")
+    if "nccl" in _backends(backend) and not dist.is_nccl_available():
+        raise ValueError(f"backend={backend!r}: this torch was built without nccl; use gloo")
     if place.type == "cuda":
         torch.cuda.set_device(place)  # nccl takes the current device for its own
     _initialise(backend, launch, limit)
@@ -148,8 +150,6 @@ def _check_backend(backend: str) -> None:
     known = {str(each) for each in dist.Backend.backend_list if each != "undefined"}
     for each in sorted(_backends(backend) - known):
         raise ValueError(f"backend={backend!r}: {each!r} is not known; {did_you_mean(each, known)}")
-    if "nccl" in _backends(backend) and not dist.is_nccl_available():
-        raise ValueError(f"backend={backend!r}: this torch was built without nccl; use gloo")
 
 
 def _check_fits(config: str, device: torch.device, what: str) -> None:
