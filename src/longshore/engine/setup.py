@@ -128,7 +128,9 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
 
 def _join(port: int | None, required: bool | None) -> Ranks:
     if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("dist_init_required=False, and no process group is initialised; initialise it, or leave it out")
+        raise ValueError(
+            "dist_init_required=False, and no process group is initialised; initialise it, or leave it out"
+        )
     if port is None:
         return join()
     return join(environ={"MASTER_PORT": str(port), **os.environ} if "WORLD_SIZE" in os.environ else None)
@@ -150,7 +152,10 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placeme
     """The strategy, chosen once: one rank keeps everything, several share it."""
     if offload is None:
         offload = Offload(
-            tile_numel=config.tile_numel, threads=config.threads, cpu_set=config.cpu_set, device=config.offload_optimizer
+            tile_numel=config.tile_numel,
+            threads=config.threads,
+            cpu_set=config.cpu_set,
+            device=config.offload_optimizer,
         )
     if ranks.world_size == 1:
         return offload
@@ -173,7 +178,11 @@ def _loss_scale(config: Config) -> LossScale:
     if scaling.scale is not None:
         return StaticLossScale(scaling.scale)
     return DynamicLossScale(
-        scaling.initial_scale_power, scaling.window, scaling.hysteresis, scaling.consecutive_hysteresis, scaling.min_scale
+        scaling.initial_scale_power,
+        scaling.window,
+        scaling.hysteresis,
+        scaling.consecutive_hysteresis,
+        scaling.min_scale,
     )
 
 
@@ -193,19 +202,3 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
         return given(optimizer)
     raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {type(given).__name__}")
 
-
-def named_groups(model: nn.Module, groups: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters or groups as groups of ``(FQN, parameter)``, so that errors can name what they are about."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    entries = list(groups)
-    if not entries or not isinstance(entries[0], dict):
-        entries = [{"params": entries}]
-    named = []
-    for position, group in enumerate(entries):
-        params = group.get("params", [])
-        members = []
-        for place, entry in enumerate([params] if isinstance(params, Tensor) else params):
-            name, parameter = entry if isinstance(entry, tuple) else (None, entry)
-            members.append((names.get(id(parameter)) or name or f"{position}.{place}", parameter))
-        named.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": members})
-    return named
