@@ -1,0 +1,1 @@
+"""The sharded engine: configuration, windows, precision, clipping."""
