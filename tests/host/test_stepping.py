@@ -51,7 +51,7 @@ class Broken(HostKernels):
 def make_tile(spares: PagePool, dtype: torch.dtype = torch.float32) -> Tile:
     """Three parameters of three groups, in mid-training; the page comes from the pool."""
     (layout,) = plan_tiles(NUMELS.items(), 1000)
-    tile = Tile(layout, dtype)
+    tile = Tile(layout, dtype, dtype)
     tile.page = spares.take(layout.page_numel)
     tile.page.copy_(torch.randn(tile.page.shape))
     tile.page[2].abs_()

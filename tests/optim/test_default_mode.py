@@ -460,7 +460,7 @@ def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(monkeypatch:
     optimizer.step()
     weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
 
-    kernels, calls = optimizer._kernels, []
+    kernels, calls = optimizer._store.kernels, []
     whole = kernels.step_tile
 
     def interrupted(*arguments: object) -> None:

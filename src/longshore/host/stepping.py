@@ -16,7 +16,7 @@ from torch import Tensor
 from longshore.host.memory import PagePool
 from longshore.host.tile import Segment, SparePage, Ticket, Tile
 from longshore.host.tile_state import TileEvent
-from longshore.kernels import AdamRule, HostKernels, Scale, TileSegment
+from longshore.kernels import AdamRule, Kernels, Scale, TileSegment
 
 
 class ParameterStep(NamedTuple):
@@ -60,7 +60,7 @@ def _table(steps: Sequence[SegmentStep]) -> tuple[list[TileSegment], list[AdamRu
     return rows, list(rules)
 
 
-def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: HostKernels) -> None:
+def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels) -> None:
     """FILLING or READY -> COMMITTED: the tile's page and the outputs hold the new values.
 
     Raises:
@@ -98,7 +98,7 @@ def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], spares: PagePool
     return Speculation(tile.ticket, page, spare, rows, rules, idle)
 
 
-def run_speculation(speculation: Speculation, scale: Scale, kernels: HostKernels) -> None:
+def run_speculation(speculation: Speculation, scale: Scale, kernels: Kernels) -> None:
     """Write what the step would give into the spare page."""
     page, target = speculation.page, speculation.spare.page
     for part in speculation.idle:  # idle means untouched, in either page

@@ -62,11 +62,15 @@ class Tile:
     of a speculative step to its verdict.
     """
 
-    def __init__(self, layout: TileLayout, dtype: torch.dtype) -> None:
+    def __init__(self, layout: TileLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
         self.layout = layout
         self.dtype = dtype
+        self.gradient_dtype = gradient_dtype
         self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
         self.slot: Slot | None = None
+        """Where gradients come in, and new parameters go out in their place if they are of one dtype."""
+        self.output_slot: Slot | None = None
+        """Where new parameters go out otherwise."""
         # From the first gradient on.
         self.page: Tensor | None = None
         # Of one window.
@@ -94,10 +98,24 @@ class Tile:
         return self.filled
 
     def slot_view(self, segment: SegmentLayout) -> Tensor | None:
-        """The segment's part of the slot; None without staging."""
+        """The segment's gradient in the slot; None without staging."""
         if self.slot is None:
             return None
-        return self.slot.view(self.dtype, segment.page_offset, segment.numel)
+        return self.slot.view(self.gradient_dtype, segment.page_offset, segment.numel)
+
+    def output_view(self, segment: SegmentLayout) -> Tensor | None:
+        """Where the segment's new parameters are written; None without staging."""
+        slot = self.output_slot or self.slot
+        return None if slot is None else slot.view(self.dtype, segment.page_offset, segment.numel)
+
+    def held_bytes(self) -> int:
+        """Bytes of gradients that the window brought and that are not in the accumulator."""
+        held = 0
+        for segment in self.segments.values():
+            gradient = segment.gradient  # the worker may put the sum in its place
+            if gradient is not None and not segment.summed:
+                held += gradient.numel() * gradient.element_size()
+        return held
 
     def accumulator_view(self, segment: SegmentLayout) -> Tensor:
         assert self.accumulator is not None

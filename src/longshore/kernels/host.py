@@ -60,6 +60,9 @@ class HostKernels:
         ValueError: a thread count below 1, or a CPU that is not to be had.
     """
 
+    device = torch.device("cpu")
+    asynchronous = False
+
     def __init__(
         self,
         threads: int | None = None,
@@ -105,27 +108,21 @@ class HostKernels:
         Raises:
             ValueError: a table that a tile cannot have; nothing was written.
         """
-        for page in (source_page, target_page):
-            if page.dtype != torch.float32 or page.dim() != 2:
-                raise ValueError(f"a page is float32 [page_arrays, page_numel], not {page.dtype} {list(page.shape)}")
-        if source_page.shape != target_page.shape:
-            raise ValueError("source and target pages differ in size")
+        check_pages(source_page, target_page)
         step = _step_of(rules)
         rows = []
         for segment in segments:
-            numel = segment.gradient.numel()
+            check_segment(segment)
             output = segment.output
-            if output is not None and output.numel() != numel:
-                raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
             rows.append(
                 (
                     segment.page_offset,
-                    numel,
+                    segment.gradient.numel(),
                     _address(segment.gradient),
                     0 if output is None else _address(output),
                     segment.rule,
-                    _dtype_code(segment.gradient),
-                    0 if output is None else _dtype_code(output),
+                    dtype_code(segment.gradient),
+                    0 if output is None else dtype_code(output),
                 )
             )
         page = (_address(source_page), _address(target_page), *source_page.shape)
@@ -133,12 +130,12 @@ class HostKernels:
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
-        _check_pair(target, source)
+        check_pair(target, source)
         _native.accumulate(
             self._pool,
             _address(target),
             _address(source),
-            _dtype_code(source),
+            dtype_code(source),
             source.numel(),
             add,
             self.instruction_set,
@@ -149,12 +146,12 @@ class HostKernels:
 
         Bits are compared. With ``adopt``, each such element becomes the master.
         """
-        _check_pair(master, parameter)
+        check_pair(master, parameter)
         return _native.reconcile(
             self._pool,
             _address(master),
             _address(parameter),
-            _dtype_code(parameter),
+            dtype_code(parameter),
             parameter.numel(),
             adopt,
             self.instruction_set,
@@ -166,7 +163,7 @@ class HostKernels:
         ``parameters`` holds, for each parameter, its flat gradient in
         consecutive pieces. The bits depend on neither the cut nor the threads.
         """
-        rows = [[(_address(piece), _dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
+        rows = [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
         return _native.sum_of_squares(self._pool, rows, scale, self.instruction_set)
 
 
@@ -180,14 +177,28 @@ def _step_of(rules: Sequence[Rule]) -> Any:
     return _STEPS[kind]
 
 
-def _check_pair(target: Tensor, source: Tensor) -> None:
+def check_pages(source_page: Tensor, target_page: Tensor) -> None:
+    for page in (source_page, target_page):
+        if page.dtype != torch.float32 or page.dim() != 2:
+            raise ValueError(f"a page is float32 [page_arrays, page_numel], not {page.dtype} {list(page.shape)}")
+    if source_page.shape != target_page.shape:
+        raise ValueError("source and target pages differ in size")
+
+
+def check_segment(segment: TileSegment) -> None:
+    numel, output = segment.gradient.numel(), segment.output
+    if output is not None and output.numel() != numel:
+        raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
+
+
+def check_pair(target: Tensor, source: Tensor) -> None:
     if target.dtype != torch.float32:
         raise ValueError(f"masters and accumulators are float32, not {target.dtype}")
     if target.numel() != source.numel():
         raise ValueError(f"{source.numel()} elements for a buffer of {target.numel()}")
 
 
-def _dtype_code(tensor: Tensor) -> int:
+def dtype_code(tensor: Tensor) -> int:
     try:
         return _DTYPE_CODES[tensor.dtype]
     except KeyError:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.host import HostStore
+from longshore.host import ParameterStore
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, flat
 from longshore.optim.released import ReleasedGradient, ReleaseHooks
@@ -22,7 +22,7 @@ from longshore.optim.released import ReleasedGradient, ReleaseHooks
 class GradientSource(ABC):
     """How an optimizer finds the gradients of a window."""
 
-    def __init__(self, store: HostStore) -> None:
+    def __init__(self, store: ParameterStore) -> None:
         self.store = store
         self.records: dict[int, ParameterRecord] = {}
 
@@ -54,6 +54,11 @@ class GradientSource(ABC):
         Raises:
             GradientError: one that cannot be counted; nothing was stepped.
         """
+
+    @property
+    def arrived(self) -> int:
+        """Gradients that arrived in this window, where hooks see them; otherwise 0."""
+        return 0
 
     def fingerprint(self) -> Fingerprint:
         """The gradients of this window as they are now."""
@@ -114,12 +119,13 @@ class ReleasedGradients(GradientSource):
     placeholder of this window. It is lifted while autograd accumulates.
     """
 
-    def __init__(self, store: HostStore) -> None:
+    def __init__(self, store: ParameterStore) -> None:
         super().__init__(store)
         self._hooks: dict[int, ReleaseHooks] = {}
         # Of one window.
         self._placeholders: dict[int, ReleasedGradient] = {}
         self._lifted: set[int] = set()
+        self._arrived = 0
         self._failure: BaseException | None = None
         # Neither hooks nor placeholders stay on parameters that outlive the optimizer.
         self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._placeholders)
@@ -171,12 +177,16 @@ class ReleasedGradients(GradientSource):
         record.check()
         self._hooks[index].follow(record.parameter)
         self.store.arrive(index, self.found(record, gradient))
+        self._arrived += 1
         self._lifted.discard(index)
-        placeholder = self._placeholders.get(index)
+        record.parameter.grad = self._placeholder(record)
+
+    def _placeholder(self, record: ParameterRecord) -> ReleasedGradient:
+        placeholder = self._placeholders.get(record.index)
         if placeholder is None:
             placeholder = ReleasedGradient.for_parameter(record.parameter, record.name)
-            self._placeholders[index] = placeholder
-        record.parameter.grad = placeholder
+            self._placeholders[record.index] = placeholder
+        return placeholder
 
     def record_failure(self, failure: BaseException) -> None:
         if self._failure is None:
@@ -217,8 +227,12 @@ class ReleasedGradients(GradientSource):
                 raise _foreign(record)
             elif gradient is not None:
                 # torch.autograd.grad, .grad assigned by hand, or frozen until now.
-                found[index] = self.found(record, gradient)
+                flat_gradient = self.found(record, gradient)
                 self.watch([record])
+                found[index] = self.store.bring(index, flat_gradient)
+                if found[index] is None:
+                    self._arrived += 1
+                    record.parameter.grad = self._placeholder(record)
         return found
 
     def _changes(self, index: int, gradient: Tensor) -> int:
@@ -226,8 +240,13 @@ class ReleasedGradients(GradientSource):
             return self.store.arrivals(index)
         return gradient._version
 
+    @property
+    def arrived(self) -> int:
+        return self._arrived
+
     def consumed(self) -> None:
         self._failure = None
+        self._arrived = 0
         self._lifted.clear()
         self._placeholders.clear()
         for record in self.records.values():

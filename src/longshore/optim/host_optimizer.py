@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, overload
@@ -11,34 +12,32 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from longshore.errors import ParameterError
-from longshore.host import HostStore, ParameterStep
-from longshore.kernels import AdamRule, HostKernels
+from longshore.host import ParameterStep, ParameterStore
+from longshore.kernels import AdamRule
 from longshore.optim.clipping import Clipping, gradient_norm
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.hyperparameters import IMPLEMENTATION_FLAGS, check_group, rule_of
 from longshore.optim.loading import loadable_state
-from longshore.optim.offload import Offload
+from longshore.optim.offload import Offload, Placement
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, refuse_duplicates
 from longshore.optim.state import StateMap, clear_state, write_state
-from longshore.transfer import transfer_for
 
 
 class HostOptimizer(torch.optim.Optimizer):
     """What Adam and AdamW share: everything but the signature. Not for direct use."""
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], release_gradients: bool, offload: Offload | None
+        self, params: ParamsT, defaults: dict[str, Any], release_gradients: bool, offload: Placement | None
     ) -> None:
         offload = offload or Offload()
-        if not isinstance(offload, Offload):
+        if not isinstance(offload, Placement):
             raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
         # Fixed. The base class calls add_param_group, which needs these.
         self._offload = offload
         self._release_gradients = bool(release_gradients)
-        self._kernels = HostKernels(offload.threads, offload.cpu_set)
         # Grow with parameter groups.
         self._device: torch.device | None = None
-        self._store: HostStore | None = None
+        self._store: ParameterStore | None = None
         self._source: GradientSource | None = None
         self._records: dict[int, ParameterRecord] = {}
         """By ``id(parameter)``; each record keeps its parameter alive."""
@@ -98,12 +97,11 @@ class HostOptimizer(torch.optim.Optimizer):
         if not records:
             return
         if self._store is None or self._source is None:
-            transfer = self._offload.transfer or transfer_for(records[0].device)
-            self._store = HostStore(transfer, self._kernels, self._offload.tile_numel, self._release_gradients)
+            self._store = self._offload.make_store(records[0].device, self._release_gradients)
             self._source = (ReleasedGradients if self._release_gradients else KeptGradients)(self._store)
         self._source.register(records)
 
-    def _parts(self) -> tuple[HostStore, GradientSource]:
+    def _parts(self) -> tuple[ParameterStore, GradientSource]:
         if self._store is None or self._source is None:
             raise ValueError("the optimizer has no parameters")
         return self._store, self._source
@@ -138,7 +136,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 loss = closure()
         store, source = self._parts()
         store.check_usable()
-        gradients = source.collect()
+        gradients = store.agree(self._collect)
         scale = self._clipping.scale_for(source.fingerprint())
         steps = self._steps_of(gradients)
         self._adopt_masters(steps)
@@ -151,15 +149,25 @@ class HostOptimizer(torch.optim.Optimizer):
         store.commit(steps, scale, publish)
         return loss
 
+    def _collect(self) -> dict[int, Tensor | None]:
+        """The gradients that this process found, after every check that could end the step."""
+        for group in self.param_groups:
+            check_group(group)
+            self._records_of(group)
+        _, source = self._parts()
+        gradients = source.collect()
+        for record in self._records.values():
+            if record.parameter.requires_grad or record.index in gradients:
+                record.check()
+        return gradients
+
     def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> dict[int, ParameterStep]:
         steps: dict[int, ParameterStep] = {}
         for group in self.param_groups:
-            check_group(group)
             rules: dict[int, AdamRule] = {}
             for record in self._records_of(group):
                 if record.index not in gradients:
                     continue
-                record.check()
                 count = record.step + 1
                 if count not in rules:
                     rules[count] = rule_of(group, count)
@@ -223,6 +231,19 @@ class HostOptimizer(torch.optim.Optimizer):
 
     # -- gradients ------------------------------------------------------------
 
+    @property
+    def gradients_arrived(self) -> int:
+        """How many gradients hooks took to the host in this window (``release_gradients=True``)."""
+        return self._parts()[1].arrived
+
+    def begin_backward(self, reduce: bool = True) -> None:
+        """For engines: a backward begins, on all ranks; ``reduce`` is false where its gradients stay here."""
+        self._parts()[0].begin_backward(reduce)
+
+    def end_backward(self, failure: BaseException | None = None) -> None:
+        """For engines: the backward is over; ``failure`` is what it raised."""
+        self._parts()[0].end_backward(failure)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this window, on the host too.
 
@@ -249,7 +270,7 @@ class HostOptimizer(torch.optim.Optimizer):
         Squares are added in float64 and the root is rounded once.
         """
         store, source = self._parts()
-        gradients = source.collect()
+        gradients = store.agree(self._collect)
         return gradient_norm(store, gradients, self._clipping.scale_for(source.fingerprint()))
 
     @torch.no_grad()
@@ -277,6 +298,16 @@ class HostOptimizer(torch.optim.Optimizer):
             )
         self._clipping.clip(norm, float(max_norm), source.fingerprint())
         return norm
+
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """What the losses are multiplied by from the next backward on; gradients are divided by it in the step.
+
+        Raises:
+            ValueError: it is not positive and finite.
+        """
+        if not 0.0 < loss_scale < math.inf:
+            raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
+        self._clipping.loss_scale = float(loss_scale)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.host import EXP_AVG, EXP_AVG_SQ, MASTER, HostStore
+from longshore.host import EXP_AVG, EXP_AVG_SQ, MASTER, ParameterStore
 from longshore.optim.parameters import ParameterRecord, flat
 
 _ARRAYS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "master": MASTER}
@@ -21,7 +21,9 @@ class ParameterState(MutableMapping[str, Tensor]):
     a key writes to the pages. (A change made in place to a copy changes the copy.)
     """
 
-    def __init__(self, record: ParameterRecord, store: HostStore, lay_out: Callable[[ParameterRecord], None]) -> None:
+    def __init__(
+        self, record: ParameterRecord, store: ParameterStore, lay_out: Callable[[ParameterRecord], None]
+    ) -> None:
         self._record = record
         self._store = store
         self._lay_out = lay_out
@@ -59,7 +61,7 @@ class StateMap(MutableMapping[Tensor, Any]):
     """Parameters that have been stepped (or loaded) -> their state."""
 
     def __init__(
-        self, records: Mapping[int, ParameterRecord], store: HostStore, lay_out: Callable[[ParameterRecord], None]
+        self, records: Mapping[int, ParameterRecord], store: ParameterStore, lay_out: Callable[[ParameterRecord], None]
     ) -> None:
         self._records = records
         self._store = store
@@ -139,7 +141,7 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
 
 
 def write_state(
-    record: ParameterRecord, store: HostStore, lay_out: Callable[[ParameterRecord], None], state: Mapping[str, Any]
+    record: ParameterRecord, store: ParameterStore, lay_out: Callable[[ParameterRecord], None], state: Mapping[str, Any]
 ) -> None:
     """Write some of a parameter's state; what was never set counts as zero."""
     state = checked_state(record, state)
@@ -157,7 +159,7 @@ def write_state(
         record.published = None  # compare with the parameter before the next step
 
 
-def clear_state(record: ParameterRecord, store: HostStore) -> None:
+def clear_state(record: ParameterRecord, store: ParameterStore) -> None:
     """As if the parameter had never been stepped; its master is read anew from the parameter."""
     # Whether or not a step was completed: one that failed half way wrote here too.
     store.clear_state(record.index)

@@ -1,0 +1,135 @@
+"""What an optimizer asks of the place that keeps its state and the gradients of the window.
+
+Parameters are known by index, as flat tensors. :class:`~longshore.host.HostStore`
+keeps all of it in this process; a sharded store keeps one rank's part and asks
+the other ranks for the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from longshore.host.stepping import ParameterStep
+from longshore.kernels import Scale
+from longshore.transfer import Transfer
+
+
+class ParameterStore(ABC):
+    """Optimizer state and gradients by parameter."""
+
+    transfer: Transfer
+
+    # -- layout ---------------------------------------------------------------
+
+    @abstractmethod
+    def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
+        """Lay out ``(index, numel, dtype)``."""
+
+    @abstractmethod
+    def __contains__(self, parameter: int) -> bool: ...
+
+    @abstractmethod
+    def host_bytes(self) -> dict[str, int]:
+        """Host bytes by kind, counted."""
+
+    # -- the window -----------------------------------------------------------
+
+    def begin_backward(self, reduce: bool) -> None:
+        """A backward begins, on all ranks. ``reduce`` is false where its gradients are to stay on this rank."""
+        return
+
+    def end_backward(self, failure: BaseException | None) -> None:
+        """The backward that began is over; ``failure`` is what it raised."""
+        return
+
+    @abstractmethod
+    def arrive(self, parameter: int, gradient: Tensor) -> None:
+        """Take one more gradient of ``parameter`` (flat, on the device) into the window; the
+        caller may let go of it."""
+
+    @abstractmethod
+    def arrivals(self, parameter: int) -> int:
+        """How many gradients of ``parameter`` this process brought into the window."""
+
+    def holds(self, parameter: int) -> bool:
+        """Whether this process brought a gradient of ``parameter`` into the window."""
+        return self.arrivals(parameter) > 0
+
+    def bring(self, parameter: int, gradient: Tensor) -> Tensor | None:
+        """A gradient (flat, on the device) that was found where no hook saw it. Returned where
+        ``commit`` is to be given it; None where the store has taken it."""
+        return gradient
+
+    @abstractmethod
+    def discard(self, parameter: int | None = None) -> None:
+        """Drop the window, or one parameter's part of it; no state changes."""
+
+    def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
+        """The gradients of the window, the same parameters on all ranks.
+
+        ``collect`` finds those of this process; where it raises, all ranks raise.
+        """
+        return collect()
+
+    @abstractmethod
+    def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
+        """The sum of squares of all (scaled) gradients in float64."""
+
+    @abstractmethod
+    def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
+        """Step every parameter in ``steps``, publish it, and end the window.
+
+        ``then`` does the caller's own bookkeeping; where it fails, the commit has failed.
+
+        Raises:
+            GradientError: the window is incomplete; nothing was stepped.
+            BrokenStateError: this or an earlier commit failed half way.
+        """
+
+    # -- state ----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def broken(self) -> bool:
+        """Whether a commit failed half way."""
+
+    @abstractmethod
+    def check_usable(self) -> None:
+        """Raises BrokenStateError after a commit that failed half way."""
+
+    @abstractmethod
+    def begin_load(self) -> None:
+        """Discard the window and leave the broken state; whole states are about to be written."""
+
+    @abstractmethod
+    def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
+        """Take ``values`` (flat, on the device) as the master; with ``keep_matching``, only where they
+        are not the rounded master."""
+
+    @abstractmethod
+    def count_differing(self, parameter: int, values: Tensor) -> int:
+        """How many elements of ``values`` are not the rounded master; bits are compared."""
+
+    @abstractmethod
+    def read_state(self, parameter: int, which: int) -> Tensor:
+        """A copy of one state array of the parameter: float32, flat, on the host."""
+
+    @abstractmethod
+    def read_gradient(self, parameter: int) -> Tensor | None:
+        """A copy of the window's gradient of the parameter: float32, flat, on the host; None where there is none."""
+
+    @abstractmethod
+    def write_state(self, parameter: int, which: int, values: Tensor) -> None:
+        """Set one state array of the parameter from a flat tensor."""
+
+    @abstractmethod
+    def clear_state(self, parameter: int) -> None:
+        """Zero the parameter's state."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way, and let go of threads and lanes."""

@@ -1,0 +1,120 @@
+"""Which rank owns what: parameters -> buckets -> shards -> pieces, as frozen offsets.
+
+Pure: no tensors, no ranks of a running job. A bucket holds parameters of one
+dtype whose gradients are reduced together. It is cut into one shard for each
+rank, all of the same length (the last ones end in padding), so that every rank
+has an equal part of every bucket. A piece is the part of one parameter that
+lies in one shard: what one rank owns of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from longshore.layout import align
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter's place in a bucket: elements ``[offset, offset + numel)``."""
+
+    parameter: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[parameter_offset, parameter_offset + numel)`` of one parameter, in one shard."""
+
+    index: int
+    """Counts all pieces of all buckets and all ranks, the same way on every rank."""
+    parameter: int
+    parameter_offset: int
+    shard_offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are reduced together, and the pieces that each rank owns of them."""
+
+    index: int
+    members: tuple[Member, ...]
+    shard_numel: int
+    pieces: tuple[tuple[Piece, ...], ...]
+    """By rank, in order of ``shard_offset``."""
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard_numel * len(self.pieces)
+
+
+def plan_buckets(
+    parameters: Iterable[tuple[int, int, Hashable]],
+    bucket_numel: int,
+    world_size: int,
+    first_bucket: int = 0,
+    first_piece: int = 0,
+) -> tuple[Bucket, ...]:
+    """Fill buckets with parameters of one kind, last registered first: so backward brings their gradients.
+
+    A parameter is never cut between buckets: one that is larger than
+    ``bucket_numel`` has a bucket of its own.
+
+    Args:
+        parameters: ``(index, numel, kind)``; kinds (dtypes) are not mixed. One
+            without elements is in no bucket.
+        bucket_numel: elements a bucket, at least 1.
+        world_size: how many ranks share each bucket.
+        first_bucket: the index of the first bucket.
+        first_piece: the index of the first piece.
+
+    Raises:
+        ValueError: a negative numel, or a size below 1.
+    """
+    if bucket_numel < 1:
+        raise ValueError(f"a bucket has at least one element, not {bucket_numel}")
+    if world_size < 1:
+        raise ValueError(f"a bucket is shared by at least one rank, not {world_size}")
+    entries = list(parameters)
+    for parameter, numel, _ in entries:
+        if numel < 0:
+            raise ValueError(f"parameter {parameter} has {numel} elements")
+    filled: list[list[tuple[int, int]]] = []
+    open_buckets: dict[Hashable, tuple[list[tuple[int, int]], int]] = {}
+    for parameter, numel, kind in reversed(entries):
+        if numel == 0:
+            continue
+        members, total = open_buckets.get(kind, ([], bucket_numel))
+        if total + numel > bucket_numel:
+            members, total = [], 0
+            filled.append(members)
+        members.append((parameter, numel))
+        open_buckets[kind] = (members, total + numel)
+    buckets: list[Bucket] = []
+    for members in filled:
+        bucket = _cut(first_bucket + len(buckets), members, world_size, first_piece)
+        first_piece += sum(len(pieces) for pieces in bucket.pieces)
+        buckets.append(bucket)
+    return tuple(buckets)
+
+
+def _cut(index: int, parameters: list[tuple[int, int]], world_size: int, next_piece: int) -> Bucket:
+    members, end = [], 0
+    for parameter, numel in parameters:
+        members.append(Member(parameter, end, numel))
+        end += numel
+    shard_numel = align(-(-end // world_size))
+    shards = []
+    for rank in range(world_size):
+        start, stop = rank * shard_numel, (rank + 1) * shard_numel
+        pieces = []
+        for member in members:
+            first, last = max(member.offset, start), min(member.offset + member.numel, stop)
+            if first < last:
+                pieces.append(Piece(next_piece, member.parameter, first - member.offset, first - start, last - first))
+                next_piece += 1
+        shards.append(tuple(pieces))
+    return Bucket(index, tuple(members), shard_numel, tuple(shards))
