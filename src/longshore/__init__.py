@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longshore.engine import Config, ConfigError, Engine, initialize
     from longshore.errors import (
         BrokenStateError,
         GradientError,
@@ -23,6 +24,9 @@ __all__ = [
     "Adam",
     "AdamW",
     "BrokenStateError",
+    "Config",
+    "ConfigError",
+    "Engine",
     "GradientError",
     "IllegalTransitionError",
     "LongshoreError",
@@ -30,11 +34,13 @@ __all__ = [
     "ParameterError",
     "RankError",
     "SimulatedTransfer",
+    "initialize",
 ]
 
 # Torch takes seconds to import. The command line begins with this package, and
 # its --help and a Ctrl-C should not wait for that.
 _HOMES = {
+    "longshore.engine": ("Config", "ConfigError", "Engine", "initialize"),
     "longshore.errors": (
         "BrokenStateError",
         "GradientError",

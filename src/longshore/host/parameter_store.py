@@ -8,12 +8,13 @@ the other ranks for the rest.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from longshore.host.stepping import ParameterStep
+from longshore.host.tile import Tile
 from longshore.kernels import Scale
 from longshore.transfer import Transfer
 
@@ -31,6 +32,11 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...
+
+    @property
+    @abstractmethod
+    def tiles(self) -> Sequence[Tile]:
+        """The tiles that this process steps."""
 
     @abstractmethod
     def host_bytes(self) -> dict[str, int]:
