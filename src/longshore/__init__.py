@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         IllegalTransitionError,
         LongshoreError,
         ParameterError,
+        RankError,
     )
     from longshore.optim import Adam, AdamW, Offload
     from longshore.transfer import SimulatedTransfer
@@ -27,6 +28,7 @@ __all__ = [
     "LongshoreError",
     "Offload",
     "ParameterError",
+    "RankError",
     "SimulatedTransfer",
 ]
 
@@ -39,6 +41,7 @@ _HOMES = {
         "IllegalTransitionError",
         "LongshoreError",
         "ParameterError",
+        "RankError",
     ),
     "longshore.optim": ("Adam", "AdamW", "Offload"),
     "longshore.transfer": ("SimulatedTransfer",),

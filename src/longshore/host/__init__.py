@@ -4,5 +4,16 @@ from longshore.host.parameter_store import ParameterStore
 from longshore.host.stepping import ParameterStep
 from longshore.host.store import EXP_AVG, EXP_AVG_SQ, MASTER, HostStore
 from longshore.host.tile_state import TileEvent, TileState
+from longshore.host.worker import Worker
 
-__all__ = ["EXP_AVG", "EXP_AVG_SQ", "MASTER", "HostStore", "ParameterStep", "ParameterStore", "TileEvent", "TileState"]
+__all__ = [
+    "EXP_AVG",
+    "EXP_AVG_SQ",
+    "MASTER",
+    "HostStore",
+    "ParameterStep",
+    "ParameterStore",
+    "TileEvent",
+    "TileState",
+    "Worker",
+]

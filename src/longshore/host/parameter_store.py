@@ -38,6 +38,14 @@ class ParameterStore(ABC):
 
     # -- the window -----------------------------------------------------------
 
+    def begin_backward(self, reduce: bool) -> None:
+        """A backward begins, on all ranks. ``reduce`` is false where its gradients are to stay on this rank."""
+        return
+
+    def end_backward(self, failure: BaseException | None) -> None:
+        """The backward that began is over; ``failure`` is what it raised."""
+        return
+
     @abstractmethod
     def arrive(self, parameter: int, gradient: Tensor) -> None:
         """Take one more gradient of ``parameter`` (flat, on the device) into the window; the

@@ -67,13 +67,15 @@ class Worker(JobRunner):
     Args:
         limit_bytes: of gradients that may wait in the queue.
         on_start: called before each job (seeded delays, in tests).
+        name: of the thread.
     """
 
-    def __init__(self, limit_bytes: int, on_start: Callable[[], None]) -> None:
+    def __init__(self, limit_bytes: int, on_start: Callable[[], None], name: str = "longshore-host") -> None:
         self._owner_pid = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
         self._limit_bytes = limit_bytes
         self._on_start = on_start
+        self._name = name
         # Several autograd threads may submit.
         self._lock = threading.Lock()
         self._jobs: deque[tuple[Future[None], int]] = deque()
@@ -87,7 +89,7 @@ class Worker(JobRunner):
             while self._jobs and (self._jobs[0][0].done() or self._held_bytes + held_bytes > self._limit_bytes):
                 self._retire()
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longshore-host")
+                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
             self._jobs.append((self._executor.submit(self._run, job), held_bytes))
             self._held_bytes += held_bytes
 

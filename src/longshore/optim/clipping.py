@@ -105,6 +105,8 @@ def gradient_norm(store: ParameterStore, gradients: Mapping[int, Tensor | None],
         if gradient is None or not store.transfer.staged:
             on_host[parameter] = gradient
         else:
-            total += float(torch.linalg.vector_norm(gradient.float() * scale.first * scale.second, dtype=torch.float64)) ** 2
+            total += (
+                float(torch.linalg.vector_norm(gradient.float() * scale.first * scale.second, dtype=torch.float64)) ** 2
+            )
     total += store.sum_of_squares(on_host, scale)
     return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32, device="cpu")

@@ -231,6 +231,19 @@ class HostOptimizer(torch.optim.Optimizer):
 
     # -- gradients ------------------------------------------------------------
 
+    @property
+    def gradients_arrived(self) -> int:
+        """How many gradients hooks took to the host in this window (``release_gradients=True``)."""
+        return self._parts()[1].arrived
+
+    def begin_backward(self, reduce: bool = True) -> None:
+        """For engines: a backward begins, on all ranks; ``reduce`` is false where its gradients stay here."""
+        self._parts()[0].begin_backward(reduce)
+
+    def end_backward(self, failure: BaseException | None = None) -> None:
+        """For engines: the backward is over; ``failure`` is what it raised."""
+        self._parts()[0].end_backward(failure)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this window, on the host too.
 

@@ -83,6 +83,9 @@ class Offload(Placement):
                 raise ValueError(f"device='none' steps on {device}, and no host thread does: leave {name} out")
         return DeviceKernels(device)
 
-    def make_store(self, device: torch.device, hold_gradients: bool) -> HostStore:
-        """The store of one process that owns all of its parameters."""
-        return HostStore(self.transfer_to(device), self.kernels_for(device), self.tile_numel, hold_gradients)
+    def make_store(
+        self, device: torch.device, hold_gradients: bool, gradient_dtype: torch.dtype | None = None
+    ) -> HostStore:
+        """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters."""
+        transfer, kernels = self.transfer_to(device), self.kernels_for(device)
+        return HostStore(transfer, kernels, self.tile_numel, hold_gradients, gradient_dtype)
