@@ -58,17 +58,22 @@ LONGSHORE_INLINE void store(float* target, const float* source, size_t numel) {
     for (; i < numel; ++i) target[i] = source[i];
 }
 
-template <size_t Value>
-struct Constant {
-    static constexpr size_t value = Value;
-};
+// The arrays of a page one after the other, without a loop over them: with one,
+// the block would have to be in memory.
+template <size_t At = 0, size_t Arrays>
+LONGSHORE_INLINE void load_arrays(Block<Arrays>& b, const Span& span, size_t at, size_t count) {
+    if constexpr (At < Arrays) {
+        for (size_t i = 0; i < count; ++i) b.a[At][i] = span.in[At][at + i];
+        for (size_t i = count; i < kBlock; ++i) b.a[At][i] = 0.0f;
+        load_arrays<At + 1>(b, span, at, count);
+    }
+}
 
-// Calls `body` for 0, 1 ... below `Count`, each a constant: no loop is left.
-template <size_t Count, size_t At = 0, class Body>
-LONGSHORE_INLINE void for_each(const Body& body) {
-    if constexpr (At < Count) {
-        body(Constant<At>{});
-        for_each<Count, At + 1>(body);
+template <bool Stream, size_t At = 0, size_t Arrays>
+LONGSHORE_INLINE void store_arrays(const Block<Arrays>& b, const Span& span, size_t at, size_t count) {
+    if constexpr (At < Arrays) {
+        store<Stream>(span.out[At] + at, b.a[At], count);
+        store_arrays<Stream, At + 1>(b, span, at, count);
     }
 }
 
@@ -79,17 +84,10 @@ LONGSHORE_INLINE void step_block(const typename Rule::Scalars& s, const Span& sp
     const auto* gradient = static_cast<const typename Gradient::Storage*>(span.gradient) + at;
     Block<Rule::kArrays> b;
     for (size_t i = 0; i < count; ++i) b.g[i] = Gradient::load(gradient[i]);
-    for_each<Rule::kArrays>([&](auto k) __attribute__((always_inline)) {
-        for (size_t i = 0; i < count; ++i) b.a[k.value][i] = span.in[k.value][at + i];
-    });
-    for (size_t i = count; i < kBlock; ++i) {
-        b.g[i] = 0.0f;
-        for (size_t k = 0; k < Rule::kArrays; ++k) b.a[k][i] = 0.0f;
-    }
+    for (size_t i = count; i < kBlock; ++i) b.g[i] = 0.0f;
+    load_arrays(b, span, at, count);
     Rule::step(s, b);
-    for_each<Rule::kArrays>([&](auto k) __attribute__((always_inline)) {
-        store<Stream>(span.out[k.value] + at, b.a[k.value], count);
-    });
+    store_arrays<Stream>(b, span, at, count);
     if constexpr (!same_type<Output, NoOutput>) {
         auto* output = static_cast<typename Output::Storage*>(span.output) + at;
         for (size_t i = 0; i < count; ++i) output[i] = Output::round(b.a[0][i]);
