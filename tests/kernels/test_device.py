@@ -29,6 +29,8 @@ from longshore.kernels.scalars import float32_bytes
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 from tests.kernels.numbers import RULES, awkward, page_of, same_bits
 
+pytestmark = [pytest.mark.gpu] if ON_CUDA else []
+
 SCALE = Scale(0.7, 1 / 3)
 BLOCK = 1024
 NUMELS = (BLOCK + 77, 1, 300, 2 * BLOCK, 31)

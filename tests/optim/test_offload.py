@@ -15,7 +15,9 @@ import longshore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim import Offload
 from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer
-from tests.kernels.device_kernels import DEVICE, device_kernels
+from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
+
+pytestmark = [pytest.mark.gpu] if ON_CUDA else []
 
 HYPER: dict[str, Any] = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
