@@ -12,6 +12,7 @@ from support import batch, loss_of, same_weights, small_model
 from torch import nn
 
 import longshore
+from longshore.host import MASTER, HostStore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim import Offload
 from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer
@@ -88,6 +89,19 @@ def test_a_failed_addition_on_the_device_is_told_at_the_step(
     backward(model, 0)
     optimizer.step()
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_pages_are_where_the_kernels_step_and_not_counted_as_host_memory() -> None:
+    class Elsewhere(HostKernels):
+        device, asynchronous = torch.device("meta"), True
+
+    store = HostStore(DirectTransfer(), Elsewhere(threads=1), 16, hold_gradients=False)
+    store.add_parameters([(0, 16, torch.float32)])
+    store.write_state(0, MASTER, torch.zeros(16, device="meta"))
+    (tile,) = store.tiles
+    assert tile.page is not None and tile.page.device.type == "meta"
+    assert store.host_bytes() == {"pages": 0, "gradients": 0, "accumulators": 0}
+    assert store.state_bytes() == {"pages": 12 * 16, "gradients": 0, "accumulators": 0}
 
 
 def test_without_offload_nothing_is_copied_from_a_simulated_device() -> None:
