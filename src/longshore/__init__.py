@@ -14,17 +14,20 @@ if TYPE_CHECKING:
         ParameterError,
         RankError,
     )
-    from longshore.optim import Adam, AdamW, Offload
+    from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, Offload
     from longshore.transfer import SimulatedTransfer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "BrokenStateError",
     "GradientError",
     "IllegalTransitionError",
+    "Lion",
     "LongshoreError",
     "Offload",
     "ParameterError",
@@ -43,7 +46,7 @@ _HOMES = {
         "ParameterError",
         "RankError",
     ),
-    "longshore.optim": ("Adam", "AdamW", "Offload"),
+    "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
     "longshore.transfer": ("SimulatedTransfer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
 from longshore.engine.activation_checkpointing import CheckpointingSettings, install, is_configured
 from longshore.engine.config import Config, load_config
 from longshore.engine.data import make_loader
-from longshore.engine.engine import Engine
 from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from longshore.engine.optimizers import make_optimizer
-from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, join
 from longshore.engine.schedules import make_schedule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from longshore.engine.engine import Engine
+from longshore.engine.precision import DTYPES, Precision
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
 from longshore.sharding import ReductionSettings, ShardedPlacement
@@ -128,7 +128,9 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
 
 def _join(port: int | None, required: bool | None) -> Ranks:
     if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("dist_init_required=False, and no process group is initialised; initialise it, or leave it out")
+        raise ValueError(
+            "dist_init_required=False, and no process group is initialised; initialise it, or leave it out"
+        )
     if port is None:
         return join()
     return join(environ={"MASTER_PORT": str(port), **os.environ} if "WORLD_SIZE" in os.environ else None)
@@ -150,7 +152,10 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placeme
     """The strategy, chosen once: one rank keeps everything, several share it."""
     if offload is None:
         offload = Offload(
-            tile_numel=config.tile_numel, threads=config.threads, cpu_set=config.cpu_set, device=config.offload_optimizer
+            tile_numel=config.tile_numel,
+            threads=config.threads,
+            cpu_set=config.cpu_set,
+            device=config.offload_optimizer,
         )
     if ranks.world_size == 1:
         return offload
@@ -173,7 +178,11 @@ def _loss_scale(config: Config) -> LossScale:
     if scaling.scale is not None:
         return StaticLossScale(scaling.scale)
     return DynamicLossScale(
-        scaling.initial_scale_power, scaling.window, scaling.hysteresis, scaling.consecutive_hysteresis, scaling.min_scale
+        scaling.initial_scale_power,
+        scaling.window,
+        scaling.hysteresis,
+        scaling.consecutive_hysteresis,
+        scaling.min_scale,
     )
 
 
