@@ -202,19 +202,3 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
         return given(optimizer)
     raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {type(given).__name__}")
 
-
-def named_groups(model: nn.Module, groups: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters or groups as groups of ``(FQN, parameter)``, so that errors can name what they are about."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    entries = list(groups)
-    if not entries or not isinstance(entries[0], dict):
-        entries = [{"params": entries}]
-    named = []
-    for position, group in enumerate(entries):
-        params = group.get("params", [])
-        members = []
-        for place, entry in enumerate([params] if isinstance(params, Tensor) else params):
-            name, parameter = entry if isinstance(entry, tuple) else (None, entry)
-            members.append((names.get(id(parameter)) or name or f"{position}.{place}", parameter))
-        named.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": members})
-    return named

@@ -74,6 +74,11 @@ class ParameterStore(ABC):
         """Whether this process brought a gradient of ``parameter`` into the window."""
         return self.arrivals(parameter) > 0
 
+    @abstractmethod
+    def reduced(self, parameter: int) -> int | None:
+        """How many gradients of ``parameter``, each of all ranks together, wait here for the step; None where
+        this process steps nothing of it."""
+
     def bring(self, parameter: int, gradient: Tensor) -> Tensor | None:
         """A gradient (flat, on the device) that was found where no hook saw it. Returned where
         ``commit`` is to be given it; None where the store has taken it."""

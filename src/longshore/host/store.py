@@ -141,11 +141,7 @@ class HostStore(ParameterStore):
     # -- the window -----------------------------------------------------------
 
     def arrive(self, parameter: int, gradient: Tensor) -> None:
-        """Take one more gradient of ``parameter`` (flat, on the device) into the window.
-
-        Returns at once: the copy runs on the lane, a later arrival is added by
-        the worker. The caller may let go of ``gradient``.
-        """
+        # Returns at once: the copy runs on the lane, a later arrival is added by the worker.
         self.check_usable()
         ready = self.transfer.mark()
         with self._lock:
@@ -185,6 +181,9 @@ class HostStore(ParameterStore):
     def arrivals(self, parameter: int) -> int:
         """How many gradients of ``parameter`` this window holds."""
         return max((segment.arrivals for _, segment in self._parts.get(parameter, ())), default=0)
+
+    def reduced(self, parameter: int) -> int:
+        return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
 
     def settle(self) -> None:
         """Wait until every arrival is on the host and added.

@@ -15,11 +15,12 @@ from longshore.host import ParameterStep, ParameterStore
 from longshore.optim.clipping import Clipping, gradient_norm
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
+from longshore.optim.ledger import Entry, balance
 from longshore.optim.loading import loadable_state, merged_group
 from longshore.optim.masters import adopt_masters, publish, refresh_masters
 from longshore.optim.offload import Offload, Placement
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, refuse_duplicates
-from longshore.optim.state import StateAccess, StateMap, clear_state, name_states, write_state
+from longshore.optim.state import StateAccess, StateMap, begin_states, clear_state, name_states, write_state
 
 
 class HostOptimizer(torch.optim.Optimizer):
@@ -48,6 +49,7 @@ class HostOptimizer(torch.optim.Optimizer):
         """By ``id(parameter)``; each record keeps its parameter alive."""
         # Change with each window.
         self._clipping = Clipping()
+        self.ledger: Mapping[int, Entry] = {}  # of the last window's gradients
         self._loading: dict[int, dict[str, Any]] | None = None
         family.check_group(defaults)
         # The base class adds the groups one by one; a tile may hold several, so
@@ -146,21 +148,19 @@ class HostOptimizer(torch.optim.Optimizer):
         scale = self._clipping.scale_for(source.fingerprint())
         name_states(store, self._family, self.param_groups)
         steps, histories = self._steps_of(gradients)
+        entries = balance(self._records.values(), source.produced, steps, store)
         records = {record.index: record for record in self._records.values()}
         adopt_masters(store, records.values(), steps)
-        for index in steps:
-            for name, value in self._family.initial(records[index].history).items():
-                store.write_state(index, name, torch.full((1,), value).expand(records[index].parameter.numel()))
+        begin_states(store, self._family, [records[index] for index in steps])
 
         def published() -> None:
             for index, step in steps.items():
-                publish(records[index], step)
-                records[index].history = histories[index]
-                records[index].has_state = True
+                publish(records[index], step, histories[index])
             source.consumed()
             self._clipping.reset()
 
         store.commit(steps, scale, published)
+        self.ledger = entries
         return loss
 
     def _collect(self) -> dict[int, Tensor | None]:
@@ -177,15 +177,13 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> tuple[dict[int, ParameterStep], dict[int, History]]:
         """What to do with each parameter that has a gradient, and its history afterwards."""
-        steps: dict[int, ParameterStep] = {}
-        histories: dict[int, History] = {}
+        steps, histories = {}, {}
         for group in self.param_groups:
             known: dict[History, tuple[Any, History]] = {}
             for record in self._records_of(group):
                 if record.index not in gradients:
                     continue
-                history = record.history
-                if history not in known:
+                if (history := record.history) not in known:
                     known[history] = self._family.rule_of(group, history), self._family.after(group, history)
                 rule, histories[record.index] = known[history]
                 steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
@@ -206,7 +204,7 @@ class HostOptimizer(torch.optim.Optimizer):
     @property
     def gradients_arrived(self) -> int:
         """How many gradients hooks took to the host in this window (``release_gradients=True``)."""
-        return self._parts()[1].arrived
+        return sum(self._parts()[1].produced.values())
 
     def begin_backward(self, reduce: bool = True) -> None:
         """For engines: a backward begins, on all ranks; ``reduce`` is false where its gradients stay here."""
@@ -291,6 +289,18 @@ class HostOptimizer(torch.optim.Optimizer):
                 "use release_gradients=False with a GradScaler"
             )
         return False
+
+    # -- for engines ----------------------------------------------------------
+
+    @property
+    def store(self) -> ParameterStore:
+        """Where the state is."""
+        return self._parts()[0]
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        """What is known of each parameter; a record's index is its place."""
+        return list(self._records.values())
 
     # -- masters and memory ---------------------------------------------------
 

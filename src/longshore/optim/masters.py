@@ -9,6 +9,7 @@ import torch
 
 from longshore.errors import ParameterError
 from longshore.host import ParameterStep, ParameterStore
+from longshore.optim.family import History
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory
 
 
@@ -54,8 +55,8 @@ def refresh_masters(store: ParameterStore, records: Collection[ParameterRecord])
             record.mark_published()
 
 
-def publish(record: ParameterRecord, step: ParameterStep) -> None:
-    """The parameter has the new values; law 4."""
+def publish(record: ParameterRecord, step: ParameterStep, history: History) -> None:
+    """The parameter has the new values (law 4), and this history."""
     parameter = record.parameter
     if step.target.data_ptr() != parameter.data_ptr() and parameter.numel() > 0:
         parameter.copy_(step.target.view(record.shape))  # it is not contiguous
@@ -63,4 +64,6 @@ def publish(record: ParameterRecord, step: ParameterStep) -> None:
         # A graph that was recorded before must not run backward on new
         # weights: torch's own check finds the version changed.
         torch.autograd.graph.increment_version(parameter)
+    record.history = history
+    record.has_state = True
     record.mark_published()

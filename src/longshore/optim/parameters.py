@@ -62,6 +62,11 @@ class ParameterRecord:
         """The parameter as this optimizer left it; None: not by us."""
 
     @property
+    def step(self) -> int:
+        """Applied steps."""
+        return self.history.step
+
+    @property
     def changed(self) -> bool:
         """Whether somebody else may have written the parameter since it was published (law 10)."""
         return self.published != Identity.of(self.parameter)

@@ -31,6 +31,13 @@ def _have_states(store: ParameterStore, family: RuleFamily, names: Collection[st
     store.set_states([name for name in family.states if name in names or name in store.arrays])
 
 
+def begin_states(store: ParameterStore, family: RuleFamily, records: Iterable[ParameterRecord]) -> None:
+    """Fill the states that are not zero before a first step, of parameters that are about to make one."""
+    for record in records:
+        for name, value in family.initial(record.history).items():
+            store.write_state(record.index, name, torch.full((1,), value).expand(record.parameter.numel()))
+
+
 class ParameterState(MutableMapping[str, Tensor]):
     """One parameter's states as torch names them (Adam: ``step``, ``exp_avg``, ``exp_avg_sq``) and, in low
     precision, ``master``.

@@ -132,6 +132,14 @@ class ShardedStore(ParameterStore):
         """What this rank steps of the parameter."""
         return self._owned[parameter]
 
+    def owners(self, parameter: int) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+        """The parameter's bucket, and which ranks step how many of its elements."""
+        if parameter not in self._bucket_of:
+            return None, ()
+        bucket = self.buckets[self._bucket_of[parameter]]
+        counts = self._ownership.counts(bucket, parameter)
+        return bucket.index, tuple((rank, count) for rank, count in enumerate(counts) if count)
+
     def host_bytes(self) -> dict[str, int]:
         return self.inner.host_bytes()
 
@@ -206,6 +214,10 @@ class ShardedStore(ParameterStore):
 
     def arrivals(self, parameter: int) -> int:
         return self._arrived.get(parameter, 0)
+
+    def reduced(self, parameter: int) -> int | None:
+        pieces = self._owned[parameter]
+        return min(self.inner.reduced(piece.index) for piece in pieces) if pieces else None
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
