@@ -165,6 +165,15 @@ def test_all_problems_at_once() -> None:
         ({"train_batch_size": True}, "train_batch_size", "an integer"),
         ({"zero_optimization": {"overlap_comm": 1}}, "zero_optimization.overlap_comm", "true or false"),
         ({1: 2}, "1", "keys are strings"),
+        ({"elasticity": {"enabled": 0}}, "elasticity", "is not supported"),  # 0 is not false
+        ({"gradient_clipping": 10**400}, "gradient_clipping", "must be a number"),
+        ({"aip": 1}, "aip", 'did you mean "aio" or "amp"?'),
+        ({"gradient_accumulation_steps": 3}, "train_batch_size", "8 is no multiple of gradient_accumulation_steps 3"),
+        (  # one problem, not also one that the key is missing
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            "scheduler.params.total_num_steps",
+            "is left for another program to fill in",
+        ),
     ],
 )  # fmt: skip
 def test_one_problem(file: dict[Any, Any], where: str, what: str) -> None:
