@@ -8,11 +8,12 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
-#include "adam.h"
 #include "buffers.h"
 #include "dispatch.h"
+#include "step.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -23,8 +24,15 @@ namespace {
 using Address = std::uintptr_t;
 // page_offset, numel, gradient, output, rule, gradient dtype, output dtype
 using SegmentRow = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t, std::int32_t>;
-// lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize
-using RuleRow = std::tuple<double, double, double, double, double, double, bool, bool>;
+// The members of a rule, in their order.
+// lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize, bias_correction
+using AdamRow = std::tuple<double, double, double, double, double, double, bool, bool, bool>;
+// lr, beta1, beta2, weight_decay, maximize
+using LionRow = std::tuple<double, double, double, double, bool>;
+// lr, lr_decay, eps, weight_decay, step, maximize
+using AdagradRow = std::tuple<double, double, double, double, double, bool>;
+// lr, momentum, dampening, weight_decay, nesterov, first, maximize
+using SgdRow = std::tuple<double, double, double, double, bool, bool, bool>;
 // address, dtype, numel
 using PieceRow = std::tuple<Address, std::int32_t, std::int64_t>;
 using ScalePair = std::tuple<double, double>;
@@ -36,21 +44,33 @@ T* pointer(Address address) {
 
 Scale scale_of(const ScalePair& pair) { return {std::get<0>(pair), std::get<1>(pair)}; }
 
-void py_step_tile(ThreadPool& pool, Address source_page, Address target_page, std::int64_t page_numel,
-                  const std::vector<SegmentRow>& segments, const std::vector<RuleRow>& rules, ScalePair scale,
-                  InstructionSet isa) {
-    TileStep tile{pointer<const float>(source_page), pointer<float>(target_page), page_numel, {}, {}, scale_of(scale)};
-    tile.segments.reserve(segments.size());
-    for (const auto& [offset, numel, gradient, output, rule, gradient_dtype, output_dtype] : segments) {
-        tile.segments.push_back({offset, numel, pointer<const void>(gradient), pointer<void>(output), rule,
-                                 static_cast<DType>(gradient_dtype), static_cast<DType>(output_dtype)});
+// One page that is stepped into another, or into itself.
+using PageRow = std::tuple<Address, Address, std::int64_t, std::int64_t>;  // source, target, arrays, numel
+
+template <class Rule, class RuleRow>
+void py_step(ThreadPool& pool, const PageRow& page, const std::vector<SegmentRow>& segments,
+             const std::vector<RuleRow>& rules, ScalePair scale, InstructionSet isa) {
+    const auto [source, target, arrays, numel] = page;
+    std::vector<Rule> table;
+    table.reserve(rules.size());
+    for (const RuleRow& row : rules) {
+        table.push_back(std::apply([](auto... members) { return Rule{members...}; }, row));
     }
-    tile.rules.reserve(rules.size());
-    for (const auto& [lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize] : rules) {
-        tile.rules.push_back({lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize});
+    TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, std::move(table),
+                  scale_of(scale)};
+    tile.segments.reserve(segments.size());
+    for (const auto& [offset, count, gradient, output, rule, gradient_dtype, output_dtype] : segments) {
+        tile.segments.push_back({offset, count, pointer<const void>(gradient), pointer<void>(output), rule,
+                                 static_cast<DType>(gradient_dtype), static_cast<DType>(output_dtype)});
     }
     nb::gil_scoped_release release;
     step_tile(tile, pool, isa);
+}
+
+template <class Rule, class RuleRow>
+void def_step(nb::module_& m, const char* name) {
+    m.def(name, &py_step<Rule, RuleRow>, nb::arg("pool"), nb::arg("page"), nb::arg("segments"), nb::arg("rules"),
+          nb::arg("scale"), nb::arg("isa"));
 }
 
 void py_accumulate(ThreadPool& pool, Address target, Address source, std::int32_t dtype, std::int64_t numel, bool add,
@@ -94,8 +114,10 @@ NB_MODULE(_native, m) {
         .def(nb::init<int, const std::vector<int>&>(), nb::arg("threads"), nb::arg("cpu_set"))
         .def_prop_ro("threads", &ThreadPool::threads);
 
-    m.def("step_tile", &py_step_tile, nb::arg("pool"), nb::arg("source_page"), nb::arg("target_page"),
-          nb::arg("page_numel"), nb::arg("segments"), nb::arg("rules"), nb::arg("scale"), nb::arg("isa"));
+    def_step<AdamRule, AdamRow>(m, "step_adam");
+    def_step<LionRule, LionRow>(m, "step_lion");
+    def_step<AdagradRule, AdagradRow>(m, "step_adagrad");
+    def_step<SgdRule, SgdRow>(m, "step_sgd");
     m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
     m.def("reconcile", &py_reconcile, nb::arg("pool"), nb::arg("master"), nb::arg("parameter"), nb::arg("dtype"),

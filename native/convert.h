@@ -8,34 +8,38 @@
 
 #include <stdint.h>
 
+// The compiler's own limit on how much a file may grow by inlining would leave
+// some loops with calls in them, which then are no vector code.
+#define LONGSHORE_INLINE [[gnu::always_inline]] inline
+
 namespace longshore {
 namespace {
 
-inline uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
-inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+LONGSHORE_INLINE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+LONGSHORE_INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 struct Float32 {
     using Storage = float;
-    static float load(Storage x) { return x; }
-    static Storage round(float x) { return x; }
-    static uint32_t bits(Storage x) { return bits_of(x); }
+    LONGSHORE_INLINE static float load(Storage x) { return x; }
+    LONGSHORE_INLINE static Storage round(float x) { return x; }
+    LONGSHORE_INLINE static uint32_t bits(Storage x) { return bits_of(x); }
 };
 
 struct BFloat16 {
     using Storage = uint16_t;
-    static float load(Storage x) { return float_of(static_cast<uint32_t>(x) << 16); }
-    static Storage round(float x) {
+    LONGSHORE_INLINE static float load(Storage x) { return float_of(static_cast<uint32_t>(x) << 16); }
+    LONGSHORE_INLINE static Storage round(float x) {
         const uint32_t u = bits_of(x);
         const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
         const uint32_t quiet_nan = (u >> 16) | 0x40u;
         return static_cast<Storage>((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
     }
-    static uint32_t bits(Storage x) { return x; }
+    LONGSHORE_INLINE static uint32_t bits(Storage x) { return x; }
 };
 
 struct Float16 {
     using Storage = uint16_t;
-    static float load(Storage x) {
+    LONGSHORE_INLINE static float load(Storage x) {
         const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
         const uint32_t magnitude = x & 0x7fffu;
         // Re-bias the exponent by 112; infinity and NaN (exponent 31) by 224.
@@ -43,7 +47,7 @@ struct Float16 {
         const uint32_t subnormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
         return float_of(sign | (magnitude < 0x400u ? subnormal : normal));
     }
-    static Storage round(float x) {
+    LONGSHORE_INLINE static Storage round(float x) {
         const uint32_t u = bits_of(x);
         const uint32_t sign = (u >> 16) & 0x8000u;
         const uint32_t magnitude = u & 0x7fffffffu;
@@ -57,7 +61,7 @@ struct Float16 {
         result = magnitude >= 0x47800000u ? special : result;
         return static_cast<Storage>(sign | result);
     }
-    static uint32_t bits(Storage x) { return x; }
+    LONGSHORE_INLINE static uint32_t bits(Storage x) { return x; }
 };
 
 // fma(a, b, c) rounded once, without an fma instruction (the method of Boldo
@@ -66,7 +70,7 @@ struct Float16 {
 // product of two floats is exact in double. The sum is rounded to odd there:
 // TwoSum gives the error, and where it is not zero the last bit is made sticky.
 // 53 bits are more than 24 + 2, so rounding to float afterwards is correct.
-inline float software_fma(float a, float b, float c) {
+LONGSHORE_INLINE float software_fma(float a, float b, float c) {
     const double product = static_cast<double>(a) * static_cast<double>(b);
     const double addend = static_cast<double>(c);
     const double sum = product + addend;
@@ -81,9 +85,9 @@ inline float software_fma(float a, float b, float c) {
 }
 
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__aarch64__)
-inline float fma_once(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+LONGSHORE_INLINE float fma_once(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
-inline float fma_once(float a, float b, float c) { return software_fma(a, b, c); }
+LONGSHORE_INLINE float fma_once(float a, float b, float c) { return software_fma(a, b, c); }
 #endif
 
 }  // namespace

@@ -27,22 +27,57 @@ struct AdamScalars {
     float scale[2];
 };
 
-// A run of consecutive elements of one segment. Source and target arrays are
-// the same (in place) or do not overlap; the output may be the gradient.
-struct AdamSpan {
-    const float *master_in, *exp_avg_in, *exp_avg_sq_in;
-    float *master_out, *exp_avg_out, *exp_avg_sq_out;
+struct LionScalars {
+    float decay;  // 1 - lr * weight_decay
+    float beta1, one_minus_beta1, beta2, one_minus_beta2;
+    float negative_lr;
+    float scale[2];
+};
+
+struct AdagradScalars {
+    float l2;  // weight_decay (0: no term at all)
+    float eps;
+    float negative_step_size;
+    float scale[2];
+};
+
+struct SgdScalars {
+    float l2;  // weight_decay (0: no term at all)
+    float momentum, one_minus_dampening;
+    float negative_lr;
+    bool keep_buffer;  // no momentum: a buffer that the page has stays as it is
+    bool first;        // the buffer becomes the gradient
+    bool nesterov;
+    float scale[2];
+};
+
+// The arrays of the largest page: master and two moments.
+inline constexpr size_t kMostArrays = 3;
+
+// A run of consecutive elements of one segment: the same run of each of the
+// page's arrays, the master first. Source and target arrays are the same (in
+// place) or do not overlap; the output may be the gradient.
+struct Span {
+    const float* in[kMostArrays];
+    float* out[kMostArrays];
+    size_t arrays;
     const void* gradient;
     void* output;
     size_t numel;
 };
+
+template <class Scalars>
+using StepKernel = void (*)(const Scalars&, DType gradient, DType output, const Span&, bool stream);
 
 // Lanes of the partial sums of squares. An element's lane is its offset in the
 // parameter modulo this, so that no cut of the parameter changes the sum.
 inline constexpr size_t kNormLanes = 16;
 
 struct KernelTable {
-    void (*adam)(const AdamScalars&, DType gradient, DType output, const AdamSpan&, bool stream);
+    StepKernel<AdamScalars> adam;
+    StepKernel<LionScalars> lion;
+    StepKernel<AdagradScalars> adagrad;
+    StepKernel<SgdScalars> sgd;
     // target += source, in float
     void (*add)(float* target, const void* source, DType, size_t numel);
     // target = source, in float

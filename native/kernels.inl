@@ -4,6 +4,7 @@
 // Everything but the table has internal linkage (see kernels.h).
 #include "convert.h"
 #include "kernels.h"
+#include "rules.inl"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -27,48 +28,9 @@ inline constexpr bool same_type = false;
 template <class A>
 inline constexpr bool same_type<A, A> = true;
 
-// Elements of one block. A block is worked on in local arrays: nothing aliases
-// them, so every compiler makes vector code of the loops below, and the caches
-// see each line once. All of a block is read before any of it is written, which
-// makes in-place use and an output over its own gradient sound.
-constexpr size_t kBlock = 64;
-
-struct Block {
-    alignas(64) float g[kBlock], p[kBlock], m[kBlock], v[kBlock];
-};
-
-// The arithmetic of a step: the same operations, in the same order, as in
-// src/longshore/kernels/reference.py.
-template <bool L2>
-inline void adam_block(const AdamScalars& s, Block& b) {
-    const float scale0 = s.scale[0], scale1 = s.scale[1];
-    const float decay = s.decay, l2 = s.l2, lerp_weight = s.lerp_weight;
-    const float beta2 = s.beta2, one_minus_beta2 = s.one_minus_beta2;
-    const float root_correction = s.bias_correction2_sqrt, eps = s.eps, step_size = s.negative_step_size;
-    const uint32_t from_gradient = s.lerp_from_gradient ? ~0u : 0u;
-    for (size_t i = 0; i < kBlock; ++i) {
-        float g = b.g[i] * scale0 * scale1;
-        float p = b.p[i];
-        float m = b.m[i];
-        float v = b.v[i];
-        if constexpr (L2) {
-            g = fma_once(p, l2, g);
-        } else {
-            p = p * decay;
-        }
-        const float lerp_base = float_of((bits_of(g) & from_gradient) | (bits_of(m) & ~from_gradient));
-        m = fma_once(lerp_weight, g - m, lerp_base);
-        v = fma_once(one_minus_beta2 * g, g, v * beta2);
-        const float denominator = __builtin_sqrtf(v) / root_correction + eps;
-        b.p[i] = p + (step_size * m) / denominator;
-        b.m[i] = m;
-        b.v[i] = v;
-    }
-}
-
 // Non-temporal stores write whole lines without reading them first.
 template <bool Stream>
-inline void store(float* target, const float* source, size_t numel) {
+LONGSHORE_INLINE void store(float* target, const float* source, size_t numel) {
     size_t i = 0;
 #if defined(__SSE2__)
     if constexpr (Stream) {
@@ -96,64 +58,95 @@ inline void store(float* target, const float* source, size_t numel) {
     for (; i < numel; ++i) target[i] = source[i];
 }
 
-// One pass over `count` elements, at most a block, from element `at` on.
-template <class Gradient, class Output, bool L2, bool Stream>
-inline void adam_step_block(const AdamScalars& s, const AdamSpan& span, size_t at, size_t count) {
-    const auto* gradient = static_cast<const typename Gradient::Storage*>(span.gradient) + at;
-    Block b;
-    for (size_t i = 0; i < count; ++i) b.g[i] = Gradient::load(gradient[i]);
-    for (size_t i = 0; i < count; ++i) b.p[i] = span.master_in[at + i];
-    for (size_t i = 0; i < count; ++i) b.m[i] = span.exp_avg_in[at + i];
-    for (size_t i = 0; i < count; ++i) b.v[i] = span.exp_avg_sq_in[at + i];
-    for (size_t i = count; i < kBlock; ++i) b.g[i] = b.p[i] = b.m[i] = b.v[i] = 0.0f;
-    adam_block<L2>(s, b);
-    store<Stream>(span.master_out + at, b.p, count);
-    store<Stream>(span.exp_avg_out + at, b.m, count);
-    store<Stream>(span.exp_avg_sq_out + at, b.v, count);
-    if constexpr (!same_type<Output, NoOutput>) {
-        auto* output = static_cast<typename Output::Storage*>(span.output) + at;
-        for (size_t i = 0; i < count; ++i) output[i] = Output::round(b.p[i]);
+// The arrays of a page one after the other, without a loop over them: with one,
+// the block would have to be in memory.
+template <size_t At = 0, size_t Arrays>
+LONGSHORE_INLINE void load_arrays(Block<Arrays>& b, const Span& span, size_t at, size_t count) {
+    if constexpr (At < Arrays) {
+        for (size_t i = 0; i < count; ++i) b.a[At][i] = span.in[At][at + i];
+        for (size_t i = count; i < kBlock; ++i) b.a[At][i] = 0.0f;
+        load_arrays<At + 1>(b, span, at, count);
     }
 }
 
-template <class Gradient, class Output, bool L2, bool Stream>
-void adam_span(const AdamScalars& s, const AdamSpan& span) {
+template <bool Stream, size_t At = 0, size_t Arrays>
+LONGSHORE_INLINE void store_arrays(const Block<Arrays>& b, const Span& span, size_t at, size_t count) {
+    if constexpr (At < Arrays) {
+        store<Stream>(span.out[At] + at, b.a[At], count);
+        store_arrays<Stream, At + 1>(b, span, at, count);
+    }
+}
+
+// One pass over `count` elements, at most a block, from element `at` on. `Rule`
+// is the arithmetic, from rules.inl; everything else is the same for each.
+template <class Rule, class Gradient, class Output, bool Stream>
+LONGSHORE_INLINE void step_block(const typename Rule::Scalars& s, const Span& span, size_t at, size_t count) {
+    const auto* gradient = static_cast<const typename Gradient::Storage*>(span.gradient) + at;
+    Block<Rule::kArrays> b;
+    for (size_t i = 0; i < count; ++i) b.g[i] = Gradient::load(gradient[i]);
+    for (size_t i = count; i < kBlock; ++i) b.g[i] = 0.0f;
+    load_arrays(b, span, at, count);
+    Rule::step(s, b);
+    store_arrays<Stream>(b, span, at, count);
+    if constexpr (!same_type<Output, NoOutput>) {
+        auto* output = static_cast<typename Output::Storage*>(span.output) + at;
+        for (size_t i = 0; i < count; ++i) output[i] = Output::round(b.a[0][i]);
+    }
+}
+
+// The count is a constant here, and the loops over it need no tails.
+template <class Rule, class Gradient, class Output, bool Stream>
+[[gnu::noinline]] void step_whole_block(const typename Rule::Scalars& s, const Span& span, size_t at) {
+    step_block<Rule, Gradient, Output, Stream>(s, span, at, kBlock);
+}
+
+template <class Rule, class Gradient, class Output, bool Stream>
+[[gnu::noinline]] void step_last_block(const typename Rule::Scalars& s, const Span& span, size_t at) {
+    step_block<Rule, Gradient, Output, Stream>(s, span, at, span.numel - at);
+}
+
+template <class Rule, class Gradient, class Output, bool Stream>
+void step_span(const typename Rule::Scalars& s, const Span& span) {
     size_t at = 0;
-    // The count is a constant here, and the loops over it need no tails.
-    for (; at + kBlock <= span.numel; at += kBlock) adam_step_block<Gradient, Output, L2, Stream>(s, span, at, kBlock);
-    if (at < span.numel) adam_step_block<Gradient, Output, L2, Stream>(s, span, at, span.numel - at);
+    for (; at + kBlock <= span.numel; at += kBlock) step_whole_block<Rule, Gradient, Output, Stream>(s, span, at);
+    if (at < span.numel) step_last_block<Rule, Gradient, Output, Stream>(s, span, at);
 #if defined(__SSE2__)
     // Streaming stores are not ordered with the lock that publishes them.
     if constexpr (Stream) _mm_sfence();
 #endif
 }
 
-template <class Gradient, class Output>
-void adam_typed(const AdamScalars& s, const AdamSpan& span, bool stream) {
-    if (s.l2 != 0.0f) {
-        stream ? adam_span<Gradient, Output, true, true>(s, span) : adam_span<Gradient, Output, true, false>(s, span);
-    } else {
-        stream ? adam_span<Gradient, Output, false, true>(s, span) : adam_span<Gradient, Output, false, false>(s, span);
-    }
-}
-
-template <class Gradient>
-void adam_from(const AdamScalars& s, DType output, const AdamSpan& span, bool stream) {
+template <class Rule, class Gradient>
+void step_from(const typename Rule::Scalars& s, DType output, const Span& span, bool stream) {
+    const auto typed = [&]<class Output>(Output) {
+        stream ? step_span<Rule, Gradient, Output, true>(s, span) : step_span<Rule, Gradient, Output, false>(s, span);
+    };
     switch (output) {
-        case DType::none: return adam_typed<Gradient, NoOutput>(s, span, stream);
-        case DType::float32: return adam_typed<Gradient, Float32>(s, span, stream);
-        case DType::bfloat16: return adam_typed<Gradient, BFloat16>(s, span, stream);
-        case DType::float16: return adam_typed<Gradient, Float16>(s, span, stream);
+        case DType::none: return typed(NoOutput{});
+        case DType::float32: return typed(Float32{});
+        case DType::bfloat16: return typed(BFloat16{});
+        case DType::float16: return typed(Float16{});
     }
 }
 
-void adam(const AdamScalars& s, DType gradient, DType output, const AdamSpan& span, bool stream) {
+template <class Rule>
+void step(const typename Rule::Scalars& s, DType gradient, DType output, const Span& span, bool stream) {
     switch (gradient) {
         case DType::none: return;
-        case DType::float32: return adam_from<Float32>(s, output, span, stream);
-        case DType::bfloat16: return adam_from<BFloat16>(s, output, span, stream);
-        case DType::float16: return adam_from<Float16>(s, output, span, stream);
+        case DType::float32: return step_from<Rule, Float32>(s, output, span, stream);
+        case DType::bfloat16: return step_from<Rule, BFloat16>(s, output, span, stream);
+        case DType::float16: return step_from<Rule, Float16>(s, output, span, stream);
     }
+}
+
+void adam(const AdamScalars& s, DType gradient, DType output, const Span& span, bool stream) {
+    s.l2 != 0.0f ? step<Adam<true>>(s, gradient, output, span, stream)
+                 : step<Adam<false>>(s, gradient, output, span, stream);
+}
+
+void sgd(const SgdScalars& s, DType gradient, DType output, const Span& span, bool stream) {
+    span.arrays == Sgd<true>::kArrays ? step<Sgd<true>>(s, gradient, output, span, stream)
+                                      : step<Sgd<false>>(s, gradient, output, span, stream);
 }
 
 template <class T, bool Accumulate>
@@ -246,7 +239,7 @@ void squares(double* lanes, const void* source, DType dtype, size_t first_lane, 
 }  // namespace
 
 const KernelTable LONGSHORE_KERNEL_TABLE = {
-    adam, widen_any<true>, widen_any<false>, reconcile, squares,
+    adam, step<Lion>, step<Adagrad>, sgd, widen_any<true>, widen_any<false>, reconcile, squares,
 };
 
 }  // namespace longshore

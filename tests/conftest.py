@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ranks import Ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,3 +31,22 @@ def _collect_garbage() -> Iterator[None]:
     """Optimizers of one module, with their threads, are gone before the next begins."""
     yield
     gc.collect()
+
+
+_RANKS: dict[int, Ranks] = {}
+
+
+@pytest.fixture
+def two_ranks() -> Ranks:
+    """Two processes with a gloo group; they stay for the whole run."""
+    return _RANKS.setdefault(2, Ranks(2))
+
+
+@pytest.fixture
+def four_ranks() -> Ranks:
+    return _RANKS.setdefault(4, Ranks(4))
+
+
+def pytest_unconfigure() -> None:
+    for ranks in _RANKS.values():
+        ranks.stop()

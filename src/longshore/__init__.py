@@ -6,47 +6,62 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longshore.engine import Config, ConfigError, Engine, initialize
     from longshore.errors import (
         BrokenStateError,
         GradientError,
         IllegalTransitionError,
         LongshoreError,
         ParameterError,
+        RankError,
     )
-    from longshore.optim import Adam, AdamW, Offload
+    from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, Offload
     from longshore.transfer import SimulatedTransfer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "BrokenStateError",
+    "Config",
+    "ConfigError",
+    "Engine",
     "GradientError",
     "IllegalTransitionError",
+    "Lion",
     "LongshoreError",
     "Offload",
     "ParameterError",
+    "RankError",
     "SimulatedTransfer",
+    "initialize",
 ]
 
 # Torch takes seconds to import. The command line begins with this package, and
 # its --help and a Ctrl-C should not wait for that.
 _HOMES = {
+    "longshore.engine": ("Config", "ConfigError", "Engine", "initialize"),
     "longshore.errors": (
         "BrokenStateError",
         "GradientError",
         "IllegalTransitionError",
         "LongshoreError",
         "ParameterError",
+        "RankError",
     ),
-    "longshore.optim": ("Adam", "AdamW", "Offload"),
+    "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
     "longshore.transfer": ("SimulatedTransfer",),
 }
+_MODULES = ("checkpointing",)  # used as longshore.checkpointing, without an import of their own
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)
@@ -55,4 +70,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -27,5 +27,9 @@ class BrokenStateError(LongshoreError):
     """
 
 
+class RankError(LongshoreError):
+    """The ranks do not do the same, or one of them is gone."""
+
+
 class IllegalTransitionError(LongshoreError):
     """A tile was asked for a move that its state machine does not have: a bug in longshore."""

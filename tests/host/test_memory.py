@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.host.memory import AccumulatorPool, PagePool, SlotSlab, allocate_zeros
+from longshore.host.memory import AccumulatorPool, PagePool, SlotSlab, allocate_zeros, allocator_on
 from longshore.transfer import DirectTransfer
 
 HUGE_NUMEL = (2 << 20) // 4
@@ -49,7 +49,7 @@ def test_a_kernel_without_huge_pages_is_only_slower(monkeypatch: pytest.MonkeyPa
 
 
 def test_pages_are_counted_and_come_back() -> None:
-    pool = PagePool()
+    pool = PagePool(3)
     first = pool.take(32)
     assert first.shape == (3, 32) and first.dtype == torch.float32 and first.is_contiguous()
     assert not first.any()
@@ -63,7 +63,7 @@ def test_pages_are_counted_and_come_back() -> None:
 
 
 def test_a_page_comes_back_as_it_is_unless_zeros_are_asked_for() -> None:
-    pool = PagePool()
+    pool = PagePool(3)
     pool.give_back(pool.take(32).fill_(7.0))
     dirty = pool.take(32)
     assert bool((dirty == 7).all())
@@ -123,6 +123,17 @@ def test_what_is_out_during_a_trim_still_counts() -> None:
     pool.trim()
     pool.trim()
     assert pool.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_is_where_the_kernels_step(device: str) -> None:
+    allocate = allocator_on(torch.device(device))
+    pages, accumulators = PagePool(allocate), AccumulatorPool(allocate)
+    page, accumulator = pages.take_zeros(32), accumulators.take(32)
+    assert page.device.type == accumulator.device.type == device
+    assert page.shape == (3, 32) and accumulator.shape == (32,)
+    assert page.dtype == accumulator.dtype == torch.float32
+    assert (pages.allocated_bytes, accumulators.allocated_bytes) == (12 * 32, 4 * 32)
 
 
 # -- slots --------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host import EXP_AVG, EXP_AVG_SQ, MASTER, HostStore, ParameterStep, TileState
+from longshore.host import MASTER, HostStore, ParameterStep, TileState
 from longshore.host.store import PIPELINE_DEPTH
 from longshore.host.tile_state import TileEvent
 from longshore.kernels import UNSCALED, AdamRule, HostKernels, Scale
@@ -24,6 +24,7 @@ from longshore.layout import align
 from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer, Transfer
 
 BF16 = torch.bfloat16
+EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 NUMELS = (50, 0, 1, 37, 130)
 
 RULES = (
@@ -43,10 +44,13 @@ class Training:
         dtypes: Sequence[torch.dtype] = (torch.float32,),
         tile_numel: int = 40,
         hold: bool = True,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.transfer = transfer
+        self.gradient_dtype = gradient_dtype
         self.hold = hold
-        self.store = HostStore(transfer, HostKernels(threads=2), tile_numel, hold)
+        self.store = HostStore(transfer, HostKernels(threads=2), tile_numel, hold, gradient_dtype)
+        self.store.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
         self.device = "cuda" if isinstance(transfer, CudaTransfer) else "cpu"
         self.numels = list(numels)
@@ -64,7 +68,7 @@ class Training:
             self.store.adopt(index, parameter, keep_matching=False)
 
     def gradient(self, index: int) -> Tensor:
-        return torch.randn(self.numels[index]).to(self.dtypes[index])
+        return torch.randn(self.numels[index]).to(self.gradient_dtype or self.dtypes[index])
 
     def gradients(self, arrivals: Mapping[int, int]) -> dict[int, list[Tensor]]:
         return {index: [self.gradient(index) for _ in range(count)] for index, count in arrivals.items()}
@@ -620,8 +624,25 @@ def test_host_bytes_are_counted_exactly(train, transfer, dtype: torch.dtype) -> 
     training.check()
 
 
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: torch.dtype) -> None:
+    training = train(
+        transfer(), numels=(40, 25, 20, 300), dtypes=(dtype, torch.float32), tile_numel=40, gradient_dtype=torch.float32
+    )
+    numel = {tile.layout.page_numel for tile in training.store.tiles}
+    for arrivals in ({0: 1, 3: 1}, {0: 2, 1: 1, 2: 3}, {2: 1}, {0: 1, 1: 1, 2: 1, 3: 1}):
+        training.window(arrivals)
+        training.check()
+    if training.transfer.staged:
+        slots = sum(4 * tile.layout.page_numel for tile in training.store.tiles)
+        # The new parameters of low-precision tiles go out through a ring.
+        assert training.store.host_bytes()["gradients"] == slots + PIPELINE_DEPTH * 4 * max(numel)
+
+
 def test_pages_come_with_the_first_values() -> None:
     store = HostStore(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False)
+    store.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add_parameters([(0, 16, BF16), (1, 16, BF16)])
     assert store.host_bytes()["pages"] == 0
     store.adopt(0, torch.ones(16, dtype=BF16), keep_matching=False)
@@ -664,7 +685,7 @@ def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
     add(32, BF16)  # not larger: one more slot
     assert store.host_bytes()["gradients"] == 2 * 64
     training.window({0: 1, 1: 1})
-    old_block = weakref.ref(store._ring[0]._buffer)
+    old_block = weakref.ref(store._ring.next()._buffer)
     add(100, torch.float32)  # larger: all are cut anew, and the old ones are let go of
     assert store.host_bytes()["gradients"] == 3 * 4 * align(100)
     gc.collect()

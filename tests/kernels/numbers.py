@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longshore.kernels import AdamRule
+from longshore.kernels import AdagradRule, AdamRule, LionRule, Rule, SGDRule
 
 INFINITY, LARGEST = float("inf"), 3.4028234663852886e38
 ZEROS_AND_DENORMALS = (0.0, -0.0, 2.0**-149, -(2.0**-149), 2.0**-126)
@@ -29,9 +29,17 @@ def awkward(numel: int, seed: int, size: float = 1.0) -> Tensor:
     return torch.where(torch.rand(numel, generator=generator) < 0.125, special, values)
 
 
-def page_of(numel: int, seed: int) -> Tensor:
-    """Master and moments, float32 ``[3, numel]``."""
-    return torch.stack([awkward(numel, seed), awkward(numel, seed + 1, 0.01), awkward(numel, seed + 2, 1e-4).abs()])
+def page_of(numel: int, seed: int, arrays: int = 3) -> Tensor:
+    """Master and states, float32 ``[arrays, numel]``."""
+    page = [awkward(numel, seed), awkward(numel, seed + 1, 0.01), awkward(numel, seed + 2, 1e-4).abs()]
+    return torch.stack(page[:arrays])
+
+
+def arrays_of(rule: Rule) -> int:
+    """How many arrays the page of such a rule has."""
+    if isinstance(rule, SGDRule):
+        return 2 if rule.momentum else 1
+    return 3 if isinstance(rule, AdamRule) else 2
 
 
 RULES = (
@@ -40,4 +48,16 @@ RULES = (
     AdamRule(lr=0.1, beta1=0.0, beta2=0.95, eps=0.0, weight_decay=0.0, step=1, decoupled=True, maximize=True),
     AdamRule(lr=3e-4, beta1=0.5, beta2=0.5, eps=1e-40, weight_decay=0.1, step=2**24, decoupled=True),
     AdamRule(lr=3e-4, beta1=0.4, beta2=0.0, eps=1e-3, weight_decay=0.0, step=1000, decoupled=False),
+    AdamRule(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=2, decoupled=True, bias_correction=False),
+)
+
+OTHER_RULES = (
+    LionRule(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1),
+    LionRule(lr=0.1, beta1=0.0, beta2=0.5, weight_decay=0.0, maximize=True),
+    AdagradRule(lr=1e-2, lr_decay=0.1, eps=1e-10, weight_decay=0.01, step=3),
+    AdagradRule(lr=1e-2, lr_decay=0.0, eps=0.0, weight_decay=0.0, step=1, maximize=True),
+    SGDRule(lr=1e-2, momentum=0.9, dampening=0.3, weight_decay=0.01, nesterov=False, first=False),
+    SGDRule(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=True, first=False, maximize=True),
+    SGDRule(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.1, nesterov=True, first=True),
+    SGDRule(lr=1e-2, momentum=0.0, dampening=0.0, weight_decay=0.1, nesterov=False, first=True),
 )

@@ -21,16 +21,19 @@ from torch import Tensor
 
 from longshore.kernels import (
     SUPPORTED_DTYPES,
-    UNSCALED,
+    AdagradRule,
     AdamRule,
     HostKernels,
     InstructionSet,
+    LionRule,
+    Rule,
     Scale,
+    SGDRule,
     TileSegment,
     supported_instruction_sets,
 )
-from longshore.kernels.reference import adam_step
-from tests.kernels.numbers import RULES, awkward, page_of, same_bits
+from longshore.kernels.reference import rule_step
+from tests.kernels.numbers import OTHER_RULES, RULES, arrays_of, awkward, page_of, same_bits
 
 SCALE = Scale(0.7, 1 / 3)
 PIECE_NUMEL = 1 << 16  # kPieceNumel of native/buffers.h
@@ -55,11 +58,6 @@ def kernels(request: pytest.FixtureRequest, kernels_of: Callable[..., HostKernel
     return kernels_of(request.param)
 
 
-def reference(page: Tensor, gradient: Tensor, rule: AdamRule, scale: Scale = UNSCALED) -> Tensor:
-    """The page after a step of all its elements."""
-    return torch.stack(adam_step(*page, gradient, rule, scale))
-
-
 def cuts(numel: int, at: list[int]) -> list[tuple[int, int]]:
     """[0, numel) cut at these places, as (begin, end)."""
     places = sorted({0, numel, *(place % numel for place in at)})
@@ -69,15 +67,15 @@ def cuts(numel: int, at: list[int]) -> list[tuple[int, int]]:
 # --- step_tile against the oracle ---
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", [*RULES, *OTHER_RULES], ids=str)
 @pytest.mark.parametrize("gradient_dtype", SUPPORTED_DTYPES, ids=str)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])
-def test_step_equals_the_reference(
-    kernels: HostKernels, rule: AdamRule, gradient_dtype: torch.dtype, in_place: bool
+def test_step_equals_the_rule_step(
+    kernels: HostKernels, rule: Rule, gradient_dtype: torch.dtype, in_place: bool
 ) -> None:
     numel = PIECE_NUMEL + 77
-    page, gradient = page_of(numel, 1), awkward(numel, 9).to(gradient_dtype)
-    expected = reference(page, gradient, rule, SCALE)
+    page, gradient = page_of(numel, 1, arrays_of(rule)), awkward(numel, 9).to(gradient_dtype)
+    expected = rule_step(page, gradient, rule, SCALE)
     assert expected.isnan().any() and expected.isfinite().any()
     for output_dtype in (None, *SUPPORTED_DTYPES):
         source, given_gradient = page.clone(), gradient.clone()
@@ -100,7 +98,7 @@ def test_the_output_may_take_the_place_of_the_gradient(
 ) -> None:
     numel = PIECE_NUMEL + 13
     page, gradient = page_of(numel, 2), awkward(numel, 8).to(gradient_dtype)
-    expected = reference(page, gradient, RULES[0])
+    expected = rule_step(page, gradient, RULES[0])
     output = gradient.view(output_dtype)
     kernels.step_tile(page, page, [TileSegment(0, gradient, output, 0)], [RULES[0]])
     assert same_bits(page, expected)
@@ -108,7 +106,7 @@ def test_the_output_may_take_the_place_of_the_gradient(
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_steps_equal_torch_itself(kernels: HostKernels, decoupled: bool) -> None:
+def test_adam_equals_torch_itself(kernels: HostKernels, decoupled: bool) -> None:
     """Past the oracle, straight to torch's fused optimizers; 16 divides the size (see test_reference)."""
     numel = PIECE_NUMEL + 16
     values = torch.randn(numel)
@@ -126,34 +124,62 @@ def test_steps_equal_torch_itself(kernels: HostKernels, decoupled: bool) -> None
         assert torch.equal(page, torch.stack([parameter.detach(), state["exp_avg"], state["exp_avg_sq"]])), step
 
 
-rules = st.builds(
+betas = st.sampled_from([0.0, 0.4, 0.5, 0.9]) | st.floats(0, 0.9999)
+decays = st.sampled_from([0.0, 0.01]) | st.floats(1e-30, 1)
+adam_rules = st.builds(
     AdamRule,
     lr=st.floats(0, 1),
-    beta1=st.sampled_from([0.0, 0.4, 0.5, 0.9]) | st.floats(0, 0.9999),
+    beta1=betas,
     beta2=st.sampled_from([0.0, 0.95, 0.999]) | st.floats(0, 0.9999),
     eps=st.sampled_from([0.0, 1e-40, 1e-8]) | st.floats(0, 1),
-    weight_decay=st.sampled_from([0.0, 0.01]) | st.floats(1e-30, 1),
+    weight_decay=decays,
     step=st.integers(1, 2**24),
     decoupled=st.booleans(),
     maximize=st.booleans(),
+    bias_correction=st.booleans(),
+)
+lion_rules = st.builds(
+    LionRule, lr=st.floats(0, 1), beta1=betas, beta2=betas, weight_decay=decays, maximize=st.booleans()
+)
+adagrad_rules = st.builds(
+    AdagradRule,
+    lr=st.floats(0, 1),
+    lr_decay=st.sampled_from([0.0, 0.1]),
+    eps=st.sampled_from([0.0, 1e-40, 1e-10]),
+    weight_decay=decays,
+    step=st.integers(1, 2**24),
+    maximize=st.booleans(),
+)
+sgd_rules = st.builds(
+    SGDRule,
+    lr=st.floats(0, 1),
+    momentum=st.sampled_from([0.0, 0.9]) | st.floats(0, 1),
+    dampening=st.sampled_from([0.0, 0.3]),
+    weight_decay=decays,
+    nesterov=st.booleans(),
+    first=st.booleans(),
+    maximize=st.booleans(),
+)
+rules_of_one_kind = st.one_of(
+    st.lists(kind, min_size=1, max_size=3) for kind in (adam_rules, lion_rules, adagrad_rules, sgd_rules)
 )
 scales = st.builds(Scale, st.floats(1e-6, 10), st.just(1.0) | st.floats(1e-6, 10))
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_tile_equals_the_reference(kernels_of: Callable[..., HostKernels], data: st.DataObject) -> None:
+def test_any_tile_equals_the_rule_step(kernels_of: Callable[..., HostKernels], data: st.DataObject) -> None:
     """Any numel, cut into any segments with gaps, any rules and dtypes, any threads."""
     numel = data.draw(st.integers(1, 700), "numel")
     seed = data.draw(st.integers(0, 1000), "seed")
     in_place = data.draw(st.booleans(), "in place")
     scale = data.draw(scales, "scale")
-    table = data.draw(st.lists(rules, min_size=1, max_size=3), "rules")
+    table = data.draw(rules_of_one_kind, "rules")
     kernels = kernels_of(
         data.draw(st.sampled_from(supported_instruction_sets()), "instruction set"),
         data.draw(st.sampled_from([1, 2, 3, 7]), "threads"),
     )
-    page = page_of(numel, seed)
+    page = page_of(numel, seed, max(arrays_of(rule) for rule in table))
     source = page.clone()
     target = source if in_place else torch.full_like(page, 7.0)
     expected_target = target.clone()
@@ -166,7 +192,7 @@ def test_any_tile_equals_the_reference(kernels_of: Callable[..., HostKernels], d
         output = None if output_dtype is None else torch.empty(end - begin, dtype=output_dtype)
         which = data.draw(st.integers(0, len(table) - 1), "rule")
         segments.append(TileSegment(begin, gradient, output, which))
-        stepped = reference(page[:, begin:end], gradient, table[which], scale)
+        stepped = rule_step(page[:, begin:end], gradient, table[which], scale)
         expected_target[:, begin:end] = stepped
         if output is not None:
             outputs.append((output, stepped[0].to(output.dtype)))
@@ -220,7 +246,7 @@ def test_flush_to_zero_in_the_caller_changes_no_bit(kernels: HostKernels, numel:
     gradient = torch.randn(numel)
     rule = AdamRule(1e-42, 0.9, 0.999, 1e-40, 0.0, 1, True)
     scale = Scale(small, 1.0)
-    expected = reference(page, gradient, rule, scale)
+    expected = rule_step(page, gradient, rule, scale)
     summed = page + gradient * small
     squares = page[2].double().square().sum().item()
     assert ((expected != 0) & (expected.abs() < torch.finfo(torch.float32).tiny)).float().mean() > 0.9
@@ -440,10 +466,15 @@ SHARED = torch.zeros(100)
     [
         (
             {"source_page": torch.zeros(3, 20, dtype=torch.float64)},
-            r"a page is float32 \[3, page_numel\], not .*float64",
+            r"a page is float32 \[page_arrays, page_numel\], not .*float64",
         ),
-        ({"target_page": torch.zeros(2, 30)}, r"a page is float32 \[3, page_numel\], not torch.float32 \[2, 30\]"),
-        ({"target_page": torch.zeros(60)}, r"a page is float32 \[3, page_numel\], not torch.float32 \[60\]"),
+        ({"target_page": torch.zeros(60)}, r"a page is float32 \[page_arrays, page_numel\], not torch.float32 \[60\]"),
+        ({"target_page": torch.zeros(2, 30)}, "source and target pages differ in size"),
+        ({"rules": [OTHER_RULES[0]]}, "a page of 3 arrays, and Lion has 2"),
+        ({"rules": [OTHER_RULES[2]]}, "a page of 3 arrays, and Adagrad has 2"),
+        ({"rules": [OTHER_RULES[4]]}, "a page of 3 arrays, and SGD with momentum has 2"),
+        ({"rules": [RULES[0], OTHER_RULES[0]]}, r"of one kind, not \['AdamRule', 'LionRule'\]"),
+        ({"rules": [(1.0, 2.0)]}, "do not step by a tuple"),
         ({"target_page": torch.zeros(3, 21)}, "source and target pages differ in size"),
         ({"target_page": torch.zeros(20, 3).T}, "contiguous CPU tensors, not one of strides"),
         ({"source_page": torch.zeros(3, 20, device="meta")}, "on meta"),

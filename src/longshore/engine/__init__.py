@@ -1,1 +1,7 @@
-"""The sharded engine: configuration, windows, precision, clipping."""
+"""The engine: one model trained by several ranks, with the configuration and the calls that people have."""
+
+from longshore.engine.config import Config, ConfigError
+from longshore.engine.engine import Engine
+from longshore.engine.setup import initialize
+
+__all__ = ["Config", "ConfigError", "Engine", "initialize"]

@@ -1,9 +1,11 @@
-"""Host memory: pages of optimizer state, accumulators, and slots for the copy engine."""
+"""Memory: pages of optimizer state and accumulators, on the host or on a device, and slots for the copy engine."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,23 +37,36 @@ def allocate_zeros(numel: int) -> Tensor:
     return torch.frombuffer(block, dtype=torch.float32)
 
 
+def allocator_on(device: torch.device) -> Callable[[int], Tensor]:
+    """What makes ``numel`` float32 zeros, flat, on ``device``."""
+    if device.type == "cpu":
+        return allocate_zeros
+    return lambda numel: torch.zeros(numel, dtype=torch.float32, device=device)
+
+
 class PagePool:
-    """Pages by size: float32 ``[3, page_numel]``: master, first and second moment.
+    """Pages by size: float32 ``[page_arrays, page_numel]``: the master, and the states of the rule.
 
     A page that comes back is handed out again as it is: whoever takes one writes
     all of the elements that it will read, or asks for zeros.
+
+    Args:
+        page_arrays: of each page.
+        allocate: makes flat zeros; see :func:`allocator_on`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, page_arrays: int, allocate: Callable[[int], Tensor] = allocate_zeros) -> None:
         self.allocated_bytes = 0
+        self._page_arrays = page_arrays
+        self._allocate = allocate
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, page_numel: int) -> Tensor:
         free = self._free.get(page_numel)
         if free:
             return free.pop()
-        self.allocated_bytes += 12 * page_numel
-        return allocate_zeros(3 * page_numel).view(3, page_numel)
+        self.allocated_bytes += 4 * self._page_arrays * page_numel
+        return self._allocate(self._page_arrays * page_numel).view(self._page_arrays, page_numel)
 
     def take_zeros(self, page_numel: int) -> Tensor:
         used = bool(self._free.get(page_numel))
@@ -59,7 +74,18 @@ class PagePool:
         return page.zero_() if used else page  # a new one takes memory only as it is touched
 
     def give_back(self, page: Tensor) -> None:
-        self._free.setdefault(page.shape[1], []).append(page)
+        if page.shape[0] == self._page_arrays:
+            self._free.setdefault(page.shape[1], []).append(page)
+        else:
+            self.allocated_bytes -= 4 * page.numel()
+
+    def set_arrays(self, page_arrays: int) -> None:
+        """Pages have another number of arrays from here on; those of the old shape are let go of as they come back."""
+        free = [page for pages in self._free.values() for page in pages]
+        self._page_arrays = page_arrays
+        self._free.clear()
+        for page in free:
+            self.give_back(page)
 
 
 class AccumulatorPool:
@@ -67,10 +93,14 @@ class AccumulatorPool:
 
     Kept from window to window while they are used; :meth:`trim` at the end of a
     window frees those that it did not use.
+
+    Args:
+        allocate: makes flat zeros; see :func:`allocator_on`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor] = allocate_zeros) -> None:
         self.allocated_bytes = 0
+        self._allocate = allocate
         self._unused: dict[int, list[Tensor]] = {}
         self._used: dict[int, list[Tensor]] = {}
 
@@ -79,7 +109,7 @@ class AccumulatorPool:
             if pool.get(page_numel):
                 return pool[page_numel].pop()
         self.allocated_bytes += 4 * page_numel
-        return allocate_zeros(page_numel)
+        return self._allocate(page_numel)
 
     def give_back(self, accumulator: Tensor) -> None:
         self._used.setdefault(accumulator.numel(), []).append(accumulator)
@@ -138,6 +168,35 @@ class SlotSlab:
             self.allocated_bytes += block_bytes
             remaining -= block_bytes
         return slots
+
+
+class SlotRing:
+    """Slots of one size that take turns; whoever takes one waits for its ``last_publish``."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._slot_bytes = 0
+        self._slab = SlotSlab(transfer)
+        self._slots: deque[Slot] = deque()
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._slab.allocated_bytes
+
+    def grow(self, slot_bytes: int, count: int) -> None:
+        """At least ``count`` slots of at least ``slot_bytes`` each."""
+        if slot_bytes > self._slot_bytes:
+            # The old ones are let go of before the new ones are made.
+            self._transfer.synchronize()
+            count = max(count, len(self._slots))
+            self._slot_bytes, self._slots, self._slab = slot_bytes, deque(), SlotSlab(self._transfer)
+        missing = count - len(self._slots)
+        if missing > 0:
+            self._slots.extend(self._slab.cut([self._slot_bytes] * missing))
+
+    def next(self) -> Slot:
+        self._slots.rotate(-1)
+        return self._slots[0]
 
 
 def _rounded(size: int) -> int:

@@ -8,14 +8,18 @@ the other ranks for the rest.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from longshore.host.stepping import ParameterStep
+from longshore.host.tile import Tile
 from longshore.kernels import Scale
 from longshore.transfer import Transfer
+
+MASTER = "master"
+"""The first array of every page."""
 
 
 class ParameterStore(ABC):
@@ -29,14 +33,39 @@ class ParameterStore(ABC):
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         """Lay out ``(index, numel, dtype)``."""
 
+    @property
+    @abstractmethod
+    def arrays(self) -> tuple[str, ...]:
+        """The names of a page's arrays: ``"master"``, then the states of the optimizer's rule."""
+
+    @abstractmethod
+    def set_states(self, states: Sequence[str]) -> None:
+        """Name the state arrays, in the order in which the rule reads them. At first there are none.
+
+        Later calls may add arrays, zero for every parameter, and take none away.
+        """
+
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...
+
+    @property
+    @abstractmethod
+    def tiles(self) -> Sequence[Tile]:
+        """The tiles that this process steps."""
 
     @abstractmethod
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind, counted."""
 
     # -- the window -----------------------------------------------------------
+
+    def begin_backward(self, reduce: bool) -> None:
+        """A backward begins, on all ranks. ``reduce`` is false where its gradients are to stay on this rank."""
+        return
+
+    def end_backward(self, failure: BaseException | None) -> None:
+        """The backward that began is over; ``failure`` is what it raised."""
+        return
 
     @abstractmethod
     def arrive(self, parameter: int, gradient: Tensor) -> None:
@@ -50,6 +79,11 @@ class ParameterStore(ABC):
     def holds(self, parameter: int) -> bool:
         """Whether this process brought a gradient of ``parameter`` into the window."""
         return self.arrivals(parameter) > 0
+
+    @abstractmethod
+    def reduced(self, parameter: int) -> int | None:
+        """How many gradients of ``parameter``, each of all ranks together, wait here for the step; None where
+        this process steps nothing of it."""
 
     def bring(self, parameter: int, gradient: Tensor) -> Tensor | None:
         """A gradient (flat, on the device) that was found where no hook saw it. Returned where
@@ -99,28 +133,31 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
-        """Take ``values`` (flat, on the device) as the master; with ``keep_matching``, only where they
-        are not the rounded master."""
+        """Take ``values`` (flat, on the device) as the master.
+
+        With ``keep_matching``, an element whose rounded master is already the
+        value keeps its master, with all of its float32 digits.
+        """
 
     @abstractmethod
     def count_differing(self, parameter: int, values: Tensor) -> int:
         """How many elements of ``values`` are not the rounded master; bits are compared."""
 
     @abstractmethod
-    def read_state(self, parameter: int, which: int) -> Tensor:
-        """A copy of one state array of the parameter: float32, flat, on the host."""
+    def read_state(self, parameter: int, which: str) -> Tensor:
+        """A copy of one array of the parameter, by name: float32, flat, on the host."""
 
     @abstractmethod
     def read_gradient(self, parameter: int) -> Tensor | None:
         """A copy of the window's gradient of the parameter: float32, flat, on the host; None where there is none."""
 
     @abstractmethod
-    def write_state(self, parameter: int, which: int, values: Tensor) -> None:
-        """Set one state array of the parameter from a flat tensor."""
+    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
+        """Set one array of the parameter, by name, from a flat tensor."""
 
     @abstractmethod
     def clear_state(self, parameter: int) -> None:
-        """Zero the parameter's state."""
+        """Zero all arrays of the parameter."""
 
     @abstractmethod
     def close(self) -> None:

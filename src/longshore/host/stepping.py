@@ -16,7 +16,7 @@ from torch import Tensor
 from longshore.host.memory import PagePool
 from longshore.host.tile import Segment, SparePage, Ticket, Tile
 from longshore.host.tile_state import TileEvent
-from longshore.kernels import AdamRule, HostKernels, Scale, TileSegment
+from longshore.kernels import Kernels, Rule, Scale, TileSegment
 
 
 class ParameterStep(NamedTuple):
@@ -26,7 +26,7 @@ class ParameterStep(NamedTuple):
     holds the gradient already. Both are flat, contiguous, on the device.
     """
 
-    rule: AdamRule
+    rule: Rule
     target: Tensor
     gradient: Tensor | None
 
@@ -35,7 +35,7 @@ class SegmentStep(NamedTuple):
     """One segment that has a gradient in this window: its rule, and where its new values go."""
 
     segment: Segment
-    rule: AdamRule
+    rule: Rule
     output: Tensor
 
 
@@ -46,13 +46,13 @@ class Speculation(NamedTuple):
     page: Tensor
     spare: SparePage
     rows: list[TileSegment]
-    rules: list[AdamRule]
+    rules: list[Rule]
     idle: tuple[slice, ...]
     """The parts of the page that have no gradient."""
 
 
-def _table(steps: Sequence[SegmentStep]) -> tuple[list[TileSegment], list[AdamRule]]:
-    rules: dict[AdamRule, int] = {}
+def _table(steps: Sequence[SegmentStep]) -> tuple[list[TileSegment], list[Rule]]:
+    rules: dict[Rule, int] = {}
     rows = []
     for segment, rule, output in steps:
         index = rules.setdefault(rule, len(rules))
@@ -60,7 +60,7 @@ def _table(steps: Sequence[SegmentStep]) -> tuple[list[TileSegment], list[AdamRu
     return rows, list(rules)
 
 
-def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: HostKernels) -> None:
+def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels) -> None:
     """FILLING or READY -> COMMITTED: the tile's page and the outputs hold the new values.
 
     Raises:
@@ -98,7 +98,7 @@ def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], spares: PagePool
     return Speculation(tile.ticket, page, spare, rows, rules, idle)
 
 
-def run_speculation(speculation: Speculation, scale: Scale, kernels: HostKernels) -> None:
+def run_speculation(speculation: Speculation, scale: Scale, kernels: Kernels) -> None:
     """Write what the step would give into the spare page."""
     page, target = speculation.page, speculation.spare.page
     for part in speculation.idle:  # idle means untouched, in either page

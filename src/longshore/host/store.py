@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host.memory import AccumulatorPool, PagePool, Slot, SlotSlab
-from longshore.host.parameter_store import ParameterStore
+from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab, allocator_on
+from longshore.host.parameter_store import MASTER, ParameterStore
 from longshore.host.stepping import ParameterStep, SegmentStep, drop, step_in_place
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
-from longshore.host.worker import Worker
-from longshore.kernels import HostKernels, Scale
+from longshore.host.worker import runner_for
+from longshore.kernels import Kernels, Scale
 from longshore.layout import plan_tiles
 from longshore.transfer import Transfer
-
-MASTER, EXP_AVG, EXP_AVG_SQ = 0, 1, 2
-"""The arrays of a page."""
 
 PIPELINE_DEPTH = 4
 """Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
@@ -38,35 +35,60 @@ class HostStore(ParameterStore):
 
     Args:
         transfer: how bytes move; decides whether slots exist at all.
-        kernels: the native kernels and their threads.
+        kernels: what steps; pages and accumulators are where its tensors are.
         tile_numel: elements a tile.
         hold_gradients: gradients arrive during backward and stay until the
             step, so that every tile has a slot of its own; otherwise a few
             slots go round.
+        gradient_dtype: of the gradients that arrive; None: the parameters' own.
     """
 
-    def __init__(self, transfer: Transfer, kernels: HostKernels, tile_numel: int, hold_gradients: bool) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        kernels: Kernels,
+        tile_numel: int,
+        hold_gradients: bool,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        assert not transfer.staged or kernels.device.type == "cpu"
         # Fixed.
         self.transfer = transfer
         self.kernels = kernels
         self._tile_numel = tile_numel
         self._hold_gradients = hold_gradients
+        self._gradient_dtype = gradient_dtype
         # Grow with parameters.
         self._tiles: list[Tile] = []
         self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
         self._slab = SlotSlab(transfer)
-        self._ring: list[Slot] = []
-        self._ring_bytes = 0
-        self._pages = PagePool()
+        self._ring = SlotRing(transfer)
+        """For gradients that do not stay, or for new parameters whose gradients have another dtype."""
+        memory = allocator_on(kernels.device)
+        self._arrays: tuple[str, ...] = (MASTER,)
+        self._pages = PagePool(len(self._arrays), memory)
         # Change with each window. Several autograd threads may bring gradients
         # of one tile; the worker's jobs never take the lock.
         self._lock = threading.Lock()
-        self._accumulators = AccumulatorPool()
-        self._worker = Worker(max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
+        self._accumulators = AccumulatorPool(memory)
+        self._worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
         self._incomplete: BaseException | None = None
         self._broken: BaseException | None = None
 
     # -- layout ---------------------------------------------------------------
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return self._arrays
+
+    def set_states(self, states: Sequence[str]) -> None:
+        arrays = (MASTER, *states)
+        if arrays != self._arrays:
+            rows = [arrays.index(name) for name in self._arrays]
+            self._arrays = arrays
+            self._pages.set_arrays(len(arrays))
+            for tile in self._tiles:
+                tile.widen_page(rows, self._pages)
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         """Lay out ``(index, numel, dtype)``; a tile holds parameters of one dtype."""
@@ -77,7 +99,7 @@ class HostStore(ParameterStore):
         added = []
         for dtype, members in by_dtype.items():
             for layout in plan_tiles(members, self._tile_numel, len(self._tiles)):
-                tile = Tile(layout, dtype)
+                tile = Tile(layout, dtype, self._gradient_dtype or dtype)
                 added.append(tile)
                 self._tiles.append(tile)
                 for index, segment in tile.segments.items():
@@ -86,22 +108,15 @@ class HostStore(ParameterStore):
             self._add_slots(added)
 
     def _add_slots(self, added: list[Tile]) -> None:
-        sizes = [tile.layout.page_numel * tile.dtype.itemsize for tile in added]
+        sizes = [tile.layout.page_numel * max(tile.dtype.itemsize, tile.gradient_dtype.itemsize) for tile in added]
         if self._hold_gradients:
-            slots = self._slab.cut(sizes)
-            for tile, slot in zip(added, slots, strict=True):
+            for tile, slot in zip(added, self._slab.cut(sizes), strict=True):
                 tile.slot = slot
-            return
-        # A ring: the tiles of a commit take turns.
-        if max(sizes) > self._ring_bytes:
-            # The old ring is let go of before the new one is made.
-            self.transfer.synchronize()
-            self._ring_bytes, self._ring, self._slab = max(sizes), [], SlotSlab(self.transfer)
+        else:
             for tile in self._tiles:
-                tile.slot = None
-        missing = min(PIPELINE_DEPTH, len(self._tiles)) - len(self._ring)
-        if missing > 0:
-            self._ring += self._slab.cut([self._ring_bytes] * missing)
+                tile.slot = None  # the ring may let go of it
+        if not self._hold_gradients or any(tile.gradient_dtype != tile.dtype for tile in added):
+            self._ring.grow(max(sizes), min(PIPELINE_DEPTH, len(self._tiles)))
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._parts
@@ -112,27 +127,21 @@ class HostStore(ParameterStore):
 
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind, counted: pages, gradients (slots, or tensors held), accumulators."""
-        held = 0
-        if not self.transfer.staged:
-            for tile in self._tiles:
-                for segment in tile.segments.values():
-                    gradient = segment.gradient  # the worker may put the sum in its place
-                    if gradient is not None and not segment.summed:
-                        held += gradient.numel() * gradient.element_size()
+        return {kind: count if self.kernels.device.type == "cpu" else 0 for kind, count in self.state_bytes().items()}
+
+    def state_bytes(self) -> dict[str, int]:
+        """The same, on the host or on the device on which the state stays."""
+        held = 0 if self.transfer.staged else sum(tile.held_bytes() for tile in self._tiles)
         return {
             "pages": self._pages.allocated_bytes,
-            "gradients": self._slab.allocated_bytes + held,
+            "gradients": self._slab.allocated_bytes + self._ring.allocated_bytes + held,
             "accumulators": self._accumulators.allocated_bytes,
         }
 
     # -- the window -----------------------------------------------------------
 
     def arrive(self, parameter: int, gradient: Tensor) -> None:
-        """Take one more gradient of ``parameter`` (flat, on the device) into the window.
-
-        Returns at once: the copy runs on the lane, a later arrival is added by
-        the worker. The caller may let go of ``gradient``.
-        """
+        # Returns at once: the copy runs on the lane, a later arrival is added by the worker.
         self.check_usable()
         ready = self.transfer.mark()
         with self._lock:
@@ -172,6 +181,9 @@ class HostStore(ParameterStore):
     def arrivals(self, parameter: int) -> int:
         """How many gradients of ``parameter`` this window holds."""
         return max((segment.arrivals for _, segment in self._parts.get(parameter, ())), default=0)
+
+    def reduced(self, parameter: int) -> int:
+        return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
 
     def settle(self) -> None:
         """Wait until every arrival is on the host and added.
@@ -242,12 +254,12 @@ class HostStore(ParameterStore):
         under_way: deque[tuple[Tile, list[tuple[Segment, ParameterStep]]]] = deque()
         stepped: list[Tile] = []
         try:
-            for position, index in enumerate(sorted(work)):
+            for index in sorted(work):
                 if len(under_way) == PIPELINE_DEPTH:
                     stepped.append(self._finish(*under_way.popleft(), scale))
                 tile = self._tiles[index]
                 if self.transfer.staged and not self._hold_gradients:
-                    tile.slot = self._ring[position % len(self._ring)]
+                    tile.slot = self._ring.next()
                 self._fill(tile, work[index], ready)
                 under_way.append((tile, work[index]))
             while under_way:
@@ -274,17 +286,23 @@ class HostStore(ParameterStore):
 
     def _finish(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], scale: Scale) -> Tile:
         targets, segment_steps = [], []
+        if self.transfer.staged and tile.gradient_dtype != tile.dtype:
+            tile.output_slot = self._ring.next()
+            if tile.output_slot.last_publish is not None:
+                tile.output_slot.last_publish.wait()  # the kernel writes at once, on no lane
         for segment, step in active:
             layout = segment.layout
             target = step.target[layout.parameter_offset : layout.parameter_offset + layout.numel]
             targets.append(target)
-            output = self.transfer.output_for(target, tile.slot_view(layout))
+            output = self.transfer.output_for(target, tile.output_view(layout))
             segment_steps.append(SegmentStep(segment, step.rule, output))
         step_in_place(tile, segment_steps, scale, self.kernels)
         for segment_step, target in zip(segment_steps, targets, strict=True):
             handle = self.transfer.copy_to_device(segment_step.output, target)
-            if tile.slot is not None:
-                tile.slot.last_publish = handle
+            slot = tile.output_slot or tile.slot
+            if slot is not None:
+                slot.last_publish = handle
+        tile.output_slot = None
         return tile
 
     def _abandon(self, failure: BaseException, brought: list[int], begun: bool) -> None:
@@ -321,11 +339,9 @@ class HostStore(ParameterStore):
 
     @property
     def broken(self) -> bool:
-        """Whether a commit failed half way."""
         return self._broken is not None
 
     def begin_load(self) -> None:
-        """Discard the window and leave the broken state; whole states are about to be written."""
         with self._lock:
             self._worker.drain()
             self._end_window(self._tiles, TileEvent.LOAD)
@@ -333,15 +349,10 @@ class HostStore(ParameterStore):
             self._incomplete = self._broken = None
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
-        """Take ``values`` (flat, on the device) as the master.
-
-        With ``keep_matching``, an element whose rounded master is already the
-        value keeps its master, with all of its float32 digits.
-        """
         self.check_usable()
         for tile, segment in self._parts[parameter]:
-            self._take_page(tile)
-            master = tile.page_view(segment.layout, MASTER)
+            tile.have_page(self._pages)
+            master = tile.page_view(segment.layout, 0)
             host = self._read(values, segment)
             if keep_matching:
                 self.kernels.reconcile(master, host, adopt=True)
@@ -349,49 +360,40 @@ class HostStore(ParameterStore):
                 self.kernels.accumulate(master, host, add=False)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
-        """How many elements of ``values`` are not the rounded master; bits are compared."""
         self.check_usable()
         return sum(
-            self.kernels.reconcile(tile.page_view(segment.layout, MASTER), self._read(values, segment), adopt=False)
+            self.kernels.reconcile(tile.page_view(segment.layout, 0), self._read(values, segment), adopt=False)
             for tile, segment in self._parts[parameter]
         )
 
-    def read_state(self, parameter: int, which: int) -> Tensor:
-        """A copy of the parameter's master or moment: float32, flat, on the host."""
+    def read_state(self, parameter: int, which: str) -> Tensor:
         self.check_usable()
-        pieces = [tile.page_view(segment.layout, which) for tile, segment in self._parts[parameter]]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
+        row = self._arrays.index(which)
+        pieces = [tile.page_view(segment.layout, row) for tile, segment in self._parts[parameter]]
+        return torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def read_gradient(self, parameter: int) -> Tensor | None:
-        """A copy of the window's gradient: float32, flat, on the host; waits for all arrivals."""
         self.settle()
         pieces = [segment.wait().float() for _, segment in self._parts[parameter] if segment.arrivals > 0]
-        return torch.cat(pieces) if pieces else None
+        return torch.cat(pieces).cpu() if pieces else None
 
-    def write_state(self, parameter: int, which: int, values: Tensor) -> None:
-        """Set the parameter's master or moment from a flat tensor."""
+    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self.check_usable()
+        row = self._arrays.index(which)
         for tile, segment in self._parts[parameter]:
-            self._take_page(tile)
+            tile.have_page(self._pages)
             offset = segment.layout.parameter_offset
-            tile.page_view(segment.layout, which).copy_(values[offset : offset + segment.layout.numel])
+            tile.page_view(segment.layout, row).copy_(values[offset : offset + segment.layout.numel])
 
     def clear_state(self, parameter: int) -> None:
-        """Zero the parameter's master and moments; a page that never was is zero already."""
         for tile, segment in self._parts.get(parameter, ()):
-            if tile.page is not None:
-                for which in (MASTER, EXP_AVG, EXP_AVG_SQ):
-                    tile.page_view(segment.layout, which).zero_()
+            if tile.page is not None:  # one that never was is zero already
+                tile.rows(segment.layout).zero_()
 
     def _read(self, values: Tensor, segment: Segment) -> Tensor:
         offset = segment.layout.parameter_offset
         return self.transfer.read(values[offset : offset + segment.layout.numel])
 
-    def _take_page(self, tile: Tile) -> None:
-        if tile.page is None:
-            tile.page = self._pages.take_zeros(tile.layout.page_numel)
-
     def close(self) -> None:
-        """Wait for what is under way, and let go of threads and lanes."""
         self._worker.close()
         self.transfer.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.host.memory import Slot
+from longshore.host.memory import PagePool, Slot
 from longshore.host.tile_state import TileEvent, TileState, next_state
 from longshore.layout import SegmentLayout, TileLayout
 from longshore.transfer import CopyHandle
@@ -62,11 +63,15 @@ class Tile:
     of a speculative step to its verdict.
     """
 
-    def __init__(self, layout: TileLayout, dtype: torch.dtype) -> None:
+    def __init__(self, layout: TileLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
         self.layout = layout
         self.dtype = dtype
+        self.gradient_dtype = gradient_dtype
         self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
         self.slot: Slot | None = None
+        """Where gradients come in, and new parameters go out in their place if they are of one dtype."""
+        self.output_slot: Slot | None = None
+        """Where new parameters go out otherwise."""
         # From the first gradient on.
         self.page: Tensor | None = None
         # Of one window.
@@ -94,19 +99,51 @@ class Tile:
         return self.filled
 
     def slot_view(self, segment: SegmentLayout) -> Tensor | None:
-        """The segment's part of the slot; None without staging."""
+        """The segment's gradient in the slot; None without staging."""
         if self.slot is None:
             return None
-        return self.slot.view(self.dtype, segment.page_offset, segment.numel)
+        return self.slot.view(self.gradient_dtype, segment.page_offset, segment.numel)
+
+    def output_view(self, segment: SegmentLayout) -> Tensor | None:
+        """Where the segment's new parameters are written; None without staging."""
+        slot = self.output_slot or self.slot
+        return None if slot is None else slot.view(self.dtype, segment.page_offset, segment.numel)
+
+    def held_bytes(self) -> int:
+        """Bytes of gradients that the window brought and that are not in the accumulator."""
+        held = 0
+        for segment in self.segments.values():
+            gradient = segment.gradient  # the worker may put the sum in its place
+            if gradient is not None and not segment.summed:
+                held += gradient.numel() * gradient.element_size()
+        return held
 
     def accumulator_view(self, segment: SegmentLayout) -> Tensor:
         assert self.accumulator is not None
         return self.accumulator[segment.page_offset : segment.page_offset + segment.numel]
 
-    def page_view(self, segment: SegmentLayout, which: int) -> Tensor:
-        """The segment's master (0), first (1) or second moment (2), as a view."""
+    def rows(self, segment: SegmentLayout) -> Tensor:
+        """The segment's part of all arrays of the page, ``[page_arrays, numel]``, as a view."""
         assert self.page is not None
-        return self.page[which, segment.page_offset : segment.page_offset + segment.numel]
+        return self.page[:, segment.page_offset : segment.page_offset + segment.numel]
+
+    def page_view(self, segment: SegmentLayout, row: int) -> Tensor:
+        """The segment's part of one array of the page (0: the master), as a view."""
+        return self.rows(segment)[row]
+
+    def have_page(self, pages: PagePool) -> None:
+        """Take a page, if there is none yet; all of it is zero."""
+        if self.page is None:
+            self.page = pages.take_zeros(self.layout.page_numel)
+
+    def widen_page(self, rows: Sequence[int], pages: PagePool) -> None:
+        """Move to a page with more arrays; ``rows`` is where the present ones go, and new ones are zero."""
+        assert self.spare is None  # it would have the old shape
+        page = self.page
+        if page is not None:
+            self.page = pages.take_zeros(page.shape[1])
+            self.page[list(rows)] = page
+            pages.give_back(page)
 
     def end_window(self) -> Tensor | None:
         """Forget the window; returns the accumulator that it used."""

@@ -1,16 +1,65 @@
-"""The thread that adds later arrivals on the host while backward goes on."""
+"""Who adds later arrivals: a thread, while backward goes on; or the caller, where that only enqueues work."""
 
 from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from longshore.kernels import Kernels
 
-class Worker:
-    """Runs jobs in the order in which they were submitted.
+
+class JobRunner(ABC):
+    """Runs jobs in the order in which they were submitted, and keeps the first failure."""
+
+    @abstractmethod
+    def submit(self, job: Callable[[], None], held_bytes: int) -> None:
+        """Run ``job``, now or later; it holds ``held_bytes`` of a device gradient until it has run."""
+
+    @abstractmethod
+    def drain(self) -> BaseException | None:
+        """Wait for every job; the first failure since the last drain, if any."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for every job, and let go of threads."""
+
+
+class InlineRunner(JobRunner):
+    """Runs each job at once, on the caller's thread.
+
+    For kernels that only enqueue work: on the stream of the backward that brought the gradient
+    they are in order with all that made it, and on another thread's stream they would not be.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+
+    def submit(self, job: Callable[[], None], held_bytes: int) -> None:
+        try:
+            job()
+        except BaseException as failure:
+            # Found at the next drain, as a thread's would be: hooks do not raise.
+            with self._lock:
+                self._failure = self._failure or failure
+            if not isinstance(failure, Exception):
+                raise
+
+    def drain(self) -> BaseException | None:
+        with self._lock:
+            failure, self._failure = self._failure, None
+            return failure
+
+    def close(self) -> None:
+        return
+
+
+class Worker(JobRunner):
+    """Runs jobs on a thread of its own.
 
     A job of a later arrival holds a device gradient until the job has run, so
     ``submit`` blocks while more than ``limit_bytes`` are held in this way.
@@ -18,13 +67,15 @@ class Worker:
     Args:
         limit_bytes: of gradients that may wait in the queue.
         on_start: called before each job (seeded delays, in tests).
+        name: of the thread.
     """
 
-    def __init__(self, limit_bytes: int, on_start: Callable[[], None]) -> None:
+    def __init__(self, limit_bytes: int, on_start: Callable[[], None], name: str = "longshore-host") -> None:
         self._owner_pid = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
         self._limit_bytes = limit_bytes
         self._on_start = on_start
+        self._name = name
         # Several autograd threads may submit.
         self._lock = threading.Lock()
         self._jobs: deque[tuple[Future[None], int]] = deque()
@@ -38,12 +89,11 @@ class Worker:
             while self._jobs and (self._jobs[0][0].done() or self._held_bytes + held_bytes > self._limit_bytes):
                 self._retire()
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longshore-host")
+                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
             self._jobs.append((self._executor.submit(self._run, job), held_bytes))
             self._held_bytes += held_bytes
 
     def drain(self) -> BaseException | None:
-        """Wait for every job; the first failure since the last drain, if any."""
         if self._jobs:
             self._check_process()
         with self._lock:
@@ -76,3 +126,8 @@ class Worker:
         self._held_bytes -= held_bytes
         if self._failure is None:
             self._failure = failure
+
+
+def runner_for(kernels: Kernels, limit_bytes: int, on_start: Callable[[], None]) -> JobRunner:
+    """Who runs the jobs of these kernels; see :class:`Worker` for the arguments."""
+    return InlineRunner() if kernels.asynchronous else Worker(limit_bytes, on_start)

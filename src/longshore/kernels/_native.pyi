@@ -11,14 +11,41 @@ class ThreadPool:
     def __init__(self, threads: int, cpu_set: Sequence[int]) -> None: ...
 
 def supported_instruction_sets() -> list[InstructionSet]: ...
-def step_tile(
+
+_Page = tuple[int, int, int, int]
+_Segments = Sequence[tuple[int, int, int, int, int, int, int]]
+_Scale = tuple[float, float]
+
+def step_adam(
     pool: ThreadPool,
-    source_page: int,
-    target_page: int,
-    page_numel: int,
-    segments: Sequence[tuple[int, int, int, int, int, int, int]],
-    rules: Sequence[tuple[float, float, float, float, float, float, bool, bool]],
-    scale: tuple[float, float],
+    page: _Page,
+    segments: _Segments,
+    rules: Sequence[tuple[float, float, float, float, float, float, bool, bool, bool]],
+    scale: _Scale,
+    isa: InstructionSet,
+) -> None: ...
+def step_lion(
+    pool: ThreadPool,
+    page: _Page,
+    segments: _Segments,
+    rules: Sequence[tuple[float, float, float, float, bool]],
+    scale: _Scale,
+    isa: InstructionSet,
+) -> None: ...
+def step_adagrad(
+    pool: ThreadPool,
+    page: _Page,
+    segments: _Segments,
+    rules: Sequence[tuple[float, float, float, float, float, bool]],
+    scale: _Scale,
+    isa: InstructionSet,
+) -> None: ...
+def step_sgd(
+    pool: ThreadPool,
+    page: _Page,
+    segments: _Segments,
+    rules: Sequence[tuple[float, float, float, float, bool, bool, bool]],
+    scale: _Scale,
     isa: InstructionSet,
 ) -> None: ...
 def accumulate(

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.kernels import _native
 from longshore.kernels._native import InstructionSet
-from longshore.kernels.rules import UNSCALED, AdamRule, Scale
+from longshore.kernels.rules import UNSCALED, AdagradRule, AdamRule, LionRule, Rule, Scale, SGDRule
 
 _DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+_STEPS: dict[type, Any] = {
+    AdamRule: _native.step_adam,
+    LionRule: _native.step_lion,
+    AdagradRule: _native.step_adagrad,
+    SGDRule: _native.step_sgd,
+}
 
 SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
 """Dtypes of parameters and gradients that the kernels read and write."""
@@ -53,6 +60,9 @@ class HostKernels:
         ValueError: a thread count below 1, or a CPU that is not to be had.
     """
 
+    device = torch.device("cpu")
+    asynchronous = False
+
     def __init__(
         self,
         threads: int | None = None,
@@ -79,63 +89,53 @@ class HostKernels:
         source_page: Tensor,
         target_page: Tensor,
         segments: Sequence[TileSegment],
-        rules: Sequence[AdamRule],
+        rules: Sequence[Rule],
         scale: Scale = UNSCALED,
     ) -> None:
         """Step the segments of one tile in one pass.
 
         Args:
-            source_page: float32 ``[3, page_numel]``: master, first, second moment.
+            source_page: float32 ``[page_arrays, page_numel]``: the master, then
+                the states of the rules' kind (Adam: first and second moment;
+                Lion: one moment; Adagrad: the sum; SGD: the momentum buffer, or
+                nothing where no rule has momentum).
             target_page: the same tensor (in place), or another that does not
                 overlap it; elements outside the segments are not written.
             segments: in order of ``page_offset``, not overlapping.
-            rules: what the segments' ``rule`` counts into.
+            rules: what the segments' ``rule`` counts into; all of one kind.
             scale: what gradients are multiplied by.
 
         Raises:
             ValueError: a table that a tile cannot have; nothing was written.
         """
-        for page in (source_page, target_page):
-            if page.dtype != torch.float32 or page.dim() != 2 or page.shape[0] != 3:
-                raise ValueError(f"a page is float32 [3, page_numel], not {page.dtype} {list(page.shape)}")
-        if source_page.shape != target_page.shape:
-            raise ValueError("source and target pages differ in size")
+        check_pages(source_page, target_page)
+        step = _step_of(rules)
         rows = []
         for segment in segments:
-            numel = segment.gradient.numel()
+            check_segment(segment)
             output = segment.output
-            if output is not None and output.numel() != numel:
-                raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
             rows.append(
                 (
                     segment.page_offset,
-                    numel,
+                    segment.gradient.numel(),
                     _address(segment.gradient),
                     0 if output is None else _address(output),
                     segment.rule,
-                    _dtype_code(segment.gradient),
-                    0 if output is None else _dtype_code(output),
+                    dtype_code(segment.gradient),
+                    0 if output is None else dtype_code(output),
                 )
             )
-        _native.step_tile(
-            self._pool,
-            _address(source_page),
-            _address(target_page),
-            source_page.shape[1],
-            rows,
-            rules,
-            scale,
-            self.instruction_set,
-        )
+        page = (_address(source_page), _address(target_page), *source_page.shape)
+        step(self._pool, page, rows, rules, scale, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
-        _check_pair(target, source)
+        check_pair(target, source)
         _native.accumulate(
             self._pool,
             _address(target),
             _address(source),
-            _dtype_code(source),
+            dtype_code(source),
             source.numel(),
             add,
             self.instruction_set,
@@ -146,12 +146,12 @@ class HostKernels:
 
         Bits are compared. With ``adopt``, each such element becomes the master.
         """
-        _check_pair(master, parameter)
+        check_pair(master, parameter)
         return _native.reconcile(
             self._pool,
             _address(master),
             _address(parameter),
-            _dtype_code(parameter),
+            dtype_code(parameter),
             parameter.numel(),
             adopt,
             self.instruction_set,
@@ -163,18 +163,42 @@ class HostKernels:
         ``parameters`` holds, for each parameter, its flat gradient in
         consecutive pieces. The bits depend on neither the cut nor the threads.
         """
-        rows = [[(_address(piece), _dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
+        rows = [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
         return _native.sum_of_squares(self._pool, rows, scale, self.instruction_set)
 
 
-def _check_pair(target: Tensor, source: Tensor) -> None:
+def _step_of(rules: Sequence[Rule]) -> Any:
+    kinds = {type(rule) for rule in rules}
+    if len(kinds) > 1:
+        raise ValueError(f"the rules of one call are of one kind, not {sorted(kind.__name__ for kind in kinds)}")
+    kind = kinds.pop() if kinds else AdamRule  # no rules: no segments, or an error of the table
+    if kind not in _STEPS:
+        raise ValueError(f"the native kernels do not step by a {kind.__name__}")
+    return _STEPS[kind]
+
+
+def check_pages(source_page: Tensor, target_page: Tensor) -> None:
+    for page in (source_page, target_page):
+        if page.dtype != torch.float32 or page.dim() != 2:
+            raise ValueError(f"a page is float32 [page_arrays, page_numel], not {page.dtype} {list(page.shape)}")
+    if source_page.shape != target_page.shape:
+        raise ValueError("source and target pages differ in size")
+
+
+def check_segment(segment: TileSegment) -> None:
+    numel, output = segment.gradient.numel(), segment.output
+    if output is not None and output.numel() != numel:
+        raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
+
+
+def check_pair(target: Tensor, source: Tensor) -> None:
     if target.dtype != torch.float32:
         raise ValueError(f"masters and accumulators are float32, not {target.dtype}")
     if target.numel() != source.numel():
         raise ValueError(f"{source.numel()} elements for a buffer of {target.numel()}")
 
 
-def _dtype_code(tensor: Tensor) -> int:
+def dtype_code(tensor: Tensor) -> int:
     try:
         return _DTYPE_CODES[tensor.dtype]
     except KeyError:

@@ -21,6 +21,50 @@ class AdamRule(NamedTuple):
     decoupled: bool
     """AdamW's weight decay; otherwise Adam's, a term in the gradient."""
     maximize: bool = False
+    bias_correction: bool = True
+    """False: the moments count as they are, and ``step`` changes nothing."""
+
+
+class LionRule(NamedTuple):
+    """The hyper-parameters of one group; weight decay is decoupled."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    maximize: bool = False
+
+
+class AdagradRule(NamedTuple):
+    """The hyper-parameters of one group for parameters at one step count, as in :class:`AdamRule`."""
+
+    lr: float
+    lr_decay: float
+    eps: float
+    weight_decay: float
+    step: int
+    maximize: bool = False
+
+
+class SGDRule(NamedTuple):
+    """The hyper-parameters of one group, for parameters with or without a momentum buffer.
+
+    Without momentum a page may do without the buffer; one that is there is
+    not changed.
+    """
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    first: bool
+    """There is no momentum buffer yet: it becomes the gradient."""
+    maximize: bool = False
+
+
+Rule = AdamRule | LionRule | AdagradRule | SGDRule
+"""What the native kernels step by."""
 
 
 class Scale(NamedTuple):

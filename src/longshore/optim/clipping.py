@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.host import ParameterStore
-from longshore.kernels import UNSCALED, Scale
+from longshore.kernels import Scale
 
 
 class Seen(NamedTuple):
@@ -28,9 +28,13 @@ Fingerprint = Mapping[int, Seen]
 
 
 class Clipping:
-    """The clipping of one window: the coefficient, and what it was measured on."""
+    """The clipping of one window: the coefficient, and what it was measured on.
+
+    ``loss_scale`` is what the losses of the window were multiplied by.
+    """
 
     def __init__(self) -> None:
+        self.loss_scale = 1.0
         self.reset()
 
     def reset(self) -> None:
@@ -47,7 +51,7 @@ class Clipping:
             GradientError: some are those that were measured, and some are not.
         """
         if self._measured is None:
-            return UNSCALED
+            return self._scale()
         kept, strangers = False, []
         for index, (name, gradient, changes) in now.items():
             tensor, measured = gradient(), self._measured.get(index)
@@ -61,14 +65,21 @@ class Clipping:
             else:
                 kept = True
         if not strangers:
-            return Scale(self._coefficient)
+            return self._scale()
         if kept:
             raise GradientError(
                 f"the gradient of parameter {strangers[0]} changed after optimizer.clip_grad_norm_() had measured it; "
                 "clip after the last backward, or call zero_grad() to discard this window"
             )
         self.reset()
-        return UNSCALED
+        return self._scale()
+
+    def _scale(self) -> Scale:
+        """Unscaling and clipping as one factor where that rounds like two."""
+        unscale = 1.0 / self.loss_scale
+        if math.frexp(unscale)[0] == 0.5:  # a power of two
+            return Scale(unscale * self._coefficient)
+        return Scale(unscale, self._coefficient)
 
     def clip(self, norm: Tensor, max_norm: float, now: Fingerprint) -> None:
         """Set the coefficient ``max_norm / (norm + 1e-6)``, at most 1, as torch computes it.
@@ -94,6 +105,8 @@ def gradient_norm(store: ParameterStore, gradients: Mapping[int, Tensor | None],
         if gradient is None or not store.transfer.staged:
             on_host[parameter] = gradient
         else:
-            total += float(torch.linalg.vector_norm(gradient.float() * scale.first, dtype=torch.float64)) ** 2
+            total += (
+                float(torch.linalg.vector_norm(gradient.float() * scale.first * scale.second, dtype=torch.float64)) ** 2
+            )
     total += store.sum_of_squares(on_host, scale)
     return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""How an optimizer uses the host."""
+"""Where an optimizer keeps its state, and how it uses the host."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from longshore.host import HostStore, ParameterStore
-from longshore.kernels import HostKernels
-from longshore.transfer import Transfer, transfer_for
+from longshore.kernels import DeviceKernels, HostKernels, Kernels
+from longshore.transfer import DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 
 
 class Placement(ABC):
@@ -23,9 +23,12 @@ class Placement(ABC):
 
 @dataclass(frozen=True)
 class Offload(Placement):
-    """Settings of the host side. None of them changes a bit of the result.
+    """Where masters and moments are, and settings of the host side. None of them changes a bit of the result.
 
     Attributes:
+        device: ``"cpu"``: in host memory, stepped there; ``"none"``: where the
+            parameters are, stepped there, and nothing is copied. On CUDA the
+            latter needs Triton. For CPU parameters the two are the same.
         tile_numel: elements a tile: the unit that is copied, stepped and copied
             back. The default is 8 MiB of bfloat16, some 300 microseconds of a
             PCIe 4 link.
@@ -33,13 +36,15 @@ class Offload(Placement):
             process may use, whatever ``OMP_NUM_THREADS`` says.
         cpu_set: logical CPUs that those threads may run on; default: any.
         transfer: how bytes move; default: by the parameters' device. Tests pass
-            a :class:`~longshore.transfer.SimulatedTransfer`.
+            a :class:`~longshore.transfer.SimulatedTransfer`. With
+            ``device="none"`` nothing moves: a simulated device keeps the state.
     """
 
     tile_numel: int = 1 << 22
     threads: int | None = None
     cpu_set: Sequence[int] | None = None
     transfer: Transfer | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if isinstance(self.tile_numel, bool) or not isinstance(self.tile_numel, int) or self.tile_numel < 1:
@@ -47,8 +52,40 @@ class Offload(Placement):
         threads = self.threads
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads is a number of host threads, at least 1, not {threads!r}")
+        if self.device not in ("cpu", "none"):
+            raise ValueError(
+                f"device is where the optimizer's state is: 'cpu' (host memory) or 'none' (no offload: where the "
+                f"parameters are), not {self.device!r}"
+            )
+        if self.device == "none" and not isinstance(self.transfer, (DirectTransfer, SimulatedTransfer, type(None))):
+            raise ValueError(
+                f"device='none' copies nothing, and a {type(self.transfer).__name__} was given to copy with; "
+                "leave transfer out, or use device='cpu'"
+            )
 
-    def make_store(self, device: torch.device, hold_gradients: bool) -> HostStore:
-        """The store of one process that owns all of its parameters."""
-        kernels = HostKernels(self.threads, self.cpu_set)
-        return HostStore(self.transfer or transfer_for(device), kernels, self.tile_numel, hold_gradients)
+    def transfer_to(self, device: torch.device) -> Transfer:
+        """How bytes move between the state and parameters on ``device``."""
+        if self.device == "none":
+            return DirectTransfer()
+        return self.transfer or transfer_for(device)
+
+    def kernels_for(self, device: torch.device) -> Kernels:
+        """What steps parameters on ``device``, where their state is.
+
+        Raises:
+            ValueError: settings of host threads where none will step.
+            ModuleNotFoundError: state on a CUDA device, and no Triton.
+        """
+        if self.device == "cpu" or device.type == "cpu":
+            return HostKernels(self.threads, self.cpu_set)
+        for name, value in (("threads", self.threads), ("cpu_set", self.cpu_set)):
+            if value is not None:
+                raise ValueError(f"device='none' steps on {device}, and no host thread does: leave {name} out")
+        return DeviceKernels(device)
+
+    def make_store(
+        self, device: torch.device, hold_gradients: bool, gradient_dtype: torch.dtype | None = None
+    ) -> HostStore:
+        """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters."""
+        transfer, kernels = self.transfer_to(device), self.kernels_for(device)
+        return HostStore(transfer, kernels, self.tile_numel, hold_gradients, gradient_dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -126,6 +127,11 @@ class Transfer(ABC):
     @abstractmethod
     def read(self, source: Tensor) -> Tensor:
         """A host copy of a device tensor, or the tensor itself where it is there; blocks."""
+
+    def aside(self, ready: Any) -> AbstractContextManager[None]:
+        """Device work of the enclosed block runs beside the current stream, once ``ready`` is reached;
+        it is done when the block ends. For threads that wait anyway."""
+        return nullcontext()
 
     def worker_delay(self) -> None:
         """Called at the start of each job of the host worker; the simulated transfer sleeps here."""

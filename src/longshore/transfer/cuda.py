@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,6 +84,7 @@ class CudaTransfer(Transfer):
         # Sources of copies up are pinned slots that the store owns: no device
         # memory hangs on them, and the host never has to wait.
         self.to_device = CudaLane(device, 1 << 62)
+        self._aside = torch.cuda.Stream(device)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -110,6 +113,14 @@ class CudaTransfer(Transfer):
 
     def read(self, source: Tensor) -> Tensor:
         return source.cpu()
+
+    @contextlib.contextmanager
+    def aside(self, ready: Any) -> Iterator[None]:
+        with torch.cuda.stream(self._aside):
+            self._aside.wait_event(ready)
+            yield
+            # What the block read may be let go of, and what it wrote is there for every stream.
+            self._aside.synchronize()
 
     def synchronize(self) -> None:
         self.to_host.drain()

@@ -1,7 +1,6 @@
-#include "adam.h"
+#include "step.h"
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -9,29 +8,6 @@
 #include "thread_pool.h"
 
 namespace longshore {
-
-// Not inlined: the compiler knows nothing of float modes, and would be free to
-// move these roundings out of the scope of the caller's StandardFloatMode.
-[[gnu::noinline]] AdamScalars scalars_of(const AdamRule& rule, const Scale& scale) {
-    const double bias_correction1 = 1.0 - std::pow(rule.beta1, rule.step);
-    const double bias_correction2 = 1.0 - std::pow(rule.beta2, rule.step);
-    const float lerp_weight = static_cast<float>(1.0 - rule.beta1);
-    AdamScalars s{};
-    s.decay = rule.decoupled ? static_cast<float>(1.0 - rule.lr * rule.weight_decay) : 1.0f;
-    s.l2 = rule.decoupled ? 0.0f : static_cast<float>(rule.weight_decay);
-    // torch's lerp counts from the nearer end, so that a weight of 1 gives the
-    // gradient exactly.
-    s.lerp_from_gradient = !(lerp_weight < 0.5f);
-    s.lerp_weight = s.lerp_from_gradient ? lerp_weight - 1.0f : lerp_weight;
-    s.beta2 = static_cast<float>(rule.beta2);
-    s.one_minus_beta2 = static_cast<float>(1.0 - rule.beta2);
-    s.bias_correction2_sqrt = static_cast<float>(std::sqrt(bias_correction2));
-    s.eps = static_cast<float>(rule.eps);
-    s.negative_step_size = static_cast<float>(-(rule.lr / bias_correction1));
-    s.scale[0] = static_cast<float>(rule.maximize ? -scale.first : scale.first);
-    s.scale[1] = static_cast<float>(scale.second);
-    return s;
-}
 
 namespace {
 
@@ -58,16 +34,18 @@ void check_output(const Segment& segment, std::size_t index) {
     }
 }
 
-void check_tile(const TileStep& tile) {
+template <class Rule>
+void check_tile(const TileStep& tile, const std::vector<Rule>& rules) {
     if (tile.page_numel < 0) throw std::invalid_argument("a page of negative size");
     check_address(tile.source_page, DType::float32, "the source page");
     check_address(tile.target_page, DType::float32, "the target page");
-    const std::size_t page_bytes = 3 * sizeof(float) * static_cast<std::size_t>(tile.page_numel);
+    if (tile.page_arrays < 1 || tile.page_arrays > static_cast<std::int64_t>(kMostArrays)) {
+        throw std::invalid_argument("a page of " + std::to_string(tile.page_arrays) + " arrays");
+    }
+    for (const Rule& rule : rules) check_rule(rule, tile.page_arrays);
+    const std::size_t page_bytes = sizeof(float) * static_cast<std::size_t>(tile.page_arrays * tile.page_numel);
     if (tile.source_page != tile.target_page && overlap(tile.source_page, page_bytes, tile.target_page, page_bytes)) {
         throw std::invalid_argument("the source and target pages overlap without being the same");
-    }
-    for (const AdamRule& rule : tile.rules) {
-        if (!(rule.step >= 1.0)) throw std::invalid_argument("a step count below 1");
     }
     std::int64_t end = 0;
     for (std::size_t i = 0; i < tile.segments.size(); ++i) {
@@ -75,7 +53,7 @@ void check_tile(const TileStep& tile) {
         if (segment.numel <= 0) refuse(i, "has no elements");
         if (segment.page_offset < end) refuse(i, "begins before the one ahead of it ends");
         if (segment.numel > tile.page_numel - segment.page_offset) refuse(i, "reaches past the end of the page");
-        if (segment.rule < 0 || static_cast<std::size_t>(segment.rule) >= tile.rules.size()) {
+        if (segment.rule < 0 || static_cast<std::size_t>(segment.rule) >= rules.size()) {
             refuse(i, "names a rule that the tile does not have");
         }
         check_address(segment.gradient, segment.gradient_dtype, "the gradient");
@@ -84,37 +62,43 @@ void check_tile(const TileStep& tile) {
     }
 }
 
+// Which kernel steps by these scalars.
+StepKernel<AdamScalars> kernel_for(const KernelTable& kernels, const AdamScalars&) { return kernels.adam; }
+StepKernel<LionScalars> kernel_for(const KernelTable& kernels, const LionScalars&) { return kernels.lion; }
+StepKernel<AdagradScalars> kernel_for(const KernelTable& kernels, const AdagradScalars&) { return kernels.adagrad; }
+StepKernel<SgdScalars> kernel_for(const KernelTable& kernels, const SgdScalars&) { return kernels.sgd; }
+
 // Steps elements [begin, begin + count) of one segment.
-void step_span(const TileStep& tile, const Segment& segment, const AdamScalars& scalars, std::int64_t begin,
+template <class Scalars>
+void step_span(const TileStep& tile, const Segment& segment, const Scalars& scalars, std::int64_t begin,
                std::int64_t count, const KernelTable& kernels) {
-    const std::int64_t at = segment.page_offset + begin, stride = tile.page_numel;
+    const std::int64_t at = segment.page_offset + begin;
     const std::size_t offset = static_cast<std::size_t>(begin);
-    AdamSpan span{};
-    span.master_in = tile.source_page + at;
-    span.exp_avg_in = tile.source_page + stride + at;
-    span.exp_avg_sq_in = tile.source_page + 2 * stride + at;
-    span.master_out = tile.target_page + at;
-    span.exp_avg_out = tile.target_page + stride + at;
-    span.exp_avg_sq_out = tile.target_page + 2 * stride + at;
+    Span span{};
+    span.arrays = static_cast<std::size_t>(tile.page_arrays);
+    for (std::size_t k = 0; k < span.arrays; ++k) {
+        const std::int64_t row = static_cast<std::int64_t>(k) * tile.page_numel;
+        span.in[k] = tile.source_page + row + at;
+        span.out[k] = tile.target_page + row + at;
+    }
     span.gradient = static_cast<const char*>(segment.gradient) + offset * item_bytes(segment.gradient_dtype);
     if (segment.output_dtype != DType::none) {
         span.output = static_cast<char*>(segment.output) + offset * item_bytes(segment.output_dtype);
     }
     span.numel = static_cast<std::size_t>(count);
-    kernels.adam(scalars, segment.gradient_dtype, segment.output_dtype, span,
-                 tile.source_page != tile.target_page);
+    kernel_for(kernels, scalars)(scalars, segment.gradient_dtype, segment.output_dtype, span,
+                                 tile.source_page != tile.target_page);
 }
 
-}  // namespace
-
-void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
-    check_tile(tile);
+template <class Rule>
+void step_by(const TileStep& tile, const std::vector<Rule>& rules, ThreadPool& pool, InstructionSet isa) {
+    check_tile(tile, rules);
     const KernelTable& kernels = kernels_for(isa);
-    std::vector<AdamScalars> scalars;
-    scalars.reserve(tile.rules.size());
+    std::vector<decltype(scalars_of(rules.front(), tile.scale))> scalars;
+    scalars.reserve(rules.size());
     {
         StandardFloatMode mode;  // or flush-to-zero would make a denormal eps zero
-        for (const AdamRule& rule : tile.rules) scalars.push_back(scalars_of(rule, tile.scale));
+        for (const Rule& rule : rules) scalars.push_back(scalars_of(rule, tile.scale));
     }
 
     // Cut the run of all segments into pieces of equal size, so that a tile of
@@ -136,6 +120,12 @@ void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
             at += count;
         }
     });
+}
+
+}  // namespace
+
+void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
+    std::visit([&](const auto& rules) { step_by(tile, rules, pool, isa); }, tile.rules);
 }
 
 }  // namespace longshore

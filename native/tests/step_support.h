@@ -1,0 +1,367 @@
+// What the tests of step_tile() share: a scalar loop for each rule, values, and
+// the sweeps over sizes, places and instruction sets.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "step.h"
+#include "support.h"
+#include "thread_pool.h"
+
+namespace longshore::testing {
+
+// One element of each of a page's arrays, the master first.
+struct Element {
+    float a[kMostArrays];
+};
+using Arrays = std::vector<std::vector<float>>;
+
+// The arithmetic of kernels/reference.py, one element at a time. These files
+// are compiled without contraction, so only what says fmaf is fused.
+template <class Rule>
+class Naive;
+
+template <>
+class Naive<AdamRule> {
+  public:
+    Naive(const AdamRule& rule, Scale scale) : rule_(rule) {
+        scale0_ = static_cast<float>(rule.maximize ? -scale.first : scale.first);
+        scale1_ = static_cast<float>(scale.second);
+        decay_ = static_cast<float>(1.0 - rule.lr * rule.weight_decay);
+        weight_decay_ = static_cast<float>(rule.weight_decay);
+        one_minus_beta1_ = static_cast<float>(1.0 - rule.beta1);
+        beta2_ = static_cast<float>(rule.beta2);
+        one_minus_beta2_ = static_cast<float>(1.0 - rule.beta2);
+        root_ = rule.bias_correction ? static_cast<float>(std::sqrt(1.0 - std::pow(rule.beta2, rule.step))) : 1.0f;
+        eps_ = static_cast<float>(rule.eps);
+        const double correction = rule.bias_correction ? 1.0 - std::pow(rule.beta1, rule.step) : 1.0;
+        step_size_ = static_cast<float>(-(rule.lr / correction));
+    }
+
+    Element step(Element x, float gradient) const {
+        float g = gradient * scale0_;
+        g = g * scale1_;
+        if (rule_.weight_decay != 0.0) {
+            if (rule_.decoupled) {
+                x.a[0] = x.a[0] * decay_;
+            } else {
+                g = std::fmaf(x.a[0], weight_decay_, g);
+            }
+        }
+        if (one_minus_beta1_ < 0.5f) {
+            x.a[1] = std::fmaf(one_minus_beta1_, g - x.a[1], x.a[1]);
+        } else {
+            x.a[1] = std::fmaf(one_minus_beta1_ - 1.0f, g - x.a[1], g);
+        }
+        const float kept = x.a[2] * beta2_;
+        const float weighted = one_minus_beta2_ * g;
+        x.a[2] = std::fmaf(weighted, g, kept);
+        const float denominator = std::sqrt(x.a[2]) / root_ + eps_;
+        const float numerator = step_size_ * x.a[1];
+        x.a[0] = x.a[0] + numerator / denominator;
+        return x;
+    }
+
+  private:
+    AdamRule rule_;
+    float scale0_, scale1_, decay_, weight_decay_, one_minus_beta1_, beta2_, one_minus_beta2_, root_, eps_, step_size_;
+};
+
+template <>
+class Naive<LionRule> {
+  public:
+    Naive(const LionRule& rule, Scale scale) : rule_(rule), scale_(scale) {}
+
+    Element step(Element x, float gradient) const {
+        float g = gradient * static_cast<float>(rule_.maximize ? -scale_.first : scale_.first);
+        g = g * static_cast<float>(scale_.second);
+        const float kept = x.a[1] * static_cast<float>(rule_.beta1);
+        const float c = std::fmaf(static_cast<float>(1.0 - rule_.beta1), g, kept);
+        const float sign = std::isnan(c) ? c : static_cast<float>((c > 0.0f) - (c < 0.0f));
+        const float decayed = x.a[0] * static_cast<float>(1.0 - rule_.lr * rule_.weight_decay);
+        const float move = static_cast<float>(-rule_.lr) * sign;
+        x.a[0] = decayed + move;
+        const float still = x.a[1] * static_cast<float>(rule_.beta2);
+        x.a[1] = std::fmaf(static_cast<float>(1.0 - rule_.beta2), g, still);
+        return x;
+    }
+
+  private:
+    LionRule rule_;
+    Scale scale_;
+};
+
+template <>
+class Naive<AdagradRule> {
+  public:
+    Naive(const AdagradRule& rule, Scale scale) : rule_(rule), scale_(scale) {}
+
+    Element step(Element x, float gradient) const {
+        float g = gradient * static_cast<float>(rule_.maximize ? -scale_.first : scale_.first);
+        g = g * static_cast<float>(scale_.second);
+        if (rule_.weight_decay != 0.0) g = std::fmaf(x.a[0], static_cast<float>(rule_.weight_decay), g);
+        x.a[1] = std::fmaf(g, g, x.a[1]);
+        const float denominator = std::sqrt(x.a[1]) + static_cast<float>(rule_.eps);
+        const double lr = rule_.lr / (1.0 + (rule_.step - 1.0) * rule_.lr_decay);
+        const float numerator = static_cast<float>(-lr) * g;
+        x.a[0] = x.a[0] + numerator / denominator;
+        return x;
+    }
+
+  private:
+    AdagradRule rule_;
+    Scale scale_;
+};
+
+template <>
+class Naive<SgdRule> {
+  public:
+    Naive(const SgdRule& rule, Scale scale) : rule_(rule), scale_(scale) {}
+
+    Element step(Element x, float gradient) const {
+        float g = gradient * static_cast<float>(rule_.maximize ? -scale_.first : scale_.first);
+        g = g * static_cast<float>(scale_.second);
+        if (rule_.weight_decay != 0.0) g = std::fmaf(x.a[0], static_cast<float>(rule_.weight_decay), g);
+        if (rule_.momentum != 0.0) {
+            const float momentum = static_cast<float>(rule_.momentum);
+            const float kept = x.a[1] * momentum;
+            x.a[1] = rule_.first ? g : std::fmaf(static_cast<float>(1.0 - rule_.dampening), g, kept);
+            g = rule_.nesterov ? std::fmaf(x.a[1], momentum, g) : x.a[1];
+        }
+        x.a[0] = std::fmaf(g, static_cast<float>(-rule_.lr), x.a[0]);
+        return x;
+    }
+
+  private:
+    SgdRule rule_;
+    Scale scale_;
+};
+
+inline std::string described(const AdamRule& r) {
+    return text("Adam, lr ", r.lr, ", betas ", r.beta1, " ", r.beta2, ", eps ", r.eps, ", weight decay ",
+                r.weight_decay, r.decoupled ? " decoupled" : " L2", r.maximize ? ", maximize" : "", ", step ", r.step,
+                r.bias_correction ? "" : ", no bias correction");
+}
+inline std::string described(const LionRule& r) {
+    return text("Lion, lr ", r.lr, ", betas ", r.beta1, " ", r.beta2, ", weight decay ", r.weight_decay,
+                r.maximize ? ", maximize" : "");
+}
+inline std::string described(const AdagradRule& r) {
+    return text("Adagrad, lr ", r.lr, ", lr decay ", r.lr_decay, ", eps ", r.eps, ", weight decay ", r.weight_decay,
+                r.maximize ? ", maximize" : "", ", step ", r.step);
+}
+inline std::string described(const SgdRule& r) {
+    return text("SGD, lr ", r.lr, ", momentum ", r.momentum, ", dampening ", r.dampening, ", weight decay ",
+                r.weight_decay, r.nesterov ? ", nesterov" : "", r.first ? ", first" : "",
+                r.maximize ? ", maximize" : "");
+}
+
+inline constexpr AdamRule kDecoupled = {1e-3, 0.9, 0.999, 1e-8, 0.01, 3.0, true, false};
+inline constexpr AdamRule kL2 = {1e-3, 0.9, 0.999, 1e-8, 0.01, 3.0, false, false};
+inline constexpr Scale kScale = {0.7, 1.0 / 3.0};
+
+// Elements as they are before a step and as the oracle leaves them.
+struct Expected {
+    Arrays a, stepped;
+    Buffer gradient;
+
+    Expected(std::size_t arrays, std::size_t numel, DType gradient_dtype)
+        : a(arrays, std::vector<float>(numel)), stepped(a), gradient(gradient_dtype, numel) {}
+    std::size_t arrays() const { return a.size(); }
+    std::size_t numel() const { return a[0].size(); }
+    template <class Rule>
+    void step(const Rule& rule, Scale scale) {
+        const Naive<Rule> naive(rule, scale);
+        for (std::size_t i = 0; i < numel(); ++i) {
+            Element x{};
+            for (std::size_t k = 0; k < arrays(); ++k) x.a[k] = a[k][i];
+            x = naive.step(x, gradient.get(i));
+            for (std::size_t k = 0; k < arrays(); ++k) stepped[k][i] = x.a[k];
+        }
+    }
+    Buffer output(DType dtype) const {
+        Buffer rounded(dtype, numel());
+        for (std::size_t i = 0; i < numel(); ++i) rounded.set(i, stepped[0][i]);
+        return rounded;
+    }
+};
+
+// Ordinary values, with a special one now and then.
+inline Expected ordinary(std::size_t arrays, std::size_t numel, DType gradient_dtype, std::uint64_t seed) {
+    Random random(seed);
+    Expected values(arrays, numel, gradient_dtype);
+    const auto draw = [&random](float usual) {
+        return random.below(16) == 0 ? kSpecials[static_cast<std::size_t>(random.below(kSpecials.size()))] : usual;
+    };
+    for (std::size_t i = 0; i < numel; ++i) {
+        values.a[0][i] = draw(random.ordinary());
+        if (arrays > 1) values.a[1][i] = draw(random.ordinary() * 1e-2f);
+        if (arrays > 2) values.a[2][i] = std::fabs(draw(random.ordinary() * 1e-4f));
+        values.gradient.set(i, draw(random.ordinary()));
+    }
+    return values;
+}
+
+enum class Place { none, apart, over_gradient };
+
+// Where the buffers of one call lie: elements past a cache line.
+struct Offsets {
+    std::size_t page = 0, target = 0, gradient = 0, output = 0, in_page = 0;
+};
+
+struct Sweep {
+    InstructionSet isa;
+    DType output_dtype;
+    Place place;
+    bool in_place;
+};
+
+inline void put_page(Buffer& page, std::size_t at, const Arrays& arrays) {
+    const std::size_t stride = page.numel() / arrays.size();
+    for (std::size_t k = 0; k < arrays.size(); ++k) page.write(k * stride + at, arrays[k].data(), arrays[k].size());
+}
+
+inline Arrays first(const Arrays& arrays, std::size_t numel) {
+    Arrays cut;
+    for (const auto& array : arrays) cut.emplace_back(array.begin(), array.begin() + static_cast<std::ptrdiff_t>(numel));
+    return cut;
+}
+
+// One segment of the first `numel` elements, in buffers of its own.
+template <class Rule>
+void check_segment(const Expected& values, const Buffer& output_values, const Rule& rule, std::size_t numel,
+                   const Offsets& offsets, const Sweep& sweep, ThreadPool& pool) {
+    const std::size_t page_numel = offsets.in_page + numel;
+    const std::size_t arrays = values.arrays();
+    Buffer source(DType::float32, arrays * page_numel, offsets.page);
+    put_page(source, offsets.in_page, first(values.a, numel));
+    Buffer target(DType::float32, sweep.in_place ? 0 : arrays * page_numel, offsets.target);
+    Buffer gradient(values.gradient.dtype(), numel, offsets.gradient);
+    gradient.write(0, values.gradient.at(0), numel);
+    Buffer output(output_values.dtype(), sweep.place == Place::apart ? numel : 0, offsets.output);
+
+    Buffer expected_source = source, expected_target = target, expected_gradient = gradient, expected_output = output;
+    put_page(sweep.in_place ? expected_source : expected_target, offsets.in_page, first(values.stepped, numel));
+    Buffer& output_buffer = sweep.place == Place::over_gradient ? gradient : output;
+    Buffer& expected_output_buffer = sweep.place == Place::over_gradient ? expected_gradient : expected_output;
+    if (sweep.place != Place::none) expected_output_buffer.write(0, output_values.at(0), numel);
+
+    TileStep tile{source.floats(), sweep.in_place ? source.floats() : target.floats(),
+                  static_cast<std::int64_t>(arrays), static_cast<std::int64_t>(page_numel), {}, std::vector{rule},
+                  kScale};
+    tile.segments.push_back({static_cast<std::int64_t>(offsets.in_page), static_cast<std::int64_t>(numel),
+                             gradient.at(0), sweep.place == Place::none ? nullptr : output_buffer.at(0), 0,
+                             values.gradient.dtype(),
+                             sweep.place == Place::none ? DType::none : output_values.dtype()});
+    step_tile(tile, pool, sweep.isa);
+
+    const std::string context =
+        text(longshore::name_of(sweep.isa), sweep.in_place ? ", in place, " : ", out of place, ",
+             sweep.place == Place::over_gradient ? "output over the gradient, numel " : "numel ", numel, ", offsets ",
+             offsets.page, " ", offsets.target, " ", offsets.gradient, " ", offsets.output, " ", offsets.in_page);
+    source.check_same(expected_source, "the source page, ", context);
+    target.check_same(expected_target, "the target page, ", context);
+    gradient.check_same(expected_gradient, "the gradient, ", context);
+    output.check_same(expected_output, "the output, ", context);
+}
+
+// Over all placements of an output of every dtype.
+inline void for_each_sweep(DType gradient_dtype, const std::function<void(const Sweep&)>& body) {
+    for (const InstructionSet isa : supported_instruction_sets()) {
+        for (const bool in_place : {true, false}) {
+            body({isa, DType::float32, Place::none, in_place});
+            for (const DType output : kDTypes) {
+                body({isa, output, Place::apart, in_place});
+                if (item_bytes(output) == item_bytes(gradient_dtype)) {
+                    body({isa, output, Place::over_gradient, in_place});
+                }
+            }
+        }
+    }
+}
+
+template <class Rule>
+void check_every_numel_and_offset(const Rule& rule, std::size_t arrays) {
+    constexpr std::size_t kMost = 150;  // beyond two blocks of 64 and two vectors of 16
+    const std::size_t offset_step = kSanitized ? 5 : 1;
+    ThreadPool pool(1, {});
+    for (const DType gradient_dtype : kDTypes) {
+        Expected values = ordinary(arrays, kMost, gradient_dtype, 10 + static_cast<std::uint64_t>(gradient_dtype));
+        values.step(rule, kScale);
+        const Buffer outputs[] = {values.output(DType::float32), values.output(DType::bfloat16),
+                                  values.output(DType::float16)};
+        for_each_sweep(gradient_dtype, [&](const Sweep& sweep) {
+            const Buffer& output = outputs[static_cast<int>(sweep.output_dtype) - 1];
+            for (std::size_t numel = 1; numel <= kMost; ++numel) {
+                for (std::size_t offset = 0; offset <= 16; offset += offset_step) {
+                    // Each buffer takes all 17 offsets, and not the same at the same time.
+                    const Offsets offsets = {offset, (offset * 3 + 1) % 17, (offset * 5 + numel) % 17,
+                                             (offset * 7 + 2 * numel) % 17, offset * 11 % 17};
+                    check_segment(values, output, rule, numel, offsets, sweep, pool);
+                }
+            }
+        });
+    }
+}
+
+// In place on a page of its own, on every instruction set; `values` has been stepped.
+template <class Rule>
+void check_in_place(const Expected& values, const Rule& rule, Scale scale, ThreadPool& pool) {
+    const std::size_t numel = values.numel();
+    for (const InstructionSet isa : supported_instruction_sets()) {
+        Buffer page(DType::float32, values.arrays() * numel), expected = page;
+        put_page(page, 0, values.a);
+        put_page(expected, 0, values.stepped);
+        TileStep tile{page.floats(), page.floats(), static_cast<std::int64_t>(values.arrays()),
+                      static_cast<std::int64_t>(numel), {}, std::vector{rule}, scale};
+        tile.segments.push_back({0, static_cast<std::int64_t>(numel), values.gradient.at(0), nullptr, 0,
+                                 values.gradient.dtype(), DType::none});
+        step_tile(tile, pool, isa);
+        page.check_same(expected, longshore::name_of(isa), ", ", described(rule), ", scale ", scale.first, " ",
+                        scale.second);
+    }
+}
+
+// All combinations of special values in the arrays and the gradient, `values`
+// having been made of as many elements as there are.
+inline void fill_with_specials(Expected& values) {
+    for (std::size_t i = 0; i < values.numel(); ++i) {
+        std::size_t rest = i;
+        for (auto& array : values.a) {
+            array[i] = kSpecials[rest % kSpecials.size()];
+            rest /= kSpecials.size();
+        }
+        values.gradient.set(i, kSpecials[rest % kSpecials.size()]);
+    }
+}
+
+inline void fill_with_patterns(Expected& values, Random& random) {
+    for (std::size_t i = 0; i < values.numel(); ++i) {
+        for (auto& array : values.a) array[i] = random.pattern();
+        values.gradient.set(i, random.pattern());
+    }
+}
+
+// Every special value in every place, and random bit patterns.
+template <class Rule>
+void check_specials_and_patterns(const Rule& rule, std::size_t arrays, std::uint64_t seed) {
+    ThreadPool pool(2, {});
+    std::size_t combinations = kSpecials.size();
+    for (std::size_t k = 0; k < arrays; ++k) combinations *= kSpecials.size();
+    Expected specials(arrays, combinations, DType::float32);
+    fill_with_specials(specials);
+    specials.step(rule, {});
+    check_in_place(specials, rule, {}, pool);
+    Random random(seed);
+    Expected patterns(arrays, 200000, DType::float32);
+    fill_with_patterns(patterns, random);
+    patterns.step(rule, {});
+    check_in_place(patterns, rule, {}, pool);
+}
+
+}  // namespace longshore::testing

@@ -1,0 +1,53 @@
+"""The three numbers that multiply out, while training changes one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from longshore.engine.config import Config
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples a backward and rank, backwards a step, and ranks."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    world_size: int
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> BatchSizes:
+        """From a resolved configuration."""
+        micro, steps = config.micro_batch_size, config.gradient_accumulation_steps
+        assert micro is not None and steps is not None
+        return cls(micro, steps, world_size)
+
+    @property
+    def train_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    def with_accumulation_steps(self, steps: int) -> BatchSizes:
+        """Raises ValueError where that is no count."""
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"gradient_accumulation_steps is a number of backwards, at least 1, not {steps!r}")
+        return replace(self, accumulation_steps=steps)
+
+    def steps_for(self, train_batch_size: int) -> int:
+        """Accumulation steps that make up this train batch size.
+
+        Raises:
+            ValueError: it is no multiple of the samples of one backward on all ranks.
+        """
+        unit = self.micro_batch_size * self.world_size
+        if isinstance(train_batch_size, bool) or not isinstance(train_batch_size, int) or train_batch_size < unit:
+            raise ValueError(
+                f"train_batch_size is a multiple of {unit} (micro batch {self.micro_batch_size} x {self.world_size} "
+                f"ranks), not {train_batch_size!r}"
+            )
+        if train_batch_size % unit:
+            below = train_batch_size // unit * unit
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is no multiple of {unit} (micro batch {self.micro_batch_size} x "
+                f"{self.world_size} ranks); {below} and {below + unit} are"
+            )
+        return train_batch_size // unit

@@ -1,0 +1,297 @@
+"""The engine: forward, backward and step of one model, sharded and offloaded, with DeepSpeed's calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from longshore.engine.batch_sizes import BatchSizes
+from longshore.engine.config import Config
+from longshore.engine.explain import Explanation, explain
+from longshore.engine.loss_scale import LossScale
+from longshore.engine.precision import Precision
+from longshore.engine.ranks import Ranks
+from longshore.engine.timers import StepLine
+from longshore.engine.window import Window
+from longshore.errors import GradientError, LongshoreError
+from longshore.optim.host_optimizer import HostOptimizer
+
+
+class Engine(nn.Module):
+    """What ``longshore.initialize`` returns first.
+
+    ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``: with several
+    ranks, every rank makes the same calls in the same order.
+
+    Args:
+        module: the model, on its device and in its dtype.
+        optimizer: steps its parameters.
+        config: resolved for the number of ranks.
+        ranks: of the run.
+        precision: casts and autocast.
+        loss_scale: policy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: HostOptimizer,
+        config: Config,
+        ranks: Ranks,
+        precision: Precision,
+        loss_scale: LossScale,
+    ) -> None:
+        super().__init__()
+        # Fixed.
+        self.module = module
+        self.optimizer = optimizer
+        self.config = config
+        self.ranks = ranks
+        self._precision = precision
+        self._loss_scale = loss_scale
+        self._clip = config.gradient_clipping
+        # Set once, by initialize().
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        # Change with every step.
+        self._sizes = BatchSizes.of(config, ranks.world_size)
+        self._window = Window(self._sizes.accumulation_steps)
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self._applied = False
+        self._norm: Tensor | None = None
+        self._line = StepLine(config, ranks.rank)
+        # Of one window.
+        self._synchronize = True
+        self._announced = 0
+        self._scaled = False
+        self._failed_backward: BaseException | None = None
+        optimizer.set_loss_scale(loss_scale.value)
+
+    # -- forward and backward -------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's forward, under the configured autocast."""
+        with self._line.timing("forward"), self._precision.entered():
+            inputs, kwargs = self._precision.cast((inputs, kwargs))
+            return self.module(*inputs, **kwargs)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale, for a ``loss.backward()`` of your own."""
+        self._scaled = True
+        return self._times_scale(loss)
+
+    def _times_scale(self, loss: Tensor) -> Tensor:
+        return loss if self._loss_scale.value == 1.0 else loss.float() * self._loss_scale.value
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """One backward of the window.
+
+        Args:
+            loss: one element; divided by the number of accumulation steps.
+            retain_graph: as in torch.
+            scale_wrt_gas: false leaves the division out.
+
+        Returns:
+            The loss as it was differentiated, without the loss scale.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"engine.backward() takes a loss of one element, not {found}; reduce it, with mean() say")
+        if scale_wrt_gas and self._window.accumulation_steps > 1:
+            loss = loss / self._window.accumulation_steps
+        before = self.optimizer.gradients_arrived
+        self.optimizer.begin_backward(self._synchronize)
+        failure: BaseException | None = None
+        try:
+            with self._line.timing("backward"):
+                self._times_scale(loss).backward(retain_graph=retain_graph)
+        except BaseException as error:
+            failure = self._failed_backward = error
+            raise
+        finally:
+            self.optimizer.end_backward(failure)
+        self._announced += self.optimizer.gradients_arrived - before
+        self._window.backwards += 1
+        self.micro_steps += 1
+        return loss
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add up on this rank; they are reduced with the next one outside, or by ``step()``."""
+        former, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = former
+
+    coalesce_grad_reduction = no_sync
+
+    # -- the step -------------------------------------------------------------
+
+    def step(self) -> None:
+        """Apply the window if it is due: clip, step, publish, advance the schedule. Otherwise nothing.
+
+        Raises:
+            GradientError: a gradient that cannot be counted, by name; nothing was stepped.
+            RankError: the ranks do different things.
+        """
+        self._applied = False
+        raw = self.optimizer.gradients_arrived > self._announced
+        if self._failed_backward is not None:
+            raise GradientError(
+                f"a backward of this window failed ({type(self._failed_backward).__name__}: {self._failed_backward}); "
+                "call engine.zero_grad() to discard the window and go on"
+            ) from self._failed_backward
+        if not self._window.due(raw):
+            self._window.calls += 1
+            return
+        if raw and self._loss_scale.value != 1.0 and not self._scaled:
+            raise GradientError(
+                f"gradients came from loss.backward() without the loss scale ({self._loss_scale.value:g}); "
+                "call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        with self._line.timing("step"):
+            self._applied = self._apply_window()
+        self._end_window()
+        self.global_steps += 1
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._line.after_step(self)
+
+    def _apply_window(self) -> bool:
+        """Clip and step; false where an overflow skipped it."""
+        self._norm = None
+        if self._clip is not None:
+            self._norm = self.optimizer.clip_grad_norm_(self._clip)
+        elif self._loss_scale.skips_overflow:
+            self._norm = self.optimizer.grad_norm()
+        # The norm is the same number on all ranks, and so is what follows from it (law 6).
+        if self._loss_scale.skips_overflow:
+            assert self._norm is not None
+            overflow = not bool(torch.isfinite(self._norm))
+            if overflow:
+                self.optimizer.zero_grad()
+                self._end_window()
+                self.skipped_steps += 1
+            self._loss_scale.update(overflow)
+            if overflow:
+                self.optimizer.set_loss_scale(self._loss_scale.value)
+                return False
+        self.optimizer.step()
+        self.optimizer.set_loss_scale(self._loss_scale.value)
+        return True
+
+    def _end_window(self) -> None:
+        self._window.close()
+        self._announced = 0
+        self._scaled = False
+        self._failed_backward = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard everything that the window holds, on the host too."""
+        self.optimizer.zero_grad(set_to_none)
+        self._end_window()
+
+    # -- the window -----------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the backward that is under way, or has just ended, is the last of its window."""
+        return self._window.at_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Declare whether the next ``step()`` applies, until declared otherwise; None: count backwards again."""
+        if is_boundary is not None and not isinstance(is_boundary, bool):
+            raise TypeError(f"a boundary is True, False or None, not {is_boundary!r}")
+        self._window.boundary = is_boundary
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._window.accumulation_steps
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Backwards a step from the next window on; the micro batch stays, the train batch changes."""
+        self._sizes = self._sizes.with_accumulation_steps(steps)
+        self._window.set_accumulation_steps(steps)
+
+    def train_batch_size(self) -> int:
+        """Samples a step, over all ranks."""
+        return self._sizes.train_batch_size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the accumulation steps so that a step has this many samples; the micro batch stays."""
+        self.set_gradient_accumulation_steps(self._sizes.steps_for(train_batch_size))
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples a backward, on one rank."""
+        return self._sizes.micro_batch_size
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the weights: it was due, and there was no overflow."""
+        return self._applied
+
+    # -- looking --------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm that the last applied or skipped step measured, before clipping; None where it measured none."""
+        return None if self._norm is None else float(self._norm)
+
+    def get_lr(self) -> list[float]:
+        """Of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    @property
+    def loss_scale(self) -> float:
+        return self._loss_scale.value
+
+    @property
+    def cur_scale(self) -> float:
+        return self._loss_scale.value
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    @property
+    def local_rank(self) -> int:
+        return self.ranks.local_rank
+
+    @property
+    def global_rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks.world_size
+
+    @property
+    def global_samples(self) -> int:
+        return self.micro_steps * self._sizes.micro_batch_size * self.ranks.world_size
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.stage
+
+    def explain(self, print_it: bool = True) -> Explanation:
+        """Buckets, tiles, owners, bytes, and what became of every gradient of the last window."""
+        explanation = explain(self)
+        if print_it and self.ranks.rank == 0:
+            explanation.print()
+        return explanation
+
+    # -- the end --------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Wait for what is under way, leave the parameters as ordinary ones, and let go of threads and groups."""
+        self.optimizer.close()
+        self.ranks.close()
+
+
+Client = Optimizer | Callable[[list[Any]], Optimizer]
+"""What ``initialize(optimizer=...)`` takes."""
+
+__all__ = ["Client", "Engine", "LongshoreError"]

@@ -1,0 +1,203 @@
+"""``longshore.initialize``: from a model and a configuration to an engine."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from longshore.engine.activation_checkpointing import CheckpointingSettings, install, is_configured
+from longshore.engine.config import Config, load_config
+from longshore.engine.data import make_loader
+from longshore.engine.engine import Engine
+from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from longshore.engine.optimizers import make_optimizer
+from longshore.engine.precision import DTYPES, Precision
+from longshore.engine.ranks import Ranks, join
+from longshore.engine.schedules import make_schedule
+from longshore.optim import Offload
+from longshore.optim.offload import Placement
+from longshore.sharding import ReductionSettings, ShardedPlacement
+
+
+class Initialized(NamedTuple):
+    """The four results of :func:`initialize`, in the order that scripts unpack."""
+
+    engine: Engine
+    optimizer: Optimizer
+    training_dataloader: Any
+    lr_scheduler: Any
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    *,
+    offload: Offload | None = None,
+) -> Initialized:
+    """Make an engine; the signature is ``deepspeed.initialize``'s.
+
+    Works alike under torchrun, plain python, Slurm or MPI, or in a process group that is there already.
+
+    Args:
+        args: may carry ``deepspeed_config``, a path, where ``config`` is not given.
+        model: moved to this rank's device and cast as the configuration says; stays the same object.
+        optimizer: one of ours, an elementwise one of torch, or a function from parameters to one.
+            None: the one that the configuration names.
+        model_parameters: parameters or groups for that one; None: all that are trainable.
+        training_data: a dataset; gives the third result.
+        lr_scheduler: a scheduler, or a function from an optimizer to one. None: the configuration's, or none.
+        distributed_port: of rank 0, where no launcher names one.
+        mpu, mesh_param: model parallelism is refused.
+        dist_init_required: False: the process group has to be there already.
+        collate_fn: of the loader of ``training_data``.
+        config: a path to a DeepSpeed JSON file, its content, or our own :class:`Config`.
+        config_params: the old name of ``config``.
+        offload: settings of the host side beyond the configuration's (tests pass a simulated transfer).
+
+    Returns:
+        Engine, its optimizer, the loader or None, the scheduler or None.
+
+    Raises:
+        ConfigError: everything that is wrong with the configuration, at once.
+        ValueError, TypeError: arguments that cannot be honoured, by name.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
+    loaded = load_config(_chosen_config(args, config, config_params))
+    ranks = _join(distributed_port, dist_init_required)
+    try:
+        settings = loaded.config.resolved(ranks.world_size)
+        if ranks.rank == 0:
+            for note in loaded.notes:
+                warnings.warn(note, stacklevel=2)
+        precision = Precision.of(settings, ranks.device)
+        precision.convert(model)
+        model.to(ranks.device)
+        _broadcast(model, ranks)
+        if settings.cpu_checkpointing and not is_configured():
+            install(CheckpointingSettings(cpu_checkpointing=True))
+        placement = _placement(settings, ranks, offload)
+        made = make_optimizer(model, optimizer, model_parameters, settings, placement)
+        engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
+        engine.lr_scheduler = _schedule(lr_scheduler, settings, made)
+        if training_data is not None:
+            assert settings.micro_batch_size is not None
+            engine.training_dataloader = make_loader(
+                training_data, settings.micro_batch_size, ranks, collate_fn, settings.drop_last
+            )
+    except BaseException:
+        ranks.close()
+        raise
+    if settings.dump_state:
+        engine.explain()
+    return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None) if args is not None else None
+    given = [value for value in (config, config_params, from_args) if value is not None]
+    if len(given) != 1:
+        raise ValueError(
+            "initialize() needs config=: a path, a dictionary, or a longshore.Config"
+            if not given
+            else "the configuration is given twice: as config=, config_params= or args.deepspeed_config; keep config="
+        )
+    return given[0]
+
+
+def _join(port: int | None, required: bool | None) -> Ranks:
+    if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "dist_init_required=False, and no process group is initialised; initialise it, or leave it out"
+        )
+    if port is None:
+        return join()
+    return join(environ={"MASTER_PORT": str(port), **os.environ} if "WORLD_SIZE" in os.environ else None)
+
+
+@torch.no_grad()
+def _broadcast(model: nn.Module, ranks: Ranks) -> None:
+    """All ranks begin with the weights and buffers of rank 0."""
+    if ranks.world_size == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.numel() > 0:
+            values = tensor.detach().contiguous()
+            dist.broadcast(values.view(-1).view(torch.uint8), src=0, group=ranks.group)
+            tensor.copy_(values)
+
+
+def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placement:
+    """The strategy, chosen once: one rank keeps everything, several share it."""
+    if offload is None:
+        offload = Offload(
+            tile_numel=config.tile_numel,
+            threads=config.threads,
+            cpu_set=config.cpu_set,
+            device=config.offload_optimizer,
+        )
+    if ranks.world_size == 1:
+        return offload
+    predivide = float(ranks.world_size) if config.prescale_gradients else config.gradient_predivide_factor
+    reduction = ReductionSettings(
+        bucket_numel=config.reduce_bucket_numel,
+        each_backward=False,
+        early=config.overlap_comm,
+        wire_dtype=DTYPES[config.communication_dtype] if config.communication_dtype else None,
+        sum_dtype=DTYPES[config.accumulation_dtype],
+        predivide=predivide,
+    )
+    return ShardedPlacement(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel)
+
+
+def _loss_scale(config: Config) -> LossScale:
+    scaling = config.loss_scaling
+    if scaling is None:
+        return NoLossScale()
+    if scaling.scale is not None:
+        return StaticLossScale(scaling.scale)
+    return DynamicLossScale(
+        scaling.initial_scale_power,
+        scaling.window,
+        scaling.hysteresis,
+        scaling.consecutive_hysteresis,
+        scaling.min_scale,
+    )
+
+
+def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
+    if given is None:
+        if config.scheduler is None:
+            return None
+        parameters = config.scheduler.model_dump(exclude={"type"}, exclude_none=True)
+        return make_schedule(config.scheduler.type, parameters, optimizer)
+    if config.scheduler is not None:
+        raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
+    if callable(getattr(given, "step", None)):
+        # It was built on the optimizer that ours replaced.
+        given.optimizer = optimizer
+        return given
+    if callable(given):
+        return given(optimizer)
+    raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {type(given).__name__}")

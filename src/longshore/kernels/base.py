@@ -1,0 +1,42 @@
+"""What every set of kernels offers, wherever its tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longshore.kernels.host import TileSegment
+from longshore.kernels.rules import UNSCALED, Rule, Scale
+
+
+class Kernels(Protocol):
+    """:class:`~longshore.kernels.HostKernels` or :class:`~longshore.kernels.DeviceKernels`:
+    the same bits from the same arguments, which are tensors on ``device``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of every call are."""
+        ...
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether calls return before their work is done, which is then done in stream order."""
+        ...
+
+    def step_tile(
+        self,
+        source_page: Tensor,
+        target_page: Tensor,
+        segments: Sequence[TileSegment],
+        rules: Sequence[Rule],
+        scale: Scale = UNSCALED,
+    ) -> None: ...
+
+    def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None: ...
+
+    def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int: ...
+
+    def sum_of_squares(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> float: ...

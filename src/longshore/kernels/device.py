@@ -1,0 +1,235 @@
+"""The kernels for optimizer state that stays on a CUDA device: the bits of the host kernels, from Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from longshore.kernels.host import TileSegment, check_pages, check_pair, check_segment, dtype_code
+from longshore.kernels.rules import UNSCALED, Rule, Scale
+from longshore.kernels.scalars import float32_rows, kind_of, row_of
+
+_NORM_BLOCK_NUMEL = 1 << 16
+"""Elements whose squares are added into one set of lanes; kPieceNumel of native/buffers.h."""
+
+_PASS = {"num_warps": 4, "enable_fp_fusion": False}
+"""How kernels are launched; without fusion, each operation rounds on its own."""
+
+
+class DeviceKernels:
+    """Triton kernels over the tensors of one CUDA device.
+
+    The methods are those of :class:`~longshore.kernels.HostKernels`, with the
+    same arguments, errors and bits. Work is given to the current stream;
+    ``reconcile`` and ``sum_of_squares`` wait for their results.
+
+    One launch steps a tile, by a table of its segments that is copied to the
+    device first: a tile may hold hundreds of biases and norms, and a launch for
+    each would cost the host more than the step costs the device.
+
+    Args:
+        device: a CUDA device; or the CPU in a process in which Triton was
+            imported with ``TRITON_INTERPRET=1`` (slow; for tests).
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+        ValueError: a device that Triton's kernels cannot run on here.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self._triton = _triton_rules(device)
+        # A compiler that is missing or fails is heard of here, and not in a hook.
+        one = torch.zeros(1, dtype=torch.float32, device=device)
+        self.accumulate(one, one, add=False)
+
+    def step_tile(
+        self,
+        source_page: Tensor,
+        target_page: Tensor,
+        segments: Sequence[TileSegment],
+        rules: Sequence[Rule],
+        scale: Scale = UNSCALED,
+    ) -> None:
+        """Step the segments of one tile in one pass; see :meth:`HostKernels.step_tile`.
+
+        Raises:
+            ValueError: a table that a tile cannot have; nothing was written.
+        """
+        check_pages(source_page, target_page)
+        page_arrays, page_numel = source_page.shape
+        self._check_overlap(source_page, target_page)
+        kind = kind_of(rules, page_arrays)
+        rows = self._rows(segments, page_numel, len(rules))
+        if not rows:
+            return
+        blocks = [-(-row[1] // self._triton.STEP_BLOCK.value) for row in rows]
+        firsts = [0, *itertools.accumulate(blocks)]
+        table = torch.tensor([[*row, first] for row, first in zip(rows, firsts, strict=False)], dtype=torch.int64)
+        owners = torch.repeat_interleave(torch.tensor(blocks))
+        with self._current():
+            self._triton.step_tile[(firsts[-1],)](
+                source_page,
+                target_page,
+                page_numel,
+                self._upload(table),
+                self._upload(owners),
+                self._upload(float32_rows([row_of(rule, scale) for rule in rules])),
+                kind.code,
+                page_arrays,
+                **_PASS,
+            )
+
+    def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
+        """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
+        check_pair(target, source)
+        self._elementwise(self._triton.accumulate, target, source, int(add))
+
+    def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int:
+        """Count the elements of ``parameter`` that are not the rounded ``master``.
+
+        Bits are compared. With ``adopt``, each such element becomes the master.
+        """
+        check_pair(master, parameter)
+        differing = torch.zeros(parameter.numel(), dtype=torch.uint8, device=self.device)
+        self._elementwise(self._triton.reconcile, master, parameter, int(adopt), differing)
+        return int(differing.sum(dtype=torch.int64))
+
+    def sum_of_squares(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> float:
+        """The sum of squares of all (scaled, float32) elements, added in double in the order of the host kernel.
+
+        ``parameters`` holds, for each parameter, its flat gradient in
+        consecutive pieces. The bits do not depend on the cut.
+        """
+        starts, spans = [0], []
+        for pieces in parameters:
+            for block in self._norm_blocks(pieces):
+                spans += block
+                starts.append(len(spans))
+        if not spans:
+            return 0.0
+        blocks, lanes = len(starts) - 1, self._triton.NORM_LANES.value
+        sums = torch.empty(blocks, lanes, dtype=torch.float64, device=self.device)
+        with self._current():
+            self._triton.sum_of_squares[(blocks,)](
+                self._upload(torch.tensor(starts, dtype=torch.int64)),
+                self._upload(torch.tensor(spans, dtype=torch.int64)),
+                self._upload(float32_rows([[scale.first, scale.second]])),
+                sums,
+                num_warps=1,
+                enable_fp_fusion=False,
+            )
+        # Lane by lane and then block by block, each in order, which accumulate (unlike sum) is.
+        of_blocks = numpy.add.accumulate(sums.cpu().numpy(), axis=1)[:, -1]
+        return float(numpy.add.accumulate(of_blocks)[-1])
+
+    def _norm_blocks(self, pieces: Sequence[Tensor]) -> list[list[tuple[int, ...]]]:
+        """The spans of each block of one parameter: the address that its first element would have, and
+        the dtype, begin and end of the part that is there."""
+        begins = [0, *itertools.accumulate(piece.numel() for piece in pieces)]
+        blocks: list[list[tuple[int, ...]]] = [[] for _ in range(0, begins[-1], _NORM_BLOCK_NUMEL)]
+        for piece, begin in zip(pieces, begins, strict=False):
+            code, first = dtype_code(piece), self._address(piece) - begin * piece.element_size()
+            end = begin + piece.numel()
+            for index in range(begin // _NORM_BLOCK_NUMEL, -(-end // _NORM_BLOCK_NUMEL)):
+                start = max(begin, index * _NORM_BLOCK_NUMEL)
+                stop = min(end, (index + 1) * _NORM_BLOCK_NUMEL)
+                if start < stop:
+                    blocks[index].append((first, code, start, stop))
+        return blocks
+
+    def _elementwise(self, kernel: Any, target: Tensor, source: Tensor, option: int, *more: Tensor) -> None:
+        code, addresses = dtype_code(source), (self._address(target), self._address(source))
+        if source.numel() == 0:
+            return
+        programs = -(-source.numel() // self._triton.PASS_BLOCK.value)
+        with self._current():
+            kernel[(programs,)](*addresses, code, source.numel(), option, *more, **_PASS)
+
+    # -- checks: those of native/step.cpp, in its words ------------------------
+
+    def _check_overlap(self, source: Tensor, target: Tensor) -> None:
+        begin, other, num_bytes = self._address(source), self._address(target), 4 * source.numel()
+        if begin != other and begin < other + num_bytes and other < begin + num_bytes:
+            raise ValueError("the source and target pages overlap without being the same")
+
+    def _rows(self, segments: Sequence[TileSegment], page_numel: int, rules: int) -> list[tuple[int, ...]]:
+        rows, end = [], 0
+        for segment in segments:
+            check_segment(segment)
+        for index, segment in enumerate(segments):
+            offset, numel = segment.page_offset, segment.gradient.numel()
+            if numel == 0:
+                raise _refused(index, "has no elements")
+            if offset < end:
+                raise _refused(index, "begins before the one ahead of it ends")
+            if numel > page_numel - offset:
+                raise _refused(index, "reaches past the end of the page")
+            if not 0 <= segment.rule < rules:
+                raise _refused(index, "names a rule that the tile does not have")
+            end = offset + numel
+            rows.append((offset, numel, *self._pointers(index, segment), segment.rule))
+        return rows
+
+    def _pointers(self, index: int, segment: TileSegment) -> tuple[int, int, int, int]:
+        gradient, output = segment.gradient, segment.output
+        address, code = self._address(gradient), dtype_code(gradient)
+        if output is None:
+            return address, code, 0, 0
+        out_address, out_code = self._address(output), dtype_code(output)
+        numel, gradient_bytes, output_bytes = gradient.numel(), gradient.element_size(), output.element_size()
+        in_its_place = address == out_address and gradient_bytes == output_bytes
+        apart = out_address + numel * output_bytes <= address or address + numel * gradient_bytes <= out_address
+        if not in_its_place and not apart:
+            raise _refused(index, "has an output that overlaps its gradient; it may only take its place exactly")
+        return address, code, out_address, out_code
+
+    def _address(self, tensor: Tensor) -> int:
+        if tensor.device != self.device or not tensor.is_contiguous():
+            raise ValueError(
+                f"these kernels take contiguous tensors on {self.device}, "
+                f"not one of strides {tensor.stride()} on {tensor.device}"
+            )
+        return tensor.data_ptr()
+
+    # -- the device ------------------------------------------------------------
+
+    def _upload(self, tensor: Tensor) -> Tensor:
+        # From pageable memory: the copy is staged before the call returns, and
+        # the tensor may go at once.
+        return tensor.to(self.device, non_blocking=True)
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton launches on the current device, which need not be ours."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+
+def _triton_rules(device: torch.device) -> ModuleType:
+    """The Triton code, imported when it is first used: Triton takes a second to import."""
+    try:
+        from longshore.kernels import triton_rules
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f"keeping optimizer state on {device} needs Triton, and there is no {missing.name}: pip install "
+            "'longshore[cuda]', or keep the state on the host"
+        ) from missing
+    runs_on = "cpu" if triton_rules.INTERPRETED else "cuda"
+    if device.type != runs_on:
+        mode = "in Triton's interpreter (TRITON_INTERPRET is set)" if triton_rules.INTERPRETED else "compiled"
+        raise ValueError(f"the kernels run {mode}, so their tensors are on {runs_on}, not on {device}")
+    return triton_rules
+
+
+def _refused(index: int, why: str) -> ValueError:
+    return ValueError(f"segment {index} of the tile {why}")

@@ -1,0 +1,6 @@
+"""Buckets, rounds and strategies: how several ranks train one model."""
+
+from longshore.sharding.placement import STRATEGIES, ShardedPlacement
+from longshore.sharding.store import ReductionSettings, ShardedStore
+
+__all__ = ["STRATEGIES", "ReductionSettings", "ShardedPlacement", "ShardedStore"]

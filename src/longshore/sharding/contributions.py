@@ -1,0 +1,50 @@
+"""What one rank brings to the next reduction: gradients by parameter, not reduced yet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Contributions:
+    """The gradients of one round. The first of a parameter is kept as it is, later ones are added (law 1).
+
+    Args:
+        dtype: of the sums.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._gradients: dict[int, Tensor] = {}
+        self._summed: set[int] = set()
+
+    def __contains__(self, parameter: int) -> bool:
+        return parameter in self._gradients
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+    @property
+    def summed(self) -> bool:
+        """Whether any of them is a sum, which its parameter's dtype may not hold."""
+        return bool(self._summed)
+
+    def add(self, parameter: int, gradient: Tensor) -> None:
+        """One more gradient, flat."""
+        held = self._gradients.get(parameter)
+        if held is None:
+            self._gradients[parameter] = gradient
+        elif parameter in self._summed:
+            held.add_(gradient)
+        else:
+            # Out of place: the first one may be the user's own tensor.
+            self._gradients[parameter] = held.to(self._dtype) + gradient.to(self._dtype)
+            self._summed.add(parameter)
+
+    def forget(self, parameter: int) -> None:
+        self._gradients.pop(parameter, None)
+        self._summed.discard(parameter)
+
+    def take(self, parameters: list[int]) -> dict[int, Tensor]:
+        """The gradients of these parameters, which are no longer held here."""
+        return {parameter: self._gradients.pop(parameter) for parameter in parameters if parameter in self._gradients}

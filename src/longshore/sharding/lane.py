@@ -1,0 +1,191 @@
+"""The one thread from which all collectives of an engine leave, in order (law 7)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longshore.errors import GradientError, RankError
+from longshore.host import Worker
+
+T = TypeVar("T")
+
+
+class Action(IntEnum):
+    """What a rank is about to do together with the others."""
+
+    BACKWARD = 1
+    STEP = 2
+    PUBLISH = 3
+    NORM = 4
+    READ = 5
+
+    @property
+    def words(self) -> str:
+        return {
+            Action.BACKWARD: "in backward",
+            Action.STEP: "in step()",
+            Action.PUBLISH: "publishing parameters",
+            Action.NORM: "measuring the gradients' norm",
+            Action.READ: "reading optimizer state",
+        }[self]
+
+
+class CollectiveLane:
+    """Collectives of one group of ranks, run one after the other on a thread of their own.
+
+    Every sequence of collectives begins with :meth:`meet`, in which each rank
+    says what it is about to do. So ranks that do different things get an error
+    at once and do not wait for each other.
+
+    Args:
+        group: the ranks that share the work; None: all.
+        device: where tensors that are communicated have to be.
+        limit_bytes: of gradients that may wait for their bucket's turn.
+    """
+
+    def __init__(self, group: Any, device: torch.device, limit_bytes: int) -> None:
+        # Fixed.
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self._group = group
+        self.device = device
+        self._peers = [dist.get_global_rank(group, rank) if group else rank for rank in range(self.world_size)]
+        self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives")
+        # Set once.
+        self._dead: BaseException | None = None
+        # Of one window.
+        self._untold = False
+        """This rank gave up its window, and the others may not know."""
+
+    # -- jobs, from any thread ------------------------------------------------
+
+    def submit(self, job: Callable[[], None], held_bytes: int = 0) -> None:
+        """Queue ``job``; blocks while gradients of more than the limit wait."""
+        self._worker.submit(lambda: self._guarded(job), held_bytes)
+
+    def drain(self) -> None:
+        """Wait for every job; raises what the first failed one raised."""
+        failure = self._worker.drain()
+        if failure is not None:
+            raise failure
+
+    def run(self, job: Callable[[], T]) -> T:
+        """Run ``job`` behind all others and return its result."""
+        results: list[T] = []
+        self.submit(lambda: results.append(job()))
+        self.drain()
+        return results[0]
+
+    def _guarded(self, job: Callable[[], None]) -> None:
+        if self._dead is not None:
+            raise self._dead
+        try:
+            job()
+        except (GradientError, RankError):
+            raise
+        except RuntimeError as failure:
+            # What torch.distributed raises when a peer is gone or late.
+            self._dead = RankError(
+                f"rank {self.rank}: a collective failed, so another rank has probably ended: {failure} "
+                "(look at the first error of any rank, and start again from a checkpoint)"
+            )
+            raise self._dead from failure
+
+    def close(self) -> None:
+        if self._dead is None:
+            self._worker.close()
+
+    # -- collectives, from jobs -----------------------------------------------
+
+    def give_up_window(self) -> None:
+        """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
+        self._untold = True
+
+    def meet(self, action: Action, number: int) -> None:
+        """All ranks are at ``action`` number ``number``.
+
+        Raises:
+            GradientError: another rank gave up the window.
+            RankError: the ranks do different things; says which rank does what.
+        """
+        while True:
+            told, self._untold = self._untold, False
+            rows = self.rows(torch.tensor([action, number, told], dtype=torch.int64))
+            doing = [(Action(int(row[0])), int(row[1])) for row in rows]
+            gave_up = [rank for rank, row in enumerate(rows) if row[2]]
+            if all(other == doing[0] for other in doing):
+                return
+            if not gave_up:
+                raise RankError(f"the ranks do different things: {_list(doing)}; {_ADVICE}")
+            if not told:
+                raise GradientError(
+                    f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
+                )
+            # The others were told where they were. They will be here next.
+
+    def rows(self, row: Tensor) -> Tensor:
+        """Every rank's ``row``, stacked, on the CPU: shape ``[world_size, *row.shape]``."""
+        mine = row.to(self.device)
+        # In older torch the same call has a longer name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        rows = torch.empty((self.world_size * row.numel(),), dtype=row.dtype, device=self.device)
+        gather(rows, mine.reshape(-1), group=self._group)
+        return rows.view(self.world_size, *row.shape).cpu()
+
+    def exchange(self, chunks: Tensor) -> Tensor:
+        """Chunk ``k`` of each rank goes to rank ``k``.
+
+        Args:
+            chunks: uint8 ``[world_size, chunk_bytes]``, contiguous.
+
+        Returns:
+            uint8 ``[world_size, chunk_bytes]``: what each rank had for this one.
+        """
+        received = torch.empty_like(chunks)
+        dist.all_to_all_single(received.view(-1), chunks.view(-1), group=self._group)
+        return received
+
+    def gather(self, chunk: Tensor) -> Tensor:
+        """Every rank's ``chunk``: uint8 ``[chunk_bytes]`` -> ``[world_size, chunk_bytes]``."""
+        received = torch.empty((self.world_size, chunk.numel()), dtype=torch.uint8, device=chunk.device)
+        received[self.rank].copy_(chunk)
+        # Sent and received directly: gloo's own all-gather takes several times as long.
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        work = [dist.P2POp(dist.isend, chunk, self._peers[rank], self._group) for rank in others]
+        work += [dist.P2POp(dist.irecv, received[rank], self._peers[rank], self._group) for rank in others]
+        for request in dist.batch_isend_irecv(work) if work else ():
+            request.wait()
+        return received
+
+    def compare(self, what: str, values: Sequence[int]) -> None:
+        """All ranks have the same numbers; for ``LONGSHORE_DEBUG=1``.
+
+        Raises:
+            RankError: naming the ranks that differ from rank 0.
+        """
+        rows = self.rows(torch.tensor(list(values), dtype=torch.int64))
+        differing = [rank for rank in range(self.world_size) if not torch.equal(rows[rank], rows[0])]
+        if differing:
+            raise RankError(f"{what} of rank {', '.join(map(str, differing))} differ from those of rank 0; {_ADVICE}")
+
+
+def debugging() -> bool:
+    """Whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
+    return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")
+
+
+_ADVICE = "every rank has to run the same number of backwards and steps, with the same parameters, in the same order"
+
+
+def _list(doing: Sequence[tuple[Action, int]]) -> str:
+    return ", ".join(
+        f"rank {rank} is {action.words}" + (f" {number} of its window" if action is Action.BACKWARD else "")
+        for rank, (action, number) in enumerate(doing)
+    )

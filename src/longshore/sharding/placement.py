@@ -1,0 +1,56 @@
+"""Strategies by stage: made once, asked never again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from longshore.optim import Offload
+from longshore.optim.offload import Placement
+from longshore.sharding.lane import CollectiveLane
+from longshore.sharding.ownership import Ownership, Replicated, Sharded
+from longshore.sharding.store import ReductionSettings, ShardedStore
+
+
+class Strategy(NamedTuple):
+    """What a ZeRO stage means here."""
+
+    ownership: Callable[[CollectiveLane, int], Ownership]
+    each_backward: bool
+
+
+STRATEGIES: Mapping[int, Strategy] = {
+    0: Strategy(lambda lane, _: Replicated(lane), each_backward=False),
+    1: Strategy(Sharded, each_backward=False),
+    2: Strategy(Sharded, each_backward=True),
+}
+
+
+@dataclass(frozen=True)
+class ShardedPlacement(Placement):
+    """State spread over the ranks of a process group.
+
+    Attributes:
+        offload: how each rank keeps its part.
+        group: of ranks; None: all of them.
+        stage: 0, 1 or 2.
+        settings: how gradients are reduced; ``each_backward`` is the stage's.
+        gather_numel: elements of parameters that are gathered together.
+    """
+
+    offload: Offload
+    group: Any
+    stage: int
+    settings: ReductionSettings
+    gather_numel: int
+
+    def make_store(self, device: torch.device, hold_gradients: bool) -> ShardedStore:
+        strategy = STRATEGIES[self.stage]
+        settings = replace(self.settings, each_backward=strategy.each_backward)
+        lane = CollectiveLane(self.group, device, limit_bytes=settings.bucket_numel)
+        # What comes out of a reduction is float32, whatever went in.
+        inner = self.offload.make_store(device, hold_gradients=True, gradient_dtype=torch.float32)
+        return ShardedStore(inner, lane, strategy.ownership(lane, self.gather_numel), settings)

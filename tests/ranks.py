@@ -1,0 +1,94 @@
+"""Ranks for tests: processes that stay for the whole run, since each takes seconds to import torch.
+
+A case is a function at the top of a module, called on every rank with its
+arguments; what it returns or raises comes back.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 60
+
+
+class RankFailure(AssertionError):
+    """A case raised something on a rank."""
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((True, function(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Ranks:
+    """``world_size`` processes with a gloo group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = tempfile.mktemp(prefix="longshore-ranks-")
+        for rank in range(self.world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a case on all ranks; returns its results by rank.
+
+        Raises:
+            RankFailure: with the tracebacks of the ranks that raised.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                done, result = pipe.recv() if pipe.poll(2 * TIMEOUT_S) else (False, "did not answer in time")
+            except EOFError:
+                done, result = False, "ended"
+            results.append(result)
+            if not done:
+                failures.append(f"rank {rank}: {result}")
+        if failures:
+            self.stop()  # the ranks may wait for each other now
+            raise RankFailure("\n".join(failures))
+        return results
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
