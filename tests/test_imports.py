@@ -19,6 +19,7 @@ LEVELS = [
     {"optim"},
     {"sharding"},
     {"engine"},
+    {"checkpointing", "utils"},
     {"checkpoint"},
     {"integrations"},
     {"cli"},

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longshore.engine import Config, ConfigError, Engine, initialize
     from longshore.errors import (
         BrokenStateError,
         GradientError,
@@ -23,6 +24,9 @@ __all__ = [
     "Adam",
     "AdamW",
     "BrokenStateError",
+    "Config",
+    "ConfigError",
+    "Engine",
     "GradientError",
     "IllegalTransitionError",
     "LongshoreError",
@@ -30,11 +34,13 @@ __all__ = [
     "ParameterError",
     "RankError",
     "SimulatedTransfer",
+    "initialize",
 ]
 
 # Torch takes seconds to import. The command line begins with this package, and
 # its --help and a Ctrl-C should not wait for that.
 _HOMES = {
+    "longshore.engine": ("Config", "ConfigError", "Engine", "initialize"),
     "longshore.errors": (
         "BrokenStateError",
         "GradientError",
@@ -46,10 +52,13 @@ _HOMES = {
     "longshore.optim": ("Adam", "AdamW", "Offload"),
     "longshore.transfer": ("SimulatedTransfer",),
 }
+_MODULES = ("checkpointing",)  # used as longshore.checkpointing, without an import of their own
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)
@@ -58,4 +67,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from longshore.engine.activation_checkpointing import CheckpointingSettings, install, is_configured
@@ -201,4 +201,3 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
     if callable(given):
         return given(optimizer)
     raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {type(given).__name__}")
-

@@ -8,12 +8,13 @@ the other ranks for the rest.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from longshore.host.stepping import ParameterStep
+from longshore.host.tile import Tile
 from longshore.kernels import Scale
 from longshore.transfer import Transfer
 
@@ -31,6 +32,11 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...
+
+    @property
+    @abstractmethod
+    def tiles(self) -> Sequence[Tile]:
+        """The tiles that this process steps."""
 
     @abstractmethod
     def host_bytes(self) -> dict[str, int]:
@@ -58,6 +64,11 @@ class ParameterStore(ABC):
     def holds(self, parameter: int) -> bool:
         """Whether this process brought a gradient of ``parameter`` into the window."""
         return self.arrivals(parameter) > 0
+
+    @abstractmethod
+    def reduced(self, parameter: int) -> int | None:
+        """How many gradients of ``parameter``, each of all ranks together, wait here for the step; None where
+        this process steps nothing of it."""
 
     def bring(self, parameter: int, gradient: Tensor) -> Tensor | None:
         """A gradient (flat, on the device) that was found where no hook saw it. Returned where

@@ -175,6 +175,9 @@ class HostStore(ParameterStore):
         """How many gradients of ``parameter`` this window holds."""
         return max((segment.arrivals for _, segment in self._parts.get(parameter, ())), default=0)
 
+    def reduced(self, parameter: int) -> int:
+        return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
+
     def settle(self) -> None:
         """Wait until every arrival is on the host and added.
 

@@ -56,9 +56,9 @@ class GradientSource(ABC):
         """
 
     @property
-    def arrived(self) -> int:
-        """Gradients that arrived in this window, where hooks see them; otherwise 0."""
-        return 0
+    def produced(self) -> Mapping[int, int]:
+        """Gradients that hooks saw in this window, by parameter."""
+        return {}
 
     def fingerprint(self) -> Fingerprint:
         """The gradients of this window as they are now."""
@@ -125,7 +125,7 @@ class ReleasedGradients(GradientSource):
         # Of one window.
         self._placeholders: dict[int, ReleasedGradient] = {}
         self._lifted: set[int] = set()
-        self._arrived = 0
+        self._produced: dict[int, int] = {}
         self._failure: BaseException | None = None
         # Neither hooks nor placeholders stay on parameters that outlive the optimizer.
         self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._placeholders)
@@ -177,7 +177,7 @@ class ReleasedGradients(GradientSource):
         record.check()
         self._hooks[index].follow(record.parameter)
         self.store.arrive(index, self.found(record, gradient))
-        self._arrived += 1
+        self._produced[index] = self._produced.get(index, 0) + 1
         self._lifted.discard(index)
         record.parameter.grad = self._placeholder(record)
 
@@ -203,6 +203,7 @@ class ReleasedGradients(GradientSource):
             # placeholder must not vouch for what arrives next.
             self.store.discard(index)
             self._placeholders.pop(index, None)
+            self._produced.pop(index, None)
             held = False
         return held, gradient
 
@@ -231,7 +232,7 @@ class ReleasedGradients(GradientSource):
                 self.watch([record])
                 found[index] = self.store.bring(index, flat_gradient)
                 if found[index] is None:
-                    self._arrived += 1
+                    self._produced[index] = self._produced.get(index, 0) + 1
                     record.parameter.grad = self._placeholder(record)
         return found
 
@@ -241,12 +242,12 @@ class ReleasedGradients(GradientSource):
         return gradient._version
 
     @property
-    def arrived(self) -> int:
-        return self._arrived
+    def produced(self) -> Mapping[int, int]:
+        return self._produced
 
     def consumed(self) -> None:
         self._failure = None
-        self._arrived = 0
+        self._produced.clear()
         self._lifted.clear()
         self._placeholders.clear()
         for record in self.records.values():

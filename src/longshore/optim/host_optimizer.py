@@ -17,6 +17,7 @@ from longshore.kernels import AdamRule
 from longshore.optim.clipping import Clipping, gradient_norm
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.hyperparameters import IMPLEMENTATION_FLAGS, check_group, rule_of
+from longshore.optim.ledger import Entry, balance
 from longshore.optim.loading import loadable_state
 from longshore.optim.offload import Offload, Placement
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, refuse_duplicates
@@ -43,6 +44,8 @@ class HostOptimizer(torch.optim.Optimizer):
         """By ``id(parameter)``; each record keeps its parameter alive."""
         # Change with each window.
         self._clipping = Clipping()
+        self.ledger: Mapping[int, Entry] = {}
+        """What became of the gradients of the last window."""
         self._loading: dict[int, dict[str, Any]] | None = None
         check_group(defaults)
         # The base class adds the groups one by one; a tile may hold several, so
@@ -139,6 +142,7 @@ class HostOptimizer(torch.optim.Optimizer):
         gradients = store.agree(self._collect)
         scale = self._clipping.scale_for(source.fingerprint())
         steps = self._steps_of(gradients)
+        entries = balance(self._records.values(), source.produced, steps, store)
         self._adopt_masters(steps)
 
         def publish() -> None:
@@ -147,6 +151,7 @@ class HostOptimizer(torch.optim.Optimizer):
             self._clipping.reset()
 
         store.commit(steps, scale, publish)
+        self.ledger = entries
         return loss
 
     def _collect(self) -> dict[int, Tensor | None]:
@@ -234,7 +239,7 @@ class HostOptimizer(torch.optim.Optimizer):
     @property
     def gradients_arrived(self) -> int:
         """How many gradients hooks took to the host in this window (``release_gradients=True``)."""
-        return self._parts()[1].arrived
+        return sum(self._parts()[1].produced.values())
 
     def begin_backward(self, reduce: bool = True) -> None:
         """For engines: a backward begins, on all ranks; ``reduce`` is false where its gradients stay here."""
@@ -319,6 +324,18 @@ class HostOptimizer(torch.optim.Optimizer):
                 "use release_gradients=False with a GradScaler"
             )
         return False
+
+    # -- for engines ----------------------------------------------------------
+
+    @property
+    def store(self) -> ParameterStore:
+        """Where the state is."""
+        return self._parts()[0]
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        """What is known of each parameter; a record's index is its place."""
+        return list(self._records.values())
 
     # -- masters and memory ---------------------------------------------------
 

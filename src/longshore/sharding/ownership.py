@@ -24,6 +24,10 @@ class Ownership(ABC):
         """The pieces that this rank steps."""
 
     @abstractmethod
+    def counts(self, bucket: Bucket, parameter: int) -> list[int]:
+        """How many elements of the parameter each rank steps."""
+
+    @abstractmethod
     def arrivals(self, bucket: Bucket, reduced: ReducedShard) -> Iterator[tuple[Piece, Tensor]]:
         """What a round brought for the owned pieces: float32, flat. In a job of the lane."""
 
@@ -54,6 +58,9 @@ class Sharded(Ownership):
 
     def owned(self, bucket: Bucket) -> Sequence[Piece]:
         return bucket.pieces[self.lane.rank]
+
+    def counts(self, bucket: Bucket, parameter: int) -> list[int]:
+        return [sum(piece.numel for piece in own if piece.parameter == parameter) for own in bucket.pieces]
 
     def arrivals(self, bucket: Bucket, reduced: ReducedShard) -> Iterator[tuple[Piece, Tensor]]:
         yield from _used(self.owned(bucket), reduced)
@@ -99,6 +106,9 @@ class Replicated(Ownership):
 
     def owned(self, bucket: Bucket) -> Sequence[Piece]:
         return [piece for pieces in bucket.pieces for piece in pieces]
+
+    def counts(self, bucket: Bucket, parameter: int) -> list[int]:
+        return [sum(piece.numel for piece in self.owned(bucket) if piece.parameter == parameter)] * len(bucket.pieces)
 
     def arrivals(self, bucket: Bucket, reduced: ReducedShard) -> Iterator[tuple[Piece, Tensor]]:
         flags = torch.zeros(max(map(len, bucket.pieces)), dtype=torch.uint8)

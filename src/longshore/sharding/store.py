@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host import HostStore, ParameterStep, ParameterStore
+from longshore.host import HostStore, ParameterStep, ParameterStore, Tile
 from longshore.kernels import Scale
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import Bucket, Piece, plan_buckets
@@ -121,9 +121,21 @@ class ShardedStore(ParameterStore):
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._dtypes
 
+    @property
+    def tiles(self) -> Sequence[Tile]:
+        return self.inner.tiles
+
     def owned(self, parameter: int) -> Sequence[Piece]:
         """What this rank steps of the parameter."""
         return self._owned[parameter]
+
+    def owners(self, parameter: int) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+        """The parameter's bucket, and which ranks step how many of its elements."""
+        if parameter not in self._bucket_of:
+            return None, ()
+        bucket = self.buckets[self._bucket_of[parameter]]
+        counts = self._ownership.counts(bucket, parameter)
+        return bucket.index, tuple((rank, count) for rank, count in enumerate(counts) if count)
 
     def host_bytes(self) -> dict[str, int]:
         return self.inner.host_bytes()
@@ -199,6 +211,10 @@ class ShardedStore(ParameterStore):
 
     def arrivals(self, parameter: int) -> int:
         return self._arrived.get(parameter, 0)
+
+    def reduced(self, parameter: int) -> int | None:
+        pieces = self._owned[parameter]
+        return min(self.inner.reduced(piece.index) for piece in pieces) if pieces else None
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()

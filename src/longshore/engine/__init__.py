@@ -1,0 +1,7 @@
+"""The engine: one model trained by several ranks, with the configuration and the calls that people have."""
+
+from longshore.engine.config import Config, ConfigError
+from longshore.engine.engine import Engine
+from longshore.engine.setup import initialize
+
+__all__ = ["Config", "ConfigError", "Engine", "initialize"]

@@ -1,0 +1,93 @@
+"""Batch arithmetic: train batch = micro batch x accumulation steps x ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Batch(NamedTuple):
+    """Samples a step, samples a backward on one rank, backwards a step. None: not given."""
+
+    train: int | None
+    micro: int | None
+    steps: int | None
+
+
+class Names(NamedTuple):
+    """What the three numbers are called where the user wrote them."""
+
+    train: str
+    micro: str
+    steps: str
+
+
+OURS = Names("train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+DEEPSPEED = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def resolve(given: Batch, world_size: int, names: Names = OURS) -> Batch:
+    """All three numbers from those that are given; without any, one sample a backward and one backward a step.
+
+    Raises:
+        ValueError: they do not multiply out; says which to change, and to what.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size is a number of ranks, at least 1, not {world_size!r}")
+    train, micro, steps = given
+    if train is None:
+        micro, steps = micro or 1, steps or 1
+        return Batch(micro * steps * world_size, micro, steps)
+    if micro is None:
+        steps = steps or 1
+        micro, rest = divmod(train, steps * world_size)
+    elif steps is None:
+        steps, rest = divmod(train, micro * world_size)
+    else:
+        rest = train - micro * steps * world_size
+    if rest:
+        raise ValueError(_does_not_multiply(given, world_size, names))
+    return Batch(train, micro, steps)
+
+
+def check_without_ranks(given: Batch, names: Names = OURS) -> None:
+    """What can be said before the number of ranks is known.
+
+    Raises:
+        ValueError: no number of ranks makes the numbers multiply out.
+    """
+    train, micro, steps = given
+    unit = (micro or 1) * (steps or 1)
+    if train is not None and train % unit:
+        raise ValueError(_does_not_multiply(given, 1, names))
+
+
+def _does_not_multiply(given: Batch, world_size: int, names: Names) -> str:
+    train, micro, steps = given
+    assert train is not None
+    factors = [(name, number) for name, number in ((names.micro, micro), (names.steps, steps)) if number is not None]
+    product = world_size
+    for _, number in factors:
+        product *= number
+    said = " x ".join([*(f"{name} {number}" for name, number in factors), f"{world_size} rank{'s'[: world_size > 1]}"])
+    if len(factors) == 2 and world_size > 1:
+        rule, fits = f"{train} is not {said} = {product}", [product]
+    else:
+        rule, fits = f"{train} is no multiple of {said} = {product}", _around(train, product)
+    ways = [f"{names.train} to {' or '.join(map(str, fits))}"]
+    for name, number in factors:
+        rest = product // number
+        if train % rest == 0:
+            # With the third number still free, the nearest divisor below works.
+            best = train // rest if len(factors) == 2 else _divisor_below(train // rest, number)
+            ways.append(f"{name} to {best}")
+    return f"must be {names.micro} x {names.steps} x ranks, and {rule}; change {', or '.join(ways)}"
+
+
+def _around(number: int, unit: int) -> list[int]:
+    below = number // unit * unit
+    return [below, below + unit] if below else [unit]
+
+
+def _divisor_below(number: int, limit: int) -> int:
+    """The largest divisor of ``number`` that is at most ``limit``."""
+    return max(divisor for divisor in range(1, min(number, limit) + 1) if number % divisor == 0)

@@ -1,0 +1,91 @@
+"""Every key of a DeepSpeed configuration file, and what becomes of it.
+
+The table is data: ``table_*.py`` hold the rows, this module says what a row is
+and finds them. ``docs/deepspeed_config.md`` is generated from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from longshore.engine.config.values import Block, Kind, same
+
+
+class Treatment(Enum):
+    """What longshore does with a key."""
+
+    HONOURED = "honoured"
+    """It does what it says, and a test shows it."""
+    ACCEPTED = "accepted"
+    """It cannot change results. Its value is checked and has no effect."""
+    REFUSED = "refused"
+    """longshore does not do it. The value that switches it off is fine, any other is an error."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row.
+
+    Attributes:
+        section: dotted path of the section, "" for the top of the file.
+        name: the key in it.
+        treatment: one of the three classes.
+        kind: what its values are.
+        what: honoured: what it does; accepted: why it cannot change results;
+            refused: what to do instead.
+        field: the field of ``Config`` that takes the value, if it is taken as it is.
+        test: ``path::test`` that shows it, for honoured keys.
+        harmless: for refused keys, the values that are fine.
+        absent_when_auto: the value ``"auto"`` means that the key is left out.
+        of: optimizer or schedule types that have this parameter; () for all.
+        renamed: this is an old name, and the path here is the new one.
+        values: for an old name, values of the new key by those of the old one;
+            None: the old value is simply dropped.
+        null: why null is refused; otherwise null means that the key is left out.
+    """
+
+    section: str
+    name: str
+    treatment: Treatment
+    kind: Kind
+    what: str
+    field: str = ""
+    test: str = ""
+    harmless: tuple[object, ...] = ()
+    absent_when_auto: bool = False
+    of: tuple[str, ...] = ()
+    renamed: str = ""
+    values: tuple[tuple[object, object], ...] = ()
+    null: str = ""
+
+    @property
+    def path(self) -> str:
+        return joined(self.section, self.name)
+
+    def is_harmless(self, value: object) -> bool:
+        """Whether a refused key is switched off by this (checked) value."""
+        if isinstance(self.kind, Block):
+            return self.kind.is_off(value)
+        return any(same(value, one) for one in self.harmless)
+
+    def new_value(self, value: object) -> Any:
+        """For an old name: what the new key gets, None for nothing."""
+        return next((new for old, new in self.values if same(old, value)), None) if self.values else value
+
+
+def joined(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
+
+
+def honoured(section: str, name: str, kind: Kind, what: str, test: str, field: str = "", **more: Any) -> Key:
+    return Key(section, name, Treatment.HONOURED, kind, what, field=field, test=test, **more)
+
+
+def accepted(section: str, name: str, kind: Kind, what: str, **more: Any) -> Key:
+    return Key(section, name, Treatment.ACCEPTED, kind, what, **more)
+
+
+def refused(section: str, name: str, kind: Kind, harmless: tuple[object, ...], what: str, **more: Any) -> Key:
+    return Key(section, name, Treatment.REFUSED, kind, what, harmless=harmless, **more)

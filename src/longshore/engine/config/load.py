@@ -1,0 +1,94 @@
+"""``load_config``: from whatever the user has to a ``Config``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longshore.engine.config.batch import DEEPSPEED, Batch, check_without_ranks, resolve
+from longshore.engine.config.model import Config
+from longshore.engine.config.problems import ConfigError, Problem
+from longshore.engine.config.reading import Reading
+from longshore.engine.config.source import read_file
+from longshore.engine.config.table import TABLE, TARGETS
+from longshore.engine.config.translate import clipping_fields, named_fields, precision_fields
+
+
+class LoadedConfig(NamedTuple):
+    """``notes``: what is worth saying, once, on one rank."""
+
+    config: Config
+    notes: tuple[str, ...]
+
+
+def load_config(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    *,
+    auto: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+) -> LoadedConfig:
+    """A DeepSpeed file, the same as a dict, or our own ``Config``.
+
+    Args:
+        config: path of a JSON file, a dict, or a ``Config``, which is taken as it is.
+        auto: values for keys that are ``"auto"``, by dotted path
+            (``{"optimizer.params.lr": 1e-4}``); others are not looked at.
+        world_size: ranks. When given, the batch numbers of the result are all
+            set; otherwise see :meth:`Config.resolved`.
+
+    Raises:
+        ConfigError: a ValueError with everything that is wrong, each with its
+            path, its value and what to do.
+        TypeError: ``config`` is none of the three.
+    """
+    if isinstance(config, Config):
+        return LoadedConfig(config if world_size is None else config.resolved(world_size), ())
+    if isinstance(config, Mapping):
+        return _translate(config, "config", auto or {}, world_size)
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        return _translate(read_file(path), str(path), auto or {}, world_size)
+    raise TypeError(f"config is a path, a dict or a longshore.Config, not {type(config).__name__}")
+
+
+def _translate(data: Mapping[Any, Any], source: str, auto: Mapping[str, Any], world_size: int | None) -> LoadedConfig:
+    reading = Reading(data, auto)
+    fields = {key.field: reading.values[key.path] for key in TABLE if key.field and key.path in reading.values}
+    fields |= _batch_fields(reading, data, world_size)
+    fields |= precision_fields(reading)
+    fields |= clipping_fields(reading, data)
+    fields |= named_fields(reading)
+    config = None
+    try:
+        config = Config(**fields)
+    except ConfigError as error:
+        for problem in error.problems:
+            path = TARGETS.get(problem.path, "(together)")
+            reading.problem(path, problem.what, problem.value)
+    if reading.problems or config is None:
+        raise ConfigError(source, reading.problems)
+    return LoadedConfig(config, tuple(reading.notes))
+
+
+def _batch_fields(reading: Reading, data: Mapping[Any, Any], world_size: int | None) -> dict[str, int]:
+    """The batch numbers, all three when the number of ranks is known."""
+    if any(reading.has_problem(name) for name in DEEPSPEED):
+        return {}
+    given = Batch(*(reading.values.get(name) for name in DEEPSPEED))
+    if given.train is None and given.micro is None:
+        state = '"auto", and not filled in' if "auto" in (data.get(DEEPSPEED.train), data.get(DEEPSPEED.micro)) else ""
+        what = f"is {state or 'missing'}, and so is {DEEPSPEED.micro}; set one of them"
+        reading.problems.append(Problem(DEEPSPEED.train, what))
+        return {}
+    try:
+        if world_size is None:
+            check_without_ranks(given, DEEPSPEED)
+            return {}
+        train, micro, steps = resolve(given, world_size, DEEPSPEED)
+    except ValueError as error:
+        reading.problem(DEEPSPEED.train, str(error), given.train)
+        return {}
+    assert train is not None and micro is not None and steps is not None
+    return {"train_batch_size": train, "micro_batch_size": micro, "gradient_accumulation_steps": steps}

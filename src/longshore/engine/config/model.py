@@ -1,0 +1,181 @@
+"""``Config``: everything that the engine can be asked for, typed and frozen."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import model_validator
+
+from longshore.engine.config.base import FrozenModel
+from longshore.engine.config.batch import Batch, resolve
+from longshore.engine.config.optimizers import OptimizerConfig
+from longshore.engine.config.problems import ConfigError, Problem
+from longshore.engine.config.schedulers import SchedulerConfig
+from longshore.engine.config.values import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    DEVICE,
+    DTYPE,
+    LOW_DTYPE,
+    POSITIVE,
+    SCALE_POWER,
+    STAGE,
+    Items,
+    checked,
+)
+
+DtypeName = Literal["fp32", "bf16", "fp16"]
+CPU_SET = Items(AT_LEAST_0)
+
+_Count = Annotated[int, checked(AT_LEAST_1)]
+_MaybeCount = Annotated[int | None, checked(AT_LEAST_1)]
+_MaybePositive = Annotated[float | None, checked(POSITIVE)]
+
+
+class LossScaling(FrozenModel):
+    """How the loss is scaled before backward. An overflow skips the step on all ranks.
+
+    Attributes:
+        scale: a static scale; None: dynamic, by what follows.
+        initial_scale_power: the first scale is two to this power.
+        window: steps without an overflow after which the scale doubles.
+        hysteresis: overflows that are borne before the scale halves.
+        consecutive_hysteresis: a step without an overflow refills the hysteresis.
+        min_scale: the scale never falls below this.
+    """
+
+    scale: _MaybePositive = None
+    initial_scale_power: Annotated[int, checked(SCALE_POWER)] = 16
+    window: _Count = 1000
+    hysteresis: _Count = 2
+    consecutive_hysteresis: bool = False
+    min_scale: Annotated[float, checked(POSITIVE)] = 1.0
+
+    @model_validator(mode="after")
+    def _starts_above_the_minimum(self) -> LossScaling:
+        if self.scale is None and self.min_scale > 2.0**self.initial_scale_power:
+            raise ValueError(
+                f"min_scale {self.min_scale:g} is above the first scale, 2 ** {self.initial_scale_power} = "
+                f"{2**self.initial_scale_power}; lower it, or raise initial_scale_power"
+            )
+        return self
+
+
+class Config(FrozenModel):
+    """What the engine does. Every field is honoured; there are no others.
+
+    Attributes:
+        train_batch_size: samples a step, over all ranks.
+        micro_batch_size: samples a backward, on one rank.
+        gradient_accumulation_steps: backwards a step. None, for any of the
+            three: see :meth:`resolved`.
+        drop_last: the loader leaves out the last batch if it is not full.
+        stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too.
+        offload_optimizer: where optimizer state lives and is stepped.
+        reduce_bucket_numel: elements whose gradients are reduced together.
+        allgather_bucket_numel: elements that are gathered together.
+        overlap_comm: reduce while backward runs. The same bits either way.
+        tile_numel, threads, cpu_set: as in :class:`longshore.Offload`.
+        dtype: parameters are cast to it when the engine is made; buffers keep
+            theirs. None: parameters stay as they are. Masters are float32.
+        autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
+        loss_scaling: None: the loss is not scaled, and NaN and infinity are
+            applied as torch applies them. When not given: dynamic with fp16
+            (``dtype`` or ``autocast``), otherwise None.
+        cast_inputs: floating inputs of forward are cast to ``dtype``.
+        communication_dtype: dtype of gradients on the wire. None: their own;
+            they are summed in float32, so that nothing is rounded in between.
+        accumulation_dtype: dtype in which the backwards of a window are added.
+        gradient_clipping: largest global L2 norm; None: no clipping.
+        prescale_gradients: gradients are divided by the number of ranks before
+            they are summed, not after.
+        gradient_predivide_factor: gradients are divided by it before they are
+            summed, and by ranks / factor after.
+        optimizer: by name; None: ``initialize(optimizer=...)`` brings one.
+        scheduler: by name; None: ``initialize(lr_scheduler=...)``, or none.
+        steps_per_print: a line on rank 0 every so many steps; None: never.
+        wall_clock_breakdown: that line has the times of forward, backward and step.
+        dump_state: ``explain()`` is printed on rank 0 when the engine is made.
+        cpu_checkpointing: ``longshore.checkpointing`` keeps saved activations
+            in host memory.
+
+    Raises:
+        ConfigError: a ValueError that names every wrong field.
+    """
+
+    train_batch_size: _MaybeCount = None
+    micro_batch_size: _MaybeCount = None
+    gradient_accumulation_steps: _MaybeCount = None
+    drop_last: bool = False
+
+    stage: Annotated[Literal[0, 1, 2], checked(STAGE)] = 0
+    offload_optimizer: Annotated[Literal["none", "cpu"], checked(DEVICE)] = "none"
+    reduce_bucket_numel: _Count = 500_000_000
+    allgather_bucket_numel: _Count = 500_000_000
+    overlap_comm: bool = True
+
+    tile_numel: _Count = 1 << 22
+    threads: _MaybeCount = None
+    cpu_set: Annotated[tuple[int, ...] | None, checked(CPU_SET)] = None
+
+    dtype: Annotated[DtypeName | None, checked(DTYPE)] = None
+    autocast: Annotated[Literal["bf16", "fp16"] | None, checked(LOW_DTYPE)] = None
+    loss_scaling: LossScaling | None = None
+    cast_inputs: bool = False
+    communication_dtype: Annotated[DtypeName | None, checked(DTYPE)] = None
+    accumulation_dtype: Annotated[DtypeName, checked(DTYPE)] = "fp32"
+
+    gradient_clipping: _MaybePositive = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: Annotated[float, checked(POSITIVE)] = 1.0
+
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+
+    steps_per_print: _MaybeCount = None
+    wall_clock_breakdown: bool = False
+    dump_state: bool = False
+    cpu_checkpointing: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fp16_is_scaled(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "loss_scaling" not in values:
+            # An unknown dtype is refused by its own field, with its own message.
+            names = ("fp16", "float16", "half", "torch.float16")
+            if any(str(values.get(name)).lower() in names for name in ("dtype", "autocast")):
+                return {**values, "loss_scaling": LossScaling()}
+        return values
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if self.autocast is not None and self.dtype in ("bf16", "fp16"):
+            raise ValueError(
+                f"autocast {self.autocast} is for float32 parameters, and dtype {self.dtype} casts them; choose one"
+            )
+        if self.cast_inputs and self.dtype is None:
+            raise ValueError("cast_inputs casts to dtype, and dtype is None; set dtype, or leave cast_inputs out")
+        if self.prescale_gradients and self.gradient_predivide_factor != 1.0:
+            raise ValueError(
+                "prescale_gradients already divides by all ranks before the sum, so gradient_predivide_factor "
+                f"{self.gradient_predivide_factor:g} would do nothing; leave one of them out"
+            )
+        return self
+
+    def resolved(self, world_size: int) -> Config:
+        """This configuration with all three batch numbers, for ``world_size`` ranks.
+
+        Without a train batch size, ``micro_batch_size`` and
+        ``gradient_accumulation_steps`` are 1 where they are not given.
+
+        Raises:
+            ConfigError: the numbers do not multiply out; says which of the
+                three to change, and to what.
+        """
+        given = Batch(self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps)
+        try:
+            train, micro, steps = resolve(given, world_size)
+        except ValueError as error:
+            raise ConfigError("Config", [Problem("train_batch_size", str(error))]) from None
+        numbers = {"train_batch_size": train, "micro_batch_size": micro, "gradient_accumulation_steps": steps}
+        return self.model_copy(update=numbers)

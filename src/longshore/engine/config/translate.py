@@ -1,0 +1,136 @@
+"""What is more than copying a value: precision, clipping, optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from longshore.engine.config.base import NamedModel
+from longshore.engine.config.model import LossScaling
+from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS
+from longshore.engine.config.problems import ConfigError
+from longshore.engine.config.reading import Reading
+from longshore.engine.config.schedulers import SCHEDULERS
+
+DEEPSPEED_CLIPPING = 1.0
+"""What a DeepSpeed file without ``gradient_clipping`` means (its version 0.19)."""
+
+_TORCH_SCALER = LossScaling(window=2000, hysteresis=1)
+"""As ``torch.amp.GradScaler``, which DeepSpeed uses under fp16 autocast."""
+
+_SCALING = {
+    "initial_scale_power": "fp16.initial_scale_power",
+    "window": "fp16.loss_scale_window",
+    "hysteresis": "fp16.hysteresis",
+    "consecutive_hysteresis": "fp16.consecutive_hysteresis",
+    "min_scale": "fp16.min_loss_scale",
+}
+
+
+def precision_fields(reading: Reading) -> dict[str, Any]:
+    """``fp16``, ``bf16`` and ``torch_autocast``, of which at most one is enabled."""
+    values = reading.values
+    sections = ("fp16", "bf16", "torch_autocast")
+    enabled = [section for section in sections if values.get(f"{section}.enabled")]
+    if len(enabled) > 1:
+        others = " and ".join(f"{section}.enabled" for section in enabled[1:])
+        reading.problem(f"{enabled[0]}.enabled", f"and {others} exclude each other; leave one of them true", True)
+        return {}
+    mode = enabled[0] if enabled else ""
+    wanted, dtype = values.get("data_types.param_dtype"), mode if mode in ("fp16", "bf16") else "fp32"
+    if wanted not in (None, dtype):
+        what = f"must agree with fp16 and bf16, by which parameters are {dtype}; change one, or leave it out"
+        reading.problem("data_types.param_dtype", what, wanted)
+    return {"fp16": _fp16, "bf16": _bf16, "torch_autocast": _autocast, "": lambda _: {}}[mode](reading)
+
+
+def _fp16(reading: Reading) -> dict[str, Any]:
+    values = reading.values
+    fields: dict[str, Any] = {"dtype": "fp16", "cast_inputs": values.get("fp16.auto_cast", False)}
+    if values.get("fp16.loss_scale"):
+        fields["loss_scaling"] = LossScaling(scale=values["fp16.loss_scale"])
+        return fields
+    given = {name: values[path] for name, path in _SCALING.items() if path in values}
+    try:
+        fields["loss_scaling"] = LossScaling(**given)
+    except ConfigError as error:
+        for problem in error.problems:
+            reading.problem(_SCALING.get(problem.path, "fp16"), problem.what, problem.value)
+    return fields
+
+
+def _bf16(reading: Reading) -> dict[str, Any]:
+    check = reading.values.get("bf16.check_grad_overflow")
+    if check:
+        # A scale of 1 changes no number, and with a scaler a step that is not finite is skipped.
+        return {"dtype": "bf16", "loss_scaling": LossScaling(scale=1.0)}
+    if check is None:
+        reading.notes.append(
+            "bf16.check_grad_overflow is not given: NaN and infinity are applied as torch applies them, where "
+            "DeepSpeed would skip the step; set it to true to skip, or to false to say that this is meant"
+        )
+    return {"dtype": "bf16"}
+
+
+def _autocast(reading: Reading) -> dict[str, Any]:
+    dtype = reading.values.get("torch_autocast.dtype")
+    if dtype is None:
+        if not reading.has_problem("torch_autocast.dtype"):
+            what = "is missing, and torch's own default depends on the device; set it to bfloat16 or float16"
+            reading.problem("torch_autocast.dtype", what)
+        return {}
+    return {"autocast": dtype, "loss_scaling": _TORCH_SCALER if dtype == "fp16" else None}
+
+
+def clipping_fields(reading: Reading, data: Mapping[Any, Any]) -> dict[str, Any]:
+    """``gradient_clipping``; 0 is none, and absent is DeepSpeed's default, with a note."""
+    norm = reading.values.get("gradient_clipping")
+    if norm is None:
+        if "gradient_clipping" not in data:
+            reading.notes.append(
+                f"gradient_clipping is not given, which means {DEEPSPEED_CLIPPING:g} in a DeepSpeed file: gradients "
+                "are clipped to that norm; set it to 0 for no clipping"
+            )
+        return {"gradient_clipping": DEEPSPEED_CLIPPING}
+    return {"gradient_clipping": norm or None}
+
+
+def named_fields(reading: Reading) -> dict[str, Any]:
+    """``optimizer`` and ``scheduler``."""
+    fields: dict[str, Any] = {}
+    for section, build in (("optimizer", _optimizer), ("scheduler", _scheduler)):
+        kind = reading.values.get(f"{section}.type")
+        # What is wrong with a parameter is said already; without it others would seem to be missing.
+        if kind is None or reading.has_problem(f"{section}.params"):
+            continue
+        start = f"{section}.params."
+        params = {path.removeprefix(start): value for path, value in reading.values.items() if path.startswith(start)}
+        try:
+            fields[section] = build(kind, params, reading)
+        except ConfigError as error:
+            for problem in error.problems:
+                path = f"{section}.params" + ("" if problem.path.startswith("(") else f".{problem.path}")
+                reading.problem(path, problem.what, problem.value)
+    return fields
+
+
+def _optimizer(kind: str, params: dict[str, Any], reading: Reading) -> NamedModel:
+    defaults = {} if params.pop("torch_adam", False) else DEEPSPEED_DEFAULTS[kind]
+    if params.pop("adam_w_mode", True) and kind == "Adam":
+        kind = "AdamW"
+        if params.get("weight_decay"):
+            reading.notes.append(
+                "optimizer.type Adam means AdamW in a DeepSpeed file: weight decay is decoupled; set adam_w_mode to "
+                "false for Adam's, or the type to AdamW to say that this is meant"
+            )
+    return OPTIMIZERS[kind](**{**defaults, **params})
+
+
+def _scheduler(kind: str, params: dict[str, Any], reading: Reading) -> NamedModel:
+    model = SCHEDULERS[kind](**params)
+    steps = params.get("total_num_steps")
+    warmup = getattr(model, "warmup_num_steps", 0)
+    if steps is not None and steps < warmup:
+        what = f"is below warmup_num_steps, which is {warmup}, so that nothing would be left to decay; change one"
+        reading.problem("scheduler.params.total_num_steps", what, steps)
+    return model

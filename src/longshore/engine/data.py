@@ -1,0 +1,152 @@
+"""The training loader that ``initialize`` returns: torch's ``DataLoader``, each rank with its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from longshore.engine.ranks import Ranks
+from longshore.engine.wording import is_integer, shown
+
+Batch = TypeVar("Batch")
+
+
+class TrainingLoader(Generic[Batch]):
+    """Batches of this rank's part of the data, in an order that depends on the epoch and the seed alone.
+
+    Each ``iter()`` begins the epoch anew. As in DeepSpeed and torch, the
+    epoch changes only by :meth:`set_epoch`.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any] | None) -> None:
+        self.loader = loader
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        """Batches an epoch.
+
+        Raises:
+            TypeError: the data are a stream of unknown length.
+        """
+        return len(self.loader)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples a batch on this rank; the last one may have fewer unless they are dropped."""
+        size = self.loader.batch_size
+        assert size is not None
+        return size
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    @property
+    def epoch(self) -> int:
+        return 0 if self._sampler is None else self._sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle differently from the next ``iter()`` on; give all ranks the same number.
+
+        Raises:
+            ValueError: a negative number, or no integer.
+            TypeError: a stream, which has its own order.
+        """
+        if not is_integer(epoch) or epoch < 0:
+            raise ValueError(f"an epoch is an integer that is not negative, not {shown(epoch)}")
+        if self._sampler is None:
+            raise TypeError("an IterableDataset has its own order: tell the dataset about the epoch")
+        self._sampler.set_epoch(epoch)
+
+
+def make_loader(
+    training_data: Any,
+    micro_batch_size: int,
+    ranks: Ranks,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    drop_last: bool = False,
+    num_workers: int = 0,
+    seed: int = 0,
+) -> TrainingLoader[Any]:
+    """The loader of ``training_data`` for one rank.
+
+    Shuffled, the same whichever number of ranks looks at it: rank r of n has the samples r, r + n, ... of one
+    order. Where they do not come out even, the first ones are repeated, so that all ranks have as many batches.
+
+    Args:
+        training_data: with ``__getitem__`` and ``__len__``; or, for one rank, an ``IterableDataset``.
+        micro_batch_size: samples a batch and rank.
+        ranks: which part this process reads, and whether its device wants pinned batches.
+        collate_fn: list of samples -> batch; by default torch's.
+        drop_last: leave out a last batch with fewer samples (the configuration's ``dataloader_drop_last``).
+        num_workers: processes that read ahead.
+        seed: of the order.
+
+    Raises:
+        TypeError: what is no dataset, a stream with several ranks, arguments of another type.
+        ValueError: sizes below 1, no samples, or no batch that is full when the others are dropped.
+    """
+    _check_numbers(micro_batch_size, drop_last, num_workers, seed)
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn is a function from a list of samples to a batch, not {shown(collate_fn)}")
+    _check_data(training_data, ranks)
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(training_data, IterableDataset):
+        sampler = DistributedSampler(training_data, ranks.world_size, ranks.rank, shuffle=True, seed=seed)
+        if drop_last and len(sampler) < micro_batch_size:
+            raise ValueError(
+                f"drop_last leaves no batch: each of {ranks.world_size} ranks has {len(sampler)} samples, fewer than "
+                f"the micro batch size {micro_batch_size}: lower it, or keep the last batch"
+            )
+    loader: DataLoader[Any] = DataLoader(
+        training_data,
+        batch_size=micro_batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        num_workers=num_workers,
+        pin_memory=ranks.device.type == "cuda",
+    )
+    return TrainingLoader(loader, sampler)
+
+
+def _check_numbers(micro_batch_size: Any, drop_last: Any, num_workers: Any, seed: Any) -> None:
+    if not isinstance(drop_last, bool):
+        raise TypeError(f"drop_last is true or false, not {shown(drop_last)}")
+    for name, value, least in (
+        ("the micro batch size", micro_batch_size, 1),
+        ("num_workers", num_workers, 0),
+        ("seed", seed, 0),
+    ):
+        if not is_integer(value):
+            raise TypeError(f"{name} is an integer, not {shown(value)}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, and is {value}")
+
+
+def _check_data(data: Any, ranks: Ranks) -> None:
+    if isinstance(data, (DataLoader, TrainingLoader)):
+        raise TypeError(
+            "training_data is a dataset, and this is a loader already: give its dataset and collate_fn, "
+            "or leave training_data out and iterate over the loader"
+        )
+    if isinstance(data, IterableDataset):
+        if ranks.world_size > 1:
+            raise TypeError(
+                f"an IterableDataset cannot be split over {ranks.world_size} ranks from outside, and each would read "
+                f"all of it: leave training_data out, and give every rank a loader of its own part"
+            )
+        return
+    missing = [name for name in ("__getitem__", "__len__") if not hasattr(data, name)]
+    # Every Dataset has a __getitem__ that raises; __len__ is the one that tells.
+    if missing or isinstance(data, (str, bytes, dict)):
+        needs = " and ".join(missing) if missing else "samples by number"
+        hint = "" if isinstance(data, Dataset) else ", such as a torch Dataset or a list"
+        raise TypeError(f"training_data must have {needs}{hint}, and {type(data).__name__} does not")
+    if len(data) == 0:
+        raise ValueError("training_data is empty: it needs at least one sample")

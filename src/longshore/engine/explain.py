@@ -1,0 +1,142 @@
+"""What the engine holds and what became of every gradient, as data and as a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from longshore.optim.host_optimizer import HostOptimizer
+from longshore.sharding import ShardedStore
+
+_MOST_ROWS = 60
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """One bucket of gradients that are reduced together."""
+
+    index: int
+    dtype: str
+    numel: int
+    shard_numel: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter: where it is stepped, and its account of the last window.
+
+    ``owners`` are the ranks that step a part of it, with the numbers of elements;
+    ``arrived``, ``reduced`` and ``applied`` as in :class:`longshore.optim.ledger.Entry`.
+    """
+
+    name: str
+    numel: int
+    dtype: str
+    bucket: int | None
+    owners: tuple[tuple[int, int], ...]
+    step: int
+    arrived: int
+    reduced: int | None
+    applied: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``engine.explain()`` returns.
+
+    ``host_bytes`` and ``device_bytes`` count this rank's memory by kind.
+    """
+
+    stage: int
+    rank: int
+    world_size: int
+    offload: str
+    buckets: tuple[BucketRow, ...]
+    tiles: int
+    tile_numel: int
+    host_bytes: dict[str, int]
+    device_bytes: dict[str, int]
+    parameters: tuple[ParameterRow, ...]
+
+    def print(self, console: Console | None = None) -> None:
+        """The page; at most 60 parameters, the rest is counted."""
+        console = console or Console()
+        console.print(
+            f"longshore: stage {self.stage}, rank {self.rank} of {self.world_size}, optimizer state on "
+            f"{'the host' if self.offload == 'cpu' else 'the device'}, {self.tiles} tiles of up to "
+            f"{self.tile_numel:,} elements"
+        )
+        console.print(_bytes_line("host", self.host_bytes))
+        console.print(_bytes_line("device", self.device_bytes))
+        if self.buckets:
+            table = Table("bucket", "dtype", "elements", "a rank's shard", "parameters")
+            for row in self.buckets:
+                names = (
+                    f"{row.parameters[0]} ... {row.parameters[-1]}" if len(row.parameters) > 1 else row.parameters[0]
+                )
+                table.add_row(str(row.index), row.dtype, f"{row.numel:,}", f"{row.shard_numel:,}", names)
+            console.print(table)
+        table = Table("parameter", "elements", "bucket", "stepped by rank", "step", "arrived", "reduced", "applied")
+        for entry in self.parameters[:_MOST_ROWS]:
+            owners = ", ".join(f"{rank}: {numel:,}" for rank, numel in entry.owners)
+            reduced = "elsewhere" if entry.reduced is None else str(entry.reduced)
+            bucket = "" if entry.bucket is None else str(entry.bucket)
+            counts = (str(entry.step), str(entry.arrived), reduced, str(entry.applied))
+            table.add_row(entry.name, f"{entry.numel:,}", bucket, owners, *counts)
+        console.print(table)
+        if len(self.parameters) > _MOST_ROWS:
+            console.print(f"and {len(self.parameters) - _MOST_ROWS} more parameters")
+
+
+def explain(engine: Any) -> Explanation:
+    """Collect the explanation of an engine; no rank waits for another."""
+    optimizer: HostOptimizer = engine.optimizer
+    store, records = optimizer.store, optimizer.records
+    sharded = store if isinstance(store, ShardedStore) else None
+    tiles = store.tiles
+    names = {record.index: record.name for record in records}
+    buckets = [
+        BucketRow(
+            bucket.index,
+            str(records[bucket.members[0].parameter].dtype),
+            sum(member.numel for member in bucket.members),
+            bucket.shard_numel,
+            tuple(names[member.parameter] for member in bucket.members),
+        )
+        for bucket in (sharded.buckets if sharded else ())
+    ]
+    rows = []
+    for record in records:
+        entry = optimizer.ledger.get(record.index)
+        arrived, reduced, applied = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
+        bucket, owners = (None, ((0, record.parameter.numel()),)) if sharded is None else sharded.owners(record.index)
+        rows.append(
+            ParameterRow(
+                record.name, record.parameter.numel(), str(record.dtype), bucket, owners, record.step, arrived, reduced,
+                applied,
+            )
+        )  # fmt: skip
+    parameter_bytes = sum(record.parameter.numel() * record.parameter.element_size() for record in records)
+    held = [record.parameter.grad for record in records]
+    gradient_bytes = sum(gradient.untyped_storage().nbytes() for gradient in held if gradient is not None)
+    return Explanation(
+        stage=engine.config.stage,
+        rank=engine.ranks.rank,
+        world_size=engine.ranks.world_size,
+        offload=engine.config.offload_optimizer,
+        buckets=tuple(buckets),
+        tiles=len(tiles),
+        tile_numel=max((tile.layout.numel for tile in tiles), default=0),
+        host_bytes=store.host_bytes(),
+        device_bytes={"parameters": parameter_bytes, "gradients": gradient_bytes},
+        parameters=tuple(rows),
+    )
+
+
+def _bytes_line(where: str, kinds: dict[str, int]) -> str:
+    parts = ", ".join(f"{kind} {count / 2**20:,.1f} MiB" for kind, count in kinds.items())
+    return f"{where}: {parts}"

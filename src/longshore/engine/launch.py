@@ -1,0 +1,250 @@
+"""Who this process is among its ranks, read from the environment. Pure; ``ranks`` joins them.
+
+Launchers leave their variables to everything that they start, so several
+families may be there at once. The innermost launcher is right, and the order
+is: RANK and its kin (torchrun, or set by hand), Open MPI, PMI (MPICH, Intel
+MPI), Slurm. A shell inside a Slurm allocation, which has ``SLURM_NTASKS`` but
+no ``SLURM_PROCID``, is one rank by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+DEFAULT_PORT = 29500
+_SLURM_PORTS = (20000, 12000)
+"""First port and how many, below those that systems give to outgoing connections."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process of a run.
+
+    Attributes:
+        launcher: which family of variables said so, for error messages.
+        master_addr: host of rank 0; ``None`` where nobody said and nobody needs to know.
+        master_port: port of rank 0, with ``master_addr``.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    launcher: str
+    master_addr: str | None = None
+    master_port: int = DEFAULT_PORT
+
+    @property
+    def needs_group(self) -> bool:
+        """Several ranks, or one that a launcher gave a meeting point, on which scripts may rely."""
+        return self.world_size > 1 or (self.launcher == "RANK" and self.master_addr is not None)
+
+
+ALONE = Launch(rank=0, world_size=1, local_rank=0, launcher="none")
+
+
+@dataclass(frozen=True)
+class _Family:
+    """One launcher's variables; where several names are given, the first that is set counts."""
+
+    launcher: str
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    claims: tuple[str, ...]
+    """Variables any of which says that this launcher started the process."""
+
+
+_RANK = _Family("RANK", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+_OPEN_MPI = _Family(
+    "Open MPI",
+    ("OMPI_COMM_WORLD_RANK",),
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
+_PMI = _Family(
+    "PMI",
+    ("PMI_RANK",),
+    ("PMI_SIZE",),
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+_SLURM = _Family(
+    "Slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ("SLURM_PROCID",)
+)
+_FAMILIES = (_RANK, _OPEN_MPI, _PMI, _SLURM)
+
+
+def detect(environ: Mapping[str, str]) -> Launch:
+    """Rank, world size, local rank and meeting point from a process's environment.
+
+    Returns:
+        :data:`ALONE` where no launcher left its variables.
+
+    Raises:
+        ValueError: variables that are half set, are no numbers, or contradict each other, all of them named.
+    """
+    claimed = [family for family in _FAMILIES if any(name in environ for name in family.claims)]
+    if not claimed:
+        return ALONE
+    family = claimed[0]
+    problems: list[str] = []
+    numbers = _numbers(family, environ, problems)
+    if not problems:
+        _check_agreement(family, numbers, claimed[1:], environ, problems)
+    rank, world_size, local_rank = numbers
+    addr, port = _meeting_point(family, world_size, environ, problems)
+    if problems:
+        raise ValueError(
+            f"the environment does not say who this rank is ({family.launcher} variables): " + "; ".join(problems)
+        )
+    return Launch(rank, world_size, local_rank, family.launcher, addr, port)
+
+
+def _first_set(names: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    return next((name for name in names if name in environ), None)
+
+
+def _integer(name: str, environ: Mapping[str, str], problems: list[str], least: int, most: int | None = None) -> int:
+    text = environ[name].strip()
+    if text.isascii() and text.isdigit() and int(text) >= least and (most is None or int(text) <= most):
+        return int(text)
+    upper = "" if most is None else f" and at most {most}"
+    problems.append(f"{name} must be an integer of at least {least}{upper}, and is {environ[name]!r}")
+    return least
+
+
+def _numbers(family: _Family, environ: Mapping[str, str], problems: list[str]) -> tuple[int, int, int]:
+    """Rank, world size and local rank; 0, 1 and 0 where ``problems`` says what is wrong."""
+    if family is _PMI and environ.get("SLURM_PROCID") != environ.get("PMI_RANK"):
+        # Inherited from the job, by all ranks alike.
+        environ = {name: value for name, value in environ.items() if name != "SLURM_LOCALID"}
+    names = [_first_set(each, environ) for each in (family.rank, family.world_size, family.local_rank)]
+    rank_name, size_name, local_name = names
+    world_size = 1 if size_name is None else _integer(size_name, environ, problems, least=1)
+    # One rank has but one place on its machine.
+    wanted = (family.rank, family.world_size) + ((family.local_rank,) if world_size > 1 or size_name is None else ())
+    missing = [each[0] for each in wanted if _first_set(each, environ) is None]
+    present = [name for name in names if name is not None]
+    if missing:
+        problems.append(
+            f"{_listed(present)} {_is_are(present)} set, and {_listed(missing)} {_is_are(missing)} not: "
+            f"set all of them, or none to run as one rank"
+        )
+    rank = 0 if rank_name is None else _integer(rank_name, environ, problems, least=0)
+    local_rank = 0 if local_name is None else _integer(local_name, environ, problems, least=0)
+    if rank_name is not None and size_name is not None:
+        if rank >= world_size:
+            problems.append(f"{rank_name}={rank} must be below {size_name}={world_size}")
+        elif local_name is not None and local_rank > rank:
+            # Ranks of one machine are numbered in the order of the run's ranks.
+            problems.append(f"{local_name}={local_rank} must not be above {rank_name}={rank}")
+    return rank, world_size, local_rank
+
+
+def _check_agreement(
+    family: _Family,
+    numbers: tuple[int, int, int],
+    others: Sequence[_Family],
+    environ: Mapping[str, str],
+    problems: list[str],
+) -> None:
+    """RANK and WORLD_SIZE set by hand must be those of the launcher that started this very process.
+
+    torchrun numbers its ranks itself and says so. What a launcher inside of a Slurm job inherits
+    from the job is no contradiction; inside of one ``srun`` step of the same size it is.
+    """
+    if family is not _RANK or "TORCHELASTIC_RUN_ID" in environ:
+        return
+    for other in others:
+        if other is _SLURM and not _same_slurm_step(numbers, environ):
+            continue
+        ignored: list[str] = []
+        theirs = _numbers(other, environ, ignored)
+        if ignored or theirs[:2] == numbers[:2]:
+            continue
+        names = (*other.rank, *(name for name in other.world_size if name in environ))
+        says = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        problems.append(
+            f"RANK={numbers[0]}, WORLD_SIZE={numbers[1]} contradict {says} of {other.launcher}: "
+            f"unset RANK, WORLD_SIZE and LOCAL_RANK to use {other.launcher}'s, or unset the others"
+        )
+
+
+def _same_slurm_step(numbers: tuple[int, int, int], environ: Mapping[str, str]) -> bool:
+    return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS") == str(numbers[1])
+
+
+def _meeting_point(
+    family: _Family, world_size: int, environ: Mapping[str, str], problems: list[str]
+) -> tuple[str | None, int]:
+    """Host and port of rank 0."""
+    port = DEFAULT_PORT
+    if "MASTER_PORT" in environ:
+        port = _integer("MASTER_PORT", environ, problems, least=1, most=65535)
+    addr = environ.get("MASTER_ADDR", "").strip()
+    if family is _RANK:
+        if addr and "MASTER_PORT" in environ:
+            return addr, port
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name, "").strip()]
+        if world_size > 1:
+            problems.append(
+                f"{_listed(missing)} {_is_are(missing)} not set: where rank 0 listens for the other {world_size - 1}"
+            )
+        return None, port
+    if world_size == 1:
+        return None, port
+    if addr:
+        return addr, port if "MASTER_PORT" in environ else _port_of_job(environ)
+    if "SLURM_JOB_NODELIST" in environ:
+        try:
+            addr = first_host(environ["SLURM_JOB_NODELIST"])
+        except ValueError as error:
+            problems.append(f"SLURM_JOB_NODELIST: {error}")
+        return addr, port if "MASTER_PORT" in environ else _port_of_job(environ)
+    if family is _OPEN_MPI and environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world_size):
+        return "127.0.0.1", port
+    names = "MASTER_ADDR or SLURM_JOB_NODELIST" if family is _SLURM else "MASTER_ADDR"
+    problems.append(f"{names} is not set: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there")
+    return None, port
+
+
+def _port_of_job(environ: Mapping[str, str]) -> int:
+    """The same on all ranks, and seldom the same for two jobs or steps that share a host."""
+    job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if not job.isdigit():
+        return DEFAULT_PORT
+    first, count = _SLURM_PORTS
+    return first + (int(job) * 7 + (int(step) if step.isdigit() else 0)) % count
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: ``"rack[2-3]n[07-09,12],login"`` begins with ``"rack2n07"``.
+
+    Raises:
+        ValueError: an empty list, or brackets that do not close.
+    """
+    host = ""
+    rest = nodelist.strip()
+    while rest and rest[0] != ",":
+        if rest[0] == "[":
+            inside, bracket, rest = rest[1:].partition("]")
+            first = inside.partition(",")[0].partition("-")[0]
+            if not bracket or not first:
+                raise ValueError(f"{nodelist!r} is no list of hosts such as 'node[01-04]'")
+            host += first
+        else:
+            host += rest[0]
+            rest = rest[1:]
+    if not host or "]" in host:
+        raise ValueError(f"{nodelist!r} is no list of hosts such as 'node[01-04]'")
+    return host
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + f" and {names[-1]}"
+
+
+def _is_are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"

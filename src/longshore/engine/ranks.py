@@ -1,0 +1,204 @@
+"""The ranks of a run: joined from what the launcher left, or from the process group that is already there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from longshore.engine.launch import Launch, detect
+from longshore.engine.wording import did_you_mean, is_number
+from longshore.errors import LongshoreError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_BACKEND_OF = {"cuda": "nccl", "cpu": "gloo"}
+_LOCAL_RANK_NAMES = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+
+
+class RendezvousError(LongshoreError):
+    """The ranks did not meet in time: one did not start, died, or looks elsewhere."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the run's.
+
+    Attributes:
+        rank, world_size: the place in the run.
+        local_rank: the place on this machine.
+        device: where this rank trains.
+        group: the process group, or ``None`` for one rank that needs none.
+        owns_group: whether :func:`join` made it, so that :meth:`close` destroys it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+    owns_group: bool
+
+    def close(self) -> None:
+        """Destroy the process group if :func:`join` made it; again, or after someone else did, is nothing."""
+        if self.owns_group and dist.is_initialized() and dist.group.WORLD is self.group:
+            dist.destroy_process_group()
+
+
+def join(
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    environ: Mapping[str, str] | None = None,
+) -> Ranks:
+    """Join the other ranks, however this process was started.
+
+    A process group that is already initialised is used and stays its maker's. Otherwise the
+    variables of torchrun, Open MPI, PMI or Slurm say who this is (:mod:`longshore.engine.launch`);
+    where there are none, this is one rank, and no process group is made.
+
+    Args:
+        backend: of torch.distributed; by default nccl for CUDA, gloo for the CPU.
+        device: where this rank trains; by default the local rank's CUDA device if there is CUDA,
+            else the CPU. It is made the current one.
+        timeout: how long to wait for the other ranks here, and later in each collective; a
+            timedelta, or seconds.
+        environ: in place of the process's environment.
+
+    Raises:
+        ValueError: variables that are half set or contradict each other; a device or a backend that
+            is not there, or that do not go together.
+        TypeError: a device, a backend or a timeout of another type.
+        RendezvousError: the other ranks did not come in time.
+    """
+    limit = _checked_timeout(timeout)
+    if backend is not None:
+        _check_backend(backend)
+    environ = os.environ if environ is None else environ
+    if dist.is_available() and dist.is_initialized():
+        return _adopt(backend, device, environ)
+    launch = detect(environ)
+    place = _device(device, launch.local_rank)
+    if not launch.needs_group:
+        return Ranks(launch.rank, launch.world_size, launch.local_rank, place, None, False)
+    backend = _BACKEND_OF.get(place.type) if backend is None else backend
+    if backend is None:
+        raise ValueError(f"no backend is known for {place.type} devices: give backend=")
+    _check_fits(backend, place, f"backend={backend!r}")
+    if "nccl" in _backends(backend) and not dist.is_nccl_available():
+        raise ValueError(f"backend={backend!r}: this torch was built without nccl; use gloo")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)  # nccl takes the current device for its own
+    _initialise(backend, launch, limit)
+    return Ranks(launch.rank, launch.world_size, launch.local_rank, place, dist.group.WORLD, True)
+
+
+def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapping[str, str]) -> Ranks:
+    """The process group that someone else initialised; what it says comes before any variable."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found = str(dist.get_backend_config())
+    if backend is not None and not _backends(backend) <= _backends(found):
+        raise ValueError(
+            f"backend={backend!r} was asked for, and the process group is already initialised with {found!r}: "
+            f"leave backend out, or initialise the group with it"
+        )
+    local_rank = _local_rank_of_group(rank, environ)
+    place = _device(device, local_rank)
+    _check_fits(found, place, f"the process group, initialised with {found!r},")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    return Ranks(rank, world_size, local_rank, place, dist.group.WORLD, False)
+
+
+def _local_rank_of_group(rank: int, environ: Mapping[str, str]) -> int:
+    for name in _LOCAL_RANK_NAMES:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    # Whoever initialised the group without a launcher chose the device before.
+    return torch.cuda.current_device() if torch.cuda.is_available() else rank
+
+
+def _checked_timeout(timeout: timedelta | float) -> timedelta:
+    if not isinstance(timeout, timedelta):
+        if not is_number(timeout):
+            raise TypeError(f"timeout is a timedelta or a number of seconds, not {type(timeout).__name__}")
+        if not 0 < timeout < timedelta.max.total_seconds():
+            raise ValueError(f"timeout must be above 0 seconds, and is {timeout}")
+        timeout = timedelta(seconds=timeout)
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be above 0 seconds, and is {timeout}")
+    return timeout
+
+
+def _backends(config: str) -> set[str]:
+    """``{"gloo", "nccl"}`` of ``"cpu:gloo,cuda:nccl"``."""
+    return {part.rpartition(":")[2].strip() for part in config.lower().split(",")}
+
+
+def _check_backend(backend: str) -> None:
+    if not isinstance(backend, str):
+        raise TypeError(f"backend is a name such as 'nccl' or 'gloo', not {type(backend).__name__}")
+    known = {str(each) for each in dist.Backend.backend_list if each != "undefined"}
+    for each in sorted(_backends(backend) - known):
+        raise ValueError(f"backend={backend!r}: {each!r} is not known; {did_you_mean(each, known)}")
+
+
+def _check_fits(config: str, device: torch.device, what: str) -> None:
+    """Refuse nccl alone for the CPU, which would fail at the first collective."""
+    of_device = [part.partition(":") for part in config.lower().split(",")]
+    serves = {right if colon else left for left, colon, right in of_device if not colon or left == device.type}
+    if not serves or (device.type == "cpu" and serves == {"nccl"}):
+        raise ValueError(f"{what} cannot reduce tensors of the {device.type}: use gloo there, nccl for CUDA")
+
+
+def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
+    if device is None:
+        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    elif isinstance(device, (str, torch.device)):
+        try:
+            place = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
+    else:
+        raise TypeError(f"device is a name or a torch.device, not {type(device).__name__}")
+    if place.type != "cuda":
+        return place
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # A scheduler that shows each rank only its own device calls that one 0.
+    index = place.index if place.index is not None else 0 if count == 1 else local_rank
+    if index >= count:
+        raise ValueError(
+            f"local rank {local_rank} asks for cuda:{index}, and this process sees {count} CUDA devices: "
+            f"start fewer ranks on this machine, or check CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", index)
+
+
+def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
+    host = launch.master_addr or ""
+    host = f"[{host}]" if ":" in host else host
+    try:
+        dist.init_process_group(
+            backend,
+            # As env:// does, this uses torchrun's own store where there is one.
+            init_method=f"tcp://{host}:{launch.master_port}",
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, OSError) as error:  # torch's DistError and timeouts among them
+        raise RendezvousError(
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher} variables) did not meet the others at "
+            f"{host}:{launch.master_port} within {timeout.total_seconds():g} s: {str(error).splitlines()[0]} "
+            f"Check that all ranks were started (in a Slurm job: with srun) and reach that host and port; "
+            f"for one rank alone set RANK=0 and WORLD_SIZE=1"
+        ) from error

@@ -1,0 +1,35 @@
+"""How refusals are worded: the nearest known name, and what a value is in a user's words."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"did you mean 'lr'?"`` when a known name is near, else ``"known are 'a', 'b'"``."""
+    names = sorted(known)
+    folded = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(str(name).lower(), folded, n=1)
+    if near:
+        return f"did you mean {folded[near[0]]!r}?"
+    return "known are " + ", ".join(repr(each) for each in names)
+
+
+def shown(value: Any) -> str:
+    """The value with its type, short enough for one line of an error."""
+    text = repr(value)
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def is_integer(value: Any) -> bool:
+    """An int that is no bool: JSON's ``true`` must not pass for 1."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """An int or a float, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
