@@ -15,12 +15,14 @@ if TYPE_CHECKING:
         ParameterError,
         RankError,
     )
-    from longshore.optim import Adam, AdamW, Offload
+    from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, Offload
     from longshore.transfer import SimulatedTransfer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "BrokenStateError",
@@ -29,6 +31,7 @@ __all__ = [
     "Engine",
     "GradientError",
     "IllegalTransitionError",
+    "Lion",
     "LongshoreError",
     "Offload",
     "ParameterError",
@@ -49,7 +52,7 @@ _HOMES = {
         "ParameterError",
         "RankError",
     ),
-    "longshore.optim": ("Adam", "AdamW", "Offload"),
+    "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
     "longshore.transfer": ("SimulatedTransfer",),
 }
 _MODULES = ("checkpointing",)  # used as longshore.checkpointing, without an import of their own

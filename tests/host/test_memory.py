@@ -49,7 +49,7 @@ def test_a_kernel_without_huge_pages_is_only_slower(monkeypatch: pytest.MonkeyPa
 
 
 def test_pages_are_counted_and_come_back() -> None:
-    pool = PagePool()
+    pool = PagePool(3)
     first = pool.take(32)
     assert first.shape == (3, 32) and first.dtype == torch.float32 and first.is_contiguous()
     assert not first.any()
@@ -63,7 +63,7 @@ def test_pages_are_counted_and_come_back() -> None:
 
 
 def test_a_page_comes_back_as_it_is_unless_zeros_are_asked_for() -> None:
-    pool = PagePool()
+    pool = PagePool(3)
     pool.give_back(pool.take(32).fill_(7.0))
     dirty = pool.take(32)
     assert bool((dirty == 7).all())

@@ -117,7 +117,7 @@ def speculate(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("active", [(0, 1, 2), (1,), (0, 2)])
 def test_in_place(dtype: torch.dtype, active: tuple[int, ...], kernels: HostKernels) -> None:
-    tile = make_tile(PagePool(), dtype)
+    tile = make_tile(PagePool(3), dtype)
     gradients = gradients_for(*active, dtype=dtype)
     expected = expected_of(tile, gradients, HALVED)
     arrive(tile, gradients)
@@ -130,7 +130,7 @@ def test_in_place(dtype: torch.dtype, active: tuple[int, ...], kernels: HostKern
 
 
 def test_the_output_may_take_the_gradients_memory(kernels: HostKernels) -> None:
-    tile = make_tile(PagePool(), torch.bfloat16)
+    tile = make_tile(PagePool(3), torch.bfloat16)
     gradients = gradients_for(0, 1, 2, dtype=torch.bfloat16)
     expected = expected_of(tile, gradients)
     arrive(tile, gradients)
@@ -141,7 +141,7 @@ def test_the_output_may_take_the_gradients_memory(kernels: HostKernels) -> None:
 
 
 def test_a_kernel_that_fails_in_place_leaves_the_tile_broken(kernels: HostKernels) -> None:
-    tile = make_tile(PagePool())
+    tile = make_tile(PagePool(3))
     arrive(tile, gradients_for(0))
     with pytest.raises(RuntimeError, match="the kernel failed"):
         step_in_place(tile, steps_for(tile), UNSCALED, Broken(threads=1))
@@ -153,12 +153,12 @@ def test_a_kernel_that_fails_in_place_leaves_the_tile_broken(kernels: HostKernel
 
 
 def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
-    tile = make_tile(PagePool())
+    tile = make_tile(PagePool(3))
     before = state_of(tile)
     with pytest.raises(IllegalTransitionError):
         step_in_place(tile, [], UNSCALED, kernels)
     with pytest.raises(IllegalTransitionError):
-        begin_speculation(tile, [], PagePool())
+        begin_speculation(tile, [], PagePool(3))
     assert same(state_of(tile), before)
 
 
@@ -170,7 +170,7 @@ def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
 def test_kept_is_what_in_place_would_have_given(
     dtype: torch.dtype, active: tuple[int, ...], kernels: HostKernels
 ) -> None:
-    spares = PagePool()
+    spares = PagePool(3)
     tile, twin = make_tile(spares, dtype), make_tile(spares, dtype)
     assert tile.page is not None and twin.page is not None
     twin.page.copy_(tile.page)
@@ -203,8 +203,8 @@ def test_kept_is_what_in_place_would_have_given(
 
 def test_pages_go_round(kernels: HostKernels) -> None:
     """Window after window, a tile and one spare: two pages, and the bits of stepping in place."""
-    spares = PagePool()
-    tile, twin = make_tile(spares), make_tile(PagePool())
+    spares = PagePool(3)
+    tile, twin = make_tile(spares), make_tile(PagePool(3))
     assert tile.page is not None and twin.page is not None
     twin.page.copy_(tile.page)
     page_bytes = spares.allocated_bytes
@@ -227,7 +227,7 @@ def test_pages_go_round(kernels: HostKernels) -> None:
 
 
 def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels) -> None:
-    spares = PagePool()
+    spares = PagePool(3)
     tile = make_tile(spares)
     gradients = gradients_for(0, 2)
     expected, before = expected_of(tile, gradients, HALVED), state_of(tile)
@@ -243,7 +243,7 @@ def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels)
 
 
 def test_an_arrival_while_stepping_voids_the_ticket(kernels: HostKernels) -> None:
-    spares = PagePool()
+    spares = PagePool(3)
     tile = make_tile(spares)
     early, late = gradients_for(0, 1), gradients_for(2)
     before = state_of(tile)
@@ -263,7 +263,7 @@ def test_an_arrival_while_stepping_voids_the_ticket(kernels: HostKernels) -> Non
 
 def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKernels) -> None:
     """The tile was completed and speculated on again before the first pass came home."""
-    spares = PagePool()
+    spares = PagePool(3)
     tile = make_tile(spares)
     early, late = gradients_for(0, 1), gradients_for(2)
     complete(tile, early)
@@ -285,7 +285,7 @@ def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKerne
 
 @pytest.mark.parametrize("again", [False, True], ids=["idle", "begun again"])
 def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) -> None:
-    spares = PagePool()
+    spares = PagePool(3)
     tile = make_tile(spares)
     before = state_of(tile)
     complete(tile, gradients_for(0, 1))
@@ -304,7 +304,7 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
 
 
 def test_an_arrival_after_stepping_drops_the_spare_page(kernels: HostKernels) -> None:
-    spares = PagePool()
+    spares = PagePool(3)
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
     speculation, _ = speculate(tile, spares, kernels)
@@ -318,7 +318,7 @@ def test_an_arrival_after_stepping_drops_the_spare_page(kernels: HostKernels) ->
 
 
 def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) -> None:
-    spares = PagePool()
+    spares = PagePool(3)
     tile = make_tile(spares)
     gradients = gradients_for(0, 1)
     before, expected = state_of(tile), expected_of(tile, gradients)
@@ -337,7 +337,7 @@ def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) ->
 
 
 def test_a_failed_pass_with_an_old_ticket(kernels: HostKernels) -> None:
-    spares = PagePool()
+    spares = PagePool(3)
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
     speculation = begin_speculation(tile, steps_for(tile), spares)
@@ -349,7 +349,7 @@ def test_a_failed_pass_with_an_old_ticket(kernels: HostKernels) -> None:
 
 def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
     """The window is discarded, and its gradients freed, while the pass runs."""
-    spares = PagePool()
+    spares = PagePool(3)
     tile = make_tile(spares)
     gradients = gradients_for(0)
     expected = expected_of(tile, gradients)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host import EXP_AVG, EXP_AVG_SQ, MASTER, HostStore, ParameterStep, TileState
+from longshore.host import MASTER, HostStore, ParameterStep, TileState
 from longshore.host.store import PIPELINE_DEPTH
 from longshore.host.tile_state import TileEvent
 from longshore.kernels import UNSCALED, AdamRule, HostKernels, Scale
@@ -24,6 +24,7 @@ from longshore.layout import align
 from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer, Transfer
 
 BF16 = torch.bfloat16
+EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 NUMELS = (50, 0, 1, 37, 130)
 
 RULES = (
@@ -49,6 +50,7 @@ class Training:
         self.gradient_dtype = gradient_dtype
         self.hold = hold
         self.store = HostStore(transfer, HostKernels(threads=2), tile_numel, hold, gradient_dtype)
+        self.store.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
         self.device = "cuda" if isinstance(transfer, CudaTransfer) else "cpu"
         self.numels = list(numels)
@@ -640,6 +642,7 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
 
 def test_pages_come_with_the_first_values() -> None:
     store = HostStore(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False)
+    store.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add_parameters([(0, 16, BF16), (1, 16, BF16)])
     assert store.host_bytes()["pages"] == 0
     store.adopt(0, torch.ones(16, dtype=BF16), keep_matching=False)

@@ -1,15 +1,13 @@
 """Pages, the tile state machine, and the worker that adds and steps on the host."""
 
-from longshore.host.parameter_store import ParameterStore
+from longshore.host.parameter_store import MASTER, ParameterStore
 from longshore.host.stepping import ParameterStep
-from longshore.host.store import EXP_AVG, EXP_AVG_SQ, MASTER, HostStore
+from longshore.host.store import HostStore
 from longshore.host.tile import Tile
 from longshore.host.tile_state import TileEvent, TileState
 from longshore.host.worker import Worker
 
 __all__ = [
-    "EXP_AVG",
-    "EXP_AVG_SQ",
     "MASTER",
     "HostStore",
     "ParameterStep",

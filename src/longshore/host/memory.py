@@ -45,17 +45,19 @@ def allocator_on(device: torch.device) -> Callable[[int], Tensor]:
 
 
 class PagePool:
-    """Pages by size: float32 ``[3, page_numel]``: master, first and second moment.
+    """Pages by size: float32 ``[page_arrays, page_numel]``: the master, and the states of the rule.
 
     A page that comes back is handed out again as it is: whoever takes one writes
     all of the elements that it will read, or asks for zeros.
 
     Args:
+        page_arrays: of each page.
         allocate: makes flat zeros; see :func:`allocator_on`.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor] = allocate_zeros) -> None:
+    def __init__(self, page_arrays: int, allocate: Callable[[int], Tensor] = allocate_zeros) -> None:
         self.allocated_bytes = 0
+        self._page_arrays = page_arrays
         self._allocate = allocate
         self._free: dict[int, list[Tensor]] = {}
 
@@ -63,8 +65,8 @@ class PagePool:
         free = self._free.get(page_numel)
         if free:
             return free.pop()
-        self.allocated_bytes += 12 * page_numel
-        return self._allocate(3 * page_numel).view(3, page_numel)
+        self.allocated_bytes += 4 * self._page_arrays * page_numel
+        return self._allocate(self._page_arrays * page_numel).view(self._page_arrays, page_numel)
 
     def take_zeros(self, page_numel: int) -> Tensor:
         used = bool(self._free.get(page_numel))
@@ -72,7 +74,18 @@ class PagePool:
         return page.zero_() if used else page  # a new one takes memory only as it is touched
 
     def give_back(self, page: Tensor) -> None:
-        self._free.setdefault(page.shape[1], []).append(page)
+        if page.shape[0] == self._page_arrays:
+            self._free.setdefault(page.shape[1], []).append(page)
+        else:
+            self.allocated_bytes -= 4 * page.numel()
+
+    def set_arrays(self, page_arrays: int) -> None:
+        """Pages have another number of arrays from here on; those of the old shape are let go of as they come back."""
+        free = [page for pages in self._free.values() for page in pages]
+        self._page_arrays = page_arrays
+        self._free.clear()
+        for page in free:
+            self.give_back(page)
 
 
 class AccumulatorPool:

@@ -18,6 +18,9 @@ from longshore.host.tile import Tile
 from longshore.kernels import Scale
 from longshore.transfer import Transfer
 
+MASTER = "master"
+"""The first array of every page."""
+
 
 class ParameterStore(ABC):
     """Optimizer state and gradients by parameter."""
@@ -29,6 +32,18 @@ class ParameterStore(ABC):
     @abstractmethod
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         """Lay out ``(index, numel, dtype)``."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> tuple[str, ...]:
+        """The names of a page's arrays: ``"master"``, then the states of the optimizer's rule."""
+
+    @abstractmethod
+    def set_states(self, states: Sequence[str]) -> None:
+        """Name the state arrays, in the order in which the rule reads them. At first there are none.
+
+        Later calls may add arrays, zero for every parameter, and take none away.
+        """
 
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...
@@ -118,28 +133,31 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
-        """Take ``values`` (flat, on the device) as the master; with ``keep_matching``, only where they
-        are not the rounded master."""
+        """Take ``values`` (flat, on the device) as the master.
+
+        With ``keep_matching``, an element whose rounded master is already the
+        value keeps its master, with all of its float32 digits.
+        """
 
     @abstractmethod
     def count_differing(self, parameter: int, values: Tensor) -> int:
         """How many elements of ``values`` are not the rounded master; bits are compared."""
 
     @abstractmethod
-    def read_state(self, parameter: int, which: int) -> Tensor:
-        """A copy of one state array of the parameter: float32, flat, on the host."""
+    def read_state(self, parameter: int, which: str) -> Tensor:
+        """A copy of one array of the parameter, by name: float32, flat, on the host."""
 
     @abstractmethod
     def read_gradient(self, parameter: int) -> Tensor | None:
         """A copy of the window's gradient of the parameter: float32, flat, on the host; None where there is none."""
 
     @abstractmethod
-    def write_state(self, parameter: int, which: int, values: Tensor) -> None:
-        """Set one state array of the parameter from a flat tensor."""
+    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
+        """Set one array of the parameter, by name, from a flat tensor."""
 
     @abstractmethod
     def clear_state(self, parameter: int) -> None:
-        """Zero the parameter's state."""
+        """Zero all arrays of the parameter."""
 
     @abstractmethod
     def close(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
 from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab, allocator_on
-from longshore.host.parameter_store import ParameterStore
+from longshore.host.parameter_store import MASTER, ParameterStore
 from longshore.host.stepping import ParameterStep, SegmentStep, drop, step_in_place
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
@@ -25,9 +25,6 @@ from longshore.host.worker import runner_for
 from longshore.kernels import Kernels, Scale
 from longshore.layout import plan_tiles
 from longshore.transfer import Transfer
-
-MASTER, EXP_AVG, EXP_AVG_SQ = 0, 1, 2
-"""The arrays of a page."""
 
 PIPELINE_DEPTH = 4
 """Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
@@ -68,7 +65,8 @@ class HostStore(ParameterStore):
         self._ring = SlotRing(transfer)
         """For gradients that do not stay, or for new parameters whose gradients have another dtype."""
         memory = allocator_on(kernels.device)
-        self._pages = PagePool(memory)
+        self._arrays: tuple[str, ...] = (MASTER,)
+        self._pages = PagePool(len(self._arrays), memory)
         # Change with each window. Several autograd threads may bring gradients
         # of one tile; the worker's jobs never take the lock.
         self._lock = threading.Lock()
@@ -78,6 +76,19 @@ class HostStore(ParameterStore):
         self._broken: BaseException | None = None
 
     # -- layout ---------------------------------------------------------------
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return self._arrays
+
+    def set_states(self, states: Sequence[str]) -> None:
+        arrays = (MASTER, *states)
+        if arrays != self._arrays:
+            rows = [arrays.index(name) for name in self._arrays]
+            self._arrays = arrays
+            self._pages.set_arrays(len(arrays))
+            for tile in self._tiles:
+                tile.widen_page(rows, self._pages)
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         """Lay out ``(index, numel, dtype)``; a tile holds parameters of one dtype."""
@@ -130,11 +141,7 @@ class HostStore(ParameterStore):
     # -- the window -----------------------------------------------------------
 
     def arrive(self, parameter: int, gradient: Tensor) -> None:
-        """Take one more gradient of ``parameter`` (flat, on the device) into the window.
-
-        Returns at once: the copy runs on the lane, a later arrival is added by
-        the worker. The caller may let go of ``gradient``.
-        """
+        # Returns at once: the copy runs on the lane, a later arrival is added by the worker.
         self.check_usable()
         ready = self.transfer.mark()
         with self._lock:
@@ -342,15 +349,10 @@ class HostStore(ParameterStore):
             self._incomplete = self._broken = None
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
-        """Take ``values`` (flat, on the device) as the master.
-
-        With ``keep_matching``, an element whose rounded master is already the
-        value keeps its master, with all of its float32 digits.
-        """
         self.check_usable()
         for tile, segment in self._parts[parameter]:
-            self._take_page(tile)
-            master = tile.page_view(segment.layout, MASTER)
+            tile.have_page(self._pages)
+            master = tile.page_view(segment.layout, 0)
             host = self._read(values, segment)
             if keep_matching:
                 self.kernels.reconcile(master, host, adopt=True)
@@ -360,43 +362,37 @@ class HostStore(ParameterStore):
     def count_differing(self, parameter: int, values: Tensor) -> int:
         self.check_usable()
         return sum(
-            self.kernels.reconcile(tile.page_view(segment.layout, MASTER), self._read(values, segment), adopt=False)
+            self.kernels.reconcile(tile.page_view(segment.layout, 0), self._read(values, segment), adopt=False)
             for tile, segment in self._parts[parameter]
         )
 
-    def read_state(self, parameter: int, which: int) -> Tensor:
-        """A copy of the parameter's master or moment: float32, flat, on the host."""
+    def read_state(self, parameter: int, which: str) -> Tensor:
         self.check_usable()
-        pieces = [tile.page_view(segment.layout, which) for tile, segment in self._parts[parameter]]
+        row = self._arrays.index(which)
+        pieces = [tile.page_view(segment.layout, row) for tile, segment in self._parts[parameter]]
         return torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def read_gradient(self, parameter: int) -> Tensor | None:
-        """A copy of the window's gradient: float32, flat, on the host; waits for all arrivals."""
         self.settle()
         pieces = [segment.wait().float() for _, segment in self._parts[parameter] if segment.arrivals > 0]
         return torch.cat(pieces).cpu() if pieces else None
 
-    def write_state(self, parameter: int, which: int, values: Tensor) -> None:
+    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self.check_usable()
+        row = self._arrays.index(which)
         for tile, segment in self._parts[parameter]:
-            self._take_page(tile)
+            tile.have_page(self._pages)
             offset = segment.layout.parameter_offset
-            tile.page_view(segment.layout, which).copy_(values[offset : offset + segment.layout.numel])
+            tile.page_view(segment.layout, row).copy_(values[offset : offset + segment.layout.numel])
 
     def clear_state(self, parameter: int) -> None:
-        """Zero the parameter's master and moments; a page that never was is zero already."""
         for tile, segment in self._parts.get(parameter, ()):
-            if tile.page is not None:
-                for which in (MASTER, EXP_AVG, EXP_AVG_SQ):
-                    tile.page_view(segment.layout, which).zero_()
+            if tile.page is not None:  # one that never was is zero already
+                tile.rows(segment.layout).zero_()
 
     def _read(self, values: Tensor, segment: Segment) -> Tensor:
         offset = segment.layout.parameter_offset
         return self.transfer.read(values[offset : offset + segment.layout.numel])
-
-    def _take_page(self, tile: Tile) -> None:
-        if tile.page is None:
-            tile.page = self._pages.take_zeros(tile.layout.page_numel)
 
     def close(self) -> None:
         self._worker.close()

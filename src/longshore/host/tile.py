@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.host.memory import Slot
+from longshore.host.memory import PagePool, Slot
 from longshore.host.tile_state import TileEvent, TileState, next_state
 from longshore.layout import SegmentLayout, TileLayout
 from longshore.transfer import CopyHandle
@@ -121,10 +122,28 @@ class Tile:
         assert self.accumulator is not None
         return self.accumulator[segment.page_offset : segment.page_offset + segment.numel]
 
-    def page_view(self, segment: SegmentLayout, which: int) -> Tensor:
-        """The segment's master (0), first (1) or second moment (2), as a view."""
+    def rows(self, segment: SegmentLayout) -> Tensor:
+        """The segment's part of all arrays of the page, ``[page_arrays, numel]``, as a view."""
         assert self.page is not None
-        return self.page[which, segment.page_offset : segment.page_offset + segment.numel]
+        return self.page[:, segment.page_offset : segment.page_offset + segment.numel]
+
+    def page_view(self, segment: SegmentLayout, row: int) -> Tensor:
+        """The segment's part of one array of the page (0: the master), as a view."""
+        return self.rows(segment)[row]
+
+    def have_page(self, pages: PagePool) -> None:
+        """Take a page, if there is none yet; all of it is zero."""
+        if self.page is None:
+            self.page = pages.take_zeros(self.layout.page_numel)
+
+    def widen_page(self, rows: Sequence[int], pages: PagePool) -> None:
+        """Move to a page with more arrays; ``rows`` is where the present ones go, and new ones are zero."""
+        assert self.spare is None  # it would have the old shape
+        page = self.page
+        if page is not None:
+            self.page = pages.take_zeros(page.shape[1])
+            self.page[list(rows)] = page
+            pages.give_back(page)
 
     def end_window(self) -> Tensor | None:
         """Forget the window; returns the accumulator that it used."""

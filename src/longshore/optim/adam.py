@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from longshore.optim.families import AdamFamily
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.optim.offload import Offload
+from longshore.optim.offload import Placement
 
 
 class AdamW(HostOptimizer):
@@ -28,6 +29,8 @@ class AdamW(HostOptimizer):
             and ``foreach``, by name.
         maximize: ascend instead.
         fused: None or True; there is no other way here.
+        bias_correction: False takes the moments as they are, without the
+            correction for their start at zero. torch has no such option.
         release_gradients: take each gradient to the host during backward and
             free it on the device. ``.grad`` is then a placeholder; use
             :meth:`clip_grad_norm_` and :meth:`grad_norm`.
@@ -52,8 +55,9 @@ class AdamW(HostOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        bias_correction: bool = True,
         release_gradients: bool = False,
-        offload: Offload | None = None,
+        offload: Placement | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -66,9 +70,10 @@ class AdamW(HostOptimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
+            "bias_correction": bias_correction,
             "decoupled_weight_decay": True,
         }
-        super().__init__(params, defaults, release_gradients, offload)
+        super().__init__(params, defaults, AdamFamily(), release_gradients, offload)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -99,8 +104,9 @@ class Adam(HostOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
         release_gradients: bool = False,
-        offload: Offload | None = None,
+        offload: Placement | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -113,6 +119,7 @@ class Adam(HostOptimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
+            "bias_correction": bias_correction,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, release_gradients, offload)
+        super().__init__(params, defaults, AdamFamily(), release_gradients, offload)

@@ -1,9 +1,8 @@
-"""The ``torch.optim.Optimizer`` that Adam and AdamW are: groups and ``.grad`` in front, the host store behind."""
+"""The ``torch.optim.Optimizer`` that all of ours are: groups and ``.grad`` in front, a store behind."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -13,27 +12,33 @@ from torch.optim.optimizer import ParamsT
 
 from longshore.errors import ParameterError
 from longshore.host import ParameterStep, ParameterStore
-from longshore.kernels import AdamRule
 from longshore.optim.clipping import Clipping, gradient_norm
+from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
-from longshore.optim.hyperparameters import IMPLEMENTATION_FLAGS, check_group, rule_of
 from longshore.optim.ledger import Entry, balance
-from longshore.optim.loading import loadable_state
+from longshore.optim.loading import loadable_state, merged_group
+from longshore.optim.masters import adopt_masters, publish, refresh_masters
 from longshore.optim.offload import Offload, Placement
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, refuse_duplicates
-from longshore.optim.state import StateMap, clear_state, write_state
+from longshore.optim.state import StateAccess, StateMap, begin_states, clear_state, name_states, write_state
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """What Adam and AdamW share: everything but the signature. Not for direct use."""
+    """Everything but the signature and the rule, which is its ``family``'s business. Not for direct use."""
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], release_gradients: bool, offload: Placement | None
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        family: RuleFamily,
+        release_gradients: bool,
+        offload: Placement | None,
     ) -> None:
         offload = offload or Offload()
         if not isinstance(offload, Placement):
             raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
         # Fixed. The base class calls add_param_group, which needs these.
+        self._family = family
         self._offload = offload
         self._release_gradients = bool(release_gradients)
         # Grow with parameter groups.
@@ -44,10 +49,9 @@ class HostOptimizer(torch.optim.Optimizer):
         """By ``id(parameter)``; each record keeps its parameter alive."""
         # Change with each window.
         self._clipping = Clipping()
-        self.ledger: Mapping[int, Entry] = {}
-        """What became of the gradients of the last window."""
+        self.ledger: Mapping[int, Entry] = {}  # of the last window's gradients
         self._loading: dict[int, dict[str, Any]] | None = None
-        check_group(defaults)
+        family.check_group(defaults)
         # The base class adds the groups one by one; a tile may hold several, so
         # they are laid out together.
         self._waiting: list[ParameterRecord] | None = []
@@ -73,7 +77,7 @@ class HostOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_group(group)
+            self._family.check_group(group)
             self._register(group)
         except BaseException:
             self.param_groups.pop()
@@ -102,6 +106,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if self._store is None or self._source is None:
             self._store = self._offload.make_store(records[0].device, self._release_gradients)
             self._source = (ReleasedGradients if self._release_gradients else KeptGradients)(self._store)
+        name_states(self._store, self._family, self.param_groups)
         self._source.register(records)
 
     def _parts(self) -> tuple[ParameterStore, GradientSource]:
@@ -121,7 +126,7 @@ class HostOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every parameter that has a gradient, and publish the new values.
 
-        A parameter without one keeps its weight, its moments and its step
+        A parameter without one keeps its weight, its states and its step
         count. With ``release_gradients=True`` the window ends here.
 
         Args:
@@ -141,23 +146,27 @@ class HostOptimizer(torch.optim.Optimizer):
         store.check_usable()
         gradients = store.agree(self._collect)
         scale = self._clipping.scale_for(source.fingerprint())
-        steps = self._steps_of(gradients)
+        name_states(store, self._family, self.param_groups)
+        steps, histories = self._steps_of(gradients)
         entries = balance(self._records.values(), source.produced, steps, store)
-        self._adopt_masters(steps)
+        records = {record.index: record for record in self._records.values()}
+        adopt_masters(store, records.values(), steps)
+        begin_states(store, self._family, [records[index] for index in steps])
 
-        def publish() -> None:
-            self._published(steps)
+        def published() -> None:
+            for index, step in steps.items():
+                publish(records[index], step, histories[index])
             source.consumed()
             self._clipping.reset()
 
-        store.commit(steps, scale, publish)
+        store.commit(steps, scale, published)
         self.ledger = entries
         return loss
 
     def _collect(self) -> dict[int, Tensor | None]:
         """The gradients that this process found, after every check that could end the step."""
         for group in self.param_groups:
-            check_group(group)
+            self._family.check_group(group)
             self._records_of(group)
         _, source = self._parts()
         gradients = source.collect()
@@ -166,18 +175,19 @@ class HostOptimizer(torch.optim.Optimizer):
                 record.check()
         return gradients
 
-    def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> dict[int, ParameterStep]:
-        steps: dict[int, ParameterStep] = {}
+    def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> tuple[dict[int, ParameterStep], dict[int, History]]:
+        """What to do with each parameter that has a gradient, and its history afterwards."""
+        steps, histories = {}, {}
         for group in self.param_groups:
-            rules: dict[int, AdamRule] = {}
+            known: dict[History, tuple[Any, History]] = {}
             for record in self._records_of(group):
                 if record.index not in gradients:
                     continue
-                count = record.step + 1
-                if count not in rules:
-                    rules[count] = rule_of(group, count)
-                steps[record.index] = ParameterStep(rules[count], record.values(), gradients[record.index])
-        return steps
+                if (history := record.history) not in known:
+                    known[history] = self._family.rule_of(group, history), self._family.after(group, history)
+                rule, histories[record.index] = known[history]
+                steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
+        return steps, histories
 
     def _records_of(self, group: Mapping[str, Any]) -> list[ParameterRecord]:
         """The group's parameters as the user left them; one taken out is no longer stepped, as in torch."""
@@ -188,51 +198,6 @@ class HostOptimizer(torch.optim.Optimizer):
                 "a parameter group holds a tensor that this optimizer was not built with; "
                 "use optimizer.add_param_group(), or build the optimizer anew"
             ) from None
-
-    def _adopt_masters(self, steps: Mapping[int, ParameterStep]) -> None:
-        """Law 10: the parameter is the user's. What was written since it was published is its master."""
-        store, _ = self._parts()
-        if os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0"):
-            self._check_unseen_writes()
-        by_index = self._by_index()
-        changed = [by_index[index] for index in steps if by_index[index].changed]
-        if any(record.published is not None for record in changed):
-            # p.data = q.data: two masters for the same memory.
-            check_no_shared_memory(list(self._records.values()))
-        for record in changed:
-            store.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)
-            record.has_master = True
-
-    def _check_unseen_writes(self) -> None:
-        store, _ = self._parts()
-        for record in self._records.values():
-            if not record.has_master or record.changed:
-                continue
-            differing = store.count_differing(record.index, record.values())
-            if differing:
-                raise ParameterError(
-                    f"parameter {record.name}: {differing} of {record.parameter.numel()} elements were written where "
-                    "torch could not see it (p.data.copy_, NumPy, a custom kernel); call "
-                    "optimizer.refresh_master() after such writes"
-                )
-
-    def _by_index(self) -> dict[int, ParameterRecord]:
-        return {record.index: record for record in self._records.values()}
-
-    def _published(self, steps: Mapping[int, ParameterStep]) -> None:
-        by_index = self._by_index()
-        for index, step in steps.items():
-            record = by_index[index]
-            parameter = record.parameter
-            if step.target.data_ptr() != parameter.data_ptr() and parameter.numel() > 0:
-                parameter.copy_(step.target.view(record.shape))  # it is not contiguous
-            else:
-                # A graph that was recorded before must not run backward on new
-                # weights: torch's own check finds the version changed.
-                torch.autograd.graph.increment_version(parameter)
-            record.step = step.rule.step
-            record.has_moments = True
-            record.mark_published()
 
     # -- gradients ------------------------------------------------------------
 
@@ -348,14 +313,10 @@ class HostOptimizer(torch.optim.Optimizer):
         themselves at the next step.
         """
         store, _ = self._parts()
-        for record in self._records.values():
-            if record.has_master:
-                record.check()
-                store.adopt(record.index, record.values(), keep_matching=True)
-                record.mark_published()
+        refresh_masters(store, self._records.values())
 
     def host_bytes(self) -> dict[str, int]:
-        """Counted host memory by kind, in bytes: ``pages`` (master and moments), ``gradients``, ``accumulators``."""
+        """Counted host memory by kind, in bytes: ``pages`` (masters and states), ``gradients``, ``accumulators``."""
         store, _ = self._parts()
         return store.host_bytes()
 
@@ -369,9 +330,12 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Parameter -> ``step``, ``exp_avg``, ``exp_avg_sq`` (and ``master``), looked up at each access."""
+        """Parameter -> its states as torch names them (and ``master``), looked up at each access."""
+        return StateMap(self._records, self._access())
+
+    def _access(self) -> StateAccess:
         store, source = self._parts()
-        return StateMap(self._records, store, lambda record: source.watch([record]))
+        return StateAccess(store, self._family, lambda record: source.watch([record]))
 
     @state.setter
     def state(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -385,9 +349,9 @@ class HostOptimizer(torch.optim.Optimizer):
             state[parameter] = entries
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of ``torch.optim.Adam`` or ``AdamW``.
+        """Load a state of this optimizer, or of its twin in ``torch.optim``.
 
-        Moments and masters stay in float32 whatever the parameter's dtype.
+        States and masters stay in float32 whatever the parameter's dtype.
         Where the state has no master, the parameter is the master. Also leaves
         a broken state.
 
@@ -407,25 +371,28 @@ class HostOptimizer(torch.optim.Optimizer):
     def _take_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(optimizer, HostOptimizer)
         records = [record for group in optimizer.param_groups for record in optimizer._records_of(group)]
-        optimizer._loading = loadable_state(state_dict, optimizer.param_groups, optimizer.defaults, records)
+        optimizer._loading = loadable_state(
+            state_dict, optimizer.param_groups, optimizer.defaults, records, optimizer._family
+        )
         return {**state_dict, "state": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self._loading is None:
             raise TypeError("a longshore optimizer is restored with load_state_dict, not by unpickling")
         self.param_groups = [
-            {**self.defaults, **group, **IMPLEMENTATION_FLAGS, "fused": mine.get("fused")}
+            merged_group(group, mine, self.defaults, self._family)
             for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
         ]
         store, source = self._parts()
         if store.broken:
             store.begin_load()
             source.consumed()  # the window went down with the step; otherwise it goes on, as in torch
+        access = self._access()
         for record in self._records.values():
             clear_state(record, store)
             loaded = self._loading.get(record.index)
             if loaded:
-                write_state(record, store, lambda record: source.watch([record]), loaded)
+                write_state(record, access, loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-
-from longshore.kernels import AdamRule
 
 _REFUSED = {
     "amsgrad": "the maximum of second moments is not kept; use amsgrad=False",
@@ -19,7 +18,18 @@ IMPLEMENTATION_FLAGS = {"foreach": None, "fused": None, "capturable": False, "di
 """How torch computes a step, not what: taken from here, never from a loaded state."""
 
 
-def _scalar(value: Any, name: str) -> float:
+def implementation_flags(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the flags that an optimizer with these defaults has."""
+    return {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
+
+
+def scalar(value: Any, name: str) -> float:
+    """A number, or a tensor of one element.
+
+    Raises:
+        ValueError: a tensor of more.
+        TypeError: anything else.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor has one element, not {value.numel()}")
@@ -29,41 +39,39 @@ def _scalar(value: Any, name: str) -> float:
     return float(value)
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Refuse what cannot be honoured, by name.
+def check_flags(group: Mapping[str, Any]) -> None:
+    """Refuse, by name, ways to compute a step that are not ours.
 
     Raises:
-        ValueError: an option that longshore does not do, or a value out of range.
-        TypeError: something that is not a number.
+        ValueError: one of them is set.
     """
     for name, why in _REFUSED.items():
         if group.get(name):
             raise ValueError(f"{name}={group[name]} is not supported: {why}")
     if group.get("fused") is False:
         raise ValueError("fused=False is not supported: longshore always runs one fused pass; leave fused unset")
-    for name in ("lr", "eps", "weight_decay"):
-        value = _scalar(group[name], name)
+
+
+def check_not_negative(group: Mapping[str, Any], *names: str) -> None:
+    """Raises ValueError or TypeError for the first option that is not a number of at least 0."""
+    for name in names:
+        value = scalar(group[name], name)
         if not value >= 0.0:
             raise ValueError(f"{name} must not be negative, and is {value}")
+
+
+def betas_of(group: Mapping[str, Any]) -> tuple[float, float]:
+    """The group's two decay rates.
+
+    Raises:
+        ValueError: not two, or one that is not at least 0 and below 1.
+        TypeError: something that is not a number.
+    """
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas is a pair, not {betas!r}")
-    for index, beta in enumerate(betas):
-        value = _scalar(beta, f"betas[{index}]")
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"betas[{index}] must be at least 0 and below 1, and is {value}")
-
-
-def rule_of(group: dict[str, Any], step: int) -> AdamRule:
-    """The group's hyper-parameters as they are now, for parameters whose step count becomes ``step``."""
-    beta1, beta2 = group["betas"]
-    return AdamRule(
-        lr=_scalar(group["lr"], "lr"),
-        beta1=_scalar(beta1, "betas[0]"),
-        beta2=_scalar(beta2, "betas[1]"),
-        eps=_scalar(group["eps"], "eps"),
-        weight_decay=_scalar(group["weight_decay"], "weight_decay"),
-        step=step,
-        decoupled=bool(group["decoupled_weight_decay"]),
-        maximize=bool(group["maximize"]),
-    )
+    beta1, beta2 = (scalar(beta, f"betas[{index}]") for index, beta in enumerate(betas))
+    for index, beta in enumerate((beta1, beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{index}] must be at least 0 and below 1, and is {beta}")
+    return beta1, beta2

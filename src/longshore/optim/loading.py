@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longshore.optim.hyperparameters import IMPLEMENTATION_FLAGS, check_group
+from longshore.optim.family import RuleFamily
+from longshore.optim.hyperparameters import implementation_flags
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import checked_state
 
@@ -15,14 +16,16 @@ def loadable_state(
     own: Sequence[Mapping[str, Any]],
     defaults: Mapping[str, Any],
     records: Sequence[ParameterRecord],
+    family: RuleFamily,
 ) -> dict[int, dict[str, Any]]:
-    """The state of each parameter by its index, from a state of ours or of torch's Adam or AdamW.
+    """The state of each parameter by its index, from a state of ours or of its twin in torch.
 
     Args:
         state_dict: what ``state_dict()`` returned.
         own: the groups of the optimizer that loads it.
         defaults: of that optimizer.
         records: of its parameters, in the order of its groups.
+        family: of that optimizer.
 
     Raises:
         ValueError: it does not fit, by name.
@@ -37,7 +40,7 @@ def loadable_state(
     keys = [key for group in groups for key in group["params"]]
     for group, mine in zip(groups, own, strict=True):
         _check_names(group.get("param_names"), mine.get("param_names"))
-        check_group({**defaults, **group, **IMPLEMENTATION_FLAGS})
+        family.check_group(merged_group(group, mine, defaults, family))
     unknown = sorted(set(state_dict["state"]) - set(keys), key=str)
     if unknown:
         raise ValueError(f"the state has entries that belong to no parameter: {unknown}")
@@ -46,11 +49,22 @@ def loadable_state(
         entries = state_dict["state"].get(key)
         if not entries:
             continue
-        loadable[record.index] = checked_state(record, entries)
-        missing = sorted({"step", "exp_avg", "exp_avg_sq"} - set(entries))
+        loaded = checked_state(record, entries, family)
+        if loaded.get("step") == 0 and not record.parameter.requires_grad:
+            continue  # torch's Adagrad keeps the state of frozen parameters too
+        loadable[record.index] = loaded
+        missing = sorted(family.required - set(entries))
         if missing:
             raise ValueError(f"parameter {record.name}: the state lacks {', '.join(missing)}")
     return loadable
+
+
+def merged_group(
+    loaded: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any], family: RuleFamily
+) -> dict[str, Any]:
+    """A group as it is after loading: what the state says, but for what is not its business."""
+    fixed = {name: own[name] for name in (*family.fixed_options, "fused") if name in own}
+    return {**defaults, **loaded, **implementation_flags(defaults), **fixed}
 
 
 def _check_names(theirs: list[str] | None, mine: list[str] | None) -> None:

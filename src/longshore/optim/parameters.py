@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
+from longshore.optim.family import History
 
 
 class Identity(NamedTuple):
@@ -53,12 +54,17 @@ class ParameterRecord:
         self.dtype = parameter.dtype
         self.shape = parameter.shape
         # Change with each step.
-        self.step = 0
-        """Applied steps; the truth for this parameter alone (law 3)."""
-        self.has_moments = False
+        self.history = History()
+        self.has_state = False
+        """Whether it was stepped, or a state was loaded."""
         self.has_master = False
         self.published: Identity | None = None
         """The parameter as this optimizer left it; None: not by us."""
+
+    @property
+    def step(self) -> int:
+        """Applied steps."""
+        return self.history.step
 
     @property
     def changed(self) -> bool:
@@ -120,7 +126,7 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device | None) -
     kind = type(parameter.detach())
     if kind is not Tensor:
         raise ValueError(
-            f"parameter {name} is a {kind.__name__}; longshore.AdamW steps plain tensors on one device "
+            f"parameter {name} is a {kind.__name__}; longshore steps plain tensors on one device "
             "(sharded and quantized parameters are not supported)"
         )
     if parameter.is_neg():

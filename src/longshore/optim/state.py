@@ -2,47 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.host import EXP_AVG, EXP_AVG_SQ, MASTER, ParameterStore
+from longshore.host import MASTER, ParameterStore
+from longshore.optim.family import History, RuleFamily
 from longshore.optim.parameters import ParameterRecord, flat
 
-_ARRAYS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "master": MASTER}
+
+class StateAccess(NamedTuple):
+    """Where the state of an optimizer's parameters is, and what it consists of."""
+
+    store: ParameterStore
+    family: RuleFamily
+    lay_out: Callable[[ParameterRecord], None]
+    """Makes room for a parameter that has none yet."""
+
+
+def name_states(store: ParameterStore, family: RuleFamily, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Have the state arrays that parameters of these groups need, besides those that the store has."""
+    _have_states(store, family, {name for group in groups for name in family.states_of(group)})
+
+
+def _have_states(store: ParameterStore, family: RuleFamily, names: Collection[str]) -> None:
+    store.set_states([name for name in family.states if name in names or name in store.arrays])
+
+
+def begin_states(store: ParameterStore, family: RuleFamily, records: Iterable[ParameterRecord]) -> None:
+    """Fill the states that are not zero before a first step, of parameters that are about to make one."""
+    for record in records:
+        for name, value in family.initial(record.history).items():
+            store.write_state(record.index, name, torch.full((1,), value).expand(record.parameter.numel()))
 
 
 class ParameterState(MutableMapping[str, Tensor]):
-    """One parameter's ``step``, ``exp_avg``, ``exp_avg_sq`` and, in low precision, ``master``.
+    """One parameter's states as torch names them (Adam: ``step``, ``exp_avg``, ``exp_avg_sq``) and, in low
+    precision, ``master``.
 
-    Reading gives a copy: float32, on the CPU, of the parameter's shape. Setting
-    a key writes to the pages. (A change made in place to a copy changes the copy.)
+    Reading gives a copy: float32, on the CPU, of the parameter's shape (``step``
+    and other single numbers: 0-dim). Setting a key writes to the pages. (A change
+    made in place to a copy changes the copy.)
     """
 
-    def __init__(
-        self, record: ParameterRecord, store: ParameterStore, lay_out: Callable[[ParameterRecord], None]
-    ) -> None:
+    def __init__(self, record: ParameterRecord, access: StateAccess) -> None:
         self._record = record
-        self._store = store
-        self._lay_out = lay_out
+        self._access = access
 
     def _keys(self) -> tuple[str, ...]:
-        if not self._record.has_moments:
+        record, family = self._record, self._access.family
+        if not record.has_state:
             return ()
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        return keys if self._record.dtype == torch.float32 else (*keys, "master")
+        step = ("step",) if family.keeps_step else ()
+        states = (name for name in family.states if name in record.history.states)
+        scalars = (name for name, _ in record.history.scalars)
+        return (*step, *states, *scalars, *(() if record.dtype == torch.float32 else (MASTER,)))
 
     def __getitem__(self, key: str) -> Tensor:
         if key not in self._keys():
             raise KeyError(key)
-        if key == "step":
-            return torch.tensor(float(self._record.step), dtype=torch.float32, device="cpu")
-        return self._store.read_state(self._record.index, _ARRAYS[key]).view(self._record.shape)
+        record = self._record
+        single = {"step": float(record.history.step), **dict(record.history.scalars)}
+        if key in single:
+            return torch.tensor(single[key], dtype=torch.float32, device="cpu")
+        return self._access.store.read_state(record.index, key).view(record.shape)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        write_state(self._record, self._store, self._lay_out, {key: value})
+        write_state(self._record, self._access, {key: value})
 
     def __delitem__(self, key: str) -> None:
         raise TypeError(f"{key!r} is part of the optimizer's pages and cannot be deleted; set it instead")
@@ -60,12 +88,9 @@ class ParameterState(MutableMapping[str, Tensor]):
 class StateMap(MutableMapping[Tensor, Any]):
     """Parameters that have been stepped (or loaded) -> their state."""
 
-    def __init__(
-        self, records: Mapping[int, ParameterRecord], store: ParameterStore, lay_out: Callable[[ParameterRecord], None]
-    ) -> None:
+    def __init__(self, records: Mapping[int, ParameterRecord], access: StateAccess) -> None:
         self._records = records
-        self._store = store
-        self._lay_out = lay_out
+        self._access = access
 
     def _record(self, parameter: Tensor) -> ParameterRecord:
         record = self._records.get(id(parameter))
@@ -74,33 +99,33 @@ class StateMap(MutableMapping[Tensor, Any]):
         return record
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
-        return ParameterState(self._record(parameter), self._store, self._lay_out)
+        return ParameterState(self._record(parameter), self._access)
 
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         record = self._record(parameter)
-        checked = checked_state(record, state)
-        clear_state(record, self._store)
-        write_state(record, self._store, self._lay_out, checked)
+        checked = checked_state(record, state, self._access.family)
+        clear_state(record, self._access.store)
+        write_state(record, self._access, checked)
 
     def __delitem__(self, parameter: Tensor) -> None:
-        clear_state(self._record(parameter), self._store)
+        clear_state(self._record(parameter), self._access.store)
 
     def __contains__(self, parameter: object) -> bool:
         record = self._records.get(id(parameter))
-        return record is not None and record.has_moments
+        return record is not None and len(ParameterState(record, self._access)) > 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (record.parameter for record in self._records.values() if record.has_moments)
+        return (record.parameter for record in self._records.values() if record.parameter in self)
 
     def __len__(self) -> int:
-        return sum(record.has_moments for record in self._records.values())
+        return sum(1 for _ in self)
 
     def items(self) -> Any:
         """Plain dictionaries, as ``state_dict()`` packs them."""
         return [(parameter, dict(self[parameter])) for parameter in self]
 
 
-def checked_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str, Any]:
+def checked_state(record: ParameterRecord, state: Mapping[str, Any], family: RuleFamily) -> dict[str, Any]:
     """One parameter's state as read from outside.
 
     Raises:
@@ -108,17 +133,27 @@ def checked_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str
     """
     checked: dict[str, Any] = {}
     for key, value in state.items():
-        if key == "step":
+        if key == "step" and family.keeps_step:
             checked[key] = _step_count(value, record.name)
-        elif key in _ARRAYS:
-            checked[key] = _array(value, record, key)
-        elif key == "max_exp_avg_sq":
-            raise ValueError(f"parameter {record.name}: the state is that of amsgrad=True, which is not supported")
+        elif key in family.scalars:
+            checked[key] = _number(value, record.name, key)
+        elif key in family.states or key == MASTER:
+            if value is not None or key not in family.optional_states:
+                checked[key] = _array(value, record, key)
+        elif key in family.refused_states:
+            raise ValueError(f"parameter {record.name}: {family.refused_states[key]}")
         else:
-            raise ValueError(
-                f"parameter {record.name}: unknown state {key!r}; longshore keeps step, {', '.join(_ARRAYS)}"
-            )
+            keeps = (*(("step",) if family.keeps_step else ()), *family.states, *family.scalars, MASTER)
+            raise ValueError(f"parameter {record.name}: unknown state {key!r}; longshore keeps {', '.join(keeps)}")
     return checked
+
+
+def _number(value: Any, name: str, key: str) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "meta":
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"parameter {name}: {key} is {value!r}, not a number")
+    return float(value)
 
 
 def _step_count(value: Any, name: str) -> int:
@@ -140,21 +175,27 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 
-def write_state(
-    record: ParameterRecord, store: ParameterStore, lay_out: Callable[[ParameterRecord], None], state: Mapping[str, Any]
-) -> None:
+def write_state(record: ParameterRecord, access: StateAccess, state: Mapping[str, Any]) -> None:
     """Write some of a parameter's state; what was never set counts as zero."""
-    state = checked_state(record, state)
+    store, family, lay_out = access
+    state = checked_state(record, state, family)
+    if not state:
+        return
     if record.index not in store:
         lay_out(record)
-    for key, value in state.items():
-        if key == "step":
-            record.step = value
-        else:
-            store.write_state(record.index, _ARRAYS[key], flat(value.to(device="cpu", dtype=torch.float32)))
-    if state:
-        record.has_moments = True
-    if "master" in state:
+    arrays = state.keys() & {*family.states, MASTER}
+    _have_states(store, family, arrays)
+    for key in arrays:
+        store.write_state(record.index, key, flat(state[key].to(device="cpu", dtype=torch.float32)))
+    history = record.history
+    scalars = {**dict.fromkeys(family.scalars, 0.0), **dict(history.scalars)}
+    record.history = History(
+        state.get("step", history.step),
+        history.states | (arrays - {MASTER}) | (frozenset(store.arrays) & {*family.states} - family.optional_states),
+        tuple((name, state.get(name, value)) for name, value in scalars.items()),
+    )
+    record.has_state = True
+    if MASTER in state:
         record.has_master = True
         record.published = None  # compare with the parameter before the next step
 
@@ -163,6 +204,6 @@ def clear_state(record: ParameterRecord, store: ParameterStore) -> None:
     """As if the parameter had never been stepped; its master is read anew from the parameter."""
     # Whether or not a step was completed: one that failed half way wrote here too.
     store.clear_state(record.index)
-    record.step = 0
-    record.has_moments = record.has_master = False
+    record.history = History()
+    record.has_state = record.has_master = False
     record.published = None

@@ -118,6 +118,13 @@ class ShardedStore(ParameterStore):
         self._order += [bucket.index for bucket in added]
         self.inner.add_parameters(pieces)
 
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return self.inner.arrays
+
+    def set_states(self, states: Sequence[str]) -> None:
+        self.inner.set_states(states)
+
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._dtypes
 
@@ -392,7 +399,7 @@ class ShardedStore(ParameterStore):
             for piece in self._owned[parameter]
         ]
 
-    def read_state(self, parameter: int, which: int) -> Tensor:
+    def read_state(self, parameter: int, which: str) -> Tensor:
         """A copy of the whole array, from all ranks; every rank has to ask."""
         self.check_usable()
         return self._assemble(parameter, lambda piece: self.inner.read_state(piece, which))
@@ -418,7 +425,7 @@ class ShardedStore(ParameterStore):
         ]
         return self._ownership.assemble(pieces, read)
 
-    def write_state(self, parameter: int, which: int, values: Tensor) -> None:
+    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         for piece, part in self._split(parameter, values):
             self.inner.write_state(piece.index, which, part)
 
