@@ -101,7 +101,7 @@ def test_pages_are_where_the_kernels_step_and_not_counted_as_host_memory() -> No
     (tile,) = store.tiles
     assert tile.page is not None and tile.page.device.type == "meta"
     assert store.host_bytes() == {"pages": 0, "gradients": 0, "accumulators": 0}
-    assert store.state_bytes() == {"pages": 12 * 16, "gradients": 0, "accumulators": 0}
+    assert store.state_bytes() == {"pages": 4 * tile.page.numel(), "gradients": 0, "accumulators": 0}
 
 
 def test_without_offload_nothing_is_copied_from_a_simulated_device() -> None:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from longshore.engine.config import Config
-from longshore.engine.explain import Explanation, explain
-from longshore.engine.loss_scale import LossScale
-from longshore.engine.ranks import Ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longshore.engine.batch_sizes import BatchSizes
+from longshore.engine.config import Config
+from longshore.engine.explain import Explanation, explain
+from longshore.engine.loss_scale import LossScale
 from longshore.engine.precision import Precision
+from longshore.engine.ranks import Ranks
 from longshore.engine.timers import StepLine
 from longshore.engine.window import Window
 from longshore.errors import GradientError, LongshoreError
