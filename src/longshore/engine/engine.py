@@ -158,14 +158,14 @@ class Engine(nn.Module):
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
         with self._line.timing("step"):
-            self._applied = self._apply()
+            self._applied = self._apply_window()
         self._end_window()
         self.global_steps += 1
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._line.after_step(self)
 
-    def _apply(self) -> bool:
+    def _apply_window(self) -> bool:
         """Clip and step; false where an overflow skipped it."""
         self._norm = None
         if self._clip is not None:
