@@ -70,6 +70,26 @@ def test_state_on_the_device_gives_the_same_weights(device: DeviceKernels, dtype
         assert all(torch.equal(value, states[1][index][key]) for key, value in entries.items())
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Lion", {}), ("Adagrad", {}), ("SGD", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True})],
+    ids=str,
+)
+def test_every_optimizer_steps_on_the_device(device: DeviceKernels, kind: str, options: dict[str, Any]) -> None:
+    models = []
+    for offload in (Offload(tile_numel=600), OnDevice(tile_numel=600, device="none", kernels=device)):
+        model = small_model().to(DEVICE)
+        optimizer = getattr(longshore.optim, kind)(model.parameters(), weight_decay=0.1, offload=offload, **options)
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert same_weights(*models)
+    untrained = small_model().to(DEVICE).parameters()
+    assert not any(torch.equal(old, new) for old, new in zip(untrained, model.parameters(), strict=True))
+
+
 def test_a_failed_addition_on_the_device_is_told_at_the_step(
     device: DeviceKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
