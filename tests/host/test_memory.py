@@ -128,7 +128,7 @@ def test_what_is_out_during_a_trim_still_counts() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memory_is_where_the_kernels_step(device: str) -> None:
     allocate = allocator_on(torch.device(device))
-    pages, accumulators = PagePool(allocate), AccumulatorPool(allocate)
+    pages, accumulators = PagePool(3, allocate), AccumulatorPool(allocate)
     page, accumulator = pages.take_zeros(32), accumulators.take(32)
     assert page.device.type == accumulator.device.type == device
     assert page.shape == (3, 32) and accumulator.shape == (32,)
