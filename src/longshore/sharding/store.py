@@ -56,6 +56,13 @@ class ShardedStore(ParameterStore):
         self.inner.add_parameters(self.shards.add(parameters))
         self._window.order += range(first, len(self.shards.buckets))
 
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return self.inner.arrays
+
+    def set_states(self, states: Sequence[str]) -> None:
+        self.inner.set_states(states)
+
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.shards.dtypes
 
