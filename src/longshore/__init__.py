@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longshore.engine import Config, ConfigError, Engine, initialize
     from longshore.errors import (
         BrokenStateError,
         GradientError,
@@ -25,6 +26,9 @@ __all__ = [
     "Adam",
     "AdamW",
     "BrokenStateError",
+    "Config",
+    "ConfigError",
+    "Engine",
     "GradientError",
     "IllegalTransitionError",
     "Lion",
@@ -33,11 +37,13 @@ __all__ = [
     "ParameterError",
     "RankError",
     "SimulatedTransfer",
+    "initialize",
 ]
 
 # Torch takes seconds to import. The command line begins with this package, and
 # its --help and a Ctrl-C should not wait for that.
 _HOMES = {
+    "longshore.engine": ("Config", "ConfigError", "Engine", "initialize"),
     "longshore.errors": (
         "BrokenStateError",
         "GradientError",

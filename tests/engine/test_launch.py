@@ -138,6 +138,7 @@ def test_the_innermost_launcher_is_right() -> None:
         (without(open_mpi(), "MASTER_ADDR"), "MASTER_ADDR is not set: set MASTER_ADDR to the host of rank 0"),
         ({**open_mpi(2), **torchrun()}, "RANK=3, WORLD_SIZE=8 contradict OMPI_COMM_WORLD_RANK=2, .*SIZE=8 of Open MPI"),
         ({**open_mpi(), **torchrun(0, 1, 0)}, "RANK=0, WORLD_SIZE=1 contradict OMPI_COMM_WORLD_RANK=3"),
+        ({**open_mpi(0, 8, 0), **torchrun(0, 1, 0)}, "RANK=0, WORLD_SIZE=1 contradict OMPI_COMM_WORLD_RANK=0"),
         ({**pmi(2), **torchrun()}, "contradict PMI_RANK=2, PMI_SIZE=8 of PMI: unset"),
         (
             {**slurm(2), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", **torchrun()},

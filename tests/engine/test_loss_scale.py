@@ -134,6 +134,20 @@ def test_any_history_also_across_a_save(settings: dict[str, Any], history: list[
         assert settings["min_loss_scale"] <= policy.value < math.inf
 
 
+def test_a_saved_state_goes_on_as_if_never_stopped() -> None:
+    settings: dict[str, Any] = {"scale_window": 3, "hysteresis": 3}
+    history = "..x......xx....x...."
+    whole = values(DynamicLossScale(**settings), history)
+    assert len(set(whole)) > 3
+    resumed, seen = DynamicLossScale(**settings), []
+    for each in history:
+        state = resumed.state_dict()
+        resumed = DynamicLossScale(**settings)
+        resumed.load_state_dict(state)
+        seen += values(resumed, each)
+    assert seen == whole
+
+
 def test_a_state_outside_the_settings_is_brought_to_the_bound() -> None:
     saved = DynamicLossScale(initial_scale_power=1, hysteresis=5).state_dict()
     policy = DynamicLossScale(min_loss_scale=4.0, hysteresis=1)

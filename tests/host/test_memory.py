@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.host.memory import AccumulatorPool, PagePool, SlotSlab, allocate_zeros
+from longshore.host.memory import AccumulatorPool, PagePool, SlotSlab, allocate_zeros, allocator_on
 from longshore.transfer import DirectTransfer
 
 HUGE_NUMEL = (2 << 20) // 4
@@ -123,6 +123,17 @@ def test_what_is_out_during_a_trim_still_counts() -> None:
     pool.trim()
     pool.trim()
     assert pool.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_is_where_the_kernels_step(device: str) -> None:
+    allocate = allocator_on(torch.device(device))
+    pages, accumulators = PagePool(allocate), AccumulatorPool(allocate)
+    page, accumulator = pages.take_zeros(32), accumulators.take(32)
+    assert page.device.type == accumulator.device.type == device
+    assert page.shape == (3, 32) and accumulator.shape == (32,)
+    assert page.dtype == accumulator.dtype == torch.float32
+    assert (pages.allocated_bytes, accumulators.allocated_bytes) == (12 * 32, 4 * 32)
 
 
 # -- slots --------------------------------------------------------------------

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from longshore.host.worker import Worker
+from longshore.host.worker import InlineRunner, Worker, runner_for
+from longshore.kernels import HostKernels
 
 
 def worker_threads() -> list[threading.Thread]:
@@ -209,3 +210,44 @@ def test_the_thread_ends_when_the_worker_is_garbage() -> None:
     gc.collect()
     thread.join(timeout=20)
     assert not thread.is_alive()
+
+
+# --- inline ---
+
+
+def test_an_inline_runner_runs_at_once_and_keeps_the_first_failure() -> None:
+    runner = InlineRunner()
+    ran: list[int] = []
+    runner.submit(lambda: ran.append(threading.get_ident()), 1 << 60)
+    assert ran == [threading.get_ident()]
+    assert runner.drain() is None
+
+    def fail(message: str) -> None:
+        raise RuntimeError(message)
+
+    for message in ("first", "second"):
+        runner.submit(lambda message=message: fail(message), 1)
+    runner.submit(lambda: ran.append(0), 1)
+    assert str(runner.drain()) == "first"
+    assert runner.drain() is None
+    assert len(ran) == 2
+    runner.close()
+
+
+def test_ctrl_c_in_an_inline_job_ends_the_backward_and_is_kept() -> None:
+    runner = InlineRunner()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.submit(interrupt, 1)
+    assert isinstance(runner.drain(), KeyboardInterrupt)
+
+
+def test_kernels_that_only_enqueue_need_no_thread() -> None:
+    class Enqueuing(HostKernels):
+        asynchronous = True
+
+    assert isinstance(runner_for(Enqueuing(threads=1), 1, nothing), InlineRunner)
+    assert isinstance(runner_for(HostKernels(threads=1), 1, nothing), Worker)

@@ -28,13 +28,15 @@ def backward(model: nn.Module, step: int, dtype: torch.dtype) -> None:
     model(batch(step, dtype).cuda()).float().pow(2).sum().backward()
 
 
+@pytest.mark.parametrize("device", ["cpu", "none"])
 @pytest.mark.parametrize("tile_numel", [64, 1 << 22])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_default_mode(dtype: torch.dtype, backwards: int, tile_numel: int) -> None:
+def test_default_mode(dtype: torch.dtype, backwards: int, tile_numel: int, device: str) -> None:
     plain_model, model = small_model(dtype), small_model(dtype).cuda()
     plain = PlainLoop(plain_model.parameters(), lr=3e-2)
-    optimizer = longshore.AdamW(model.parameters(), lr=3e-2, offload=longshore.Offload(tile_numel=tile_numel))
+    offload = longshore.Offload(tile_numel=tile_numel, device=device)
+    optimizer = longshore.AdamW(model.parameters(), lr=3e-2, offload=offload)
     for step in range(5):
         for part in range(backwards):
             backward(model, 10 * step + part, dtype)
@@ -47,16 +49,16 @@ def test_default_mode(dtype: torch.dtype, backwards: int, tile_numel: int) -> No
             assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.parametrize("device", ["cpu", "none"])
 @pytest.mark.parametrize("tile_numel", [64, 1 << 22])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int) -> None:
+def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int, device: str) -> None:
     plain_model, model = small_model(dtype), small_model(dtype).cuda()
     plain = PlainLoop(plain_model.parameters(), lr=3e-2)
     seen = captured(model)
-    optimizer = longshore.AdamW(
-        model.parameters(), lr=3e-2, release_gradients=True, offload=longshore.Offload(tile_numel=tile_numel)
-    )
+    offload = longshore.Offload(tile_numel=tile_numel, device=device)
+    optimizer = longshore.AdamW(model.parameters(), lr=3e-2, release_gradients=True, offload=offload)
     for step in range(5):
         for part in range(backwards):
             torch.cuda._sleep(20_000_000)
@@ -90,6 +92,23 @@ def test_released_gradients_take_no_device_memory() -> None:
         torch.cuda.synchronize()
         assert torch.cuda.max_memory_allocated() - before < 5 * parameter_bytes
         optimizer.step()
+
+
+def test_without_offload_state_is_on_the_device() -> None:
+    model = small_model(torch.bfloat16).cuda()
+    optimizer = longshore.AdamW(model.parameters(), offload=longshore.Offload(device="none"))
+    backward(model, 0, torch.bfloat16)
+    optimizer.step()
+    assert all(tile.page is not None and tile.page.is_cuda for tile in optimizer._store.tiles)
+    assert set(optimizer.host_bytes().values()) == {0}
+    parameter = next(model.parameters())
+    state = optimizer.state[parameter]
+    assert not any(value.is_cuda for value in state.values())
+    assert torch.equal(state["master"].bfloat16(), parameter.cpu())
+    before = optimizer.state_dict()
+    optimizer.load_state_dict(before)
+    for key, value in optimizer.state[parameter].items():
+        assert torch.equal(value, state[key])
 
 
 def test_pinned_memory_is_made_at_start_up() -> None:

@@ -16,12 +16,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLACES = [
     *[pytest.param("direct", tile_numel) for tile_numel in (1, 7, 100, 1 << 22)],
     *[pytest.param("simulated", tile_numel) for tile_numel in (100, 1 << 22)],
+    pytest.param("none", 100),
     *[pytest.param("simulated", tile_numel, marks=pytest.mark.slow) for tile_numel in (1, 7)],
 ]
 HYPER: dict[str, Any] = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
 def offload(kind: str, tile_numel: int, threads: int = 2) -> longshore.Offload:
+    if kind == "none":
+        return longshore.Offload(tile_numel=tile_numel, threads=threads, device="none")
     if kind == "simulated":
         return simulated(seed=tile_numel, tile_numel=tile_numel, max_delay_s=0.0005)
     return longshore.Offload(tile_numel=tile_numel, threads=threads)
@@ -187,6 +190,8 @@ def test_offload_settings_change_no_bits(dtype: torch.dtype) -> None:
         longshore.Offload(),
         longshore.Offload(tile_numel=3, threads=1),
         longshore.Offload(tile_numel=50, threads=5, cpu_set=[0]),
+        longshore.Offload(tile_numel=50, device="none"),
+        longshore.Offload(tile_numel=64, device="none", transfer=longshore.SimulatedTransfer()),
         simulated(seed=1, tile_numel=64),
         simulated(seed=2, tile_numel=333),
     ):
@@ -199,7 +204,7 @@ def test_offload_settings_change_no_bits(dtype: torch.dtype) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             weights.append(nn.utils.parameters_to_vector(model.parameters()))
-            if settings.transfer is not None:
+            if settings.transfer is not None and settings.device == "cpu":
                 settings = simulated(seed=3, tile_numel=settings.tile_numel)
     assert all(torch.equal(weights[0], other) for other in weights[1:])
 

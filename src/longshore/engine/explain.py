@@ -75,7 +75,9 @@ class Explanation:
         if self.buckets:
             table = Table("bucket", "dtype", "elements", "a rank's shard", "parameters")
             for row in self.buckets:
-                names = f"{row.parameters[0]} ... {row.parameters[-1]}" if len(row.parameters) > 1 else row.parameters[0]
+                names = (
+                    f"{row.parameters[0]} ... {row.parameters[-1]}" if len(row.parameters) > 1 else row.parameters[0]
+                )
                 table.add_row(str(row.index), row.dtype, f"{row.numel:,}", f"{row.shard_numel:,}", names)
             console.print(table)
         table = Table("parameter", "elements", "bucket", "stepped by rank", "step", "arrived", "reduced", "applied")
@@ -95,7 +97,7 @@ def explain(engine: Any) -> Explanation:
     optimizer: HostOptimizer = engine.optimizer
     store, records = optimizer.store, optimizer.records
     sharded = store if isinstance(store, ShardedStore) else None
-    tiles = store.inner.tiles if sharded else store.tiles
+    tiles = store.tiles
     names = {record.index: record.name for record in records}
     buckets = [
         BucketRow(
@@ -120,9 +122,7 @@ def explain(engine: Any) -> Explanation:
         )  # fmt: skip
     parameter_bytes = sum(record.parameter.numel() * record.parameter.element_size() for record in records)
     held = [record.parameter.grad for record in records]
-    gradient_bytes = sum(
-        gradient.untyped_storage().nbytes() for gradient in held if gradient is not None
-    )
+    gradient_bytes = sum(gradient.untyped_storage().nbytes() for gradient in held if gradient is not None)
     return Explanation(
         stage=engine.config.stage,
         rank=engine.ranks.rank,

@@ -30,7 +30,7 @@ class HostInput:
         self._size, self._stride = tensor.size(), None
         with torch.no_grad():
             plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-            if not plain or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+            if not plain or tensor.is_nested:
                 self._host = tensor.detach().to("cpu", copy=True)
                 return
             self._stride = tensor.stride()

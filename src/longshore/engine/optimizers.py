@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 import longshore.optim
 from longshore.engine.config import Config
-from longshore.optim.client import from_client
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Placement
 
@@ -49,6 +48,8 @@ def make_optimizer(
             raise TypeError(f"optimizer= returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     else:
         raise TypeError(f"optimizer is a torch.optim.Optimizer or makes one, not {type(given).__name__}")
+    from longshore.optim.client import from_client
+
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return from_client(optimizer, release_gradients=True, offload=placement, names=names)
 
@@ -62,7 +63,7 @@ def _by_name(
             '("optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}), or pass optimizer='
         )
     kind = getattr(longshore.optim, config.optimizer.type)
-    options = config.optimizer.model_dump(exclude={"type"})
+    options = config.optimizer.model_dump(exclude={"type", "bias_correction"})
     groups = named_groups(model, _listed(model, model_parameters))
     return kind(groups, **options, release_gradients=True, offload=placement)
 
@@ -103,5 +104,7 @@ def named_groups(model: nn.Module, entries: list[Any]) -> list[dict[str, Any]]:
         for place, entry in enumerate([params] if isinstance(params, Tensor) else params):
             name, parameter = entry if isinstance(entry, tuple) else (None, entry)
             members.append((names.get(id(parameter)) or name or f"{position}.{place}", parameter))
-        named.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": members})
+        options = {key: value for key, value in group.items() if key != "param_names"}
+        # torch takes names from the members, and an empty group has none to take them from.
+        named.append({**options, "params": members, **({} if members else {"param_names": []})})
     return named

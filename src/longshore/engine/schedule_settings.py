@@ -38,7 +38,7 @@ def _number(least: float = -math.inf, below: float = math.inf, above: float = -m
     rule = "must be a finite number" + (" " + " and ".join(bounds) if bounds else "")
 
     def check(value: Any) -> str | None:
-        if is_number(value) and math.isfinite(value) and value >= least and above < value < below:
+        if is_number(value) and value >= least and above < value < below:
             return None
         return f"{rule}, and is {shown(value)}"
 

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
 from longshore.engine.activation_checkpointing import CheckpointingSettings, install, is_configured
 from longshore.engine.config import Config, load_config
 from longshore.engine.data import make_loader
+from longshore.engine.engine import Engine
 from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from longshore.engine.optimizers import make_optimizer
+from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, join
 from longshore.engine.schedules import make_schedule
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from longshore.engine.engine import Engine
-from longshore.engine.precision import DTYPES, Precision
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
 from longshore.sharding import ReductionSettings, ShardedPlacement
@@ -201,4 +201,3 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
     if callable(given):
         return given(optimizer)
     raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {type(given).__name__}")
-

@@ -3,6 +3,7 @@
 from longshore.host.parameter_store import MASTER, ParameterStore
 from longshore.host.stepping import ParameterStep
 from longshore.host.store import HostStore
+from longshore.host.tile import Tile
 from longshore.host.tile_state import TileEvent, TileState
 from longshore.host.worker import Worker
 
@@ -11,6 +12,7 @@ __all__ = [
     "HostStore",
     "ParameterStep",
     "ParameterStore",
+    "Tile",
     "TileEvent",
     "TileState",
     "Worker",

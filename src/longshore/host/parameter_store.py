@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longshore.host.stepping import ParameterStep
+from longshore.host.tile import Tile
 from longshore.kernels import Scale
 from longshore.transfer import Transfer
 
@@ -46,6 +47,11 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...
+
+    @property
+    @abstractmethod
+    def tiles(self) -> Sequence[Tile]:
+        """The tiles that this process steps."""
 
     @abstractmethod
     def host_bytes(self) -> dict[str, int]:

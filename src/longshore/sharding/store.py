@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host import HostStore, ParameterStep, ParameterStore
+from longshore.host import HostStore, ParameterStep, ParameterStore, Tile
 from longshore.kernels import Scale
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import Bucket, Piece, plan_buckets
@@ -127,6 +127,10 @@ class ShardedStore(ParameterStore):
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._dtypes
+
+    @property
+    def tiles(self) -> Sequence[Tile]:
+        return self.inner.tiles
 
     def owned(self, parameter: int) -> Sequence[Piece]:
         """What this rank steps of the parameter."""

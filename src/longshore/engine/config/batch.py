@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -58,29 +59,32 @@ def check_without_ranks(given: Batch, names: Names = OURS) -> None:
     train, micro, steps = given
     unit = (micro or 1) * (steps or 1)
     if train is not None and train % unit:
-        raise ValueError(_does_not_multiply(given, 1, names))
+        raise ValueError(_does_not_multiply(given, None, names))
 
 
-def _does_not_multiply(given: Batch, world_size: int, names: Names) -> str:
+def _does_not_multiply(given: Batch, world_size: int | None, names: Names) -> str:
+    """The rule, what was found, and every one-number change that mends it. ``world_size`` None: not known yet."""
     train, micro, steps = given
     assert train is not None
     factors = [(name, number) for name, number in ((names.micro, micro), (names.steps, steps)) if number is not None]
-    product = world_size
-    for _, number in factors:
-        product *= number
-    said = " x ".join([*(f"{name} {number}" for name, number in factors), f"{world_size} rank{'s'[: world_size > 1]}"])
-    if len(factors) == 2 and world_size > 1:
-        rule, fits = f"{train} is not {said} = {product}", [product]
-    else:
-        rule, fits = f"{train} is no multiple of {said} = {product}", _around(train, product)
+    product = math.prod([number for _, number in factors]) * (world_size or 1)
+    said = [f"{name} {number}" for name, number in factors]
+    if world_size is not None:
+        said.append(f"{world_size} rank{'s' if world_size > 1 else ''}")
+    exact = len(factors) == 2 and world_size is not None
+    relation = "is not" if exact else "is no multiple of"
+    fits = [product] if exact else _around(train, product)
     ways = [f"{names.train} to {' or '.join(map(str, fits))}"]
     for name, number in factors:
         rest = product // number
         if train % rest == 0:
-            # With the third number still free, the nearest divisor below works.
-            best = train // rest if len(factors) == 2 else _divisor_below(train // rest, number)
+            # While another number is free, any divisor will do: the nearest below.
+            best = train // rest if exact else _divisor_below(train // rest, number)
             ways.append(f"{name} to {best}")
-    return f"must be {names.micro} x {names.steps} x ranks, and {rule}; change {', or '.join(ways)}"
+    return (
+        f"must be {names.micro} x {names.steps} x ranks, and {train} {relation} {' x '.join(said)} = {product}; "
+        f"change {', or '.join(ways)}"
+    )
 
 
 def _around(number: int, unit: int) -> list[int]:

@@ -30,8 +30,8 @@ Unknown keys are errors with the nearest known one, and all problems of a file a
 the key is left out, except where a line says otherwise. `true` is no number, `"5"` is no number, and 5e8 is an integer.
 The keys are those of DeepSpeed 0.19 with the older names that files still have.
 
-**`"auto"`** is for the program that fills a file in: `load_config(..., auto={"optimizer.params.lr": 1e-4})` resolves it
-by path. Where nothing does, it means that the key is left out for these honoured keys, and for every accepted or
+**`"auto"`** is for the program that fills a file in: `load_config(..., auto={{"optimizer.params.lr": 1e-4}})` resolves
+it by path. Where nothing does, it means that the key is left out for these honoured keys, and for every accepted or
 refused one:
 
 {auto}
@@ -68,15 +68,21 @@ def _section(section: str, keys: list[Key]) -> str:
 def _row(key: Key) -> str:
     of = f" ({', '.join(key.of)})" if key.of else ""
     test = f"`{key.test}`" if key.test else ""
-    what = f"{_values(key)} {key.what[0].upper()}{key.what[1:]}".strip()
-    what = what if what.endswith(".") else f"{what}."
+    what = f"{_values(key)} {_sentence(key.what)}".strip()
     return f"| `{key.name}`{of} | {key.treatment.value} | {what} | {test} |".replace("  ", " ")
+
+
+def _sentence(text: str) -> str:
+    first = text.split()[0]
+    # Names keep their case.
+    start = text[0] if "_" in first or first == "longshore" else text[0].upper()
+    return f"{start}{text[1:]}" + ("" if text.endswith((".", ".)")) else ".")
 
 
 def _values(key: Key) -> str:
     """What its values are; for a refused key, those that are fine."""
     if key.treatment is not Treatment.REFUSED:
-        return "" if isinstance(key.kind, Block) else f"{key.kind.says()[0].upper()}{key.kind.says()[1:]}."
+        return "" if isinstance(key.kind, Block) else _sentence(key.kind.says())
     if isinstance(key.kind, Block):
         return "Fine when off or empty." if key.kind.switches else "Fine when empty."
     if not key.harmless:

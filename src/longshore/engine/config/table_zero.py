@@ -47,7 +47,7 @@ ZERO: tuple[Key, ...] = (
     accepted(_Z, "reduce_scatter", BOOLEAN, _COLLECTIVE),
     accepted(_Z, "use_multi_rank_bucket_allreduce", BOOLEAN, _COLLECTIVE),
     accepted(_Z, "allgather_partitions", BOOLEAN, _COLLECTIVE),
-    accepted(_Z, "compute_grad_norm", BOOLEAN, "The norm changes no weight unless gradients are clipped by it."),
+    accepted(_Z, "compute_grad_norm", BOOLEAN, "The norm is computed where clipping or you need it."),
     refused(_Z, "load_from_fp32_weights", BOOLEAN, (True,), "masters are read as they were saved; leave it out"),
     refused(_Z, "elastic_checkpoint", BOOLEAN, (False,), "it is a checkpoint format of DeepSpeed's; leave it out"),
     refused(_Z, "zenflow", Block({}), (),

@@ -1,0 +1,73 @@
+"""One cell of the table, run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from engine.scenarios import SCENARIOS, Oracle, drive, make_model, norm_of
+
+import longshore
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
+BUCKETS = {"small": 50, "about": 1100, "large": 100_000}
+"""The largest parameter has 1089 elements."""
+
+
+def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, world_size: int) -> dict[str, Any]:
+    """Train the scenario on an engine and in plain torch; raises where a weight differs in a bit."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    scenario, dtype = SCENARIOS[name], DTYPES[dtype_name]
+    model = make_model(dtype, scenario.tied)
+    scenario.prepare(model)
+    config = longshore.Config(
+        stage=stage,
+        offload_optimizer="none" if place == "none" else "cpu",
+        reduce_bucket_numel=BUCKETS[bucket],
+        allgather_bucket_numel=BUCKETS[bucket],
+        gradient_clipping=scenario.clip,
+        optimizer={"type": "AdamW", **OPTIONS},
+        **scenario.config,
+    )
+    transfer = longshore.SimulatedTransfer(seed=rank) if place == "simulated" else None
+    offload = longshore.Offload(scenario.tile_numel, threads=1, transfer=transfer, device=config.offload_optimizer)
+    schedule = scenario.schedule
+    engine, optimizer, _, _ = longshore.initialize(
+        model=model,
+        model_parameters=scenario.groups(model) if scenario.groups else list(model.parameters()),
+        config=config,
+        offload=offload,
+        lr_scheduler=(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)) if schedule else None,
+    )
+    oracle = Oracle(scenario, dtype, world_size, stage, **OPTIONS)
+    base = [group["lr"] for group in oracle.loop.optimizer.param_groups]
+    clipped = 0
+    try:
+        for step in range(scenario.steps):
+            window = scenario.plan(step)
+            accumulation = window.accumulation or engine.gradient_accumulation_steps()
+            drive(engine, window, step, rank, dtype)
+            if schedule is not None:
+                for group, lr in zip(oracle.loop.optimizer.param_groups, base, strict=True):
+                    group["lr"] = lr * schedule(step)
+            gradients = oracle.gradients(window, step, accumulation)
+            coefficient = 1.0
+            if scenario.clip is not None:
+                norm = engine.get_global_grad_norm()
+                assert norm is not None
+                assert abs(norm - norm_of(gradients)) <= 1e-6 * norm
+                coefficient = float(torch.clamp(scenario.clip / (torch.tensor(norm) + 1e-6), max=1.0))
+                clipped += coefficient < 1.0
+            oracle.loop.step(gradients, coefficient)
+            for (fqn, ours), theirs in zip(model.named_parameters(), oracle.model.parameters(), strict=True):
+                assert torch.equal(ours, theirs), f"step {step}: {fqn} differs"
+            for entry, parameter in zip(engine.explain(False).parameters, oracle.loop.parameters, strict=True):
+                gradient = gradients[[id(p) for p in oracle.loop.parameters].index(id(parameter))]
+                assert entry.applied == (gradient is not None), entry
+        tiles = engine.explain(False).tiles
+        return {"clipped": clipped, "tiles": tiles, "steps": engine.global_steps}
+    finally:
+        engine.optimizer.close()

@@ -1,0 +1,76 @@
+"""Values that a kind allows, and files made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from longshore.engine.config.keys import Key, Treatment
+from longshore.engine.config.values import (
+    Block,
+    Boolean,
+    Choice,
+    Dtype,
+    Either,
+    Integer,
+    Items,
+    Kind,
+    Number,
+    Text,
+)
+
+LARGE = 10**12
+
+
+def values_of(kind: Kind) -> st.SearchStrategy[Any]:
+    """Any legal value, in any of the spellings that are legal."""
+    if isinstance(kind, Boolean):
+        return st.booleans()
+    if isinstance(kind, Integer):
+        low = -LARGE if kind.minimum is None else kind.minimum
+        whole = st.integers(low, LARGE if kind.maximum is None else kind.maximum)
+        return whole | whole.map(float)
+    if isinstance(kind, Number):
+        return st.floats(
+            max(bound for bound in (kind.minimum, kind.above, -1e12) if bound is not None),
+            min(bound for bound in (kind.maximum, kind.below, 1e12) if bound is not None),
+            exclude_min=kind.above is not None,
+            exclude_max=kind.below is not None,
+        )
+    if isinstance(kind, Choice):
+        return st.sampled_from(kind.options).flatmap(_in_any_case)
+    if isinstance(kind, Dtype):
+        names = {"fp32": "torch.float32", "bf16": "bfloat16", "fp16": "half"}
+        return st.sampled_from([*kind.options, *(names[option] for option in kind.options)])
+    if isinstance(kind, Text):
+        return st.text(max_size=5)
+    if isinstance(kind, Items):
+        return st.lists(values_of(kind.of), min_size=kind.count or 0, max_size=kind.count or 3)
+    if isinstance(kind, Either):
+        return st.one_of([values_of(one) for one in kind.kinds])
+    assert isinstance(kind, Block), kind
+    return st.just({}) | st.just({"enabled": False}) | st.just({"enabled": True}) | st.just({"a": 1}) | st.booleans()
+
+
+def _in_any_case(option: str | int) -> st.SearchStrategy[str | int]:
+    if isinstance(option, str):
+        return st.sampled_from([option, option.lower(), option.upper()])
+    return st.just(option)
+
+
+def fine_values_of(key: Key) -> st.SearchStrategy[Any]:
+    """Values of a key that loads them: for a refused key, those that switch it off."""
+    if key.treatment is not Treatment.REFUSED:
+        return values_of(key.kind)
+    if isinstance(key.kind, Block):
+        return st.none() | st.just(False) | st.just({})
+    return st.sampled_from(key.harmless) if key.harmless else st.none()
+
+
+def insert(file: dict[str, Any], key: Key, value: Any) -> None:
+    """Put a value at the key's path."""
+    place = file
+    for name in key.section.split(".") if key.section else []:
+        place = place.setdefault(name, {})
+    place[key.name] = value

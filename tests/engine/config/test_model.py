@@ -1,0 +1,82 @@
+"""Our own Config."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from longshore.engine.config import AdamWConfig, Config, ConfigError, LossScaling, WarmupCosineLRConfig
+
+
+def test_defaults_are_the_safe_ones() -> None:
+    config = Config()
+    assert config.gradient_clipping is None and config.loss_scaling is None and config.communication_dtype is None
+    assert config.accumulation_dtype == "fp32"
+    assert Config(dtype="fp16").loss_scaling == LossScaling() == Config(autocast="half").loss_scaling
+    assert Config(dtype="fp16", loss_scaling=None).loss_scaling is None
+
+
+def test_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().stage = 1  # type: ignore[misc]
+
+
+def test_everything_that_is_wrong_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(stage=3, offload_optimizer="nvme", overlap_comm=1, reduce_bucket_numel="5", stagee=1, threads=0)  # type: ignore
+    assert [problem.path for problem in caught.value.problems] == [
+        "stagee", "stage", "offload_optimizer", "reduce_bucket_numel", "overlap_comm", "threads"
+    ]  # fmt: skip
+    assert 'is no field of Config; did you mean "stage"?' in str(caught.value)
+    assert "arrives with ZeRO-3" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields, what",
+    [
+        ({"dtype": "bf16", "autocast": "bf16"}, "choose one"),
+        ({"cast_inputs": True}, "set dtype"),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "leave one of them out"),
+        ({"gradient_clipping": 0}, "must be a number above 0"),
+        ({"train_batch_size": True}, "must be an integer of at least 1"),
+        ({"cpu_set": [0, -1]}, "a list, each an integer of at least 0"),
+        ({"optimizer": AdamWConfig}, "optimizer"),
+        ({"gradient_clipping": float("inf")}, "must be a number above 0"),
+    ],
+)
+def test_refused(fields: dict[str, object], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Config(**fields)  # type: ignore[arg-type]
+
+
+def test_loss_scaling() -> None:
+    with pytest.raises(ConfigError, match="lower it, or raise initial_scale_power"):
+        LossScaling(initial_scale_power=2, min_scale=8.0)
+    assert LossScaling(scale=2.0, initial_scale_power=2, min_scale=8.0).scale == 2.0
+    with pytest.raises(ConfigError, match="scale = 0: must be a number above 0"):
+        LossScaling(scale=0)
+
+
+def test_named() -> None:
+    with pytest.raises(ConfigError, match="total_num_steps: is missing"):
+        WarmupCosineLRConfig()  # type: ignore[call-arg]
+    config = Config(optimizer=AdamWConfig(betas=[0.8, 0.9]), scheduler=WarmupCosineLRConfig(total_num_steps=5))  # type: ignore
+    assert config.optimizer is not None and config.optimizer.arguments()["betas"] == (0.8, 0.9)
+    assert config.scheduler is not None and config.scheduler.arguments()["total_num_steps"] == 5
+
+
+def test_pickles() -> None:
+    """Spawned ranks get it so."""
+    config = Config(dtype="fp16", optimizer=AdamWConfig())
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(ConfigError) as caught:
+        Config(stage=3)  # type: ignore[arg-type]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_file_is_read_without_torch() -> None:
+    code = "import sys, longshore.engine.config; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,56 @@
+"""Files that are no configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longshore.engine.config import ConfigError, load_config
+
+
+@pytest.mark.parametrize(
+    "content, what",
+    [
+        (b'{"a": 1,}', "line 1, column 9"),
+        (b'{\n  "a": 1\n  "b": 2}', "at line 3, column 3 it is not: Expecting ',' delimiter"),
+        (b"{ // hello\n}", "comments are not JSON"),
+        (b"", "line 1, column 1"),
+        (b"[1]", "must be a JSON object, in braces, and is a list"),
+        (b"null", "and is null"),
+        (b"1.5", "and is a number"),
+        (b'"text"', "and is a string"),
+        (b"true", "and is true"),
+        (b'{"gradient_clipping": NaN}', "NaN is no number in JSON"),
+        (b'{"gradient_clipping": -Infinity}', "-Infinity is no number in JSON"),
+        (b'{"a": 1, "b": {"c": [{"d": 1, "d": 2}]}, "a": 3}', "a: stands there more than once; keep one"),
+        (b'{"b": {"c": [{"d": 1, "d": 2}]}}', "b.c.0.d: stands there more than once"),
+        (b'{"a": "\xff"}', "must be UTF-8 text, and byte 7 is not"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"1" * 10_000 + b"}", "must be JSON: Exceeds the limit"),
+        (b'{"gradient_clipping": 1e999, "train_batch_size": 1}', "must be a number of at least 0"),
+    ],
+    ids=range(17),
+)
+def test_refused(tmp_path: Path, content: bytes, what: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path} has ")
+    assert what in str(caught.value)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_config(tmp_path / "nothing.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config("a\0b")
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b'\xef\xbb\xbf{"train_batch_size": 1}')
+    assert load_config(path).config.train_batch_size == 1
