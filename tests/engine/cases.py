@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from engine.scenarios import SCENARIOS, Oracle, drive, make_model, norm_of
 
 import longshore
+from engine.scenarios import SCENARIOS, Oracle, drive, make_model, norm_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
@@ -35,7 +35,7 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, world_s
     transfer = longshore.SimulatedTransfer(seed=rank) if place == "simulated" else None
     offload = longshore.Offload(scenario.tile_numel, threads=1, transfer=transfer, device=config.offload_optimizer)
     schedule = scenario.schedule
-    engine, optimizer, _, _ = longshore.initialize(
+    engine, _, _, _ = longshore.initialize(
         model=model,
         model_parameters=scenario.groups(model) if scenario.groups else list(model.parameters()),
         config=config,

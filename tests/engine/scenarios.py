@@ -113,15 +113,11 @@ def _boundaries(step: int) -> Window:
 def _changing(step: int) -> Window:
     counts = (1, 3, 2)[step % 3]
     head = HEADS[step % 3]
-    return Window(
-        tuple(Backward(forwards=((head,),)) for _ in range(counts)), step_each=True, accumulation=counts
-    )
+    return Window(tuple(Backward(forwards=((head,),)) for _ in range(counts)), step_each=True, accumulation=counts)
 
 
 def _only_before_the_boundary(step: int) -> Window:
-    return Window(
-        (Backward((("a", "b"),), boundary=False), Backward((("a",),), boundary=True)), step_each=True
-    )
+    return Window((Backward((("a", "b"),), boundary=False), Backward((("a",),), boundary=True)), step_each=True)
 
 
 def _freeze_some(model: MultiTask) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from longshore.engine.config import Config
-from longshore.engine.explain import Explanation, explain
-from longshore.engine.loss_scale import LossScale
-from longshore.engine.ranks import Ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longshore.engine.batch_sizes import BatchSizes
+from longshore.engine.config import Config
+from longshore.engine.explain import Explanation, explain
+from longshore.engine.loss_scale import LossScale
 from longshore.engine.precision import Precision
+from longshore.engine.ranks import Ranks
 from longshore.engine.timers import StepLine
 from longshore.engine.window import Window
 from longshore.errors import GradientError, LongshoreError
@@ -158,14 +158,14 @@ class Engine(nn.Module):
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
         with self._line.timing("step"):
-            self._applied = self._apply()
+            self._applied = self._apply_window()
         self._end_window()
         self.global_steps += 1
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._line.after_step(self)
 
-    def _apply(self) -> bool:
+    def _apply_window(self) -> bool:
         """Clip and step; false where an overflow skipped it."""
         self._norm = None
         if self._clip is not None:

@@ -75,9 +75,7 @@ class Explanation:
         if self.buckets:
             table = Table("bucket", "dtype", "elements", "a rank's shard", "parameters")
             for row in self.buckets:
-                names = (
-                    f"{row.parameters[0]} ... {row.parameters[-1]}" if len(row.parameters) > 1 else row.parameters[0]
-                )
+                names = " ... ".join(dict.fromkeys([*row.parameters[:1], *row.parameters[-1:]]))
                 table.add_row(str(row.index), row.dtype, f"{row.numel:,}", f"{row.shard_numel:,}", names)
             console.print(table)
         table = Table("parameter", "elements", "bucket", "stepped by rank", "step", "arrived", "reduced", "applied")

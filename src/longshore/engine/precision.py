@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from longshore.engine.config import Config
 from torch import Tensor, nn
+
+from longshore.engine.config import Config
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
