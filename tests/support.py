@@ -71,15 +71,19 @@ KINDS = (
 KIND_NAMES = [kind.name if kind.states or kind.name != "SGD" else "SGD_without_momentum" for kind in KINDS]
 
 
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
+
+
 class PlainLoop:
-    """Plain PyTorch: one of torch's CPU fused optimizers on float32 masters.
+    """Plain PyTorch: one of torch's CPU optimizers on float32 masters; the fused one where there is one.
 
     torch rounds some states differently in the last ``numel % 16`` elements of
-    a tensor (its scalar tail), so each master is padded to 16.
+    a tensor (its scalar tail; 64 are enough for optimizers that are not fused),
+    so each master is padded.
 
     Args:
         groups: parameters, or torch's groups. The parameters are updated.
-        kind: of ``torch.optim``, with a fused implementation; or :class:`PlainLion`.
+        kind: of ``torch.optim``, or :class:`PlainLion`.
     """
 
     def __init__(
@@ -98,12 +102,12 @@ class PlainLoop:
             self.parameters += params
             self.masters += masters
             self._groups.append({**entry, "params": masters})
-        fused = {} if kind is PlainLion else {"fused": True}
-        self.optimizer = kind(self._groups, **fused, **defaults)
+        how = {"fused": True} if kind in _FUSED else {} if kind is PlainLion else {"foreach": False}
+        self.optimizer = kind(self._groups, **how, **defaults)
 
     @staticmethod
     def _padded(values: Tensor) -> Tensor:
-        flat = torch.zeros(max(16, -(-values.numel() // 16) * 16), dtype=torch.float32)
+        flat = torch.zeros(max(64, -(-values.numel() // 64) * 64), dtype=torch.float32)
         flat[: values.numel()] = values.reshape(-1)
         return flat
 
