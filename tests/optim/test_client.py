@@ -64,8 +64,10 @@ def test_torchs_elementwise_optimizers_on_host_tiles(
             assert torch.equal(optimizer.state[parameter][name], expected), name
 
 
-def test_neither_the_cut_nor_torchs_threads_change_a_bit() -> None:
+def test_neither_the_cut_nor_torchs_threads_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """More elements than a buffer has, and a length that leaves a tail for torch's own loops."""
+    seen, whole = set(), torch.optim.RMSprop.step
+    monkeypatch.setattr(torch.optim.RMSprop, "step", lambda self: (seen.add(torch.get_num_threads()), whole(self)))
     numel, results = 100_003, []
     values, gradients = torch.randn(numel), [torch.randn(numel) for _ in range(3)]
     for tile_numel, threads in ((1 << 22, 1), (12_345, 1), (1 << 22, 3)):
@@ -81,6 +83,18 @@ def test_neither_the_cut_nor_torchs_threads_change_a_bit() -> None:
             torch.set_num_threads(1)
         results.append(parameter.detach())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert seen == {1}
+
+
+def test_a_state_that_was_set_before_the_first_step_counts() -> None:
+    theirs, ours = (nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2))
+    plain, optimizer = torch.optim.RMSprop([theirs], foreach=False), clients("RMSprop", [ours], {})
+    plain.state[theirs] = {"step": torch.tensor(0.0), "square_avg": torch.full((64,), 3.0)}
+    optimizer.state[ours]["square_avg"] = torch.full((64,), 3.0)
+    theirs.grad, ours.grad = torch.ones(64), torch.ones(64)
+    plain.step()
+    optimizer.step()
+    assert torch.equal(theirs, ours)
 
 
 @MODES
