@@ -101,6 +101,14 @@ class ParameterStore(ABC):
         """
         return collect()
 
+    def check_same(self, values: Mapping[str, Tensor]) -> None:
+        """With ``LONGSHORE_DEBUG=1``: tensors by name have the same bits on all ranks.
+
+        Raises:
+            RankError: naming the first that has not, and the ranks.
+        """
+        return
+
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         """The sum of squares of all (scaled) gradients in float64.

@@ -23,6 +23,7 @@ def adopt_masters(
         ValueError: two parameters were given the same memory, by name.
     """
     if os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0"):
+        store.check_same({record.name: record.values() for record in records})
         _check_unseen_writes(store, records)
     changed = [record for record in records if record.index in steps and record.changed]
     if any(record.published is not None for record in changed):

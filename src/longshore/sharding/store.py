@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, GradientError
+from longshore.errors import BrokenStateError, GradientError, RankError
 from longshore.host import HostStore, ParameterStep, ParameterStore, Tile
 from longshore.kernels import Scale
 from longshore.sharding.agreement import Statement, agree_on
@@ -47,6 +47,7 @@ class ShardedStore(ParameterStore):
         self.shards = Shards(ownership, settings.bucket_numel)
         # Change with each window.
         self._window = WindowGradients(self.shards, settings, self._launch)
+        self._windows = 0
         self._broken: BaseException | None = None
 
     # -- layout ---------------------------------------------------------------
@@ -90,7 +91,7 @@ class ShardedStore(ParameterStore):
 
     def _meet_for(self, current: Round, kept: list[Contributions], ready: Any) -> None:
         try:
-            self.lane.meet(Action.BACKWARD, current.number)
+            self.lane.meet(Action.BACKWARD, current.number, self._windows)
             rounds = agree_on(self.lane, Statement.of(kept)).deferred
             self._reduce_kept(kept, rounds, self.shards.buckets, ready)
         except BaseException:
@@ -118,7 +119,9 @@ class ShardedStore(ParameterStore):
             self._window.forget(parameter)
             return
         if self._window.failure is not None:
+            # The others may not know; those that do not will be told when they meet this rank.
             self.lane.give_up_window()
+            self._windows += 1
         try:
             self.lane.drain()
         except GradientError:
@@ -176,7 +179,7 @@ class ShardedStore(ParameterStore):
         ready = self.transfer.mark()
 
         def settle() -> list[int]:
-            self.lane.meet(Action.STEP, len(parameters))
+            self.lane.meet(Action.STEP, len(parameters), self._windows)
             agreed = agree_on(self.lane, statement)
             agreed.check(self.lane.rank, failure, GradientError)
             self._window.order = list(agreed.order)
@@ -190,6 +193,17 @@ class ShardedStore(ParameterStore):
             self._window.fail(error)
             raise
         return dict.fromkeys(self._window.active, None)
+
+    def check_same(self, values: Mapping[str, Tensor]) -> None:
+        sums = [int(tensor.contiguous().view(torch.uint8).long().sum()) for tensor in values.values()]
+        rows = self.lane.run(lambda: self.lane.rows(torch.tensor(sums, dtype=torch.int64)))
+        for name, column in zip(values, rows.T, strict=True):
+            differing = [rank for rank, found in enumerate(column.tolist()) if found != column[0]]
+            if differing:
+                raise RankError(
+                    f"parameter {name} of rank {', '.join(map(str, differing))} differs from that of rank 0; "
+                    "something wrote it on some ranks only"
+                )
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         pieces = {piece.index: None for parameter in gradients for piece in self.shards.owned(parameter)}
@@ -215,7 +229,7 @@ class ShardedStore(ParameterStore):
 
         def publish() -> None:
             statement = Statement.of([], failure is not None)
-            self.lane.meet(Action.PUBLISH, len(steps))
+            self.lane.meet(Action.PUBLISH, len(steps), self._windows)
             agree_on(self.lane, statement).check(self.lane.rank, failure, BrokenStateError)
             with self.transfer.aside(ready):
                 for bucket in self.shards.buckets:
@@ -229,6 +243,7 @@ class ShardedStore(ParameterStore):
         except BaseException as error:
             self._broken = failure or error
             raise
+        self._windows += 1
         self._window.begin()
 
     # -- state ----------------------------------------------------------------
