@@ -288,6 +288,10 @@ class ShardedStore(ParameterStore):
         pieces = [[piece for piece in own if piece.parameter == parameter] for own in bucket.pieces]
         return self._ownership.assemble(pieces, read)
 
+    def write_gradient(self, parameter: int, values: Tensor) -> None:
+        for piece, part in self._split(parameter, values):
+            self.inner.write_gradient(piece.index, part)
+
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         for piece, part in self._split(parameter, values):
             self.inner.write_state(piece.index, which, part)
