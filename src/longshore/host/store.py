@@ -188,12 +188,7 @@ class HostStore(ParameterStore):
         return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
 
     def settle(self) -> None:
-        """Wait until every arrival is on the host and added.
-
-        Raises:
-            BrokenStateError: see :meth:`commit`.
-            GradientError: an arrival failed on its way; the window is incomplete.
-        """
+        """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""
         self.check_usable()
         self._drain()
         if isinstance(self._incomplete, GradientError):

@@ -77,7 +77,8 @@ class CollectiveLane:
             raise failure
 
     def run(self, job: Callable[[], T]) -> T:
-        """Run ``job`` behind all others and return its result."""
+        """Run ``job`` behind all others and return its result; where one of them failed, raise that instead."""
+        self.drain()
         results: list[T] = []
         self.submit(lambda: results.append(job()))
         self.drain()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, RankError
-from longshore.host import HostStore, ParameterStep, ParameterStore, Tile
+from longshore.host import HostStore, ParameterStep, ParameterStore, Tile, debugging
 from longshore.kernels import Scale
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import Bucket, Piece
@@ -78,6 +78,7 @@ class ShardedStore(ParameterStore):
 
     def begin_backward(self, reduce: bool) -> None:
         self.check_usable()
+        self._window.backwards += 1
         if not (self._settings.each_backward and reduce):
             return
         current, kept = self._window.begin_round()
@@ -175,13 +176,15 @@ class ShardedStore(ParameterStore):
             return dict.fromkeys(self._window.active, None)  # nothing came since
         kept = self._window.take()
         parameters, order = list(self.shards.dtypes), self._window.planned_order()
-        statement = Statement.of(kept, failure is not None, self._window.rounds, order, self._window.used())
+        statement = Statement.of(kept, failure is not None, self._window.backwards, order, self._window.used())
         ready = self.transfer.mark()
 
         def settle() -> list[int]:
             self.lane.meet(Action.STEP, len(parameters), self._windows)
             agreed = agree_on(self.lane, statement)
             agreed.check(self.lane.rank, failure, GradientError)
+            if debugging():
+                agreed.check_backwards()
             self._window.order = list(agreed.order)
             active = [parameter for parameter, anywhere in zip(parameters, agreed.used, strict=True) if anywhere]
             self._reduce_kept(kept, agreed.deferred, self._window.buckets_of(set(active)), ready)
