@@ -34,7 +34,7 @@ def begin_and_discard(comparison: Comparison, step: int) -> None:
 
 def case(stage: int, discard: bool) -> None:
     config = {**zero(stage), "gradient_accumulation_steps": ACCUMULATION}
-    with compared(Scenario(plan, steps=4), config) as comparison:
+    with compared(Scenario(plan, steps=4, tile_numel=500), config, simulated=stage == 2) as comparison:
         comparison.run(before=lambda step: begin_and_discard(comparison, step) if discard else None)
         engine = comparison.engine
         assert engine.global_steps == 4

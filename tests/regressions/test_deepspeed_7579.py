@@ -32,7 +32,7 @@ def backward_of_the_sum(step: int) -> Window:
 def case(plan_name: str, contiguous: bool) -> None:
     plan = {"each": backward_per_task, "sum": backward_of_the_sum}[plan_name]
     config = zero(2, contiguous_gradients=contiguous)
-    with compared(Scenario(plan, steps=len(TASKS)), config) as comparison:
+    with compared(Scenario(plan, steps=len(TASKS), tile_numel=500), config, simulated=True) as comparison:
         for step, tasks in enumerate(TASKS):
             comparison.engine.zero_grad()  # once an iteration, as in the thread
             comparison.drive(step)

@@ -46,7 +46,7 @@ class Comparison:
     """
 
     def __init__(
-        self, scenario: Scenario, config: dict[str, Any], dtype: torch.dtype = torch.float32, simulated: bool = True
+        self, scenario: Scenario, config: dict[str, Any], dtype: torch.dtype = torch.float32, simulated: bool = False
     ) -> None:
         # Fixed.
         self.rank = dist.get_rank() if dist.is_initialized() else 0
