@@ -70,6 +70,26 @@ def test_state_on_the_device_gives_the_same_weights(device: DeviceKernels, dtype
         assert all(torch.equal(value, states[1][index][key]) for key, value in entries.items())
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Lion", {}), ("Adagrad", {}), ("SGD", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True})],
+    ids=str,
+)
+def test_every_optimizer_steps_on_the_device(device: DeviceKernels, kind: str, options: dict[str, Any]) -> None:
+    models = []
+    for offload in (Offload(tile_numel=600), OnDevice(tile_numel=600, device="none", kernels=device)):
+        model = small_model().to(DEVICE)
+        optimizer = getattr(longshore.optim, kind)(model.parameters(), weight_decay=0.1, offload=offload, **options)
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert same_weights(*models)
+    untrained = small_model().to(DEVICE).parameters()
+    assert not any(torch.equal(old, new) for old, new in zip(untrained, model.parameters(), strict=True))
+
+
 def test_a_failed_addition_on_the_device_is_told_at_the_step(
     device: DeviceKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +121,7 @@ def test_pages_are_where_the_kernels_step_and_not_counted_as_host_memory() -> No
     (tile,) = store.tiles
     assert tile.page is not None and tile.page.device.type == "meta"
     assert store.host_bytes() == {"pages": 0, "gradients": 0, "accumulators": 0}
-    assert store.state_bytes() == {"pages": 12 * 16, "gradients": 0, "accumulators": 0}
+    assert store.state_bytes() == {"pages": 4 * tile.page.numel(), "gradients": 0, "accumulators": 0}
 
 
 def test_without_offload_nothing_is_copied_from_a_simulated_device() -> None:

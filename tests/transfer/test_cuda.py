@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from longshore.transfer import CopyHandle, CudaTransfer
+from longshore.transfer import CopyHandle, CudaResidentTransfer, CudaTransfer
 
 pytestmark = pytest.mark.gpu
 
@@ -210,3 +210,37 @@ def test_synchronize_waits_for_both_lanes(transfer: CudaTransfer) -> None:
     up = transfer.copy_to_device(floats(transfer), source)
     transfer.synchronize()
     assert down.done() and up.done()
+
+
+@pytest.mark.parametrize("kind", [CudaTransfer, CudaResidentTransfer])
+def test_work_aside_waits_for_its_mark_and_is_done_at_the_end(kind: type[CudaTransfer | CudaResidentTransfer]) -> None:
+    """On another thread, as a reduction is: its own current stream knows nothing of ours."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    transfer = kind(device)
+    source, copy, stream = torch.zeros(NUMEL, device=device), torch.zeros(NUMEL, device=device), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)
+        source.fill_(7.0)
+        ready = transfer.mark()
+
+    def work() -> None:
+        with transfer.aside(ready):
+            copy.copy_(source)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert ready.query()
+    assert all_are(copy, 7.0)
+    transfer.close()
+
+
+def test_what_stays_on_the_device_is_not_copied() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    transfer = CudaResidentTransfer(device)
+    tensor = torch.ones(4, device=device)
+    handle = transfer.copy_to_host(tensor, None, transfer.mark(), None)
+    assert handle.done() and handle.target is tensor
+    assert transfer.output_for(tensor, None) is tensor and transfer.read(tensor) is tensor
+    assert not transfer.staged and transfer.allocate(8).device == device

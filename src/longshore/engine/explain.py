@@ -105,13 +105,17 @@ def explain(engine: Any) -> Explanation:
             bucket.shard_numel,
             tuple(names[member.parameter] for member in bucket.members),
         )
-        for bucket in (sharded.buckets if sharded else ())
+        for bucket in (sharded.shards.buckets if sharded else ())
     ]
     rows = []
     for record in records:
         entry = optimizer.ledger.get(record.index)
         arrived, reduced, applied = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
-        bucket, owners = (None, ((0, record.parameter.numel()),)) if sharded is None else sharded.owners(record.index)
+        bucket, owners = None, ((0, record.parameter.numel()),)
+        if sharded is not None:
+            owners = sharded.shards.owners(record.index)
+            holder = sharded.shards.bucket_of(record.index)
+            bucket = None if holder is None else holder.index
         rows.append(
             ParameterRow(
                 record.name, record.parameter.numel(), str(record.dtype), bucket, owners, record.step, arrived, reduced,

@@ -10,7 +10,7 @@ import torch
 
 from longshore.host import HostStore, ParameterStore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
-from longshore.transfer import DirectTransfer, SimulatedTransfer, Transfer, transfer_for
+from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 
 
 class Placement(ABC):
@@ -66,7 +66,7 @@ class Offload(Placement):
     def transfer_to(self, device: torch.device) -> Transfer:
         """How bytes move between the state and parameters on ``device``."""
         if self.device == "none":
-            return DirectTransfer()
+            return CudaResidentTransfer(device) if device.type == "cuda" else DirectTransfer()
         return self.transfer or transfer_for(device)
 
     def kernels_for(self, device: torch.device) -> Kernels:

@@ -12,7 +12,8 @@ from longshore.optim import Offload
 from longshore.optim.offload import Placement
 from longshore.sharding.lane import CollectiveLane
 from longshore.sharding.ownership import Ownership, Replicated, Sharded
-from longshore.sharding.store import ReductionSettings, ShardedStore
+from longshore.sharding.store import ShardedStore
+from longshore.sharding.window import ReductionSettings
 
 
 class Strategy(NamedTuple):
@@ -53,4 +54,4 @@ class ShardedPlacement(Placement):
         lane = CollectiveLane(self.group, device, limit_bytes=settings.bucket_numel)
         # What comes out of a reduction is float32, whatever went in.
         inner = self.offload.make_store(device, hold_gradients=True, gradient_dtype=torch.float32)
-        return ShardedStore(inner, lane, strategy.ownership(lane, self.gather_numel), settings)
+        return ShardedStore(inner, strategy.ownership(lane, self.gather_numel), settings)

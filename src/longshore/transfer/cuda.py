@@ -1,4 +1,4 @@
-"""CUDA: one stream for each direction, events, pinned slabs made at start-up."""
+"""CUDA: one stream for each direction, events, pinned slabs made at start-up; or nothing to copy at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.transfer.base import CopyHandle, InFlight, Transfer
+from longshore.transfer.base import CopyHandle, FinishedCopy, InFlight, Transfer
 
 
 class CudaCopy(CopyHandle):
@@ -67,6 +67,27 @@ class CudaLane:
             self.in_flight.drain()
 
 
+class CudaAside:
+    """A stream beside the current one, for threads that wait anyway; see :meth:`Transfer.aside`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def after(self, ready: torch.cuda.Event) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            yield
+            # What the block read may be let go of, and what it wrote is there for every stream.
+            self._stream.synchronize()
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class CudaTransfer(Transfer):
     """Real streams, events and pinned memory, for the parameters of one device.
 
@@ -84,15 +105,13 @@ class CudaTransfer(Transfer):
         # Sources of copies up are pinned slots that the store owns: no device
         # memory hangs on them, and the host never has to wait.
         self.to_device = CudaLane(device, 1 << 62)
-        self._aside = torch.cuda.Stream(device)
+        self._aside = CudaAside(device)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def mark(self) -> Any:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return _mark(self.device)
 
     def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
         assert buffer is not None
@@ -114,13 +133,8 @@ class CudaTransfer(Transfer):
     def read(self, source: Tensor) -> Tensor:
         return source.cpu()
 
-    @contextlib.contextmanager
-    def aside(self, ready: Any) -> Iterator[None]:
-        with torch.cuda.stream(self._aside):
-            self._aside.wait_event(ready)
-            yield
-            # What the block read may be let go of, and what it wrote is there for every stream.
-            self._aside.synchronize()
+    def aside(self, ready: Any) -> contextlib.AbstractContextManager[None]:
+        return self._aside.after(ready)
 
     def synchronize(self) -> None:
         self.to_host.drain()
@@ -128,3 +142,50 @@ class CudaTransfer(Transfer):
 
     def close(self) -> None:
         self.synchronize()
+
+
+class CudaResidentTransfer(Transfer):
+    """State that stays on the parameters' device: nothing is copied, and kernels follow the current stream.
+
+    Args:
+        device: where the parameters and their state are.
+    """
+
+    staged = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._aside = CudaAside(device)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def mark(self) -> Any:
+        return _mark(self.device)
+
+    def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
+        return FinishedCopy(source)
+
+    def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
+        return parameter
+
+    def begin_publish(self) -> None:
+        return
+
+    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
+        return FinishedCopy(parameter)
+
+    def end_publish(self) -> None:
+        return
+
+    def read(self, source: Tensor) -> Tensor:
+        return source
+
+    def aside(self, ready: Any) -> contextlib.AbstractContextManager[None]:
+        return self._aside.after(ready)
+
+    def synchronize(self) -> None:
+        return
+
+    def close(self) -> None:
+        return

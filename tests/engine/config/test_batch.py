@@ -62,6 +62,8 @@ def test_the_words() -> None:
     )
     with pytest.raises(ValueError, match="10 is no multiple of 4 ranks = 4; change train_batch_size to 8 or 12"):
         resolve(Batch(10, None, None), 4)
+    with pytest.raises(ValueError, match="change train_batch_size to 10 or 15, or micro_batch_size to 4"):
+        resolve(Batch(12, 5, None), 1)
     with pytest.raises(ValueError, match="a number of ranks, at least 1, not 0"):
         resolve(Batch(1, 1, 1), 0)
 

@@ -165,6 +165,17 @@ def test_all_problems_at_once() -> None:
         ({"train_batch_size": True}, "train_batch_size", "an integer"),
         ({"zero_optimization": {"overlap_comm": 1}}, "zero_optimization.overlap_comm", "true or false"),
         ({1: 2}, "1", "keys are strings"),
+        ({"optimizer.params": {"lr": 1}}, "optimizer.params", 'write "params" inside "optimizer"'),
+        ({"zero_optimization.stage": 1}, "zero_optimization.stage", 'write "stage" inside "zero_optimization"'),
+        ({"elasticity": {"enabled": 0}}, "elasticity", "is not supported"),  # 0 is not false
+        ({"gradient_clipping": 10**400}, "gradient_clipping", "must be a number"),
+        ({"aip": 1}, "aip", 'did you mean "aio" or "amp"?'),
+        ({"gradient_accumulation_steps": 3}, "train_batch_size", "8 is no multiple of gradient_accumulation_steps 3"),
+        (  # one problem, not also one that the key is missing
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            "scheduler.params.total_num_steps",
+            "is left for another program to fill in",
+        ),
     ],
 )  # fmt: skip
 def test_one_problem(file: dict[Any, Any], where: str, what: str) -> None:
@@ -370,6 +381,9 @@ def test_our_own_config_is_taken_as_it_is() -> None:
     assert load_config(config, world_size=4).config.micro_batch_size == 2
     with pytest.raises(TypeError, match=r"a path, a dict or a longshore\.Config, not int"):
         load_config(3)  # type: ignore[arg-type]
+    for given in (config, {"train_batch_size": 8}):
+        with pytest.raises(ValueError, match=r"^world_size is a number of ranks, at least 1, not 0"):
+            load_config(given, world_size=0)
 
 
 @pytest.mark.parametrize("numbers", [{}, {"gradient_accumulation_steps": 2}])

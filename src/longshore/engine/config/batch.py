@@ -32,8 +32,7 @@ def resolve(given: Batch, world_size: int, names: Names = OURS) -> Batch:
     Raises:
         ValueError: they do not multiply out; says which to change, and to what.
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size is a number of ranks, at least 1, not {world_size!r}")
+    check_world_size(world_size)
     train, micro, steps = given
     if train is None:
         micro, steps = micro or 1, steps or 1
@@ -48,6 +47,12 @@ def resolve(given: Batch, world_size: int, names: Names = OURS) -> Batch:
     if rest:
         raise ValueError(_does_not_multiply(given, world_size, names))
     return Batch(train, micro, steps)
+
+
+def check_world_size(world_size: int) -> None:
+    """Raises ValueError unless it is a number of ranks."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size is a number of ranks, at least 1, not {world_size!r}")
 
 
 def check_without_ranks(given: Batch, names: Names = OURS) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longshore.engine.config.batch import DEEPSPEED, Batch, check_without_ranks, resolve
+from longshore.engine.config.batch import DEEPSPEED, Batch, check_without_ranks, check_world_size, resolve
 from longshore.engine.config.model import Config
 from longshore.engine.config.problems import ConfigError, Problem
 from longshore.engine.config.reading import Reading
@@ -42,7 +42,10 @@ def load_config(
         ConfigError: a ValueError with everything that is wrong, each with its
             path, its value and what to do.
         TypeError: ``config`` is none of the three.
+        ValueError: ``world_size`` is no number of ranks.
     """
+    if world_size is not None:
+        check_world_size(world_size)
     if isinstance(config, Config):
         return LoadedConfig(config if world_size is None else config.resolved(world_size), ())
     if isinstance(config, Mapping):

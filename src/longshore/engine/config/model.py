@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import model_validator
 
 from longshore.engine.config.base import FrozenModel
-from longshore.engine.config.batch import Batch, resolve
+from longshore.engine.config.batch import Batch, check_world_size, resolve
 from longshore.engine.config.optimizers import OptimizerConfig
 from longshore.engine.config.problems import ConfigError, Problem
 from longshore.engine.config.schedulers import SchedulerConfig
@@ -171,8 +171,10 @@ class Config(FrozenModel):
         Raises:
             ConfigError: the numbers do not multiply out; says which of the
                 three to change, and to what.
+            ValueError: ``world_size`` is no number of ranks.
         """
         given = Batch(self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps)
+        check_world_size(world_size)
         try:
             train, micro, steps = resolve(given, world_size)
         except ValueError as error:

@@ -49,7 +49,7 @@ class Reading:
             path = joined(section, str(name))
             if not section and name in OLD_SECTIONS:
                 self._old_section(data, name, value)
-            elif path in SECTIONS:
+            elif path in SECTIONS and "." not in name:
                 self._enter(value, path)
             elif key is None or (of and key.of and of not in key.of):
                 self.problem(path, unknown(section, name, of), value)

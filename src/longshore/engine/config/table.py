@@ -68,6 +68,9 @@ def unknown(section: str, name: object, of: str = "") -> str:
     said = f"{quoted(name)} is no key of {here}"
     if not isinstance(name, str):
         return f"{said}; keys are strings"
+    parent, _, last = name.rpartition(".")
+    if name in SECTIONS or (parent, last) in KEYS:
+        return f"{said}; sections are objects in objects, so write {quoted(last)} inside {quoted(parent)}"
     if name in NOT_KEYS:
         return f"{said}; {NOT_KEYS[name]}"
     near = candidates(name, names_in(section, of))
