@@ -3,23 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import longshore
+from longshore.kernels import LionRule
+from longshore.kernels.reference import lion_step
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Lion, which torch does not have: the oracle's step on each parameter."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-4,
+        betas: Any = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            rule = LionRule(float(group["lr"]), *map(float, group["betas"]), group["weight_decay"], group["maximize"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    before = state.get("exp_avg", torch.zeros_like(parameter))
+                    master, state["exp_avg"] = lion_step(parameter, before, parameter.grad, rule)
+                    state["step"] = state.get("step", 0) + 1
+                    parameter.copy_(master)
+
+
+class Kind(NamedTuple):
+    """An optimizer of ours, and its plain twin."""
+
+    name: str
+    """In ``longshore``, and in ``torch.optim``."""
+    states: tuple[str, ...]
+    options: dict[str, Any]
+    """With which it does not take its easy paths."""
+
+    def plain(self) -> type[torch.optim.Optimizer]:
+        return PlainLion if self.name == "Lion" else getattr(torch.optim, self.name)
+
+    def make(self, parameters: Any, **options: Any) -> Any:
+        return getattr(longshore, self.name)(parameters, **{**self.options, **options})
+
+    def loop(self, parameters: Any, **options: Any) -> PlainLoop:
+        return PlainLoop(parameters, self.plain(), **{**self.options, **options})
+
+
+_BETAS = {"betas": (0.8, 0.95), "weight_decay": 0.1}
+KINDS = (
+    Kind("AdamW", ("exp_avg", "exp_avg_sq"), {"lr": 3e-2, "eps": 1e-6, **_BETAS}),
+    Kind("Adam", ("exp_avg", "exp_avg_sq"), {"lr": 3e-2, "eps": 1e-6, **_BETAS}),
+    Kind("Lion", ("exp_avg",), {"lr": 1e-2, **_BETAS}),
+    Kind("Adagrad", ("sum",), {"lr": 3e-2, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.1}),
+    Kind("SGD", ("momentum_buffer",), {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    Kind("SGD", (), {"lr": 1e-3, "weight_decay": 0.1}),
+)
+KIND_NAMES = [kind.name if kind.states or kind.name != "SGD" else "SGD_without_momentum" for kind in KINDS]
+
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 
 
 class PlainLoop:
-    """Plain PyTorch: torch's CPU fused Adam or AdamW on float32 masters.
+    """Plain PyTorch: one of torch's CPU optimizers on float32 masters; the fused one where there is one.
 
-    torch rounds the second moment differently in the last ``numel % 16``
-    elements of a tensor (its scalar tail), so each master is padded to 16.
+    torch rounds some states differently in the last ``numel % 16`` elements of
+    a tensor (its scalar tail; 64 are enough for optimizers that are not fused),
+    so each master is padded.
 
     Args:
         groups: parameters, or torch's groups. The parameters are updated.
-        kind: ``torch.optim.AdamW`` or ``torch.optim.Adam``.
+        kind: of ``torch.optim``, or :class:`PlainLion`.
     """
 
     def __init__(
@@ -38,11 +102,12 @@ class PlainLoop:
             self.parameters += params
             self.masters += masters
             self._groups.append({**entry, "params": masters})
-        self.optimizer = kind(self._groups, fused=True, **defaults)
+        how = {"fused": True} if kind in _FUSED else {} if kind is PlainLion else {"foreach": False}
+        self.optimizer = kind(self._groups, **how, **defaults)
 
     @staticmethod
     def _padded(values: Tensor) -> Tensor:
-        flat = torch.zeros(max(16, -(-values.numel() // 16) * 16), dtype=torch.float32)
+        flat = torch.zeros(max(64, -(-values.numel() // 64) * 64), dtype=torch.float32)
         flat[: values.numel()] = values.reshape(-1)
         return flat
 
@@ -63,10 +128,23 @@ class PlainLoop:
             else:
                 factor = torch.tensor(scale, dtype=torch.float32)
                 master.grad = self._padded(gradient.detach().float() * factor)
-        self.optimizer.step()
+        self._step()
         for parameter, master, gradient in zip(self.parameters, self.masters, gradients, strict=True):
             if gradient is not None:
                 parameter.copy_(master[: parameter.numel()].view(parameter.shape))
+
+    def _step(self) -> None:
+        if self._kind is not torch.optim.SGD:
+            self.optimizer.step()
+            return
+        # torch's fused SGD takes a group's parameters to be all at their first
+        # step, or none: those without a buffer take their step apart.
+        gradients = [master.grad for master in self.masters]
+        first = ["momentum_buffer" not in self.optimizer.state[master] for master in self.masters]
+        for turn in (True, False):
+            for master, gradient, is_first in zip(self.masters, gradients, first, strict=True):
+                master.grad = gradient if is_first is turn else None
+            self.optimizer.step()
 
     def step_on_grads(self, scale: float = 1.0) -> None:
         """One step on the parameters' ``.grad``, which is then cleared."""
@@ -74,11 +152,14 @@ class PlainLoop:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def state(self, index: int, name: str) -> Tensor:
+        """One of the parameter's states, in its shape."""
+        state, parameter = self.optimizer.state[self.masters[index]], self.parameters[index]
+        return state[name][: parameter.numel()].view(parameter.shape)
+
     def moments(self, index: int) -> tuple[Tensor, Tensor]:
         """The parameter's first and second moment, in its shape."""
-        state, parameter = self.optimizer.state[self.masters[index]], self.parameters[index]
-        numel = parameter.numel()
-        return state["exp_avg"][:numel].view(parameter.shape), state["exp_avg_sq"][:numel].view(parameter.shape)
+        return self.state(index, "exp_avg"), self.state(index, "exp_avg_sq")
 
 
 def small_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

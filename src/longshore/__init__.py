@@ -55,7 +55,7 @@ _HOMES = {
     "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
     "longshore.transfer": ("SimulatedTransfer",),
 }
-_MODULES = ("checkpointing",)  # used as longshore.checkpointing, without an import of their own
+_MODULES = ("checkpointing", "utils")  # used as longshore.checkpointing, without an import of their own
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 

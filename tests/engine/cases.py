@@ -71,3 +71,24 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, world_s
         return {"clipped": clipped, "tiles": tiles, "steps": engine.global_steps}
     finally:
         engine.optimizer.close()
+
+
+def distance(name: str, stage: int, world_size: int) -> float:
+    """The largest difference to the plain loop's weights after three steps, relative to the largest weight."""
+    import torch.distributed as dist
+
+    scenario = SCENARIOS[name]
+    model = make_model(torch.float32)
+    config = longshore.Config(stage=stage, optimizer={"type": "AdamW", **OPTIONS}, **scenario.config)
+    engine = longshore.initialize(model=model, config=config, offload=longshore.Offload(100, threads=1)).engine
+    oracle = Oracle(scenario, torch.float32, world_size, stage, **OPTIONS)
+    try:
+        for step in range(scenario.steps):
+            drive(engine, scenario.plan(step), step, dist.get_rank(), torch.float32)
+            accumulation = engine.gradient_accumulation_steps()
+            oracle.loop.step(oracle.gradients(scenario.plan(step), step, accumulation))
+        pairs = list(zip(model.parameters(), oracle.model.parameters(), strict=True))
+        largest = max(float(theirs.detach().abs().max()) for _, theirs in pairs if theirs.numel())
+        return max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs if ours.numel()) / largest
+    finally:
+        engine.optimizer.close()

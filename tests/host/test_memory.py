@@ -73,6 +73,20 @@ def test_a_page_comes_back_as_it_is_unless_zeros_are_asked_for() -> None:
     assert pool.allocated_bytes == 2 * 12 * 32
 
 
+def test_pages_of_the_old_shape_are_let_go_of() -> None:
+    pool = PagePool(1)
+    kept, free = pool.take(32), pool.take(32)
+    pool.give_back(free)
+    pool.set_arrays(2)
+    assert pool.allocated_bytes == 4 * 32  # the one in use
+    wide = pool.take_zeros(32)
+    assert wide.shape == (2, 32) and pool.allocated_bytes == 3 * 4 * 32
+    pool.give_back(kept)
+    pool.give_back(wide)
+    assert pool.allocated_bytes == 2 * 4 * 32
+    assert pool.take(32) is wide
+
+
 # -- accumulators -------------------------------------------------------------
 
 

@@ -768,6 +768,21 @@ def test_state_is_read_as_a_copy_and_written_as_given(train) -> None:
     assert training.store.read_state(1, EXP_AVG).shape == (0,)
 
 
+def test_states_may_be_added_later_and_begin_at_zero(train) -> None:
+    training = train(SimulatedTransfer(1))
+    training.window({0: 1, 4: 1})
+    store, pages = training.store, training.store.host_bytes()["pages"]
+    store.set_states((EXP_AVG, "between", EXP_AVG_SQ))
+    assert store.arrays == (MASTER, EXP_AVG, "between", EXP_AVG_SQ)
+    assert store.host_bytes()["pages"] * 3 == pages * 4
+    training.check()  # the others moved along
+    assert not store.read_state(4, "between").any()
+    store.write_state(4, "between", torch.ones(130))
+    training.check()
+    store.clear_state(4)
+    assert not any(store.read_state(4, name).any() for name in store.arrays)
+
+
 def test_a_parameter_is_known_once_it_is_laid_out(train) -> None:
     training = train(DirectTransfer())
     assert [index in training.store for index in (0, 1, 4, 5)] == [True, True, True, False]

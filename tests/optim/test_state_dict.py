@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import PlainLoop, loss_of, same_weights, simulated, small_model, twins
+from support import KIND_NAMES, KINDS, Kind, PlainLoop, loss_of, same_weights, simulated, small_model, twins
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -28,16 +28,24 @@ def model_of_sixteens(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.S
     return nn.Sequential(nn.Linear(19, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16)).to(dtype)
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"capturable": False, "fused": True}])
-def test_from_torch(kind: str, options: dict[str, Any]) -> None:
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
+TORCHS = pytest.mark.parametrize(
+    "kind",
+    [kind for kind in KINDS if kind.name != "Lion"],
+    ids=[name for name in KIND_NAMES if name != "Lion"],
+)
+
+
+@TORCHS
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+def test_from_torch(kind: Kind, options: dict[str, Any]) -> None:
     plain_model, model = model_of_sixteens(), model_of_sixteens()
-    theirs = getattr(torch.optim, kind)(plain_model.parameters(), lr=1e-2, weight_decay=0.1, **options)
+    theirs = kind.plain()(plain_model.parameters(), **kind.options, **options)
     train(plain_model, theirs, range(3))
     model.load_state_dict(plain_model.state_dict())
-    ours = getattr(longshore, kind)(model.parameters(), lr=9.0, offload=simulated())
+    ours = kind.make(model.parameters(), lr=9.0, offload=simulated())
     ours.load_state_dict(theirs.state_dict())
-    fused = getattr(torch.optim, kind)(plain_model.parameters(), fused=True)
+    fused = kind.plain()(plain_model.parameters(), fused=True)  # pyright: ignore[reportCallIssue]
     saved = theirs.state_dict()
     for group in saved["param_groups"]:
         group.update(fused=True, foreach=None)
@@ -45,49 +53,56 @@ def test_from_torch(kind: str, options: dict[str, Any]) -> None:
     train(plain_model, fused, range(3, 6))
     train(model, ours, range(3, 6))
     assert same_weights(plain_model, model)
-    assert ours.param_groups[0]["lr"] == 1e-2
+    assert ours.param_groups[0]["lr"] == kind.options["lr"]
+    assert ours.param_groups[0].keys() >= theirs.param_groups[0].keys()
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_to_torch(kind: str) -> None:
+@TORCHS
+def test_to_torch(kind: Kind) -> None:
     plain_model, model = model_of_sixteens(), model_of_sixteens()
-    ours = getattr(longshore, kind)(model.parameters(), lr=1e-2, fused=True, offload=simulated())
+    ours = kind.make(model.parameters(), fused=True, offload=simulated())
     train(model, ours, range(3))
     plain_model.load_state_dict(model.state_dict())
-    theirs = getattr(torch.optim, kind)(plain_model.parameters())
+    theirs = kind.plain()(plain_model.parameters())
     theirs.load_state_dict(ours.state_dict())
     assert theirs.param_groups[0]["fused"]
     train(plain_model, theirs, range(3, 6))
     train(model, ours, range(3, 6))
     assert same_weights(plain_model, model)
     for ours_one, theirs_one in zip(model.parameters(), plain_model.parameters(), strict=True):
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(ours.state[ours_one][key], theirs.state[theirs_one][key])
+        state = theirs.state.get(theirs_one, {})
+        assert {*state} - {"step"} == {*kind.states}
+        assert len(ours.state.get(ours_one, {})) == len(state)
+        for key, value in state.items():
+            assert torch.equal(ours.state[ours_one][key], value)
 
 
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_resumed_equals_uninterrupted(dtype: torch.dtype, release: bool) -> None:
+@EVERY_KIND
+def test_resumed_equals_uninterrupted(dtype: torch.dtype, release: bool, kind: Kind) -> None:
     whole_model, model = twins(dtype)
-    options: dict[str, Any] = {"lr": 1e-3, "release_gradients": release}
-    whole = longshore.AdamW(whole_model.named_parameters(), **options)
+    options: dict[str, Any] = {"release_gradients": release}
+    whole = kind.make(whole_model.named_parameters(), **options)
     train(whole_model, whole, range(6), dtype)
 
-    first = longshore.AdamW(model.named_parameters(), **options, offload=simulated(tile_numel=37))
+    first = kind.make(model.named_parameters(), **options, offload=simulated(tile_numel=37))
     train(model, first, range(3), dtype)
     saved = copy.deepcopy({"model": model.state_dict(), "optimizer": first.state_dict()})
     first.close()
     resumed_model = small_model(dtype, seed=5)
-    resumed = longshore.AdamW(resumed_model.named_parameters(), **options, offload=simulated(tile_numel=211))
+    resumed = kind.make(resumed_model.named_parameters(), **options, offload=simulated(tile_numel=211))
     resumed.load_state_dict(saved["optimizer"])  # before the model's weights, on purpose
     resumed_model.load_state_dict(saved["model"])
     train(resumed_model, resumed, range(3, 6), dtype)
     assert same_weights(whole_model, resumed_model)
     for parameter, other in zip(whole_model.parameters(), resumed_model.parameters(), strict=True):
-        for key, value in whole.state[parameter].items():
+        for key, value in whole.state.get(parameter, {}).items():
             assert torch.equal(value, resumed.state[other][key]), key
             assert value.dtype == torch.float32
-    assert ("master" in whole.state[next(iter(whole_model.parameters()))]) == (dtype != torch.float32)
+    found = whole.state.get(next(iter(whole_model.parameters())), {})
+    step = {"step"} if kind.name != "SGD" else set()
+    assert found.keys() == {*kind.states, *step, *(() if dtype == torch.float32 else ("master",))}
 
 
 def test_state_survives_torch_save(tmp_path: Any) -> None:

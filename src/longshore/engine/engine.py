@@ -107,7 +107,7 @@ class Engine(nn.Module):
         if scale_wrt_gas and self._window.accumulation_steps > 1:
             loss = loss / self._window.accumulation_steps
         before = self.optimizer.gradients_arrived
-        self.optimizer.begin_backward(self._synchronize)
+        self.optimizer.store.begin_backward(self._synchronize)
         failure: BaseException | None = None
         try:
             with self._line.timing("backward"):
@@ -116,7 +116,7 @@ class Engine(nn.Module):
             failure = self._failed_backward = error
             raise
         finally:
-            self.optimizer.end_backward(failure)
+            self.optimizer.store.end_backward(failure)
         self._announced += self.optimizer.gradients_arrived - before
         self._window.backwards += 1
         self.micro_steps += 1

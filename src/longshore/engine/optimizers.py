@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 import longshore.optim
 from longshore.engine.config import Config
+from longshore.optim.client import from_client
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Placement
 
@@ -48,8 +49,6 @@ def make_optimizer(
             raise TypeError(f"optimizer= returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     else:
         raise TypeError(f"optimizer is a torch.optim.Optimizer or makes one, not {type(given).__name__}")
-    from longshore.optim.client import from_client
-
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return from_client(optimizer, release_gradients=True, offload=placement, names=names)
 
@@ -63,7 +62,7 @@ def _by_name(
             '("optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}), or pass optimizer='
         )
     kind = getattr(longshore.optim, config.optimizer.type)
-    options = config.optimizer.model_dump(exclude={"type", "bias_correction"})
+    options = config.optimizer.arguments()
     groups = named_groups(model, _listed(model, model_parameters))
     return kind(groups, **options, release_gradients=True, offload=placement)
 

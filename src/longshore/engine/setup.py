@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from longshore.engine.access import register
 from longshore.engine.activation_checkpointing import CheckpointingSettings, install, is_configured
 from longshore.engine.config import Config, load_config
 from longshore.engine.data import make_loader
@@ -99,6 +100,7 @@ def initialize(
             install(CheckpointingSettings(cpu_checkpointing=True))
         placement = _placement(settings, ranks, offload)
         made = make_optimizer(model, optimizer, model_parameters, settings, placement)
+        register(made)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made)
         if training_data is not None:
@@ -190,8 +192,7 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
     if given is None:
         if config.scheduler is None:
             return None
-        parameters = config.scheduler.model_dump(exclude={"type"}, exclude_none=True)
-        return make_schedule(config.scheduler.type, parameters, optimizer)
+        return make_schedule(config.scheduler.type, config.scheduler.arguments(), optimizer)
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
     if callable(getattr(given, "step", None)):

@@ -103,7 +103,11 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
-        """The sum of squares of all (scaled) gradients in float64."""
+        """The sum of squares of all (scaled) gradients in float64.
+
+        ``gradients`` gives each parameter's flat gradient on the device, or
+        None where the window holds it.
+        """
 
     @abstractmethod
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
@@ -150,6 +154,10 @@ class ParameterStore(ABC):
     @abstractmethod
     def read_gradient(self, parameter: int) -> Tensor | None:
         """A copy of the window's gradient of the parameter: float32, flat, on the host; None where there is none."""
+
+    @abstractmethod
+    def write_gradient(self, parameter: int, values: Tensor) -> None:
+        """Replace the window's gradient of the parameter, which has one: float32, flat, on the host."""
 
     @abstractmethod
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from longshore.host.memory import PagePool
 from longshore.host.tile import Segment, SparePage, Ticket, Tile
 from longshore.host.tile_state import TileEvent
-from longshore.kernels import Kernels, Rule, Scale, TileSegment
+from longshore.kernels import HostRule, Kernels, Scale, TileSegment
 
 
 class ParameterStep(NamedTuple):
@@ -26,7 +26,7 @@ class ParameterStep(NamedTuple):
     holds the gradient already. Both are flat, contiguous, on the device.
     """
 
-    rule: Rule
+    rule: HostRule
     target: Tensor
     gradient: Tensor | None
 
@@ -35,7 +35,7 @@ class SegmentStep(NamedTuple):
     """One segment that has a gradient in this window: its rule, and where its new values go."""
 
     segment: Segment
-    rule: Rule
+    rule: HostRule
     output: Tensor
 
 
@@ -46,13 +46,13 @@ class Speculation(NamedTuple):
     page: Tensor
     spare: SparePage
     rows: list[TileSegment]
-    rules: list[Rule]
+    rules: list[HostRule]
     idle: tuple[slice, ...]
     """The parts of the page that have no gradient."""
 
 
-def _table(steps: Sequence[SegmentStep]) -> tuple[list[TileSegment], list[Rule]]:
-    rules: dict[Rule, int] = {}
+def _table(steps: Sequence[SegmentStep]) -> tuple[list[TileSegment], list[HostRule]]:
+    rules: dict[HostRule, int] = {}
     rows = []
     for segment, rule, output in steps:
         index = rules.setdefault(rule, len(rules))

@@ -179,7 +179,6 @@ class HostStore(ParameterStore):
         self.kernels.accumulate(total, handle.target, add=True)
 
     def arrivals(self, parameter: int) -> int:
-        """How many gradients of ``parameter`` this window holds."""
         return max((segment.arrivals for _, segment in self._parts.get(parameter, ())), default=0)
 
     def reduced(self, parameter: int) -> int:
@@ -219,11 +218,7 @@ class HostStore(ParameterStore):
                     self._end_window([tile], TileEvent.DISCARD)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
-        """The sum of squares in float64; waits for all arrivals.
-
-        ``gradients`` gives each parameter's flat gradient on the device, or
-        None where the window holds it.
-        """
+        """The sum of squares in float64; waits for all arrivals."""
         self.settle()
         pieces = [
             [segment.wait() for _, segment in self._parts[parameter]]
@@ -376,6 +371,12 @@ class HostStore(ParameterStore):
         self.settle()
         pieces = [segment.wait().float() for _, segment in self._parts[parameter] if segment.arrivals > 0]
         return torch.cat(pieces).cpu() if pieces else None
+
+    def write_gradient(self, parameter: int, values: Tensor) -> None:
+        self.settle()
+        for _, segment in self._parts[parameter]:
+            offset = segment.layout.parameter_offset
+            segment.wait().copy_(values[offset : offset + segment.layout.numel])
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self.check_usable()

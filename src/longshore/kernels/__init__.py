@@ -3,8 +3,20 @@
 from longshore.kernels._native import InstructionSet, supported_instruction_sets
 from longshore.kernels.base import Kernels
 from longshore.kernels.device import DeviceKernels
-from longshore.kernels.host import SUPPORTED_DTYPES, HostKernels, TileSegment, default_threads
-from longshore.kernels.rules import UNSCALED, AdagradRule, AdamRule, LionRule, Rule, Scale, SGDRule
+from longshore.kernels.host import SUPPORTED_DTYPES, HostKernels, default_threads
+from longshore.kernels.rules import (
+    UNSCALED,
+    AdagradRule,
+    AdamRule,
+    HostRule,
+    LionRule,
+    Rule,
+    Scale,
+    SGDRule,
+    TileSegment,
+    TorchRule,
+)
+from longshore.kernels.torch_rules import next_scalars
 
 __all__ = [
     "SUPPORTED_DTYPES",
@@ -13,6 +25,7 @@ __all__ = [
     "AdamRule",
     "DeviceKernels",
     "HostKernels",
+    "HostRule",
     "InstructionSet",
     "Kernels",
     "LionRule",
@@ -20,6 +33,8 @@ __all__ = [
     "SGDRule",
     "Scale",
     "TileSegment",
+    "TorchRule",
     "default_threads",
+    "next_scalars",
     "supported_instruction_sets",
 ]

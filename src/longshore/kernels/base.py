@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longshore.kernels.host import TileSegment
-from longshore.kernels.rules import UNSCALED, Rule, Scale
+from longshore.kernels.rules import UNSCALED, HostRule, Scale, TileSegment
 
 
 class Kernels(Protocol):
@@ -31,7 +30,7 @@ class Kernels(Protocol):
         source_page: Tensor,
         target_page: Tensor,
         segments: Sequence[TileSegment],
-        rules: Sequence[Rule],
+        rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
     ) -> None: ...
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels.host import TileSegment, check_pages, check_pair, check_segment, dtype_code
-from longshore.kernels.rules import UNSCALED, Rule, Scale
+from longshore.kernels.rules import UNSCALED, HostRule, Scale, TorchRule
 from longshore.kernels.scalars import float32_rows, kind_of, row_of
 
 _NORM_BLOCK_NUMEL = 1 << 16
@@ -59,7 +59,7 @@ class DeviceKernels:
         source_page: Tensor,
         target_page: Tensor,
         segments: Sequence[TileSegment],
-        rules: Sequence[Rule],
+        rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
     ) -> None:
         """Step the segments of one tile in one pass; see :meth:`HostKernels.step_tile`.
@@ -85,7 +85,7 @@ class DeviceKernels:
                 page_numel,
                 self._upload(table),
                 self._upload(owners),
-                self._upload(float32_rows([row_of(rule, scale) for rule in rules])),
+                self._upload(float32_rows([row_of(rule, scale) for rule in rules if not isinstance(rule, TorchRule)])),
                 kind.code,
                 page_arrays,
                 **_PASS,

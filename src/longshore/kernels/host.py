@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshore.kernels import _native
 from longshore.kernels._native import InstructionSet
-from longshore.kernels.rules import UNSCALED, AdagradRule, AdamRule, LionRule, Rule, Scale, SGDRule
+from longshore.kernels.rules import (
+    UNSCALED,
+    AdagradRule,
+    AdamRule,
+    HostRule,
+    LionRule,
+    Scale,
+    SGDRule,
+    TileSegment,
+    TorchRule,
+)
+from longshore.kernels.torch_rules import step_by_torch
 
 _DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -24,20 +35,6 @@ _STEPS: dict[type, Any] = {
 
 SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
 """Dtypes of parameters and gradients that the kernels read and write."""
-
-
-class TileSegment(NamedTuple):
-    """One row of a tile's table.
-
-    ``gradient`` is a flat, contiguous host tensor of ``numel`` elements;
-    ``output`` the same, or None, or the gradient's own memory. ``page_offset``
-    counts elements; ``rule`` is an index into the rules of the call.
-    """
-
-    page_offset: int
-    gradient: Tensor
-    output: Tensor | None
-    rule: int
 
 
 def default_threads() -> int:
@@ -89,7 +86,7 @@ class HostKernels:
         source_page: Tensor,
         target_page: Tensor,
         segments: Sequence[TileSegment],
-        rules: Sequence[Rule],
+        rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
     ) -> None:
         """Step the segments of one tile in one pass.
@@ -98,7 +95,8 @@ class HostKernels:
             source_page: float32 ``[page_arrays, page_numel]``: the master, then
                 the states of the rules' kind (Adam: first and second moment;
                 Lion: one moment; Adagrad: the sum; SGD: the momentum buffer, or
-                nothing where no rule has momentum).
+                nothing where no rule has momentum; a :class:`TorchRule` names
+                its rows).
             target_page: the same tensor (in place), or another that does not
                 overlap it; elements outside the segments are not written.
             segments: in order of ``page_offset``, not overlapping.
@@ -109,7 +107,10 @@ class HostKernels:
             ValueError: a table that a tile cannot have; nothing was written.
         """
         check_pages(source_page, target_page)
-        step = _step_of(rules)
+        kind = _kind_of(rules)
+        if kind is TorchRule:
+            step_by_torch(source_page, target_page, segments, rules, scale)  # pyright: ignore[reportArgumentType]
+            return
         rows = []
         for segment in segments:
             check_segment(segment)
@@ -126,7 +127,7 @@ class HostKernels:
                 )
             )
         page = (_address(source_page), _address(target_page), *source_page.shape)
-        step(self._pool, page, rows, rules, scale, self.instruction_set)
+        _STEPS[kind](self._pool, page, rows, rules, scale, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
@@ -167,14 +168,14 @@ class HostKernels:
         return _native.sum_of_squares(self._pool, rows, scale, self.instruction_set)
 
 
-def _step_of(rules: Sequence[Rule]) -> Any:
+def _kind_of(rules: Sequence[HostRule]) -> type:
     kinds = {type(rule) for rule in rules}
     if len(kinds) > 1:
         raise ValueError(f"the rules of one call are of one kind, not {sorted(kind.__name__ for kind in kinds)}")
     kind = kinds.pop() if kinds else AdamRule  # no rules: no segments, or an error of the table
-    if kind not in _STEPS:
+    if kind not in _STEPS and kind is not TorchRule:
         raise ValueError(f"the native kernels do not step by a {kind.__name__}")
-    return _STEPS[kind]
+    return kind
 
 
 def check_pages(source_page: Tensor, target_page: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 
 class AdamRule(NamedTuple):
@@ -65,6 +67,41 @@ class SGDRule(NamedTuple):
 
 Rule = AdamRule | LionRule | AdagradRule | SGDRule
 """What the native kernels step by."""
+
+
+class TorchRule(NamedTuple):
+    """A step that one of ``torch.optim``'s elementwise optimizers makes, on host tiles."""
+
+    kind: str
+    """The name of the optimizer in ``torch.optim``."""
+    options: tuple[tuple[str, Any], ...]
+    """The group's options, as numbers."""
+    rows: tuple[tuple[str, int], ...]
+    """The states that the step reads and writes, as torch names them, and their rows of the page."""
+    step: int
+    """The count after this step, as in :class:`AdamRule`."""
+    first: bool
+    """There is no state yet: torch makes it."""
+    scalars: tuple[tuple[str, float], ...] = ()
+    """States that are one number for the whole parameter, before the step."""
+
+
+HostRule = Rule | TorchRule
+"""What :class:`~longshore.kernels.HostKernels` step by."""
+
+
+class TileSegment(NamedTuple):
+    """One row of a tile's table.
+
+    ``gradient`` is a flat, contiguous host tensor of ``numel`` elements;
+    ``output`` the same, or None, or the gradient's own memory. ``page_offset``
+    counts elements; ``rule`` is an index into the rules of the call.
+    """
+
+    page_offset: int
+    gradient: Tensor
+    output: Tensor | None
+    rule: int
 
 
 class Scale(NamedTuple):

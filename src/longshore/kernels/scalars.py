@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels.reference import scalars_of
-from longshore.kernels.rules import AdagradRule, AdamRule, LionRule, Rule, Scale, SGDRule
+from longshore.kernels.rules import AdagradRule, AdamRule, HostRule, LionRule, Rule, Scale, SGDRule
 
 COLUMNS = 11
 """Of the longest row. The first two are what the gradient is multiplied by, one after the other."""
@@ -37,7 +37,7 @@ _KINDS: dict[type, RuleKind] = {
 }
 
 
-def kind_of(rules: Sequence[Rule], page_arrays: int) -> RuleKind:
+def kind_of(rules: Sequence[HostRule], page_arrays: int) -> RuleKind:
     """The kind of the rules of one call.
 
     Raises:

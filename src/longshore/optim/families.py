@@ -21,7 +21,7 @@ class AdamFamily(RuleFamily):
         check_not_negative(group, "lr", "eps", "weight_decay")
         betas_of(group)
 
-    def rule_of(self, group: Mapping[str, Any], history: History) -> AdamRule:
+    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> AdamRule:
         beta1, beta2 = betas_of(group)
         return AdamRule(
             lr=scalar(group["lr"], "lr"),
@@ -47,7 +47,7 @@ class LionFamily(RuleFamily):
         check_not_negative(group, "lr", "weight_decay")
         betas_of(group)
 
-    def rule_of(self, group: Mapping[str, Any], history: History) -> LionRule:
+    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> LionRule:
         beta1, beta2 = betas_of(group)
         return LionRule(
             lr=scalar(group["lr"], "lr"),
@@ -85,7 +85,7 @@ class AdagradFamily(RuleFamily):
     def initial(self, history: History) -> Mapping[str, float]:
         return {} if "sum" in history.states or not self._initial else {"sum": self._initial}
 
-    def rule_of(self, group: Mapping[str, Any], history: History) -> AdagradRule:
+    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> AdagradRule:
         return AdagradRule(
             lr=scalar(group["lr"], "lr"),
             lr_decay=scalar(group["lr_decay"], "lr_decay"),
@@ -116,7 +116,7 @@ class SGDFamily(RuleFamily):
     def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
         return self.states if scalar(group["momentum"], "momentum") != 0 else ()
 
-    def rule_of(self, group: Mapping[str, Any], history: History) -> SGDRule:
+    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> SGDRule:
         return SGDRule(
             lr=scalar(group["lr"], "lr"),
             momentum=scalar(group["momentum"], "momentum"),

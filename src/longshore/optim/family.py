@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from longshore.kernels import Rule
+from longshore.kernels import HostRule
 
 
 class History(NamedTuple):
@@ -26,19 +26,19 @@ class RuleFamily(ABC):
     Groups and states have the names that ``torch.optim`` gives them.
     """
 
-    states: ClassVar[tuple[str, ...]]
+    states: tuple[str, ...]
     """All state arrays that a rule may have, in the order in which it reads them from a page."""
-    optional_states: ClassVar[frozenset[str]] = frozenset()
+    optional_states: frozenset[str] = frozenset()
     """Those that a parameter which was stepped may still lack."""
-    scalars: ClassVar[tuple[str, ...]] = ()
+    scalars: tuple[str, ...] = ()
     """States that are one number, besides the step count."""
-    keeps_step: ClassVar[bool] = True
+    keeps_step: bool = True
     """Whether ``"step"`` is part of the state."""
-    needs_step: ClassVar[bool] = True
+    needs_step: bool = True
     """Whether a state from outside that lacks it is refused."""
     refused_states: ClassVar[Mapping[str, str]] = {}
     """Entries of a state from outside that cannot be honoured, and why."""
-    fixed_options: ClassVar[frozenset[str]] = frozenset()
+    fixed_options: frozenset[str] = frozenset()
     """Options that are read when the optimizer is built and never again."""
 
     @property
@@ -65,8 +65,11 @@ class RuleFamily(ABC):
         return {}
 
     @abstractmethod
-    def rule_of(self, group: Mapping[str, Any], history: History) -> Rule:
-        """The group's hyper-parameters as they are now, for the next step of a parameter with this history."""
+    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> HostRule:
+        """The group's hyper-parameters as they are now, for the next step of a parameter with this history.
+
+        ``arrays`` names the rows of a page.
+        """
 
     def after(self, group: Mapping[str, Any], history: History) -> History:
         """The history once that step is applied."""

@@ -178,13 +178,14 @@ class HostOptimizer(torch.optim.Optimizer):
     def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> tuple[dict[int, ParameterStep], dict[int, History]]:
         """What to do with each parameter that has a gradient, and its history afterwards."""
         steps, histories = {}, {}
+        family, arrays = self._family, self._parts()[0].arrays
         for group in self.param_groups:
             known: dict[History, tuple[Any, History]] = {}
             for record in self._records_of(group):
                 if record.index not in gradients:
                     continue
                 if (history := record.history) not in known:
-                    known[history] = self._family.rule_of(group, history), self._family.after(group, history)
+                    known[history] = family.rule_of(group, history, arrays), family.after(group, history)
                 rule, histories[record.index] = known[history]
                 steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
         return steps, histories
@@ -206,13 +207,11 @@ class HostOptimizer(torch.optim.Optimizer):
         """How many gradients hooks took to the host in this window (``release_gradients=True``)."""
         return sum(self._parts()[1].produced.values())
 
-    def begin_backward(self, reduce: bool = True) -> None:
-        """For engines: a backward begins, on all ranks; ``reduce`` is false where its gradients stay here."""
-        self._parts()[0].begin_backward(reduce)
-
-    def end_backward(self, failure: BaseException | None = None) -> None:
-        """For engines: the backward is over; ``failure`` is what it raised."""
-        self._parts()[0].end_backward(failure)
+    @torch.no_grad()
+    def window_gradients(self) -> dict[int, Tensor | None]:
+        """The gradients of this window by the index of their record, agreed by all ranks: flat, on the device, or
+        None where the store holds it."""
+        return self._parts()[0].agree(self._collect)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this window, on the host too.
@@ -240,7 +239,7 @@ class HostOptimizer(torch.optim.Optimizer):
         Squares are added in float64 and the root is rounded once.
         """
         store, source = self._parts()
-        gradients = store.agree(self._collect)
+        gradients = self.window_gradients()
         return gradient_norm(store, gradients, self._clipping.scale_for(source.fingerprint()))
 
     @torch.no_grad()

@@ -56,6 +56,13 @@ class ShardedStore(ParameterStore):
         self.inner.add_parameters(self.shards.add(parameters))
         self._window.order += range(first, len(self.shards.buckets))
 
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return self.inner.arrays
+
+    def set_states(self, states: Sequence[str]) -> None:
+        self.inner.set_states(states)
+
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.shards.dtypes
 
@@ -280,6 +287,10 @@ class ShardedStore(ParameterStore):
             return torch.empty(0, dtype=torch.float32)
         pieces = [[piece for piece in own if piece.parameter == parameter] for own in bucket.pieces]
         return self._ownership.assemble(pieces, read)
+
+    def write_gradient(self, parameter: int, values: Tensor) -> None:
+        for piece, part in self._split(parameter, values):
+            self.inner.write_gradient(piece.index, part)
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         for piece, part in self._split(parameter, values):

@@ -1,0 +1,140 @@
+"""Reading and writing full float32 values of a parameter, wherever they are.
+
+With several ranks every function has to be called by all of them, in the same
+order, with the same parameter; each of them gets, or gives, the whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from longshore.host import MASTER
+from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.parameters import ParameterRecord, flat
+
+# Which optimizer steps a parameter: neither is kept alive by it.
+_STEPPED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def register(optimizer: HostOptimizer) -> None:
+    """Make the parameters of an engine's optimizer known here."""
+    reference = weakref.ref(optimizer)
+    for record in optimizer.records:
+        _STEPPED_BY[record.parameter] = reference
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The master: float32, on the CPU, in the parameter's shape; None for a parameter that no engine steps."""
+    found = _find(param)
+    if found is None:
+        return None
+    optimizer, record = found
+    if not record.has_master or record.changed:
+        return param.detach().to(device="cpu", dtype=torch.float32, copy=True)
+    return optimizer.store.read_state(record.index, MASTER).view(record.shape)
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Make ``value`` the master, and its rounded values the parameter.
+
+    Raises:
+        ValueError: another shape, or a parameter that no engine steps.
+    """
+    optimizer, record = _found(param)
+    _check_shape(value, record)
+    with torch.no_grad():
+        param.copy_(value)
+    if record.index in optimizer.store:
+        optimizer.store.write_state(record.index, MASTER, flat(value.detach().to(device="cpu", dtype=torch.float32)))
+        record.has_master = True
+        record.mark_published()  # it is the rounded master
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """``exp_avg``, ``exp_avg_sq``, ... : float32, on the CPU, in the parameter's shape; None before the first step.
+
+    Raises:
+        ValueError: a name that the optimizer does not have.
+    """
+    found = _find(param)
+    if found is None:
+        return None
+    optimizer, _ = found
+    _check_key(optimizer, optim_state_key)
+    return optimizer.state[param].get(optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set ``exp_avg``, ``exp_avg_sq``, ... from a tensor of the parameter's shape.
+
+    Raises:
+        ValueError: another shape or name, or a parameter that no engine steps.
+    """
+    optimizer, record = _found(param)
+    _check_key(optimizer, optim_state_key)
+    _check_shape(value, record)
+    optimizer.state[param][optim_state_key] = value
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The gradient of this window so far, reduced over the ranks: float32, on the CPU; None where there is none.
+
+    It is what ``step()`` would use, without unscaling and clipping.
+    """
+    found = _find(param)
+    if found is None:
+        return None
+    optimizer, record = found
+    gradients = optimizer.window_gradients()
+    if record.index not in gradients:
+        return None
+    gradient = gradients[record.index]
+    if gradient is None:
+        gradient = optimizer.store.read_gradient(record.index)
+    return None if gradient is None else gradient.to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Replace the parameter's reduced gradient of this window, in the dtype in which it is kept.
+
+    Raises:
+        ValueError: another shape, or a parameter that no engine steps or that has no gradient in this window.
+    """
+    optimizer, record = _found(param)
+    _check_shape(value, record)
+    if optimizer.window_gradients().get(record.index, value) is not None:
+        raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
+    optimizer.store.write_gradient(record.index, flat(value.detach().to(device="cpu", dtype=torch.float32)))
+
+
+def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
+    if not isinstance(param, Tensor):
+        raise TypeError(f"expected a parameter, not {type(param).__name__}")
+    reference = _STEPPED_BY.get(param)
+    optimizer = reference() if reference is not None else None
+    if optimizer is None:
+        return None
+    return optimizer, next(record for record in optimizer.records if record.parameter is param)
+
+
+def _found(param: Tensor) -> tuple[HostOptimizer, ParameterRecord]:
+    found = _find(param)
+    if found is None:
+        raise ValueError("no engine steps this tensor: it is not a parameter that longshore.initialize() was given")
+    return found
+
+
+def _check_shape(value: Tensor, record: ParameterRecord) -> None:
+    if not isinstance(value, Tensor) or value.shape != record.shape:
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"parameter {record.name} has shape {list(record.shape)}, and the value is {shape}")
+
+
+def _check_key(optimizer: HostOptimizer, key: str) -> None:
+    known = [name for name in optimizer.store.arrays if name != MASTER]
+    if key not in known:
+        raise ValueError(f"the optimizer's state has {', '.join(known) or 'no arrays'}, and no {key!r}")

@@ -1,0 +1,118 @@
+"""Steps that torch's own optimizers make on pieces of a tile: slower than a kernel, and the same bits as torch.
+
+An elementwise optimizer does not see where in a parameter an element is, but
+torch's loops do: the last elements of a tensor, and of each thread's share of
+it, go through scalar code that may round differently. So every piece is copied
+to a buffer of one size that has no such elements, and stepped by one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.kernels.rules import Scale, TileSegment, TorchRule
+
+_LOOP_NUMEL = 64
+"""A multiple of what any of torch's loops takes at once."""
+
+BUFFER_NUMEL = 1 << 14
+"""Of the largest buffer: master, gradient and states stay in the cache."""
+
+
+class _Stepper:
+    """One rule's optimizer of torch, on a parameter that is the buffer."""
+
+    def __init__(self, rule: TorchRule, numel: int) -> None:
+        self._rule = rule
+        self.master = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        self.gradient = torch.zeros_like(self.master)
+        self._states = {name: torch.zeros_like(self.master) for name, _ in rule.rows}
+        kind = getattr(torch.optim, rule.kind)
+        self.optimizer: torch.optim.Optimizer = kind([self.master], **dict(rule.options), foreach=False)
+
+    def step(self) -> dict[str, Any]:
+        """Step the buffer; returns torch's state."""
+        rule, optimizer = self._rule, self.optimizer
+        optimizer.state.clear()
+        if not rule.first:
+            single = {"step": float(rule.step - 1), **dict(rule.scalars)}
+            scalars = {name: torch.tensor(value, dtype=torch.float32, device="cpu") for name, value in single.items()}
+            optimizer.state[self.master] = {**scalars, **self._states}
+        self.master.grad = self.gradient
+        optimizer.step()
+        return optimizer.state[self.master]
+
+    def step_rows(self, rows: Tensor, gradient: Tensor, scale: Scale) -> None:
+        """Step float32 ``[page_arrays, numel]`` in place, by a gradient of ``numel`` elements."""
+        numel = gradient.numel()
+        self.master[:numel] = rows[0]
+        for name, row in self._rule.rows:
+            self._states[name][:numel] = rows[row]
+        self.gradient[:numel] = gradient
+        self.gradient.mul_(torch.tensor(scale.first, dtype=torch.float32))
+        self.gradient.mul_(torch.tensor(scale.second, dtype=torch.float32))
+        state = self.step()
+        rows[0] = self.master[:numel]
+        for name, row in self._rule.rows:
+            rows[row] = state[name][:numel]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def step_by_torch(
+    source_page: Tensor, target_page: Tensor, segments: Sequence[TileSegment], rules: Sequence[TorchRule], scale: Scale
+) -> None:
+    """Step the segments of one tile; arguments as in :meth:`HostKernels.step_tile`.
+
+    Raises:
+        ValueError: a table that a tile cannot have; nothing was written.
+    """
+    _check_table(segments, rules, *source_page.shape)
+    with _one_thread():
+        longest = max((segment.gradient.numel() for segment in segments), default=0)
+        buffer_numel = min(BUFFER_NUMEL, -(-longest // _LOOP_NUMEL) * _LOOP_NUMEL)
+        steppers = [_Stepper(rule, buffer_numel) for rule in rules]
+        for segment in segments:
+            begin, numel = segment.page_offset, segment.gradient.numel()
+            if source_page is not target_page:
+                target_page[:, begin : begin + numel] = source_page[:, begin : begin + numel]
+            for at in range(0, numel, buffer_numel):
+                count = min(buffer_numel, numel - at)
+                rows = target_page[:, begin + at : begin + at + count]
+                steppers[segment.rule].step_rows(rows, segment.gradient[at : at + count], scale)
+            if segment.output is not None:
+                segment.output.copy_(target_page[0, begin : begin + numel])
+
+
+def _check_table(
+    segments: Sequence[TileSegment], rules: Sequence[TorchRule], page_arrays: int, page_numel: int
+) -> None:
+    end = 0
+    for index, segment in enumerate(segments):
+        begin, end = end, segment.page_offset + segment.gradient.numel()
+        if not begin <= segment.page_offset < end <= page_numel or not 0 <= segment.rule < len(rules):
+            raise ValueError(f"segment {index} of the tile has no elements, none of its own, or no rule")
+    for rule in rules:
+        if any(not 0 < row < page_arrays for _, row in rule.rows) or len({*dict(rule.rows).values()}) < len(rule.rows):
+            raise ValueError(f"{rule.kind} has its states in rows {dict(rule.rows)} of a page of {page_arrays} arrays")
+
+
+@torch.no_grad()
+def next_scalars(rule: TorchRule, names: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    """The named states that are one number, after the step."""
+    state = _Stepper(rule, 1).step()
+    return tuple((name, float(state[name])) for name in names)

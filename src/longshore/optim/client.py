@@ -1,0 +1,153 @@
+"""A client's own optimizer, made one of ours with the same groups and state."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from longshore.optim.adagrad import Adagrad
+from longshore.optim.adam import Adam, AdamW
+from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.lion import Lion
+from longshore.optim.offload import Offload, Placement
+from longshore.optim.sgd import SGD
+from longshore.optim.torch_family import ELEMENTWISE, TorchFamily
+
+_NATIVE: Mapping[type, type[HostOptimizer]] = {
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+    torch.optim.Adagrad: Adagrad,
+    torch.optim.SGD: SGD,
+    **{kind: kind for kind in (Adam, AdamW, Adagrad, Lion, SGD)},
+}
+
+_REFUSED = {
+    "Adafactor": "it keeps sums over the rows and columns of a matrix",
+    "LBFGS": "it takes products of whole gradients and evaluates the model several times a step",
+    "Muon": "it orthogonalizes whole matrices",
+    "SparseAdam": "it steps sparse gradients only",
+}
+"""Of torch: what an element becomes depends on others, which may be in another tile or on another rank."""
+
+
+def from_client(
+    optimizer: torch.optim.Optimizer,
+    *,
+    release_gradients: bool,
+    offload: Placement | None = None,
+    names: Mapping[int, str] | None = None,
+) -> HostOptimizer:
+    """An optimizer of ours that goes on where ``optimizer`` is: the same parameters, groups and state.
+
+    torch's Adam, AdamW, Adagrad and SGD, and ours, become ours. torch's other
+    elementwise optimizers run as they are on host tiles, more slowly. One of
+    ours that is given is closed.
+
+    Args:
+        optimizer: the client's; not to be used any more.
+        release_gradients: see :class:`~longshore.AdamW`.
+        offload: see :class:`~longshore.AdamW`.
+        names: of parameters, by ``id(parameter)``; None: the optimizer's own, if it has any.
+
+    Raises:
+        TypeError: not an optimizer of torch's.
+        ValueError: one that cannot be stepped in tiles, or an option that cannot be honoured, by name.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    client = _ClientOptimizer(optimizer, names)
+    kind = _NATIVE.get(type(optimizer))
+    if kind is not None:
+        made: HostOptimizer = kind(
+            client.groups(), **client.options_of(kind), release_gradients=release_gradients, offload=offload
+        )
+    else:
+        name = _elementwise(optimizer)
+        if isinstance(offload, Offload) and offload.device == "none":
+            _check_on_host(optimizer, name)
+        defaults = {**optimizer.defaults, **_how(optimizer.defaults)}
+        made = HostOptimizer(client.groups(), defaults, TorchFamily(name), release_gradients, offload)
+        warnings.warn(
+            f"torch.optim.{name} has no kernel in longshore and is run by torch on host tiles, which gives torch's "
+            "weights and takes longer; longshore.Adam, AdamW, Lion, Adagrad and SGD have kernels",
+            stacklevel=2,
+        )
+    client.hand_over(made)
+    return made
+
+
+def _elementwise(optimizer: torch.optim.Optimizer) -> str:
+    kind = type(optimizer)
+    name = kind.__name__
+    if kind is getattr(torch.optim, name, None):
+        if name in ELEMENTWISE:
+            return name
+        if name in _REFUSED:
+            raise ValueError(
+                f"torch.optim.{name} cannot be stepped in tiles: {_REFUSED[name]}; use an elementwise optimizer "
+                f"(longshore.Adam, AdamW, Lion, Adagrad, SGD, or torch's {', '.join(ELEMENTWISE)})"
+            )
+    raise ValueError(
+        f"longshore does not know the optimizer {kind.__module__}.{kind.__qualname__}, and cannot tell whether it may "
+        "be stepped in tiles; use longshore.Adam, AdamW, Lion, Adagrad or SGD, torch's optimizers of these names, or "
+        f"torch's {', '.join(ELEMENTWISE)}"
+    )
+
+
+def _check_on_host(optimizer: torch.optim.Optimizer, name: str) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.device.type != "cpu":
+                raise ValueError(
+                    f"torch.optim.{name} runs on host tiles, and its state is to stay on {parameter.device} "
+                    "(Offload(device='none')); use device='cpu', or longshore.Adam, AdamW, Lion, Adagrad or SGD"
+                )
+
+
+class _ClientOptimizer:
+    """What is taken over from an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None) -> None:
+        self._optimizer = optimizer
+        self._names = names
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups, with names where there are any."""
+        groups = []
+        for position, group in enumerate(self._optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            members = group["params"]
+            if self._names is not None:
+                named = self._names
+                members = [(named.get(id(p), f"{position}.{place}"), p) for place, p in enumerate(members)]
+            elif "param_names" in group:
+                members = list(zip(group["param_names"], members, strict=True))
+            groups.append({**options, **_how(options), "params": list(members)})
+        return groups
+
+    def options_of(self, kind: type) -> dict[str, Any]:
+        """The defaults, as arguments of ``kind``."""
+        taken = inspect.signature(kind).parameters
+        defaults = {**self._optimizer.defaults, **_how(self._optimizer.defaults)}
+        return {name: value for name, value in defaults.items() if name in taken}
+
+    def hand_over(self, made: HostOptimizer) -> None:
+        """Give the state to ``made``, where there is any."""
+        saved = self._optimizer.state_dict()
+        if saved["state"]:
+            groups = [
+                {key: value for key, value in {**group, **_how(group)}.items() if key != "param_names"}
+                for group in saved["param_groups"]
+            ]
+            made.load_state_dict({**saved, "param_groups": groups})
+        if isinstance(self._optimizer, HostOptimizer):
+            self._optimizer.close()
+
+
+def _how(options: Mapping[str, Any]) -> dict[str, Any]:
+    """foreach and fused say how torch computes a step, not what; they are not taken over."""
+    return {name: None for name in ("foreach", "fused") if name in options}

@@ -1,0 +1,74 @@
+"""Reading and writing full values, run on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+import longshore
+from engine.scenarios import Oracle, Scenario, Window, drive, inputs, make_model
+from longshore import utils
+
+OPTIONS = {"lr": 2e-3, "weight_decay": 0.05}
+
+
+def read_and_write(stage: int, dtype: torch.dtype, world_size: int, staged: bool) -> None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = make_model(dtype)
+    config = longshore.Config(
+        stage=stage, offload_optimizer="cpu", reduce_bucket_numel=500, optimizer={"type": "AdamW", **OPTIONS}
+    )
+    transfer = longshore.SimulatedTransfer(seed=rank) if staged else None
+    offload = longshore.Offload(100, threads=1, transfer=transfer)
+    engine = longshore.initialize(model=model, config=config, offload=offload).engine
+    oracle = Oracle(Scenario(), dtype, world_size, stage, **OPTIONS)
+    names = [name for name, _ in model.named_parameters()]
+    try:
+        for step in range(2):
+            drive(engine, Window(), step, rank, dtype)
+            oracle.loop.step(oracle.gradients(Window(), step, 1))
+        for index, parameter in enumerate(model.parameters()):
+            master = oracle.loop.masters[index][: parameter.numel()].detach().view(parameter.shape)
+            assert torch.equal(utils.safe_get_full_fp32_param(parameter), master), names[index]
+            moments = oracle.loop.moments(index) if parameter.numel() else (torch.zeros(0, 4),) * 2
+            for key, expected in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+                found = utils.safe_get_full_optimizer_state(parameter, key)
+                if parameter.numel():
+                    assert torch.equal(found, expected), (names[index], key)
+        # A gradient is read before the step, and replaced.
+        engine.backward(engine(inputs(7, 0, rank, dtype), ("a",)))
+        gradients = oracle.gradients(drive_once(("a",)), 7, 1)
+        for parameter, expected in zip(model.parameters(), gradients, strict=True):
+            found = utils.safe_get_full_grad(parameter)
+            assert (found is None) == (expected is None)
+            assert found is None or torch.equal(found, expected)
+        chosen = model.second.weight
+        index = [id(parameter) for parameter in model.parameters()].index(id(chosen))
+        replacement = torch.randn(chosen.shape, generator=torch.Generator().manual_seed(1)).to(dtype).float()
+        utils.safe_set_full_grad(chosen, replacement)
+        assert torch.equal(utils.safe_get_full_grad(chosen), replacement)
+        gradients[index] = replacement
+        # So are a master and a moment.
+        bias = model.first.bias
+        place = [id(parameter) for parameter in model.parameters()].index(id(bias))
+        value = torch.linspace(-1.0, 1.0, bias.numel()) / 3
+        utils.safe_set_full_fp32_param(bias, value)
+        assert torch.equal(utils.safe_get_full_fp32_param(bias), value)
+        assert torch.equal(bias.detach(), value.to(dtype))
+        utils.safe_set_full_optimizer_state(bias, value.abs(), "exp_avg_sq")
+        with torch.no_grad():
+            oracle.loop.masters[place][: bias.numel()] = value
+            oracle.loop.optimizer.state[oracle.loop.masters[place]]["exp_avg_sq"][: bias.numel()] = value.abs()
+        engine.step()
+        oracle.loop.step(gradients)
+        for name, ours, theirs in zip(names, model.parameters(), oracle.model.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+    finally:
+        engine.optimizer.close()
+
+
+def drive_once(heads: tuple[str, ...]) -> Window:
+    from engine.scenarios import Backward
+
+    return Window((Backward((heads,)),))

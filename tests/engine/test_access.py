@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Ranks
+
+import longshore
+from engine import access_cases
+from engine.scenarios import make_model
+from longshore import utils
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("staged", [False, True])
+def test_two_ranks_read_and_write_whole_values(stage: int, dtype: torch.dtype, staged: bool, two_ranks: Ranks) -> None:
+    two_ranks(access_cases.read_and_write, stage, dtype, 2, staged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("staged", [False, True])
+def test_one_rank_reads_and_writes(dtype: torch.dtype, staged: bool) -> None:
+    access_cases.read_and_write(2, dtype, 1, staged)
+
+
+def test_what_no_engine_steps() -> None:
+    stranger = torch.nn.Parameter(torch.ones(3))
+    assert utils.safe_get_full_fp32_param(stranger) is None
+    assert utils.safe_get_full_grad(stranger) is None
+    assert utils.safe_get_full_optimizer_state(stranger, "exp_avg") is None
+    for call in (
+        lambda: utils.safe_set_full_fp32_param(stranger, torch.ones(3)),
+        lambda: utils.safe_set_full_grad(stranger, torch.ones(3)),
+        lambda: utils.safe_set_full_optimizer_state(stranger, torch.ones(3), "exp_avg"),
+    ):
+        with pytest.raises(ValueError, match="no engine steps"):
+            call()
+    with pytest.raises(TypeError, match="expected a parameter, not str"):
+        utils.safe_get_full_grad("weight")  # type: ignore[arg-type]
+
+
+def test_bad_values_are_refused_by_name() -> None:
+    model = make_model(torch.float32)
+    engine = longshore.initialize(model=model, config=longshore.Config(optimizer={"type": "AdamW"})).engine
+    weight = model.first.weight
+    with pytest.raises(ValueError, match=r"parameter first.weight has shape \[33, 19\], and the value is \[3\]"):
+        utils.safe_set_full_fp32_param(weight, torch.ones(3))
+    with pytest.raises(ValueError, match=r"exp_avg, exp_avg_sq, and no 'momentum_buffer'"):
+        utils.safe_get_full_optimizer_state(weight, "momentum_buffer")
+    with pytest.raises(ValueError, match=r"first\.weight has no gradient in this window"):
+        utils.safe_set_full_grad(weight, torch.ones(33, 19))
+    engine.destroy()

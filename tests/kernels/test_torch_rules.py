@@ -1,0 +1,93 @@
+"""torch's own optimizers on pieces of a tile, called as the kernels are; tests/optim/test_client.py has the parity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from longshore.kernels import HostKernels, Scale, TileSegment, TorchRule, next_scalars
+from tests.kernels.numbers import RULES, same_bits
+
+
+def rule(**changes: Any) -> TorchRule:
+    usual = TorchRule(
+        "RMSprop", (("lr", 1e-2), ("alpha", 0.9)), rows=(("square_avg", 2),), step=3, first=False, scalars=()
+    )
+    return usual._replace(**changes)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> HostKernels:
+    return HostKernels(threads=1)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("output_dtype", [None, torch.float32, torch.bfloat16])
+def test_a_tile_is_stepped_as_the_kernels_step_one(kernels: HostKernels, in_place: bool, output_dtype: Any) -> None:
+    """Segments alone are written, rows that the rule does not name are copied, and the gradient is scaled twice."""
+    page, scale = torch.rand(3, 200), Scale(0.7, 1 / 3)
+    gradients = [torch.randn(64).bfloat16(), torch.randn(100)]
+    outputs = [None if output_dtype is None else torch.zeros(g.numel(), dtype=output_dtype) for g in gradients]
+    source = page.clone()
+    target = source if in_place else torch.full_like(page, 7.0)
+    expected = target.clone()
+    segments = [TileSegment(10, gradients[0], outputs[0], 1), TileSegment(90, gradients[1], outputs[1], 0)]
+    rules = [rule(), rule(options=(("lr", 0.5), ("alpha", 0.9)))]
+    for begin, gradient, lr in ((10, gradients[0], 0.5), (90, gradients[1], 1e-2)):
+        part = page[:, begin : begin + gradient.numel()]
+        # The exact lengths that torch's loops take at once, so that there is no tail.
+        padded = torch.zeros(4, 128)
+        padded[:3, : gradient.numel()] = part
+        padded[3, : gradient.numel()] = gradient.float() * torch.tensor(0.7) * torch.tensor(1 / 3)
+        optimizer = torch.optim.RMSprop([padded[0].clone()], lr=lr, alpha=0.9, foreach=False)
+        master = optimizer.param_groups[0]["params"][0]
+        optimizer.state[master] = {"step": torch.tensor(2.0), "square_avg": padded[2]}
+        master.grad = padded[3]
+        optimizer.step()
+        stepped = torch.stack([master, padded[1], padded[2]])[:, : gradient.numel()]
+        expected[:, begin : begin + gradient.numel()] = stepped
+    kernels.step_tile(source, target, segments, rules, scale)
+    assert same_bits(target, expected)
+    assert in_place or same_bits(source, page)
+    for segment, output in zip(segments, outputs, strict=True):
+        if output is not None:
+            begin = segment.page_offset
+            assert same_bits(output, expected[0, begin : begin + output.numel()].to(output.dtype))
+
+
+@pytest.mark.parametrize(
+    ("segments", "changes", "message"),
+    [
+        ([(0, 10, 0), (5, 10, 0)], {}, "segment 1 of the tile"),
+        ([(0, 10, 0), (15, 10, 0)], {}, "segment 1 of the tile"),
+        ([(0, 10, 0), (10, 0, 0)], {}, "segment 1 of the tile"),
+        ([(0, 10, 1)], {}, "segment 0 of the tile"),
+        ([(0, 10, 0)], {"rows": (("square_avg", 3),)}, "in rows {'square_avg': 3} of a page of 3 arrays"),
+        ([(0, 10, 0)], {"rows": (("square_avg", 0),)}, "in rows"),
+        ([(0, 10, 0)], {"rows": (("square_avg", 1), ("grad_avg", 1))}, "in rows"),
+    ],
+)
+def test_tables_that_are_refused(kernels: HostKernels, segments: Any, changes: Any, message: str) -> None:
+    page = torch.rand(3, 20)
+    before = page.clone()
+    table = [TileSegment(offset, torch.ones(numel), None, which) for offset, numel, which in segments]
+    with pytest.raises(ValueError, match=message):
+        kernels.step_tile(page, page, table, [rule(**changes)])
+    with pytest.raises(ValueError, match="of one kind"):
+        kernels.step_tile(page, page, table[:1], [rule(), RULES[0]])
+    assert torch.equal(page, before)
+
+
+def test_numbers_that_go_with_a_parameter() -> None:
+    nadam = TorchRule("NAdam", (("lr", 1e-2),), (("exp_avg", 1), ("exp_avg_sq", 2)), step=1, first=True)
+    (first,) = next_scalars(nadam, ["mu_product"])
+    (second,) = next_scalars(nadam._replace(step=2, first=False, scalars=(first,)), ["mu_product"])
+    parameter = torch.ones(64)
+    optimizer = torch.optim.NAdam([parameter], lr=1e-2, foreach=False)
+    for expected in (first, second):
+        parameter.grad = torch.ones(64)
+        optimizer.step()
+        assert expected == ("mu_product", optimizer.state[parameter]["mu_product"].item())
+    assert first != second

@@ -1,0 +1,278 @@
+"""A client's own optimizer in our place: the same weights, or a refusal by name."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support import KIND_NAMES, KINDS, Kind, PlainLoop, loss_of, same_weights, simulated, small_model, twins
+from torch import Tensor, nn
+
+import longshore
+from longshore.optim.client import from_client
+
+TORCHS: list[tuple[str, dict[str, Any]]] = [
+    ("ASGD", {"lr": 1e-2, "t0": 2, "weight_decay": 0.1}),
+    ("Adadelta", {"lr": 0.5, "weight_decay": 0.1}),
+    ("Adamax", {"lr": 1e-2, "betas": (0.8, 0.9), "maximize": True}),
+    ("NAdam", {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("RAdam", {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1}),
+    ("RMSprop", {"lr": 1e-2, "weight_decay": 0.1}),
+    ("RMSprop", {"lr": 1e-2, "momentum": 0.9, "centered": True}),
+    ("Rprop", {"lr": 1e-2}),
+]
+IDS = [f"{name}-{len(options)}" for name, options in TORCHS]
+EVERY_TORCH = pytest.mark.parametrize(("kind", "options"), TORCHS, ids=IDS)
+MODES = pytest.mark.parametrize("release", [False, True])
+
+
+def converted(optimizer: torch.optim.Optimizer, release: bool = False, **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return from_client(optimizer, release_gradients=release, **settings)
+
+
+def clients(kind: str, parameters: Any, options: dict[str, Any], **settings: Any) -> Any:
+    return converted(getattr(torch.optim, kind)(parameters, **options), **settings)
+
+
+@EVERY_TORCH
+@MODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("transfer", "tile_numel"), [("direct", 7), ("simulated", 100), ("direct", 1 << 22)])
+def test_torchs_elementwise_optimizers_on_host_tiles(
+    kind: str, options: dict[str, Any], release: bool, dtype: torch.dtype, transfer: str, tile_numel: int
+) -> None:
+    offload = simulated(tile_numel=tile_numel) if transfer == "simulated" else longshore.Offload(tile_numel=tile_numel)
+    plain_model, model = twins(dtype)
+    plain = PlainLoop(plain_model.parameters(), getattr(torch.optim, kind), **options)
+    optimizer = clients(kind, model.parameters(), options, release=release, offload=offload)
+    for step in range(5):
+        for each in (plain_model, model):
+            loss_of(each, step, dtype).backward()
+        plain.step_on_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same_weights(plain_model, model), step
+    for index, parameter in enumerate(model.parameters()):
+        theirs = plain.optimizer.state[plain.masters[index]]
+        assert {*optimizer.state[parameter]} - {"master"} == {*theirs}
+        for name, value in theirs.items():
+            expected = value if value.dim() == 0 else plain.state(index, name)
+            assert torch.equal(optimizer.state[parameter][name], expected), name
+
+
+def test_neither_the_cut_nor_torchs_threads_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More elements than a buffer has, and a length that leaves a tail for torch's own loops."""
+    seen, whole = set(), torch.optim.RMSprop.step
+    monkeypatch.setattr(torch.optim.RMSprop, "step", lambda self: (seen.add(torch.get_num_threads()), whole(self)))
+    numel, results = 100_003, []
+    values, gradients = torch.randn(numel), [torch.randn(numel) for _ in range(3)]
+    for tile_numel, threads in ((1 << 22, 1), (12_345, 1), (1 << 22, 3)):
+        parameter = nn.Parameter(values.clone())
+        optimizer = clients("RMSprop", [parameter], {}, offload=longshore.Offload(tile_numel=tile_numel))
+        try:
+            torch.set_num_threads(threads)
+            for gradient in gradients:
+                parameter.grad = gradient.clone()
+                optimizer.step()
+            assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(1)
+        results.append(parameter.detach())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert seen == {1}
+
+
+def test_a_state_that_was_set_before_the_first_step_counts() -> None:
+    theirs, ours = (nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2))
+    plain, optimizer = torch.optim.RMSprop([theirs], foreach=False), clients("RMSprop", [ours], {})
+    plain.state[theirs] = {"step": torch.tensor(0.0), "square_avg": torch.full((64,), 3.0)}
+    optimizer.state[ours]["square_avg"] = torch.full((64,), 3.0)
+    theirs.grad, ours.grad = torch.ones(64), torch.ones(64)
+    plain.step()
+    optimizer.step()
+    assert torch.equal(theirs, ours)
+
+
+@MODES
+def test_groups_clipping_and_idle_parameters(release: bool) -> None:
+    plain_model, model = twins()
+
+    def groups(of: nn.Sequential) -> list[dict[str, Any]]:
+        return [
+            {"params": list(of[0].parameters()), "momentum": 0.9},
+            {"params": list(of[2].parameters()), "lr": 3e-2},
+            {"params": list(of[3].parameters()), "centered": True},
+        ]
+
+    plain = PlainLoop(groups(plain_model), torch.optim.RMSprop)
+    optimizer = clients("RMSprop", groups(model), {}, release=release, offload=simulated(tile_numel=1 << 20))
+    for step in range(5):
+        for each in (plain_model, model):
+            each[2].requires_grad_(step % 2 == 1)
+            loss_of(each, step).backward()
+        norm = optimizer.clip_grad_norm_(0.5)
+        plain.step_on_grads(scale=torch.clamp(0.5 / (norm + 1e-6), max=1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same_weights(plain_model, model), step
+    kept = [{*optimizer.state[parameter]} - {"step"} for parameter in model.parameters()]
+    assert kept[::2] == [{"square_avg", "momentum_buffer"}, {"square_avg"}, {"square_avg", "grad_avg"}]
+    assert [float(optimizer.state[parameter]["step"]) for parameter in model.parameters()] == [5, 5, 2, 2, 5, 5]
+
+
+def sixteens(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(5, 32, generator=generator)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@EVERY_TORCH
+def test_training_goes_on_and_back_to_torch(kind: str, options: dict[str, Any]) -> None:
+    """In mid-training to us, and with our state back to torch; resumed from it, too."""
+    plain_model, model, other = sixteens(), sixteens(), sixteens(1)
+    make = getattr(torch.optim, kind)
+    theirs = make(plain_model.parameters(), **options, foreach=False)
+    client = make(model.parameters(), **options, foreach=False)
+    train(plain_model, theirs, range(2))
+    train(model, client, range(2))
+    optimizer = converted(client, offload=simulated(tile_numel=1000))
+    train(plain_model, theirs, range(2, 4))
+    train(model, optimizer, range(2, 4))
+    assert same_weights(plain_model, model)
+    back = make(other.parameters(), foreach=False)
+    other.load_state_dict(model.state_dict())
+    back.load_state_dict(optimizer.state_dict())
+    resumed_model = sixteens(2)
+    resumed = clients(kind, resumed_model.parameters(), {})
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed_model.load_state_dict(model.state_dict())
+    for each, stepper in ((plain_model, theirs), (other, back), (resumed_model, resumed)):
+        train(each, stepper, range(4, 6))
+        assert same_weights(plain_model, each)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name != "Lion"], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("steps", [0, 2])
+@MODES
+def test_torchs_optimizers_with_kernels_become_ours(kind: Kind, steps: int, release: bool) -> None:
+    plain_model, model = sixteens(), sixteens()
+    options: dict[str, Any] = {**kind.options, "fused": True}
+    theirs, client = (kind.plain()(each.parameters(), **options) for each in (plain_model, model))
+    for optimizer in (theirs, client):
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)  # leaves initial_lr in the groups
+    for each, optimizer in ((plain_model, theirs), (model, client)):
+        train(each, optimizer, range(steps))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = from_client(client, release_gradients=release, offload=simulated(tile_numel=1000))
+    assert type(ours) is getattr(longshore, kind.name)
+    assert ours.param_groups[0]["initial_lr"] == kind.options["lr"]
+    train(plain_model, theirs, range(steps, 4))
+    train(model, ours, range(steps, 4))
+    assert same_weights(plain_model, model)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
+def test_ours_move_with_their_state(kind: Kind) -> None:
+    plain_model, model = twins(torch.bfloat16)
+    plain = kind.loop(plain_model.parameters())
+    first = kind.make(model.named_parameters(), release_gradients=True)
+    optimizer: Any = first
+    for step in range(5):
+        if step == 3:
+            optimizer = from_client(first, release_gradients=True, offload=simulated(tile_numel=100))
+            assert type(optimizer) is type(first) and optimizer is not first
+            assert optimizer.param_groups[0]["param_names"] == first.param_groups[0]["param_names"]
+        for each in (plain_model, model):
+            loss_of(each, step, torch.bfloat16).backward()
+        plain.step_on_grads()
+        optimizer.step()
+        assert same_weights(plain_model, model), step
+
+
+def test_names_of_the_model_are_those_of_errors() -> None:
+    model = small_model()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    client = torch.optim.AdamW(model.parameters())
+    optimizer = from_client(client, release_gradients=False, names=names)
+    model[2].weight.grad = torch.zeros(33).to_sparse()
+    with pytest.raises(longshore.GradientError, match=r"parameter 2\.weight"):
+        optimizer.step()
+
+
+def test_that_it_is_slower_is_said_once() -> None:
+    client = torch.optim.RMSprop(small_model().parameters())
+    with pytest.warns(UserWarning, match=r"torch.optim.RMSprop has no kernel in longshore") as caught:
+        optimizer = from_client(client, release_gradients=False)
+    assert len(caught) == 1
+    optimizer.step()  # and warnings are errors here
+
+
+class OwnAdamW(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.LBFGS(p), r"torch.optim.LBFGS cannot be stepped in tiles"),
+        (lambda p: torch.optim.SparseAdam(p), r"torch.optim.SparseAdam cannot be stepped in tiles"),
+        (lambda p: torch.optim.Adafactor(p), r"torch.optim.Adafactor cannot be stepped in tiles"),
+        (lambda p: torch.optim.Muon(p), r"torch.optim.Muon cannot be stepped in tiles"),
+        (lambda p: OwnAdamW(p), r"does not know the optimizer .*OwnAdamW"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True is not supported"),
+        (lambda p: torch.optim.RAdam(p, capturable=True), "capturable=True is not supported"),
+        (lambda p: torch.optim.Adamax(p, differentiable=True), "differentiable=True is not supported"),
+    ],
+)
+def test_others_are_refused_by_name(make: Any, message: str) -> None:
+    client = make([nn.Parameter(torch.ones(4, 4))])
+    before = client.state_dict()
+    with pytest.raises(ValueError, match=message):
+        from_client(client, release_gradients=False)
+    assert client.state_dict() == before
+
+
+def test_what_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match="not list"):
+        from_client([nn.Parameter(torch.ones(4))], release_gradients=False)  # pyright: ignore[reportArgumentType]
+
+
+def test_torch_says_what_it_does_not_take() -> None:
+    """An option changed between steps is checked before any of them."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = clients("Adamax", [parameter], {})
+    optimizer.param_groups[0]["betas"] = (2.0, 0.9)
+    parameter.grad = torch.ones(4)
+    with pytest.raises(ValueError, match="Invalid beta parameter"):
+        optimizer.step()
+    assert torch.equal(parameter, torch.ones(4))
+
+
+def test_nan_and_infinity_go_where_torch_lets_them() -> None:
+    specials = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e38, 1e-45, 1.0] * 8)
+    for kind, options in TORCHS:
+        theirs, ours = (nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2))
+        plain = PlainLoop([theirs], getattr(torch.optim, kind), **options)
+        optimizer = clients(kind, [ours], options)
+        for gradient in (specials, specials.flip(0)):
+            theirs.grad, ours.grad = gradient.clone(), gradient.clone()
+            plain.step_on_grads()
+            optimizer.step()
+            assert torch.equal(theirs.isnan(), ours.isnan())
+            assert _same_but_nan(theirs, ours), kind
+
+
+def _same_but_nan(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(torch.nan_to_num(a, nan=7.0), torch.nan_to_num(b, nan=7.0))
