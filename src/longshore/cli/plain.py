@@ -30,6 +30,20 @@ class PlainStepper(LocalStepper):
         return Memory(device_memory(self._model, nbytes(_state_tensors(self.optimizer))), 0)
 
 
+class ExactNormStepper(PlainStepper):
+    """The same with the norm summed in float64 and rounded once, as longshore does; torch adds in float32."""
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        squares = torch.stack([gradient.double().square().sum() for gradient in gradients])
+        norm = squares.sum().sqrt().float()
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(coefficient)
+        return norm
+
+
 class MasterStepper(LocalStepper):
     """The loop that people write by hand for bf16: fp32 masters and fp32 gradients for them, AdamW, cast back."""
 
