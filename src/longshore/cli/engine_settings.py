@@ -39,6 +39,8 @@ _TWIN = {
 }
 """What the command line and the file call the same thing. ``bf16`` and ``fp16`` are ``--dtype``."""
 
+_BATCH = ("batch_size", "accumulation")
+
 _KIND = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """What ``--schedule`` would call a schedule of the file."""
 
@@ -150,6 +152,8 @@ class _Asked:
             merged["optimizer"] = {"type": "AdamW", "params": params}
             said = {**said, **{_TWIN[name]: value for name, value in params.items()}}
         for name, value in values.items():
+            if name in _BATCH:
+                continue  # they have to multiply out, which _resolved looks at by the names that the user wrote
             if _TWIN[name] not in said and not (name in ("bf16", "fp16") and said.get("torch_autocast.enabled")):
                 _put(merged, _TWIN[name], value)
         if all(merged.get(name) in (None, "auto") for name in (DEEPSPEED.train, DEEPSPEED.micro)):
@@ -223,11 +227,16 @@ def _put(data: dict[str, Any], path: str, value: Any) -> None:
 
 def _resolved(config: Config, asked: _Asked, ranks: int, source: str) -> Config:
     """With all three batch numbers, and with what a training run adds."""
-    options = {name: f"--{name.replace('_', '-')}" for name in ("batch_size", "accumulation") if name in asked.given}
+    micro, steps = config.micro_batch_size, config.gradient_accumulation_steps
+    options = {name: f"--{name.replace('_', '-')}" for name in _BATCH if name in asked.given}
     names = Names(
         DEEPSPEED.train, options.get("batch_size", DEEPSPEED.micro), options.get("accumulation", DEEPSPEED.steps)
     )
-    given = Batch(config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps)
+    given = Batch(
+        config.train_batch_size,
+        asked.given.get("batch_size") if micro is None else micro,
+        asked.given.get("accumulation") if steps is None else steps,
+    )
     try:
         train, micro, steps = resolve(given, ranks, names)
     except ValueError as error:

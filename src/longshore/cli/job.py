@@ -22,7 +22,7 @@ from longshore.cli.data import Corpus, Sequences
 from longshore.cli.display import Display, make_display, step_line, validation_line
 from longshore.cli.engine_settings import with_engine
 from longshore.cli.engine_stepper import EngineStepper
-from longshore.cli.failure import CommandError, SettingsError
+from longshore.cli.failure import CommandError, SettingsError, one_line
 from longshore.cli.loop import Diverged, Loop, Step, Validation
 from longshore.cli.optimizers import Memory, Stepper, make_stepper, nbytes
 from longshore.cli.output import CURVE, MetricsFile, RunFolder
@@ -54,6 +54,11 @@ def run(settings: TrainSettings, given: Mapping[str, Any], stage: int | None, fi
         stage, file: of ``--stage`` and ``--config``; with either, training goes through the engine.
     """
     settings = with_engine(settings, given, stage, file)
+    if settings.engine is not None and settings.model.device == "cpu" and torch.cuda.is_available():
+        raise SettingsError(
+            "--device cpu: with --stage or --config training is on CUDA where there is CUDA; "
+            "set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+        )
     team = Team(None) if settings.engine is None else Team.join()
     console = make_console(quiet=not team.leads)
     prepared = team.together(lambda: _prepare(settings, team.leads))
@@ -113,14 +118,9 @@ def version(package: str) -> str:
     return metadata.version(package)
 
 
-def choose_device(settings: ModelSettings, engine: bool = False) -> torch.device:
+def choose_device(settings: ModelSettings) -> torch.device:
     """``auto`` is CUDA where there is one. On CUDA only deterministic kernels are used."""
     available = torch.cuda.is_available()
-    if engine and settings.device == "cpu" and available:
-        raise SettingsError(
-            "--device cpu: with --stage or --config training is on CUDA where there is CUDA; "
-            "set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
-        )
     if settings.device == "cuda" and not available:
         raise SettingsError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if settings.device == "cpu" or not available:
@@ -278,7 +278,7 @@ def _prepare(settings: TrainSettings, leads: bool) -> Prepared:
         for note in settings.engine.notes:
             warn(f"{settings.engine.file}: {note}")
     text = read_text(settings.data.paths, settings.data.max_bytes)
-    device = choose_device(settings.model, settings.engine is not None)
+    device = choose_device(settings.model)
     model.load_transformers()
     if folder is not None:
         curve.load_figure()
@@ -293,7 +293,10 @@ def _prepare(settings: TrainSettings, leads: bool) -> Prepared:
 def _make_stepper(settings: TrainSettings, network: nn.Module) -> Stepper:
     if settings.engine is None:
         return make_stepper(network, settings.optimizer)
-    return EngineStepper(network, settings.engine)
+    try:
+        return EngineStepper(network, settings.engine)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise CommandError(one_line(error)) from error
 
 
 def _open(prepared: Prepared, description: dict[str, Any]) -> None:

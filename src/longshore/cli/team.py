@@ -43,8 +43,16 @@ class Team:
 
     @classmethod
     def join(cls) -> Team:
-        """With the ranks that the launcher started."""
-        return cls(join())
+        """With the ranks that the launcher started.
+
+        Raises:
+            CommandError: its variables contradict each other, or a device is missing.
+            RendezvousError: the others did not come.
+        """
+        try:
+            return cls(join())
+        except ValueError as error:
+            raise CommandError(str(error)) from error
 
     @property
     def leads(self) -> bool:
@@ -93,6 +101,9 @@ class Team:
         return self._guarded(work) if self.size > 1 else work()
 
     def close(self) -> None:
+        """Leave; on all ranks, and with nothing under way."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
         if self._ranks is not None:
             self._ranks.close()
 
