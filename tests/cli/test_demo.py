@@ -10,6 +10,7 @@ import torch
 from longshore.cli import comparison
 
 MICRO = ["--size", "tiny", "--steps", "3", "--seq-len", "16", "--batch-size", "2"]
+ALONE = ["--no-two-ranks"]
 
 
 def rows(out: str) -> dict[str, list[str]]:
@@ -23,7 +24,8 @@ def test_equal(cli, text, tmp_path):
     ran = cli("demo", "--data", text, *MICRO, "--out", tmp_path / "curves.png")
     assert (ran.code, ran.err) == (0, "")
     table = rows(ran.out)
-    assert list(table) == ["fp32, longshore", "fp32, plain", "bf16, longshore", "bf16, plain"]
+    ranks, exact = "fp32, 2 ranks, ZeRO-2", "fp32, plain, f64 norm"
+    assert list(table) == ["fp32, longshore", "fp32, plain", "bf16, longshore", "bf16, plain", ranks, exact]
     memory = {"fp32": (["8.00", "12.00"], ["16.00", "0.00"]), "bf16": (["4.00", "12.00"], ["20.00", "0.00"])}
     for dtype, (ours, plain) in memory.items():
         one, other = table[f"{dtype}, longshore"], table[f"{dtype}, plain"]
@@ -31,8 +33,14 @@ def test_equal(cli, text, tmp_path):
         assert one[-1] == "yes"
         assert (one[2:4], other[2:4]) == (ours, plain)
     assert table["fp32, longshore"][0] != table["bf16, longshore"][0]
-    assert "All weights are equal: torch.equal over 21 parameters in fp32 and in bf16." in ran.out
-    clipped = re.search(r"steps with clipped gradients: (\d) of 3 in fp32, (\d) of 3 in bf16", ran.out)
+    one, other = table[ranks], table[exact]
+    assert one[:2] == other[:2] and one[-1] == "yes"
+    assert (one[2:4], other[2:4]) == (["4.00", "6.00"], ["16.00", "0.00"]), "half of the state on each rank"
+    assert "steps whose norm is the same number on 2 ranks and in one process: 3 of 3" in ran.out
+    assert "All weights are equal: torch.equal over 21 parameters in fp32, in bf16 and on 2 ranks." in ran.out
+    clipped = re.search(
+        r"steps with clipped gradients: (\d) of 3 in fp32, (\d) of 3 in bf16, (\d) of 3 on 2 ranks", ran.out
+    )
     assert clipped is not None and min(map(int, clipped.groups())) > 0
     with Image.open(tmp_path / "curves.png") as image:
         assert image.format == "PNG"
@@ -41,7 +49,7 @@ def test_equal(cli, text, tmp_path):
 @pytest.mark.parametrize("dtype, other, bits", [("fp32", "bf16", torch.int32), ("bf16", "fp32", torch.int16)])
 def test_one_bit_is_different(cli, text, monkeypatch, dtype, other, bits):
     """The last bit of one element of one parameter, after the last step."""
-    run = comparison.Contestant.run
+    run = comparison.LocalContestant.run
 
     def flip(contestant):
         yield from run(contestant)
@@ -49,13 +57,42 @@ def test_one_bit_is_different(cli, text, monkeypatch, dtype, other, bits):
             weight = contestant.weights["model.layers.1.mlp.up_proj.weight"]
             weight.view(bits)[3, 5] ^= 1
 
-    monkeypatch.setattr(comparison.Contestant, "run", flip)
-    ran = cli("demo", "--data", text, *MICRO)
+    monkeypatch.setattr(comparison.LocalContestant, "run", flip)
+    ran = cli("demo", "--data", text, *MICRO, *ALONE)
     assert ran.code == 1
     assert rows(ran.out)[f"{dtype}, longshore"][-1] == "no: 1 of 21"
     assert rows(ran.out)[f"{other}, longshore"][-1] == "yes"
     assert f"the first is model.layers.1.mlp.up_proj.weight of {dtype}, longshore" in ran.refused()
     assert "All weights are equal" not in ran.out
+
+
+def test_another_rank_order_is_different(cli, text, monkeypatch):
+    """The ranks get the batches of another seed: the row says no, and so does the exit code."""
+    original = comparison.RanksContestant.__init__
+
+    def reseeded(contestant, *arguments):
+        original(contestant, *arguments)
+        contestant._options["seed"] = 1
+
+    monkeypatch.setattr(comparison.RanksContestant, "__init__", reseeded)
+    ran = cli("demo", "--data", text, *MICRO)
+    assert ran.code == 1
+    assert rows(ran.out)["fp32, 2 ranks, ZeRO-2"][-1] == "no: 21 of 21"
+    assert "of fp32, 2 ranks, ZeRO-2" in ran.refused()
+
+
+def test_ranks_that_fail(cli, text, monkeypatch):
+    """What they said is the line, and nothing hangs."""
+    monkeypatch.setattr(comparison, "_DTYPES", ())
+    original = comparison.RanksContestant.__init__
+
+    def wrong(contestant, *arguments):
+        original(contestant, *arguments)
+        contestant._options["seq-len"] = 0
+
+    monkeypatch.setattr(comparison.RanksContestant, "__init__", wrong)
+    refused = cli("demo", "--data", text, *MICRO).refused()
+    assert refused == "longshore: the run on 2 ranks failed: --seq-len must be at least 1, not 0\n"
 
 
 def test_differing_counts_missing_and_nan():
@@ -65,11 +102,17 @@ def test_differing_counts_missing_and_nan():
 
 
 def test_seconds_choose_the_steps(cli, text, monkeypatch):
-    monkeypatch.setattr(comparison.Contestant, "seconds_per_step", property(lambda _: 0.5))
+    monkeypatch.setattr(comparison.LocalContestant, "seconds_per_step", property(lambda _: 0.5))
     assert (
         "a Llama of size tiny, 5 steps of 2 x 2 x 16 tokens"
-        in cli("demo", "--data", text, *MICRO, "--seconds", "10").out
+        in cli("demo", "--data", text, *MICRO, *ALONE, "--seconds", "10").out
     )
+
+
+@pytest.mark.slow
+def test_seconds_count_the_ranks(cli, text, monkeypatch):
+    monkeypatch.setattr(comparison.LocalContestant, "seconds_per_step", property(lambda _: 0.5))
+    assert "a Llama of size tiny, 3 steps of 2" in cli("demo", "--data", text, *MICRO, "--seconds", "10").out
 
 
 def test_sizes_with_a_scalar_tail_are_refused(cli, text, monkeypatch):

@@ -132,7 +132,7 @@ def test_the_export_loads_with_equal_logits(trained, dtype, monkeypatch):
 
     models = []
     prepare = job._prepare
-    monkeypatch.setattr(job, "_prepare", lambda settings: models.append(prepare(settings)) or models[0])
+    monkeypatch.setattr(job, "_prepare", lambda *given: models.append(prepare(*given)) or models[0])
     results = trained("--dtype", {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
     assert results.names == WRITTEN
     loaded, own = load(results.folder), models[0].model.eval()

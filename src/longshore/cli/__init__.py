@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from longshore.cli.demo import demo
-from longshore.cli.failure import CommandError, one_line, os_reason
+from longshore.cli.failure import CommandError, SettingsError, SharedError, one_line, os_reason
+from longshore.cli.launched import leave_it_to_the_first, place
 from longshore.cli.signals import StopNow
 from longshore.cli.terminal import silence_stdout, warn
 from longshore.cli.train import train
@@ -51,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StopNow as stop:
         return _fail("ended at once; what was being written is not there", stop.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", 130) if place().speaks else 130
     except CommandError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), error.exit_code, everywhere=isinstance(error, (SettingsError, SharedError)))
     except BrokenPipeError:
         silence_stdout()
         return 1
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         silence_stdout()
         return _fail(f"{error.filename or 'standard output'}: {os_reason(error)}", 1)
     except Exception as error:
-        return _fail(*_explain(error))
+        return _fail(*_explain(error), everywhere=_is_usage(error))
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -80,7 +81,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _explain(error: Exception) -> tuple[str, int]:
     """The line and the exit code for what other packages raise; raises what is not known."""
-    if hasattr(error, "format_message"):  # a usage error; typer has its own copy of click's class, or click's
+    if _is_usage(error):
         return f"{error.format_message().rstrip('.')} (see longshore --help)", getattr(error, "exit_code", 2)  # pyright: ignore
     from longshore.errors import LongshoreError
 
@@ -91,6 +92,17 @@ def _explain(error: Exception) -> tuple[str, int]:
     raise error
 
 
-def _fail(message: str, exit_code: int) -> int:
-    warn(message)
+def _is_usage(error: Exception) -> bool:
+    return hasattr(error, "format_message")  # typer has its own copy of click's class, or click's
+
+
+def _fail(message: str, exit_code: int, everywhere: bool = False) -> int:
+    """One line; from each of several ranks, or, where it is the same ``everywhere``, from one a machine."""
+    rank, world_size, speaks = place()
+    if not everywhere:
+        warn(message if world_size == 1 else f"rank {rank}: {message}")
+    elif speaks:
+        warn(message)
+    else:
+        leave_it_to_the_first()
     return exit_code

@@ -1,11 +1,8 @@
-"""The demo's work: four runs on the CPU, two with longshore and two without, and a table of them."""
+"""The demo's work: runs on the CPU, with longshore and without, in pairs that end alike, and a table of them."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +13,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from longshore.cli import curve, model
+from longshore.cli.contestants import RANKS, Contestant, LocalContestant, RanksContestant, set_threads
 from longshore.cli.data import Corpus, Sequences
 from longshore.cli.display import make_display
 from longshore.cli.failure import CommandError, SettingsError
-from longshore.cli.loop import Loop, Step
 from longshore.cli.optimizers import make_stepper
 from longshore.cli.output import check_writable, write_file
+from longshore.cli.plain import ExactNormStepper
 from longshore.cli.settings import (
     NUMEL_MULTIPLE,
     LoopSettings,
@@ -32,24 +30,26 @@ from longshore.cli.settings import (
 from longshore.cli.terminal import make_console, plural, quantity, warn
 from longshore.cli.text import read_text
 
-_ACCUMULATION = 2
+_ACCUMULATION = RANKS
 _EVAL_BATCHES = 8
 _TRIAL_STEPS = 3  # for --seconds; the median leaves out the first, which warms up
 _DTYPES = ("fp32", "bf16")
+_RANKS_SHARE = 1.5  # of a trial on half the threads: that run itself, and as many tokens on all threads by the ranks
 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """``seconds``: for all runs together; None takes ``steps``."""
+    """``seconds``: for all runs together; None takes ``steps``. ``two_ranks``: with the run on two ranks."""
 
     size: str = "small"
-    steps: int = 100
+    steps: int = 60
     seconds: float | None = None
     seq_len: int = 128
     batch_size: int = 4
     seed: int = 0
     data: tuple[Path, ...] = ()
     out: Path | None = None
+    two_ranks: bool = True
 
     def __post_init__(self) -> None:
         if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
@@ -76,55 +76,10 @@ class Data(NamedTuple):
     sequences: Sequences
 
 
-class Contestant:
-    """One run: its model, and what came out so far."""
-
-    def __init__(self, settings: DemoSettings, steps: int, dtype: str, offload: bool, data: Data) -> None:
-        self.name = f"{dtype}, {'longshore' if offload else 'plain'}"
-        self.optimizer = OptimizerSettings(offload=offload, warmup=min(OptimizerSettings.warmup, steps // 4))
-        self.model = _network(settings, dtype, data.corpus)
-        self._loop = Loop(
-            self.model, data.sequences, make_stepper(self.model, self.optimizer), settings.loop(steps), self.optimizer
-        )
-        self.steps: list[Step] = []
-        self.validation_loss = math.nan
-
-    def run(self) -> Iterator[Step | None]:
-        """One item a step, or None for a validation."""
-        for event in self._loop.run():
-            if isinstance(event, Step):
-                self.steps.append(event)
-                yield event
-            else:
-                self.validation_loss = event.loss
-                yield None
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-
-    @property
-    def seconds_per_step(self) -> float:
-        """The median."""
-        ends = [0.0] + [step.seconds for step in self.steps]
-        return statistics.median(end - start for start, end in itertools.pairwise(ends))
-
-    @property
-    def clipped(self) -> int:
-        """Steps whose gradient was really clipped."""
-        return sum(step.grad_norm is not None and step.grad_norm > self.optimizer.clip for step in self.steps)
-
-    def series(self) -> curve.Series:
-        ours = self.optimizer.offload
-        series = curve.Series(self.name, width=1.2 if ours else 5, alpha=1.0 if ours else 0.35)
-        for step in self.steps:
-            series.add(step.step, step.loss)
-        return series
-
-
 class Pair(NamedTuple):
-    """Two runs of one dtype that should end with the same weights."""
+    """Two runs that should end with the same weights."""
 
+    what: str
     ours: Contestant
     plain: Contestant
 
@@ -148,20 +103,64 @@ def run(settings: DemoSettings) -> int:
         markup=False,
     )
     pairs = [_race(settings, steps, dtype, data, console) for dtype in _DTYPES]
+    if settings.two_ranks:
+        pairs.append(_race_of_ranks(settings, steps, data, console))
     return _report(pairs, settings, steps, console)
 
 
 def _race(settings: DemoSettings, steps: int, dtype: str, data: Data, console: Console) -> Pair:
     """Both runs of a dtype, a step of one and a step of the other in turn, so that they meet the same machine."""
-    pair = Pair(*(Contestant(settings, steps, dtype, offload, data) for offload in (True, False)))
+    pair = Pair(f"in {dtype}", *(_local(settings, steps, dtype, offload, data) for offload in (True, False)))
     tokens = settings.loop(steps).tokens_per_step
     with make_display(console, steps) as display:
         for step, _ in zip(pair.ours.run(), pair.plain.run(), strict=True):
             if step is not None:
                 display.step(step, step.step * tokens / step.seconds)
-        for contestant in pair:
-            display.line(f"{contestant.name}: validation loss {contestant.validation_loss:.4f}")
+        for contestant in pair[1:]:
+            display.line(_ended(contestant))
     return pair
+
+
+def _race_of_ranks(settings: DemoSettings, steps: int, data: Data, console: Console) -> Pair:
+    """Two ranks, then one process that has their batches as two backwards a step. All have as many threads for a
+    backward, on which its sums depend."""
+    threads = max(1, torch.get_num_threads() // RANKS)
+    loop = settings.loop(steps)
+    ours = RanksContestant(loop, _optimizer(steps, True), settings.size, settings.data, threads)
+    pair = Pair(f"on {RANKS} ranks", ours, _exact(settings, steps, data))
+    former = set_threads(threads)
+    try:
+        for contestant in pair[1:]:
+            with make_display(console, steps) as display:
+                for step in contestant.run():
+                    if step is not None:
+                        display.step(step, step.step * loop.tokens_per_step / step.seconds)
+                display.line(_ended(contestant))
+    finally:
+        set_threads(former)
+    return pair
+
+
+def _ended(contestant: Contestant) -> str:
+    return f"{contestant.name}: validation loss {contestant.validation_loss:.4f}"
+
+
+def _optimizer(steps: int, offload: bool) -> OptimizerSettings:
+    return OptimizerSettings(offload=offload, warmup=min(OptimizerSettings.warmup, steps // 4))
+
+
+def _local(settings: DemoSettings, steps: int, dtype: str, offload: bool, data: Data) -> LocalContestant:
+    optimizer, network = _optimizer(steps, offload), _network(settings, dtype, data.corpus)
+    name = f"{dtype}, {'longshore' if offload else 'plain'}"
+    stepper = make_stepper(network, optimizer)
+    return LocalContestant(name, network, stepper, settings.loop(steps), optimizer, data.sequences)
+
+
+def _exact(settings: DemoSettings, steps: int, data: Data) -> LocalContestant:
+    optimizer, network = _optimizer(steps, False), _network(settings, "fp32", data.corpus)
+    stepper = ExactNormStepper(network, optimizer)
+    name = "fp32, plain, f64 norm"
+    return LocalContestant(name, network, stepper, settings.loop(steps), optimizer, data.sequences)
 
 
 def _network(settings: DemoSettings, dtype: str, corpus: Corpus) -> nn.Module:
@@ -175,16 +174,23 @@ def _network(settings: DemoSettings, dtype: str, corpus: Corpus) -> nn.Module:
 
 
 def _affordable_steps(settings: DemoSettings, data: Data) -> int:
-    """How many steps of four runs fit ``settings.seconds``, from a few steps of each run."""
+    """How many steps of all runs fit ``settings.seconds``, from a few steps of each run."""
     assert settings.seconds is not None
     seconds = 0.0
     for dtype in _DTYPES:
         for offload in (True, False):
-            trial = Contestant(settings, _TRIAL_STEPS, dtype, offload, data)
-            for _ in trial.run():
-                pass
-            seconds += trial.seconds_per_step
+            seconds += _trial(_local(settings, _TRIAL_STEPS, dtype, offload, data))
+    if settings.two_ranks:
+        former = set_threads(max(1, torch.get_num_threads() // RANKS))
+        seconds += _RANKS_SHARE * _trial(_exact(settings, _TRIAL_STEPS, data))
+        set_threads(former)
     return max(1, int(settings.seconds / seconds))
+
+
+def _trial(contestant: Contestant) -> float:
+    for _ in contestant.run():
+        pass
+    return contestant.seconds_per_step
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
@@ -197,7 +203,7 @@ def _report(pairs: list[Pair], settings: DemoSettings, steps: int, console: Cons
     table.add_column("run", no_wrap=True)
     for heading in ("training\nloss", "validation\nloss", "device\nbytes/param", "host\nbytes/param", "tokens/s"):
         table.add_column(heading, justify="right")
-    table.add_column("weights equal\nbit for bit")
+    table.add_column("weights\nequal")
     different: list[str] = []
     for pair in pairs:
         names = differing(pair.ours.weights, pair.plain.weights)
@@ -206,29 +212,41 @@ def _report(pairs: list[Pair], settings: DemoSettings, steps: int, console: Cons
         table.add_row(*_row(pair.ours, settings), verdict)
         table.add_row(*_row(pair.plain, settings), "", end_section=True)
     console.print(table)
-    clipped = ", ".join(
-        f"{pair.ours.clipped} of {steps} in {dtype}" for dtype, pair in zip(_DTYPES, pairs, strict=True)
-    )
+    clipped = ", ".join(f"{pair.ours.clipped} of {steps} {pair.what}" for pair in pairs)
     console.print(f"steps with clipped gradients: {clipped}", markup=False)
+    for pair in pairs[len(_DTYPES) :]:
+        console.print(
+            f"steps whose norm is the same number {pair.what} and in one process: {_same_norms(pair)} of {steps}",
+            markup=False,
+        )
     if settings.out is not None:
         title = f"longshore demo, {settings.size}, {steps} steps"
-        series = [contestant.series() for pair in pairs for contestant in reversed(pair)]
+        series = [contestant.series() for pair in pairs for contestant in (pair.plain, pair.ours)]
         write_file(settings.out, curve.loss_curves(series, title), "--out")
         console.print(f"loss curves: {settings.out}", markup=False)
     if different:
         warn(f"{len(different)} parameters differ from plain PyTorch's, the first is {different[0]}")
         return 1
     console.print(
-        f"All weights are equal: torch.equal over {len(pairs[0].ours.weights)} parameters in fp32 and in bf16.\n"
+        f"All weights are equal: torch.equal over {len(pairs[0].ours.weights)} parameters "
+        f"{_listed([pair.what for pair in pairs])}.\n"
         f"Plain is torch.optim.AdamW(fused=True), for bf16 on fp32 masters.",
         markup=False,
     )
     return 0
 
 
+def _same_norms(pair: Pair) -> int:
+    return sum(one.grad_norm == other.grad_norm for one, other in zip(pair.ours.steps, pair.plain.steps, strict=True))
+
+
+def _listed(parts: list[str]) -> str:
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
 def _row(contestant: Contestant, settings: DemoSettings) -> list[str]:
     last = contestant.steps[-1]
-    numel = model.count_parameters(contestant.model)
+    numel = contestant.numel
     return [
         contestant.name,
         f"{last.loss:.6f}",

@@ -12,7 +12,7 @@ from longshore.cli.settings import SIZES
 
 def demo(
     size: Annotated[str, typer.Option(help=f"{', '.join(SIZES)}.")] = "small",
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each of the four runs.")] = 100,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 60,
     seconds: Annotated[
         float | None, typer.Option(help="Choose the number of steps so that all runs together take about so long.")
     ] = None,
@@ -23,13 +23,16 @@ def demo(
         list[Path] | None,
         typer.Option(help="File or folder of plain text; repeatable. Default: Python's standard library."),
     ] = None,
+    two_ranks: Annotated[
+        bool, typer.Option("--two-ranks/--no-two-ranks", help="Also train on two ranks, sharded by ZeRO-2.")
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="Write the loss curves to this PNG file.")] = None,
 ) -> None:
-    """Train with longshore and with plain PyTorch, in fp32 and bf16, and compare.
+    """Train with longshore and with plain PyTorch, in fp32, in bf16 and on two ranks, and compare.
 
     Ends with 1 if any weight differs in any bit.
     """
     from longshore.cli.comparison import DemoSettings, run
 
-    settings = DemoSettings(size, steps, seconds, seq_len, batch_size, seed, tuple(data or ()), out)
+    settings = DemoSettings(size, steps, seconds, seq_len, batch_size, seed, tuple(data or ()), out, two_ranks)
     raise typer.Exit(run(settings))

@@ -23,6 +23,10 @@ class SettingsError(CommandError, ValueError):
         super().__init__(message, USAGE)
 
 
+class SharedError(CommandError):
+    """What ends all ranks alike. One of them says it."""
+
+
 def os_reason(error: OSError) -> str:
     """The system's words for ``error`` without Python's ``[Errno 28]`` and without the path."""
     if error.errno == errno.ENOSPC:

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -18,54 +20,75 @@ from torch import nn
 from longshore.cli import curve, model
 from longshore.cli.data import Corpus, Sequences
 from longshore.cli.display import Display, make_display, step_line, validation_line
-from longshore.cli.failure import CommandError, SettingsError
+from longshore.cli.engine_settings import with_engine
+from longshore.cli.engine_stepper import EngineStepper
+from longshore.cli.failure import CommandError, SettingsError, one_line
 from longshore.cli.loop import Diverged, Loop, Step, Validation
 from longshore.cli.optimizers import Memory, Stepper, make_stepper, nbytes
 from longshore.cli.output import CURVE, MetricsFile, RunFolder
 from longshore.cli.settings import ModelSettings, TrainSettings
-from longshore.cli.signals import StopSignals
+from longshore.cli.signals import AgreedStop, StopSignals
+from longshore.cli.team import Team
 from longshore.cli.terminal import byte_quantity, make_console, plural, quantity, warn
 from longshore.cli.text import Text, read_text
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that training needs; nothing is written yet."""
+    """All that training needs but a stepper; nothing is written yet. ``folder``: of the rank that writes."""
 
     text: Text
     corpus: Corpus
     tokenizer: Any | None
     sequences: Sequences
     model: nn.Module
-    stepper: Stepper
     folder: RunFolder | None
 
 
-def run(settings: TrainSettings) -> int:
-    """Trains, and returns the exit code: 0, 1 after a loss that is no number, 130 or 143 after a signal."""
-    prepared = _prepare(settings)
-    console = make_console()
+def run(settings: TrainSettings, given: Mapping[str, Any], stage: int | None, file: Path | None) -> int:
+    """Trains, and returns the exit code: 0, 1 after a loss that is no number, 130 or 143 after a signal.
+
+    Args:
+        settings: with ``train``'s defaults where an option was not given.
+        given: the options that were, by name, of those that a configuration file may decide.
+        stage, file: of ``--stage`` and ``--config``; with either, training goes through the engine.
+    """
+    settings = with_engine(settings, given, stage, file)
+    if settings.engine is not None and settings.model.device == "cpu" and torch.cuda.is_available():
+        raise SettingsError(
+            "--device cpu: with --stage or --config training is on CUDA where there is CUDA; "
+            "set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+        )
+    team = Team(None) if settings.engine is None else Team.join()
+    console = make_console(quiet=not team.leads)
+    prepared = team.together(lambda: _prepare(settings, team.leads))
+    stepper = team.guarded(lambda: _make_stepper(settings, prepared.model))
     console.print(_headline(settings, prepared), markup=False)
     description = describe(settings, prepared)
-    if prepared.folder is not None:
-        prepared.folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
-    with StopSignals() as signals, Recorder(settings, prepared, console) as recorder:
-        loop = Loop(
-            prepared.model, prepared.sequences, prepared.stepper, settings.loop, settings.optimizer, signals.requested
-        )
+    team.together(lambda: _open(prepared, description))
+    with StopSignals(quiet=not team.leads) as signals, Recorder(settings, prepared, console) as recorder:
+        stop = AgreedStop(signals, team.largest)
+        forward = stepper.engine if isinstance(stepper, EngineStepper) else prepared.model
+        loop = Loop(forward, prepared.sequences, stepper, settings.loop, settings.optimizer, stop, team)
         diverged: Diverged | None = None
         try:
-            recorder.follow(loop)
+            team.guarded(lambda: recorder.follow(loop))
         except Diverged as error:
             diverged = error
             recorder.diverged(error)
-        status = "diverged" if diverged else "interrupted" if signals.requested() else "finished"
-        if signals.requested():
-            console.print(f"{signals.name}: ended after step {recorder.steps_done} of {settings.loop.steps}")
-        recorder.finish({**description, "status": status})
-        if diverged is not None:
-            raise diverged
-        return signals.exit_code
+        stopped = stop()
+        status = "diverged" if diverged else "interrupted" if stopped else "finished"
+        if stopped:
+            console.print(f"{stop.name}: ended after step {recorder.steps_done} of {settings.loop.steps}")
+        # Together, since a launcher ends the rank that still writes when another one ends with an error.
+        team.together(lambda: recorder.finish({**description, "status": status}))
+    # After an error the others may be gone, and nothing can be waited for: the end of the process does this.
+    if isinstance(stepper, EngineStepper):
+        stepper.engine.destroy()
+    team.close()
+    if diverged is not None:
+        raise diverged
+    return stop.exit_code
 
 
 def describe(settings: TrainSettings, prepared: Prepared) -> dict[str, Any]:
@@ -195,6 +218,7 @@ class Recorder:
                 "seconds": round(step.seconds, 4),
                 "device_bytes": step.memory.device,
                 "host_bytes": step.memory.host,
+                "skipped": step.skipped,
             }
         )
         self._losses.clear()
@@ -248,8 +272,11 @@ class Recorder:
         return table
 
 
-def _prepare(settings: TrainSettings) -> Prepared:
-    folder = None if settings.out is None else RunFolder(settings.out, settings.overwrite)
+def _prepare(settings: TrainSettings, leads: bool) -> Prepared:
+    folder = RunFolder(settings.out, settings.overwrite) if settings.out is not None and leads else None
+    if settings.engine is not None and leads:
+        for note in settings.engine.notes:
+            warn(f"{settings.engine.file}: {note}")
     text = read_text(settings.data.paths, settings.data.max_bytes)
     device = choose_device(settings.model)
     model.load_transformers()
@@ -260,7 +287,21 @@ def _prepare(settings: TrainSettings) -> Prepared:
     sequences = Sequences(corpus, settings.loop.seq_len, settings.loop.seed)
     network = model.build_model(settings.model, settings.loop.seq_len, settings.loop.seed, corpus, tokenizer)
     network.to(device)
-    return Prepared(text, corpus, tokenizer, sequences, network, make_stepper(network, settings.optimizer), folder)
+    return Prepared(text, corpus, tokenizer, sequences, network, folder)
+
+
+def _make_stepper(settings: TrainSettings, network: nn.Module) -> Stepper:
+    if settings.engine is None:
+        return make_stepper(network, settings.optimizer)
+    try:
+        return EngineStepper(network, settings.engine)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise CommandError(one_line(error)) from error
+
+
+def _open(prepared: Prepared, description: dict[str, Any]) -> None:
+    if prepared.folder is not None:
+        prepared.folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
 
 
 def _headline(settings: TrainSettings, prepared: Prepared) -> str:
@@ -269,15 +310,23 @@ def _headline(settings: TrainSettings, prepared: Prepared) -> str:
     device = next(prepared.model.parameters()).device.type
     return (
         f"{quantity(model.count_parameters(prepared.model))} parameters in {settings.model.dtype} on {device}, "
-        f"optimizer state {'on the host' if settings.optimizer.offload else 'on the device'}\n"
+        f"optimizer state {'on the host' if settings.optimizer.offload else 'on the device'}{_sharing(settings)}\n"
         f"{text.source}: {plural(len(text.documents), 'file')}{skipped}, "
         f"{quantity(prepared.corpus.tokens.numel())} tokens, "
         f"{sequences.training.numel()} sequences to train on, {sequences.validation.numel()} to validate on"
     )
 
 
+def _sharing(settings: TrainSettings) -> str:
+    if settings.engine is None:
+        return ""
+    return f", stage {settings.engine.config.stage} on {plural(settings.loop.ranks, 'rank')}"
+
+
 def _plain(value: Any) -> Any:
-    """For JSON: paths as strings."""
+    """For JSON: paths as strings, the configuration as what it says."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
     if isinstance(value, Path):
         return str(value)
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from longshore.cli.data import Batch, Sequences
-from longshore.cli.failure import CommandError
+from longshore.cli.failure import SharedError
 from longshore.cli.optimizers import Memory, Stepper
 from longshore.cli.settings import LoopSettings, OptimizerSettings
+from longshore.cli.team import Team
 
 
 @dataclass(frozen=True)
 class Step:
     """An applied step. ``loss``: of its window, before it. ``seconds``: spent training so far, validation not
-    counted. ``grad_norm``: before clipping; None without clipping."""
+    counted. ``grad_norm``: before clipping; None without clipping, and where the loss scale skipped the step.
+    ``skipped``: steps so far that an overflow under a dynamic loss scale skipped."""
 
     step: int
     loss: float
@@ -28,6 +30,7 @@ class Step:
     grad_norm: float | None
     seconds: float
     memory: Memory
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Validation:
     loss: float
 
 
-class Diverged(CommandError):
+class Diverged(SharedError):
     """A loss or a gradient that is no finite number. The step was not applied."""
 
     def __init__(self, step: int, what: str, value: float, lr: float) -> None:
@@ -64,7 +67,17 @@ def learning_rate(settings: OptimizerSettings, step: int, steps: int) -> float:
 
 
 class Loop:
-    """Trains ``model`` on ``sequences``. ``stop`` is asked between steps and between validation batches."""
+    """Trains ``model`` on ``sequences``. ``stop`` is asked between steps and between validation batches.
+
+    With several ranks each has one batch of every backward, and they meet in the same places: batch
+    ``ranks * k + r`` of the one order is rank ``r``'s in backward ``k``. So a step has the sequences that one
+    process would have in ``ranks`` times as many backwards.
+
+    Args:
+        model: what ``forward`` is called on: the model, or the engine.
+        team: of ``loop.ranks`` ranks; None: this process alone.
+        stop: asked at the same places on all ranks, and says the same on all.
+    """
 
     def __init__(
         self,
@@ -74,7 +87,10 @@ class Loop:
         loop: LoopSettings,
         optimizer: OptimizerSettings,
         stop: Callable[[], bool] = lambda: False,
+        team: Team | None = None,
     ) -> None:
+        self._team = Team(None) if team is None else team
+        assert loop.ranks == self._team.size
         self._model = model
         self._sequences = sequences
         self._stepper = stepper
@@ -87,40 +103,40 @@ class Loop:
     def run(self) -> Iterator[Step | Validation]:
         """Raises ``Diverged``, ends early when ``stop`` says so, and otherwise makes all steps."""
         yield from self._validate(0)
-        seconds = 0.0
+        seconds, skipped = 0.0, 0
         for step in range(1, self._loop.steps + 1):
             if self._stop():
                 return
             start = time.perf_counter()
-            lr = learning_rate(self._optimizer, step, self._loop.steps)
-            loss, grad_norm = self._backward(step, lr)
-            self._stepper.set_lr(lr)
-            self._stepper.step()
+            if self._optimizer.schedule is not None:
+                self._stepper.set_lr(learning_rate(self._optimizer, step, self._loop.steps))
+            lr = self._stepper.lr
+            loss = self._backward(step, lr)
+            grad_norm, applied, overflow = self._stepper.step(self._optimizer.clip)
+            if not applied and not overflow:
+                assert grad_norm is not None
+                raise Diverged(step, "gradient's norm", grad_norm, lr)
+            skipped += overflow
             memory = self._stepper.memory()
             self._stepper.zero_grad()
             seconds += time.perf_counter() - start
-            yield Step(step, loss, lr, grad_norm, seconds, memory)
+            yield Step(step, loss, lr, None if overflow else grad_norm, seconds, memory, skipped)
             if self._loop.eval_every and (step % self._loop.eval_every == 0 or step == self._loop.steps):
                 yield from self._validate(step)
 
-    def _backward(self, step: int, lr: float) -> tuple[float, float | None]:
-        """One window's gradients, clipped; its loss and their norm. Neither is NaN or infinite."""
+    def _backward(self, step: int, lr: float) -> float:
+        """One window's backwards; its loss over all ranks, which is not NaN or infinite."""
         accumulation = self._loop.accumulation
         total = torch.zeros((), device=self._device)
         for micro in range(accumulation):
-            index = (step - 1) * accumulation + micro
+            index = ((step - 1) * accumulation + micro) * self._team.size + self._team.rank
             loss = self._loss(self._sequences.training_batch(index, self._loop.batch_size)) / accumulation
-            loss.backward()
+            self._stepper.backward(loss)
             total += loss.detach()
-        value = total.item()
+        value = self._team.mean(total.item())
         if not math.isfinite(value):
             raise Diverged(step, "loss", value, lr)
-        if not self._optimizer.clip:
-            return value, None
-        grad_norm = self._stepper.clip(self._optimizer.clip).item()
-        if not math.isfinite(grad_norm):
-            raise Diverged(step, "gradient's norm", grad_norm, lr)
-        return value, grad_norm
+        return value
 
     def _loss(self, batch: Batch) -> Tensor:
         """The mean cross entropy of the next token, in fp32."""
@@ -133,12 +149,16 @@ class Loop:
         if not self._validation:
             return
         self._model.eval()
-        total, rows = 0.0, 0
-        for batch in self._validation:
+        # Each rank has its own entries, and zeros elsewhere: their sum over ranks rounds nothing.
+        totals = [0.0] * len(self._validation)
+        for start in range(0, len(self._validation), self._team.size):
             if self._stop():
                 break
-            total += self._loss(batch).item() * len(batch.inputs)
-            rows += len(batch.inputs)
+            own = start + self._team.rank
+            if own < len(self._validation):
+                batch = self._validation[own]
+                totals[own] = self._loss(batch).item() * len(batch.inputs)
         else:
-            yield Validation(step, total / rows)
+            rows = sum(len(batch.inputs) for batch in self._validation)
+            yield Validation(step, sum(self._team.sums(totals)) / rows)
         self._model.train()

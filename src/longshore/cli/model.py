@@ -13,7 +13,7 @@ from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
 from longshore.cli.failure import CommandError, one_line
 from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

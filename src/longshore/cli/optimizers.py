@@ -1,7 +1,12 @@
-"""Who steps the weights: longshore, or plain PyTorch (plain.py). The loop does not ask which."""
+"""Who steps the weights: longshore, its engine (engine_stepper.py), or plain PyTorch (plain.py).
+
+The loop does not ask which.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -19,16 +24,30 @@ class Memory(NamedTuple):
     host: int
 
 
+class Stepped(NamedTuple):
+    """``grad_norm``: over all gradients, before clipping; None where none was measured. ``applied``: the weights
+    have changed. ``overflow``: they have not, and a dynamic loss scale was lowered for it."""
+
+    grad_norm: float | None
+    applied: bool = True
+    overflow: bool = False
+
+
 class Stepper(Protocol):
-    """One window: backwards, then ``clip`` (or not), ``step``, ``zero_grad``."""
+    """One window: backwards, then ``step``, ``zero_grad``."""
+
+    @property
+    def lr(self) -> float: ...
 
     def set_lr(self, lr: float) -> None: ...
 
-    def clip(self, max_norm: float) -> Tensor:
-        """The norm over all gradients, before clipping. Zero dimensions."""
+    def backward(self, loss: Tensor) -> None:
+        """``loss``: the mean over a batch, divided by the number of backwards in this window."""
         ...
 
-    def step(self) -> None: ...
+    def step(self, max_norm: float) -> Stepped:
+        """Clip (0: do not), and step unless the norm is no finite number."""
+        ...
 
     def zero_grad(self) -> None: ...
 
@@ -60,31 +79,58 @@ def nbytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-class LongshoreStepper:
-    """``longshore.AdamW``; gradients in ``.grad`` until ``step``, and clipped there as in plain PyTorch."""
+class LocalStepper(ABC):
+    """One process without the engine: gradients in ``.grad``, torch's clipping."""
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
-        import longshore
+    optimizer: Any
 
-        self.optimizer: Any = longshore.AdamW(
-            decay_groups(model.named_parameters(), settings.weight_decay),
-            lr=settings.lr,
-            release_gradients=settings.release_gradients,
-        )
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self, max_norm: float) -> Stepped:
+        grad_norm = self.clip(max_norm).item() if max_norm else None
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            return Stepped(grad_norm, applied=False)
+        self.apply()
+        return Stepped(grad_norm)
+
     def clip(self, max_norm: float) -> Tensor:
+        """The norm before. Zero dimensions."""
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
-    def step(self) -> None:
+    def apply(self) -> None:
         self.optimizer.step()
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
+
+    @abstractmethod
+    def memory(self) -> Memory: ...
+
+
+class LongshoreStepper(LocalStepper):
+    """``longshore.AdamW``; gradients in ``.grad`` until ``step``, and clipped there as in plain PyTorch."""
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+        import longshore
+
+        super().__init__(model)
+        self.optimizer = longshore.AdamW(
+            decay_groups(model.named_parameters(), settings.weight_decay),
+            lr=settings.lr,
+            release_gradients=settings.release_gradients,
+        )
 
     def memory(self) -> Memory:
         return Memory(device_memory(self._model, 0), sum(self.optimizer.host_bytes().values()))

@@ -6,8 +6,12 @@ import difflib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longshore.cli.failure import SettingsError
+
+if TYPE_CHECKING:  # it imports torch
+    from longshore.engine import Config
 
 NUMEL_MULTIPLE = 16
 """Every parameter's size is a multiple of this. torch's fused CPU AdamW rounds the last ``numel % 16``
@@ -35,9 +39,10 @@ SIZES = {
 }
 """With the byte vocabulary: 0.14, 3.3, 25.6 and 121.6 million parameters."""
 
-DTYPES = ("fp32", "bf16")
+DTYPES = ("fp32", "bf16", "fp16")
 SCHEDULES = ("constant", "linear", "cosine")
 DEVICES = ("auto", "cpu", "cuda")
+STAGES = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,6 @@ class ModelSettings:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.dtype == "fp16":
-            raise SettingsError(
-                "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train does not do; use bf16"
-            )
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         if self.path is not None:
@@ -90,10 +91,11 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """``clip`` 0 is no clipping. Matrices decay; vectors (the norms' weights) do not."""
+    """``clip`` 0 is no clipping. Matrices decay; vectors (the norms' weights) do not. ``schedule`` None: the
+    engine's own, which a configuration file names."""
 
     lr: float = 1e-3
-    schedule: str = "cosine"
+    schedule: str | None = "cosine"
     warmup: int = 20
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -101,7 +103,8 @@ class OptimizerSettings:
     release_gradients: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("--schedule", self.schedule, SCHEDULES)
+        if self.schedule is not None:
+            _one_of("--schedule", self.schedule, SCHEDULES)
         _at_least("--warmup", self.warmup, 0)
         for option, value in (("--lr", self.lr), ("--weight-decay", self.weight_decay), ("--clip", self.clip)):
             if not (math.isfinite(value) and value >= 0):
@@ -114,7 +117,8 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """``seq_len``: tokens a sequence; ``batch_size``: sequences a backward; ``accumulation``: backwards a step.
+    """``seq_len``: tokens a sequence; ``batch_size``: sequences a backward; ``accumulation``: backwards a step,
+    each on ``ranks`` processes at once.
 
     ``eval_every`` 0 is no validation; otherwise there is also one before the first and one after the last step.
     """
@@ -127,6 +131,7 @@ class LoopSettings:
     eval_every: int = 100
     eval_batches: int = 8
     log_every: int = 10
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         for option, value, least in (
@@ -145,12 +150,29 @@ class LoopSettings:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.seq_len * self.batch_size * self.accumulation
+        return self.seq_len * self.batch_size * self.accumulation * self.ranks
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Training goes through ``longshore.initialize``.
+
+    Attributes:
+        config: everything that file and command line say, for the ranks of this run.
+        file: of ``--config``, or None.
+        notes: what is worth saying about the file, once.
+        stops_at_overflow: a norm that is no number ends training, since nobody asked to skip such steps.
+    """
+
+    config: Config
+    file: Path | None = None
+    notes: tuple[str, ...] = ()
+    stops_at_overflow: bool = True
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """All of a run. ``out`` None writes nothing."""
+    """All of a run. ``out`` None writes nothing; ``engine`` None trains in one process without the engine."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -158,8 +180,14 @@ class TrainSettings:
     loop: LoopSettings = field(default_factory=LoopSettings)
     out: Path | None = None
     overwrite: bool = False
+    engine: EngineSettings | None = None
 
     def __post_init__(self) -> None:
+        if self.model.dtype == "fp16" and self.engine is None:
+            raise SettingsError(
+                "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
+                "use bf16, or add --stage 0"
+            )
         if self.overwrite and self.out is None:
             raise SettingsError("--overwrite needs --out DIR: without it nothing is written")
         if self.out is not None and self.model.path is not None and self.out.resolve() == self.model.path.resolve():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,9 +24,14 @@ class StopNow(BaseException):
 
 
 class StopSignals:
-    """A context in which ``requested`` says whether a signal came. A signal that was ignored stays ignored."""
+    """A context in which ``received`` says whether a signal came. A signal that was ignored stays ignored.
 
-    def __init__(self) -> None:
+    Args:
+        quiet: on the other ranks of a run, of which one says what all of them do.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._received: signal.Signals | None = None
         self._former: dict[signal.Signals, Any] = {}
 
@@ -39,22 +45,46 @@ class StopSignals:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
-    def requested(self) -> bool:
-        return self._received is not None
-
     @property
-    def name(self) -> str:
-        return "Ctrl-C" if self._received is signal.SIGINT else "SIGTERM"
-
-    @property
-    def exit_code(self) -> int:
-        """128 plus the signal, as shells report it; 0 without one."""
-        return 0 if self._received is None else 128 + self._received
+    def received(self) -> int:
+        """The signal's number; 0 without one."""
+        return 0 if self._received is None else int(self._received)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._received is not None:
             raise StopNow(128 + number)
         self._received = signal.Signals(number)
+        if self._quiet:
+            return
         # Not print: the signal may have come in the middle of one.
         with contextlib.suppress(OSError):
             os.write(_STDERR, b"\nlongshore: ending after this step; once more ends at once\n")
+
+
+class AgreedStop:
+    """Whether to end now: the same answer on all ranks, of which any may have got a signal.
+
+    Args:
+        signals: of this process.
+        largest: over all ranks, of a number; a meeting of the ranks.
+    """
+
+    def __init__(self, signals: StopSignals, largest: Callable[[int], int]) -> None:
+        self._signals = signals
+        self._largest = largest
+        self._agreed = 0
+
+    def __call__(self) -> bool:
+        """Ask; on all ranks at the same place."""
+        self._agreed = self._largest(self._signals.received)
+        return self._agreed != 0
+
+    @property
+    def name(self) -> str:
+        """Of the signal that the ranks agreed on last."""
+        return "Ctrl-C" if self._agreed == signal.SIGINT else "SIGTERM"
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the signal, as shells report it; 0 without one."""
+        return 128 + self._agreed if self._agreed else 0

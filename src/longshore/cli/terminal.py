@@ -46,10 +46,12 @@ class SafeOutput:
             warn(f"cannot write to standard output: {os_reason(error)}; going on without it")
 
 
-def make_console() -> Console:
-    """Plain text and 100 columns unless standard output is a terminal."""
+def make_console(quiet: bool = False) -> Console:
+    """Plain text and 100 columns unless standard output is a terminal. ``quiet`` prints nothing."""
     output: Any = SafeOutput()
-    return Console(file=output, width=None if output.isatty() else 100, highlight=False, soft_wrap=not output.isatty())
+    return Console(
+        file=output, width=None if output.isatty() else 100, highlight=False, soft_wrap=not output.isatty(), quiet=quiet
+    )
 
 
 def silence_stdout() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,11 +20,16 @@ from longshore.cli.settings import (
     choose_shape,
 )
 
-_DATA, _MODEL, _TRAINING, _OUTPUT = "Data", "Model", "Training", "Output"
+_DATA, _MODEL, _TRAINING, _ENGINE, _OUTPUT = "Data", "Model", "Training", "Engine", "Output"
 
 
 def _option(panel: str, *names: str, help: str) -> typer.models.OptionInfo:
     return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+def _shared(panel: str, *names: str, help: str, default: object) -> typer.models.OptionInfo:
+    """An option that --config may decide too, so that whether it was given matters."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=str(default))
 
 
 def train(
@@ -49,25 +54,64 @@ def train(
     model: Annotated[
         Path | None, _option(_MODEL, "--model", help="Folder with a causal language model to start from.")
     ] = None,
-    dtype: Annotated[str, _option(_MODEL, "--dtype", help=f"{' or '.join(DTYPES)}, of the parameters.")] = "fp32",
+    dtype: Annotated[
+        str | None,
+        _shared(
+            _MODEL,
+            "--dtype",
+            help=f"{', '.join(DTYPES)} (which needs --stage or --config), of the parameters.",
+            default=ModelSettings.dtype,
+        ),
+    ] = None,
     device: Annotated[str, _option(_MODEL, "--device", help=f"{', '.join(DEVICES)}.")] = "auto",
     seq_len: Annotated[int, _option(_TRAINING, "--seq-len", help="Tokens a sequence.")] = 128,
     steps: Annotated[int, _option(_TRAINING, "--steps", help="Optimizer steps.")] = 500,
-    batch_size: Annotated[int, _option(_TRAINING, "--batch-size", help="Sequences a backward.")] = 8,
-    accumulation: Annotated[int, _option(_TRAINING, "--accumulation", help="Backwards a step.")] = 1,
-    lr: Annotated[float, _option(_TRAINING, "--lr", help="Highest learning rate.")] = 1e-3,
-    schedule: Annotated[str, _option(_TRAINING, "--schedule", help=f"{', '.join(SCHEDULES)}.")] = "cosine",
-    warmup: Annotated[int, _option(_TRAINING, "--warmup", help="Steps until the learning rate is reached.")] = 20,
-    weight_decay: Annotated[float, _option(_TRAINING, "--weight-decay", help="Of matrices; norms never decay.")] = 0.1,
-    clip: Annotated[float, _option(_TRAINING, "--clip", help="Largest norm of all gradients; 0 for none.")] = 1.0,
+    batch_size: Annotated[
+        int | None,
+        _shared(_TRAINING, "--batch-size", help="Sequences a backward, on each rank.", default=LoopSettings.batch_size),
+    ] = None,
+    accumulation: Annotated[
+        int | None, _shared(_TRAINING, "--accumulation", help="Backwards a step.", default=LoopSettings.accumulation)
+    ] = None,
+    lr: Annotated[
+        float | None, _shared(_TRAINING, "--lr", help="Highest learning rate.", default=OptimizerSettings.lr)
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        _shared(_TRAINING, "--schedule", help=f"{', '.join(SCHEDULES)}.", default=OptimizerSettings.schedule),
+    ] = None,
+    warmup: Annotated[
+        int | None,
+        _shared(
+            _TRAINING,
+            "--warmup",
+            help="Steps until the learning rate is reached.",
+            default=OptimizerSettings.warmup,
+        ),
+    ] = None,
+    weight_decay: Annotated[
+        float | None,
+        _shared(
+            _TRAINING,
+            "--weight-decay",
+            help="Of matrices; norms never decay.",
+            default=OptimizerSettings.weight_decay,
+        ),
+    ] = None,
+    clip: Annotated[
+        float | None,
+        _shared(_TRAINING, "--clip", help="Largest norm of all gradients; 0 for none.", default=OptimizerSettings.clip),
+    ] = None,
     offload: Annotated[
-        bool,
-        _option(
+        bool | None,
+        _shared(
             _TRAINING,
             "--offload/--no-offload",
-            help="Optimizer state on the host, by longshore, or on the device, by plain PyTorch.",
+            help="Optimizer state on the host, by longshore, or on the device, by plain PyTorch (by longshore with "
+            "--stage or --config).",
+            default="offload",
         ),
-    ] = True,
+    ] = None,
     release_gradients: Annotated[
         bool,
         _option(
@@ -77,6 +121,23 @@ def train(
         ),
     ] = False,
     seed: Annotated[int, _option(_TRAINING, "--seed", help="Of the weights and the order of the data.")] = 0,
+    stage: Annotated[
+        int | None,
+        _option(
+            _ENGINE,
+            "--stage",
+            help="Train by longshore.initialize, also on several ranks (torchrun -m longshore train ...), which share "
+            "nothing (0), optimizer state (1), or gradients too (2).",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        _option(
+            _ENGINE,
+            "--config",
+            help="The same, as a DeepSpeed JSON file says. Options that are given may not contradict it.",
+        ),
+    ] = None,
     eval_every: Annotated[int, _option(_OUTPUT, "--eval-every", help="Steps between validations; 0 for none.")] = 100,
     eval_batches: Annotated[int, _option(_OUTPUT, "--eval-batches", help="Batches a validation.")] = 8,
     log_every: Annotated[int, _option(_OUTPUT, "--log-every", help="Steps between logged lines.")] = 10,
@@ -90,14 +151,31 @@ def train(
     Ctrl-C ends after the current step and writes what there is.
     """
     parts = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "layers": layers, "heads": heads}
+    of_model = _given(dtype=dtype)
+    of_optimizer = _given(
+        lr=lr, schedule=schedule, warmup=warmup, weight_decay=weight_decay, clip=clip, offload=offload
+    )
+    of_loop = _given(batch_size=batch_size, accumulation=accumulation)
     settings = TrainSettings(
         data=DataSettings(tuple(data or ()), max_bytes, tokenizer),
-        model=ModelSettings(choose_shape(size, model, parts), model, dtype, device),
-        optimizer=OptimizerSettings(lr, schedule, warmup, weight_decay, clip, offload, release_gradients),
-        loop=LoopSettings(seq_len, steps, batch_size, accumulation, seed, eval_every, eval_batches, log_every),
+        model=ModelSettings(choose_shape(size, model, parts), model, device=device, **of_model),
+        optimizer=OptimizerSettings(release_gradients=release_gradients, **of_optimizer),
+        loop=LoopSettings(
+            seq_len=seq_len,
+            steps=steps,
+            seed=seed,
+            eval_every=eval_every,
+            eval_batches=eval_batches,
+            log_every=log_every,
+            **of_loop,
+        ),
         out=out,
         overwrite=overwrite,
     )
     from longshore.cli.job import run
 
-    raise typer.Exit(run(settings))
+    raise typer.Exit(run(settings, {**of_model, **of_optimizer, **of_loop}, stage, config))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
