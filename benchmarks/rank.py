@@ -7,6 +7,7 @@ machine.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -96,6 +97,8 @@ def serve(answers: TextIO, job: str, setup: str, contestants: str) -> None:
 
     try:
         answer = JOBS[job](settings, json.loads(contestants))
+        gc.collect()
+        gc.freeze()  # collecting before each step is then short, and as long on all ranks
         send({})
         for line in sys.stdin:
             send(answer(int(line)))
