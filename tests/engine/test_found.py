@@ -1,4 +1,4 @@
-"""Found by odd scripts, not mended yet: each says what should hold, and fails here, once mended, until its mark goes."""
+"""Found by odd scripts, not mended yet: each says what should hold, and fails once mended, until its mark goes."""
 
 from __future__ import annotations
 
