@@ -23,6 +23,7 @@ from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, join
 from longshore.engine.same_setup import check_same_setup
 from longshore.engine.schedules import make_schedule
+from longshore.engine.scripts import with_port
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
 from longshore.sharding import ReductionSettings, ShardedPlacement
@@ -140,9 +141,7 @@ def _join(port: int | None, required: bool | None) -> Ranks:
         raise ValueError(
             "dist_init_required=False, and no process group is initialised; initialise it, or leave it out"
         )
-    if port is None:
-        return join()
-    return join(environ={"MASTER_PORT": str(port), **os.environ} if "WORLD_SIZE" in os.environ else None)
+    return join(environ=with_port(port))
 
 
 @torch.no_grad()
