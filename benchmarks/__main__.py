@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import host_memory, host_step, machine, whole_step
+from benchmarks import engine, host_memory, host_step, machine, whole_step
 from benchmarks.child import PartFailed, measure_in_child
 from benchmarks.report import MISSED, Row, as_markdown, as_table, as_values
 from longshore.kernels import default_threads
@@ -27,6 +27,7 @@ class Part(str, Enum):
     host_step = "host-step"
     whole_step = "whole-step"
     host_memory = "host-memory"
+    engine = "engine"
 
 
 def _host_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
@@ -52,7 +53,22 @@ def _host_memory(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]
     return results, host_memory.rows(results)
 
 
-_MEASURE = {Part.host_step: _host_step, Part.whole_step: _whole_step, Part.host_memory: _host_memory}
+def _engine(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    if quick:
+        settings = engine.Settings(128, 2, 256, 1 << 21, threads, 1, 2, python)
+    else:
+        # A bucket holds the largest parameter, the embedding of 12.3 M elements.
+        settings = engine.Settings(768, 12, 2432, 1 << 24, threads, 5, 5, python)
+    results = measure_in_child("engine", vars(settings), threads)
+    return results, engine.rows(results)
+
+
+_MEASURE = {
+    Part.host_step: _host_step,
+    Part.whole_step: _whole_step,
+    Part.host_memory: _host_memory,
+    Part.engine: _engine,
+}
 
 
 def main(
@@ -64,7 +80,7 @@ def main(
         str,
         typer.Option(
             envvar="LONGSHORE_BENCH_DEEPSPEED_PYTHON",
-            help="Interpreter for the host step, where another one has both deepspeed and longshore.",
+            help="Interpreter that has deepspeed, transformers and longshore, where another one does.",
         ),
     ] = sys.executable,
 ) -> None:

@@ -12,18 +12,15 @@ none: released gradients are held, and counted, from backward to ``step()``.
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import longshore
+from benchmarks.memory import load_torch_optimizers, resident_bytes
 from benchmarks.report import Row, at_most, equal
 from benchmarks.timing import Note
 
@@ -75,7 +72,7 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
     backward()
     model.zero_grad()
-    _load_torch_optimizers()
+    load_torch_optimizers()
     before = resident_bytes()
     transfer = longshore.SimulatedTransfer(max_delay_s=0) if settings.staged else None
     optimizer = longshore.AdamW(
@@ -102,20 +99,6 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
         "resident_growth_bytes": grown,
         "resident_growth_per_parameter": grown / numel,
     }
-
-
-def _load_torch_optimizers() -> None:
-    """torch imports its compiler with the first optimizer: some 70 MB of code that are no optimizer's state."""
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.AdamW([parameter], fused=True).step()
-
-
-def resident_bytes() -> int:
-    """This process's resident memory, once the allocator has given back what it only keeps."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def rows(results: Mapping[str, Any]) -> list[Row]:

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 import longshore
+from benchmarks.llama import LlamaSize, make_llama, make_tokens
 from benchmarks.report import Row, at_most
 from benchmarks.timing import Case, Note, difference, interleave, paired_ratio, summary
 
 PART = "Whole step"
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-5
-VOCABULARY = 16000
 
 FORWARD_BACKWARD = "forward and backward alone"
 BY_HAND = "hand-written loop"
@@ -135,19 +135,8 @@ class Variant:
 
 
 def _model(settings: Settings) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.hidden_size // 64,
-        max_position_embeddings=max(settings.short_tokens, settings.long_tokens),
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).bfloat16()
+    longest = max(settings.short_tokens, settings.long_tokens)
+    return make_llama(LlamaSize(settings.hidden_size, settings.layers, settings.intermediate_size, longest))
 
 
 def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
@@ -179,7 +168,7 @@ def _measure_length(
     settings: Settings, tokens: int, rounds: int, builders: Mapping[str, Callable[[nn.Module], Finish]], note: Note
 ) -> dict[str, Any]:
     note(f"{tokens} tokens: building {len(builders)} models")
-    batch = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
+    batch = make_tokens(tokens)
     variants = {name: Variant(_model(settings), build, batch) for name, build in builders.items()}
     cases = {name: Case(variant.run) for name, variant in variants.items()}
     # A round goes ahead of the clock: the first step makes the optimizers' state.

@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT_S = 60
+TIMEOUT_S = 20
 
 
 class RankFailure(AssertionError):

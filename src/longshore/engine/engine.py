@@ -71,7 +71,8 @@ class Engine(nn.Module):
         self._synchronize = True
         self._announced = 0
         self._scaled = False
-        self._failed_backward: BaseException | None = None
+        self._failed = False
+        """Whether a backward raised."""
         optimizer.set_loss_scale(loss_scale.value)
 
     # -- forward and backward -------------------------------------------------
@@ -108,12 +109,17 @@ class Engine(nn.Module):
             loss = loss / self._window.accumulation_steps
         before = self.optimizer.gradients_arrived
         self.optimizer.store.begin_backward(self._synchronize)
-        failure: BaseException | None = None
+        failure: GradientError | None = None
         try:
             with self._line.timing("backward"):
                 self._times_scale(loss).backward(retain_graph=retain_graph)
         except BaseException as error:
-            failure = self._failed_backward = error
+            self._failed = True
+            failure = GradientError(
+                f"a backward of this window failed ({type(error).__name__}: {error}); "
+                "call engine.zero_grad() to discard the window and go on"
+            )
+            failure.__cause__ = error
             raise
         finally:
             self.optimizer.store.end_backward(failure)
@@ -144,12 +150,8 @@ class Engine(nn.Module):
         """
         self._applied = False
         raw = self.optimizer.gradients_arrived > self._announced
-        if self._failed_backward is not None:
-            raise GradientError(
-                f"a backward of this window failed ({type(self._failed_backward).__name__}: {self._failed_backward}); "
-                "call engine.zero_grad() to discard the window and go on"
-            ) from self._failed_backward
-        if not self._window.due(raw):
+        # After a failed backward step() is due, so that this rank meets the others, and all of them raise.
+        if not self._failed and not self._window.due(raw):
             self._window.calls += 1
             return
         if raw and self._loss_scale.value != 1.0 and not self._scaled:
@@ -192,7 +194,7 @@ class Engine(nn.Module):
         self._window.close()
         self._announced = 0
         self._scaled = False
-        self._failed_backward = None
+        self._failed = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard everything that the window holds, on the host too."""

@@ -92,14 +92,8 @@ def initialize(
         if ranks.rank == 0:
             for note in loaded.notes:
                 warnings.warn(note, stacklevel=2)
-        precision = Precision.of(settings, ranks.device)
-        precision.convert(model)
-        model.to(ranks.device)
-        _broadcast(model, ranks)
-        if settings.cpu_checkpointing and not is_configured():
-            install(CheckpointingSettings(cpu_checkpointing=True))
-        placement = _placement(settings, ranks, offload)
-        made = make_optimizer(model, optimizer, model_parameters, settings, placement)
+        precision = _place(model, settings, ranks)
+        made = make_optimizer(model, optimizer, model_parameters, settings, _placement(settings, ranks, offload))
         register(made)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made)
@@ -114,6 +108,17 @@ def initialize(
     if settings.dump_state:
         engine.explain()
     return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _place(model: nn.Module, settings: Config, ranks: Ranks) -> Precision:
+    """The model in its dtype, on this rank's device, with rank 0's weights."""
+    precision = Precision.of(settings, ranks.device)
+    precision.convert(model)
+    model.to(ranks.device)
+    _broadcast(model, ranks)
+    if settings.cpu_checkpointing and not is_configured():
+        install(CheckpointingSettings(cpu_checkpointing=True))
+    return precision
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:

@@ -1,6 +1,6 @@
 """Pages, the tile state machine, and the worker that adds and steps on the host."""
 
-from longshore.host.parameter_store import MASTER, ParameterStore
+from longshore.host.parameter_store import MASTER, ParameterStore, debugging
 from longshore.host.stepping import ParameterStep
 from longshore.host.store import HostStore
 from longshore.host.tile import Tile
@@ -16,4 +16,5 @@ __all__ = [
     "TileEvent",
     "TileState",
     "Worker",
+    "debugging",
 ]

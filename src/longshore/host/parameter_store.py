@@ -7,6 +7,7 @@ the other ranks for the rest.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -20,6 +21,11 @@ from longshore.transfer import Transfer
 
 MASTER = "master"
 """The first array of every page."""
+
+
+def debugging() -> bool:
+    """Whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
+    return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")
 
 
 class ParameterStore(ABC):
@@ -100,6 +106,14 @@ class ParameterStore(ABC):
         ``collect`` finds those of this process; where it raises, all ranks raise.
         """
         return collect()
+
+    def check_same(self, values: Mapping[str, Tensor]) -> None:
+        """With ``LONGSHORE_DEBUG=1``: tensors by name have the same bits on all ranks.
+
+        Raises:
+            RankError: naming the first that has not, and the ranks.
+        """
+        return
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:

@@ -181,18 +181,18 @@ class HostStore(ParameterStore):
     def arrivals(self, parameter: int) -> int:
         return max((segment.arrivals for _, segment in self._parts.get(parameter, ())), default=0)
 
+    def end_backward(self, failure: BaseException | None) -> None:
+        self._incomplete = self._incomplete or failure
+
     def reduced(self, parameter: int) -> int:
         return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
 
     def settle(self) -> None:
-        """Wait until every arrival is on the host and added.
-
-        Raises:
-            BrokenStateError: see :meth:`commit`.
-            GradientError: an arrival failed on its way; the window is incomplete.
-        """
+        """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""
         self.check_usable()
         self._drain()
+        if isinstance(self._incomplete, GradientError):
+            raise self._incomplete
         if self._incomplete is not None:
             raise GradientError(
                 f"a gradient could not be added on the host ({self._incomplete}); "
@@ -205,7 +205,6 @@ class HostStore(ParameterStore):
         self._incomplete = self._incomplete or failure
 
     def discard(self, parameter: int | None = None) -> None:
-        """Drop the window, or one parameter's part of it; no page changes."""
         self.check_usable()
         with self._lock:
             self._drain()

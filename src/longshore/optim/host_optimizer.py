@@ -177,15 +177,14 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> tuple[dict[int, ParameterStep], dict[int, History]]:
         """What to do with each parameter that has a gradient, and its history afterwards."""
-        steps, histories = {}, {}
-        family, arrays = self._family, self._parts()[0].arrays
+        steps, histories, arrays = {}, {}, self._parts()[0].arrays
         for group in self.param_groups:
             known: dict[History, tuple[Any, History]] = {}
             for record in self._records_of(group):
                 if record.index not in gradients:
                     continue
                 if (history := record.history) not in known:
-                    known[history] = family.rule_of(group, history, arrays), family.after(group, history)
+                    known[history] = self._family.rule_of(group, history, arrays), self._family.after(group, history)
                 rule, histories[record.index] = known[history]
                 steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
         return steps, histories

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 
 import torch
 
 from longshore.errors import ParameterError
-from longshore.host import ParameterStep, ParameterStore
+from longshore.host import ParameterStep, ParameterStore, debugging
 from longshore.optim.family import History
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory
 
@@ -22,7 +21,8 @@ def adopt_masters(
         ParameterError: with ``LONGSHORE_DEBUG=1``, a write that torch cannot see, by name.
         ValueError: two parameters were given the same memory, by name.
     """
-    if os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0"):
+    if debugging():
+        store.check_same({record.name: record.values() for record in records})
         _check_unseen_writes(store, records)
     changed = [record for record in records if record.index in steps and record.changed]
     if any(record.published is not None for record in changed):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longshore.errors import LongshoreError
+from longshore.errors import LongshoreError, RankError
 from longshore.sharding.contributions import Contributions
 from longshore.sharding.lane import CollectiveLane
 
@@ -22,7 +22,7 @@ class Statement:
         deferred: one entry for each round that it still has to reduce: whether
             it brings sums, which need the dtype of sums on their way.
         failed: it cannot go on with this window.
-        backwards: how many rounds it has had in this window.
+        backwards: how many it has begun in this window.
         order: its proposal for launching buckets.
         used: for each parameter, whether it brought a gradient.
     """
@@ -66,6 +66,14 @@ class Agreement:
             raise kind(
                 f"rank {', '.join(map(str, others))} failed in this window (see its own error), so no rank can step; "
                 "zero_grad() on every rank discards the window"
+            )
+
+    def check_backwards(self) -> None:
+        """Raises RankError where the ranks ran different numbers of backwards in this window."""
+        if len(set(self.backwards)) > 1:
+            counts = ", ".join(f"rank {rank} ran {count}" for rank, count in enumerate(self.backwards))
+            raise RankError(
+                f"the ranks ran different numbers of backwards in this window: {counts}; every rank has to run the same"
             )
 
 

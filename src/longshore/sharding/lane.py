@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -77,7 +77,8 @@ class CollectiveLane:
             raise failure
 
     def run(self, job: Callable[[], T]) -> T:
-        """Run ``job`` behind all others and return its result."""
+        """Run ``job`` behind all others and return its result; where one of them failed, raise that instead."""
+        self.drain()
         results: list[T] = []
         self.submit(lambda: results.append(job()))
         self.drain()
@@ -86,10 +87,12 @@ class CollectiveLane:
     def _guarded(self, job: Callable[[], None]) -> None:
         if self._dead is not None:
             raise self._dead
+        job()
+
+    @contextlib.contextmanager
+    def _communicating(self) -> Iterator[None]:
         try:
-            job()
-        except (GradientError, RankError):
-            raise
+            yield
         except RuntimeError as failure:
             # What torch.distributed raises when a peer is gone or late.
             self._dead = RankError(
@@ -108,8 +111,10 @@ class CollectiveLane:
         """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
         self._untold = True
 
-    def meet(self, action: Action, number: int) -> None:
-        """All ranks are at ``action`` number ``number``.
+    def meet(self, action: Action, number: int, window: int) -> None:
+        """All ranks are at ``action`` number ``number`` of the same window.
+
+        ``window`` counts those that were applied or given up.
 
         Raises:
             GradientError: another rank gave up the window.
@@ -117,10 +122,10 @@ class CollectiveLane:
         """
         while True:
             told, self._untold = self._untold, False
-            rows = self.rows(torch.tensor([action, number, told], dtype=torch.int64))
-            doing = [(Action(int(row[0])), int(row[1])) for row in rows]
-            gave_up = [rank for rank, row in enumerate(rows) if row[2]]
-            if all(other == doing[0] for other in doing):
+            rows = self.rows(torch.tensor([action, number, window, told], dtype=torch.int64)).tolist()
+            doing = [(Action(row[0]), row[1]) for row in rows]
+            gave_up = [rank for rank, row in enumerate(rows) if row[3]]
+            if all(row[:3] == rows[0][:3] for row in rows):
                 return
             if not gave_up:
                 raise RankError(f"the ranks do different things: {_list(doing)}; {_ADVICE}")
@@ -136,7 +141,8 @@ class CollectiveLane:
         # In older torch the same call has a longer name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         rows = torch.empty((self.world_size * row.numel(),), dtype=row.dtype, device=self.device)
-        gather(rows, mine.reshape(-1), group=self._group)
+        with self._communicating():
+            gather(rows, mine.reshape(-1), group=self._group)
         return rows.view(self.world_size, *row.shape).cpu()
 
     def exchange(self, chunks: Tensor) -> Tensor:
@@ -149,7 +155,8 @@ class CollectiveLane:
             uint8 ``[world_size, chunk_bytes]``: what each rank had for this one.
         """
         received = torch.empty_like(chunks)
-        dist.all_to_all_single(received.view(-1), chunks.view(-1), group=self._group)
+        with self._communicating():
+            dist.all_to_all_single(received.view(-1), chunks.view(-1), group=self._group)
         return received
 
     def gather(self, chunk: Tensor) -> Tensor:
@@ -160,25 +167,10 @@ class CollectiveLane:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         work = [dist.P2POp(dist.isend, chunk, self._peers[rank], self._group) for rank in others]
         work += [dist.P2POp(dist.irecv, received[rank], self._peers[rank], self._group) for rank in others]
-        for request in dist.batch_isend_irecv(work) if work else ():
-            request.wait()
+        with self._communicating():
+            for request in dist.batch_isend_irecv(work) if work else ():
+                request.wait()
         return received
-
-    def compare(self, what: str, values: Sequence[int]) -> None:
-        """All ranks have the same numbers; for ``LONGSHORE_DEBUG=1``.
-
-        Raises:
-            RankError: naming the ranks that differ from rank 0.
-        """
-        rows = self.rows(torch.tensor(list(values), dtype=torch.int64))
-        differing = [rank for rank in range(self.world_size) if not torch.equal(rows[rank], rows[0])]
-        if differing:
-            raise RankError(f"{what} of rank {', '.join(map(str, differing))} differ from those of rank 0; {_ADVICE}")
-
-
-def debugging() -> bool:
-    """Whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
-    return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")
 
 
 _ADVICE = "every rank has to run the same number of backwards and steps, with the same parameters, in the same order"

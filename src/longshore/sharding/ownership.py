@@ -86,7 +86,7 @@ class Sharded(Ownership):
             mine[: piece.numel] = read(piece.index)
 
         def collect() -> Tensor:
-            self.lane.meet(Action.READ, next(piece.parameter for own in pieces for piece in own))
+            self.lane.meet(Action.READ, next(piece.parameter for own in pieces for piece in own), 0)
             return self.lane.gather(mine.to(self.lane.device).view(torch.uint8)).cpu()
 
         received = self.lane.run(collect)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, GradientError
-from longshore.host import HostStore, ParameterStep, ParameterStore, Tile
+from longshore.errors import BrokenStateError, GradientError, RankError
+from longshore.host import HostStore, ParameterStep, ParameterStore, Tile, debugging
 from longshore.kernels import Scale
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import Bucket, Piece
@@ -47,6 +47,7 @@ class ShardedStore(ParameterStore):
         self.shards = Shards(ownership, settings.bucket_numel)
         # Change with each window.
         self._window = WindowGradients(self.shards, settings, self._launch)
+        self._windows = 0
         self._broken: BaseException | None = None
 
     # -- layout ---------------------------------------------------------------
@@ -77,6 +78,7 @@ class ShardedStore(ParameterStore):
 
     def begin_backward(self, reduce: bool) -> None:
         self.check_usable()
+        self._window.backwards += 1
         if not (self._settings.each_backward and reduce):
             return
         current, kept = self._window.begin_round()
@@ -90,7 +92,7 @@ class ShardedStore(ParameterStore):
 
     def _meet_for(self, current: Round, kept: list[Contributions], ready: Any) -> None:
         try:
-            self.lane.meet(Action.BACKWARD, current.number)
+            self.lane.meet(Action.BACKWARD, current.number, self._windows)
             rounds = agree_on(self.lane, Statement.of(kept)).deferred
             self._reduce_kept(kept, rounds, self.shards.buckets, ready)
         except BaseException:
@@ -118,7 +120,9 @@ class ShardedStore(ParameterStore):
             self._window.forget(parameter)
             return
         if self._window.failure is not None:
+            # The others may not know; those that do not will be told when they meet this rank.
             self.lane.give_up_window()
+            self._windows += 1
         try:
             self.lane.drain()
         except GradientError:
@@ -172,13 +176,15 @@ class ShardedStore(ParameterStore):
             return dict.fromkeys(self._window.active, None)  # nothing came since
         kept = self._window.take()
         parameters, order = list(self.shards.dtypes), self._window.planned_order()
-        statement = Statement.of(kept, failure is not None, self._window.rounds, order, self._window.used())
+        statement = Statement.of(kept, failure is not None, self._window.backwards, order, self._window.used())
         ready = self.transfer.mark()
 
         def settle() -> list[int]:
-            self.lane.meet(Action.STEP, len(parameters))
+            self.lane.meet(Action.STEP, len(parameters), self._windows)
             agreed = agree_on(self.lane, statement)
             agreed.check(self.lane.rank, failure, GradientError)
+            if debugging():
+                agreed.check_backwards()
             self._window.order = list(agreed.order)
             active = [parameter for parameter, anywhere in zip(parameters, agreed.used, strict=True) if anywhere]
             self._reduce_kept(kept, agreed.deferred, self._window.buckets_of(set(active)), ready)
@@ -190,6 +196,17 @@ class ShardedStore(ParameterStore):
             self._window.fail(error)
             raise
         return dict.fromkeys(self._window.active, None)
+
+    def check_same(self, values: Mapping[str, Tensor]) -> None:
+        sums = [int(tensor.contiguous().view(torch.uint8).long().sum()) for tensor in values.values()]
+        rows = self.lane.run(lambda: self.lane.rows(torch.tensor(sums, dtype=torch.int64)))
+        for name, column in zip(values, rows.T, strict=True):
+            differing = [rank for rank, found in enumerate(column.tolist()) if found != column[0]]
+            if differing:
+                raise RankError(
+                    f"parameter {name} of rank {', '.join(map(str, differing))} differs from that of rank 0; "
+                    "something wrote it on some ranks only"
+                )
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         pieces = {piece.index: None for parameter in gradients for piece in self.shards.owned(parameter)}
@@ -215,7 +232,7 @@ class ShardedStore(ParameterStore):
 
         def publish() -> None:
             statement = Statement.of([], failure is not None)
-            self.lane.meet(Action.PUBLISH, len(steps))
+            self.lane.meet(Action.PUBLISH, len(steps), self._windows)
             agree_on(self.lane, statement).check(self.lane.rank, failure, BrokenStateError)
             with self.transfer.aside(ready):
                 for bucket in self.shards.buckets:
@@ -229,6 +246,7 @@ class ShardedStore(ParameterStore):
         except BaseException as error:
             self._broken = failure or error
             raise
+        self._windows += 1
         self._window.begin()
 
     # -- state ----------------------------------------------------------------

@@ -64,6 +64,8 @@ class WindowGradients:
 
     def begin(self) -> None:
         """A new window."""
+        self.backwards = 0
+        """That began here, whether or not they were rounds."""
         self.rounds = 0
         self.failure: BaseException | None = None
         self.active: list[int] | None = None

@@ -1,0 +1,90 @@
+"""How much memory this process uses: what is resident, and what its allocator has handed out."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.floor import NotAvailable
+
+_BETWEEN_LOOKS_S = 0.0005
+
+
+def load_torch_optimizers() -> None:
+    """torch imports its compiler with the first optimizer: some 70 MB of code that are no optimizer's state."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter], fused=True).step()
+
+
+def resident_bytes() -> int:
+    """This process's resident memory, once the allocator has given back what it only keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+_MALLINFO2_FIELDS = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2_FIELDS]
+
+
+def allocated_bytes() -> int:
+    """Bytes that malloc has handed out and not got back, in all threads; all that torch has on the CPU is among them.
+
+    Raises:
+        NotAvailable: the C library is not glibc 2.33 or newer.
+    """
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        raise NotAvailable("bytes in use are counted by glibc 2.33 or newer") from None
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return info.hblkhd + info.uordblks
+
+
+class Peak:
+    """The most that was allocated within the block, over what was at its start; looked at twice a millisecond.
+
+    A peak between two looks is missed, so watch several times.
+    """
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self._start = self._most = allocated_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_BETWEEN_LOOKS_S):
+            self._most = max(self._most, allocated_bytes())
+
+    @property
+    def grown_bytes(self) -> int:
+        return self._most - self._start

@@ -1,0 +1,193 @@
+"""Ranks that do not do the same, run on every rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+
+import longshore
+from engine.scenarios import HEADS, Oracle, Scenario, Window, drive, inputs, make_model
+
+OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
+
+
+def make_engine(stage: int, **config: Any) -> Any:
+    model = make_model(torch.float32)
+    settings = longshore.Config(stage=stage, reduce_bucket_numel=500, optimizer={"type": "AdamW", **OPTIONS}, **config)
+    return longshore.initialize(model=model, config=settings, offload=longshore.Offload(100, threads=1)).engine
+
+
+def backward(engine: Any, step: int, rank: int, heads: tuple[str, ...] = HEADS) -> None:
+    engine.backward(engine(inputs(step, 0, rank, torch.float32), heads))
+
+
+class Exploding(torch.autograd.Function):
+    """Raises in the middle of backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("exploded on purpose")
+
+
+def explode(engine: Any, step: int, rank: int) -> None:
+    hook = engine.module.norm.register_forward_hook(lambda module, args, output: Exploding.apply(output))
+    try:
+        backward(engine, step, rank)
+    finally:
+        hook.remove()
+
+
+def check_trains_on(engine: Any, stage: int, rank: int, steps: range) -> None:
+    """The engine goes on like the plain loop, from new weights of the same kind."""
+    oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
+    for step in steps:
+        drive(engine, Window(), step, rank, torch.float32)
+        oracle.loop.step(oracle.gradients(Window(), step, 1))
+    for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def raised_by(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def failing_backward(stage: int, failing: list[int]) -> list[str]:
+    """Some ranks raise in the middle of backward; all discard and go on."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    said = []
+    if rank in failing:
+        said.append(raised_by(lambda: explode(engine, 0, rank)))
+    else:
+        backward(engine, 0, rank)
+    said.append(raised_by(engine.step))
+    engine.zero_grad()
+    check_trains_on(engine, stage, rank, range(3))
+    engine.optimizer.close()
+    return said
+
+
+def failing_backward_discarded_at_once(stage: int) -> list[str]:
+    """Rank 0 catches its error and goes on with the next batch; rank 1 learns of it in step()."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    said = []
+    if rank == 0:
+        said.append(raised_by(lambda: explode(engine, 0, rank)))
+    else:
+        backward(engine, 0, rank)
+        said.append(raised_by(engine.step))
+    engine.zero_grad()
+    check_trains_on(engine, stage, rank, range(3))
+    engine.optimizer.close()
+    return said
+
+
+def one_backward_less(stage: int, debug: bool) -> tuple[str, float]:
+    """Rank 1 runs one backward less than rank 0."""
+    import torch.distributed as dist
+
+    os.environ["LONGSHORE_DEBUG"] = "1" if debug else "0"
+    try:
+        engine = make_engine(stage)
+        rank = dist.get_rank()
+        start = time.monotonic()
+
+        def window() -> None:
+            backward(engine, 0, rank)
+            if rank == 0:
+                backward(engine, 1, rank)
+            engine.step()
+
+        said = raised_by(window)
+        seconds = time.monotonic() - start
+        engine.optimizer.close()
+        return said, seconds
+    finally:
+        os.environ["LONGSHORE_DEBUG"] = "0"
+
+
+def other_parameters(debug: bool) -> str:
+    """Rank 1's weights were changed behind everybody's back."""
+    import torch.distributed as dist
+
+    os.environ["LONGSHORE_DEBUG"] = "1" if debug else "0"
+    try:
+        engine = make_engine(2)
+        rank = dist.get_rank()
+        with torch.no_grad():
+            if rank == 1:
+                engine.module.second.bias += 1.0
+        backward(engine, 0, rank)
+        said = raised_by(engine.step)
+        engine.optimizer.close()
+        return said
+    finally:
+        os.environ["LONGSHORE_DEBUG"] = "0"
+
+
+def bad_group_on_one_rank() -> str:
+    """A learning rate that one rank refuses: no rank steps."""
+    import torch.distributed as dist
+
+    engine = make_engine(1)
+    rank = dist.get_rank()
+    if rank == 1:
+        engine.optimizer.param_groups[0]["lr"] = -1.0
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    backward(engine, 0, rank)
+    said = raised_by(engine.step)
+    for parameter, old in zip(engine.module.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+    engine.optimizer.param_groups[0]["lr"] = OPTIONS["lr"]
+    engine.zero_grad()
+    check_trains_on(engine, 1, rank, range(2))
+    engine.optimizer.close()
+    return said
+
+
+def overflow_on_one_rank(stage: int, dtype: torch.dtype) -> dict[str, Any]:
+    """An infinite gradient on rank 1 skips the step on all, and leaves every bit as it was."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage, loss_scaling={"initial_scale_power": 4, "hysteresis": 1, "window": 2})
+    backward(engine, 0, rank)
+    engine.step()
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    state = engine.optimizer.state_dict()["state"]
+    scale = engine.loss_scale
+    loss = engine(inputs(1, 0, rank, torch.float32), HEADS)
+    engine.backward(loss * (torch.inf if rank == 1 else 1.0))
+    engine.step()
+    for parameter, old in zip(engine.module.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+    after = engine.optimizer.state_dict()["state"]
+    for key, entries in state.items():
+        for name, value in entries.items():
+            assert torch.equal(value, after[key][name]), (key, name)
+    found = {
+        "applied": engine.was_step_applied(),
+        "skipped": engine.skipped_steps,
+        "scale": engine.loss_scale / scale,
+    }
+    backward(engine, 2, rank)
+    engine.step()
+    found["later"] = engine.was_step_applied()
+    engine.optimizer.close()
+    return found

@@ -1,0 +1,60 @@
+"""Ranks that fail or do different things get a clear error, and go on where they can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Ranks
+
+from engine import failure_cases
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+
+
+@STAGES
+@pytest.mark.parametrize("failing", [[0], [1], [0, 1]])
+def test_after_an_exception_in_backward_zero_grad_makes_the_engine_usable(
+    stage: int, failing: list[int], two_ranks: Ranks
+) -> None:
+    said = two_ranks(failure_cases.failing_backward, stage, failing)
+    for rank in (0, 1):
+        if rank in failing:
+            assert said[rank][0] == "RuntimeError: exploded on purpose"
+            assert "backward of this window failed (RuntimeError: exploded on purpose)" in said[rank][1]
+            assert "zero_grad()" in said[rank][1]
+
+
+@pytest.mark.parametrize("stage", [2])
+def test_a_rank_that_gives_up_its_window_alone_is_met_again(stage: int, two_ranks: Ranks) -> None:
+    said = two_ranks(failure_cases.failing_backward_discarded_at_once, stage)
+    assert said[0] == ["RuntimeError: exploded on purpose"]
+    assert said[1][0].startswith("GradientError: rank 0 failed in this window")
+
+
+@STAGES
+def test_a_rank_that_runs_one_backward_less_is_named_within_seconds(stage: int, two_ranks: Ranks) -> None:
+    for said, seconds in two_ranks(failure_cases.one_backward_less, stage, debug=True):
+        assert said.startswith("RankError: ")
+        assert "rank 0" in said
+        assert "rank 1" in said
+        assert "backward" in said
+        assert seconds < 10
+
+
+def test_other_parameters_are_found_in_debug_mode(two_ranks: Ranks) -> None:
+    assert two_ranks(failure_cases.other_parameters, debug=False) == ["", ""]
+    for said in two_ranks(failure_cases.other_parameters, debug=True):
+        assert "second.bias" in said
+        assert "rank 1" in said
+
+
+def test_what_one_rank_refuses_no_rank_steps(two_ranks: Ranks) -> None:
+    said = two_ranks(failure_cases.bad_group_on_one_rank)
+    assert said[0].startswith("GradientError: rank 1 failed in this window")
+    assert "lr must not be negative" in said[1]
+
+
+@STAGES
+def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, two_ranks: Ranks) -> None:
+    for found in two_ranks(failure_cases.overflow_on_one_rank, stage, torch.float32):
+        assert found == {"applied": False, "skipped": 1, "scale": 0.5, "later": True}
