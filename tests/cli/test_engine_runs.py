@@ -205,7 +205,7 @@ class TestFile:
         assert ran.code == 2 and "there is no such file" in ran.refused()
 
     def test_batches_that_do_not_multiply_out(self, train, config):
-        ran = train("--config", config(train_batch_size=5), "--accumulation", "2")
+        ran = train("--config", config(train_batch_size=6), "--accumulation", "2")
         assert ran.code == 2
         assert "must be train_micro_batch_size_per_gpu x --accumulation x ranks" in ran.refused()
 
