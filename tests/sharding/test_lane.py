@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from ranks import RankFailure, Ranks
+
+from sharding import lane_cases
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("used", [[[0, 1, 2], [0, 1, 2]], [[0, 1], [1, 2]], [[], [1]], [[], []]])
+@pytest.mark.parametrize("replicated", [False, True])
+def test_a_bucket_is_added_in_float32_over_those_who_have_something(
+    dtype: torch.dtype, used: list[list[int]], replicated: bool, two_ranks: Ranks
+) -> None:
+    two_ranks(lane_cases.reduction, dtype, used, 1.0, replicated)
+
+
+def test_predivision(two_ranks: Ranks) -> None:
+    two_ranks(lane_cases.reduction, torch.float32, [[0, 1, 2], [0, 1, 2]], 2.0, False)
+
+
+def test_four_ranks_reduce(four_ranks: Ranks) -> None:
+    four_ranks(lane_cases.reduction, torch.float32, [[0], [1, 2], [], [0, 1, 2]], 1.0, False)
+
+
+def test_ranks_that_do_the_same_meet(two_ranks: Ranks) -> None:
+    assert two_ranks(lane_cases.meeting, [1, 1], [4, 4], [2, 2]) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [([1, 2], [1, 1], [0, 0]), ([1, 1], [1, 2], [0, 0]), ([1, 1], [1, 1], [0, 1])],
+)
+def test_ranks_that_differ_are_named(difference: tuple, two_ranks: Ranks) -> None:
+    for said in two_ranks(lane_cases.meeting, *difference):
+        assert said.startswith(
+            "RankError: the ranks do different things: rank 0 is in backward 1 of its window, rank 1"
+        )
+
+
+def test_a_rank_that_gave_up_is_met_again(two_ranks: Ranks) -> None:
+    first, second = two_ranks(lane_cases.met_again)
+    assert first == []
+    assert second == ["GradientError: rank 0 failed in this window and discarded it; call zero_grad() and go on"]
+
+
+def test_agreement(two_ranks: Ranks) -> None:
+    # Of the orders, rank 0's holds; of the rest, what any rank says.
+    expected = ([True, True], [1], [3, 2], [1, 0], [True, False, True])
+    assert two_ranks(lane_cases.agreeing) == [expected, expected]
+
+
+def test_more_rounds_than_a_mask_has_bits(two_ranks: Ranks) -> None:
+    assert two_ranks(lane_cases.many_deferred) == [[False] * 62 + [True] * 8] * 2
+
+
+@pytest.mark.parametrize(
+    "chunk_numel, numels", list(itertools.product([1, 7, 40, 10_000], [[3, 50, 17], [1, 1], [200, 5]]))
+)
+def test_parameters_are_gathered_in_chunks(chunk_numel: int, numels: list[int], two_ranks: Ranks) -> None:
+    two_ranks(lane_cases.gathering, chunk_numel, numels)
+
+
+def test_a_rank_that_dies_is_noticed_within_seconds(two_ranks: Ranks) -> None:
+    two_ranks(lane_cases.many_deferred)  # they are there
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1: ended"):
+        two_ranks(lane_cases.rank_that_ends, 1)
+    assert time.monotonic() - start < 10
