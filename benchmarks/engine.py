@@ -180,6 +180,9 @@ def _memory_rows(world_size: int, memory: Mapping[str, list[dict[str, Any]]], bu
     rank = max(ours, key=lambda rank: sum(rank["counted_bytes"].values()) / rank["owned"])
     counted = {kind: count / rank["owned"] for kind, count in rank["counted_bytes"].items()}
     note = ", ".join(f"{kind} {count:.2f}" for kind, count in counted.items() if count)
+    counted.pop("staging", None)  # a few tiles, however many parameters there are
+    staging = rank["counted_bytes"].get("staging", 0)
+    note += f", staging {staging / 2**20:.0f} MiB in all" if staging else ""
     what = f"{where}: host bytes counted for each owned parameter"
     table = [equal(PART, what, sum(counted.values()), "B", COUNTED_GOAL[world_size], 0.05, note)]
     for name, answers in memory.items():

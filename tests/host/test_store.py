@@ -604,7 +604,7 @@ def test_host_bytes_are_counted_exactly(train, transfer, dtype: torch.dtype) -> 
     pages = [48, 32 + 16, 16]
     assert [tile.layout.page_numel for tile in training.store.tiles] == pages
     slots = sum(-(-numel * dtype.itemsize // 64) * 64 for numel in pages) if training.transfer.staged else 0
-    none = {"pages": 12 * sum(pages), "gradients": slots, "accumulators": 0}
+    none = {"pages": 12 * sum(pages), "gradients": slots, "staging": 0, "accumulators": 0}
     assert training.store.host_bytes() == none
     gradients = training.gradients({0: 2, 2: 1})
     training.arrive(0, gradients[0][0])
@@ -637,7 +637,8 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
     if training.transfer.staged:
         slots = sum(4 * tile.layout.page_numel for tile in training.store.tiles)
         # The new parameters of low-precision tiles go out through a ring.
-        assert training.store.host_bytes()["gradients"] == slots + PIPELINE_DEPTH * 4 * max(numel)
+        assert training.store.host_bytes()["gradients"] == slots
+        assert training.store.host_bytes()["staging"] == PIPELINE_DEPTH * -(-2 * max(numel) // 64) * 64
 
 
 def test_pages_come_with_the_first_values() -> None:
@@ -658,7 +659,7 @@ def test_pages_come_with_the_first_values() -> None:
 def test_the_ring_is_as_deep_as_the_pipeline(train, transfer) -> None:
     training = train(transfer(), numels=(400,), dtypes=(BF16,), tile_numel=16, hold=False)
     assert len(training.store.tiles) == 25
-    assert training.store.host_bytes()["gradients"] == PIPELINE_DEPTH * 64
+    assert training.store.host_bytes()["staging"] == PIPELINE_DEPTH * 64
     for _ in range(2):
         training.window({0: 1})
     training.check()
@@ -668,7 +669,7 @@ def test_the_ring_is_as_deep_as_the_pipeline(train, transfer) -> None:
 def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
     training = train(transfer(), numels=(16,), dtypes=(BF16,), tile_numel=1000, hold=False)
     store = training.store
-    assert store.host_bytes()["gradients"] == 64
+    assert store.host_bytes()["staging"] == 64
     training.window({0: 1})
 
     def add(numel: int, dtype: torch.dtype) -> None:
@@ -683,11 +684,11 @@ def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
         store.adopt(index, training.parameters[index], keep_matching=False)
 
     add(32, BF16)  # not larger: one more slot
-    assert store.host_bytes()["gradients"] == 2 * 64
+    assert store.host_bytes()["staging"] == 2 * 64
     training.window({0: 1, 1: 1})
     old_block = weakref.ref(store._ring.next()._buffer)
     add(100, torch.float32)  # larger: all are cut anew, and the old ones are let go of
-    assert store.host_bytes()["gradients"] == 3 * 4 * align(100)
+    assert store.host_bytes()["staging"] == 3 * 4 * align(100)
     gc.collect()
     assert old_block() is None
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from longshore.sharding import reduction as module
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import plan_buckets
 from longshore.sharding.lane import Action, CollectiveLane
@@ -21,8 +22,18 @@ def values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, replicated: bool) -> None:
+def reduction(
+    dtype: torch.dtype, used: list[list[int]], predivide: float, replicated: bool, slice_numel: int = 1 << 22
+) -> None:
     """Parameters of 5, 40 and 17 elements; ``used`` says which of them each rank has."""
+    former, module._SLICE_NUMEL = module._SLICE_NUMEL, slice_numel
+    try:
+        _reduction(dtype, used, predivide, replicated)
+    finally:
+        module._SLICE_NUMEL = former
+
+
+def _reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, replicated: bool) -> None:
     lane = make_lane()
     numels = [5, 40, 17]
     (bucket,) = plan_buckets([(index, numel, dtype) for index, numel in enumerate(numels)], 1000, lane.world_size)
@@ -32,6 +43,7 @@ def reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, repli
 
     def reduce() -> list:
         reduced = reduce_shard(lane, bucket, gradients, dtype, averaging)
+        assert gradients == {}  # they were let go of
         return list(ownership.arrivals(bucket, reduced))
 
     arrivals = lane.run(reduce)

@@ -19,6 +19,12 @@ def test_a_bucket_is_added_in_float32_over_those_who_have_something(
     two_ranks(lane_cases.reduction, dtype, used, 1.0, replicated)
 
 
+@pytest.mark.parametrize("slice_numel", [1, 14, 32])
+@pytest.mark.parametrize("used", [[[0, 1, 2], [0, 1, 2]], [[0], [1, 2]]])
+def test_slices_change_nothing(slice_numel: int, used: list[list[int]], two_ranks: Ranks) -> None:
+    two_ranks(lane_cases.reduction, torch.bfloat16, used, 1.0, False, slice_numel)
+
+
 def test_predivision(two_ranks: Ranks) -> None:
     two_ranks(lane_cases.reduction, torch.float32, [[0, 1, 2], [0, 1, 2]], 2.0, False)
 

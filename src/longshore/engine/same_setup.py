@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Iterable
 
 import torch
@@ -41,6 +42,16 @@ def check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
                 f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to build "
                 "the same model and to give initialize() the same configuration"
             )
+
+
+def ranks_here(ranks: Ranks) -> int:
+    """How many of the ranks run on this machine and share its CPUs; all have to call."""
+    if ranks.world_size == 1:
+        return 1
+    mine = torch.frombuffer(bytearray(_digest([platform.node()])), dtype=torch.uint8).to(ranks.device)
+    rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
+    dist.all_gather(rows, mine, group=ranks.group)
+    return sum(torch.equal(row, mine) for row in rows)
 
 
 def _digest(lines: Iterable[str]) -> bytes:

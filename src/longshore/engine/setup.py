@@ -159,12 +159,10 @@ def _broadcast(model: nn.Module, ranks: Ranks) -> None:
 def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placement:
     """The strategy, chosen once: one rank keeps everything, several share it."""
     if offload is None:
-        offload = Offload(
-            tile_numel=config.tile_numel,
-            threads=config.threads,
-            cpu_set=config.cpu_set,
-            device=config.offload_optimizer,
-        )
+        place, threads = config.offload_optimizer, config.threads
+        if threads is None and config.cpu_set is None and (place == "cpu" or ranks.device.type == "cpu"):
+            threads = max(1, default_threads() // ranks_here(ranks))
+        offload = Offload(config.tile_numel, threads, config.cpu_set, device=place)
     if ranks.world_size == 1:
         return offload
     predivide = float(ranks.world_size) if config.prescale_gradients else config.gradient_predivide_factor

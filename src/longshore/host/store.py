@@ -108,15 +108,15 @@ class HostStore(ParameterStore):
             self._add_slots(added)
 
     def _add_slots(self, added: list[Tile]) -> None:
-        sizes = [tile.layout.page_numel * max(tile.dtype.itemsize, tile.gradient_dtype.itemsize) for tile in added]
+        passing = [tile.output_bytes for tile in added if not (self._hold_gradients and tile.outputs_fit)]
         if self._hold_gradients:
-            for tile, slot in zip(added, self._slab.cut(sizes), strict=True):
+            for tile, slot in zip(added, self._slab.cut([tile.gradient_bytes for tile in added]), strict=True):
                 tile.slot = slot
         else:
             for tile in self._tiles:
                 tile.slot = None  # the ring may let go of it
-        if not self._hold_gradients or any(tile.gradient_dtype != tile.dtype for tile in added):
-            self._ring.grow(max(sizes), min(PIPELINE_DEPTH, len(self._tiles)))
+        if passing:
+            self._ring.grow(max(passing), min(PIPELINE_DEPTH, len(self._tiles)))
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._parts
@@ -126,7 +126,7 @@ class HostStore(ParameterStore):
         return self._tiles
 
     def host_bytes(self) -> dict[str, int]:
-        """Host bytes by kind, counted: pages, gradients (slots, or tensors held), accumulators."""
+        """Host bytes by kind, counted: pages, gradients (slots, or tensors held), staging, accumulators."""
         return {kind: count if self.kernels.device.type == "cpu" else 0 for kind, count in self.state_bytes().items()}
 
     def state_bytes(self) -> dict[str, int]:
@@ -134,7 +134,8 @@ class HostStore(ParameterStore):
         held = 0 if self.transfer.staged else sum(tile.held_bytes() for tile in self._tiles)
         return {
             "pages": self._pages.allocated_bytes,
-            "gradients": self._slab.allocated_bytes + self._ring.allocated_bytes + held,
+            "gradients": self._slab.allocated_bytes + held,
+            "staging": self._ring.allocated_bytes,
             "accumulators": self._accumulators.allocated_bytes,
         }
 
@@ -280,7 +281,7 @@ class HostStore(ParameterStore):
 
     def _finish(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], scale: Scale) -> Tile:
         targets, segment_steps = [], []
-        if self.transfer.staged and tile.gradient_dtype != tile.dtype:
+        if self.transfer.staged and not tile.outputs_fit:
             tile.output_slot = self._ring.next()
             if tile.output_slot.last_publish is not None:
                 tile.output_slot.last_publish.wait()  # the kernel writes at once, on no lane

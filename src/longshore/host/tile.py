@@ -82,6 +82,19 @@ class Tile:
         self.accumulator: Tensor | None = None
         self.spare: SparePage | None = None
 
+    @property
+    def gradient_bytes(self) -> int:
+        return self.layout.page_numel * self.gradient_dtype.itemsize
+
+    @property
+    def output_bytes(self) -> int:
+        return self.layout.page_numel * self.dtype.itemsize
+
+    @property
+    def outputs_fit(self) -> bool:
+        """Whether new parameters can take their gradients' place, element by element."""
+        return self.gradient_dtype == self.dtype
+
     def move(self, event: TileEvent) -> None:
         self.state = next_state(self.state, event)
 

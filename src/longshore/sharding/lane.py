@@ -61,6 +61,8 @@ class CollectiveLane:
         # Of one window.
         self._untold = False
         """This rank gave up its window, and the others may not know."""
+        # Grow to what jobs ask for, and stay: fresh memory would fault page by page.
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
     # -- jobs, from any thread ------------------------------------------------
 
@@ -104,6 +106,14 @@ class CollectiveLane:
             self._worker.close()
 
     # -- collectives, from jobs -----------------------------------------------
+
+    def buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 ``[num_bytes]`` for a job, the same memory each time: what it held is lost with the next call."""
+        held = self._buffers.get((name, device))
+        if held is None or held.numel() < num_bytes:
+            self._buffers.pop((name, device), None)
+            held = self._buffers[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return held[:num_bytes]
 
     def give_up_window(self) -> None:
         """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
@@ -158,16 +168,16 @@ class CollectiveLane:
             chunks: uint8 ``[world_size, chunk_bytes]``, contiguous.
 
         Returns:
-            uint8 ``[world_size, chunk_bytes]``: what each rank had for this one.
+            uint8 ``[world_size, chunk_bytes]``: what each rank had for this one, until the next call.
         """
-        received = torch.empty_like(chunks)
+        received = self.buffer("received", chunks.numel(), chunks.device).view(chunks.shape)
         with self._communicating():
             dist.all_to_all_single(received.view(-1), chunks.view(-1), group=self._group)
         return received
 
     def gather(self, chunk: Tensor) -> Tensor:
-        """Every rank's ``chunk``: uint8 ``[chunk_bytes]`` -> ``[world_size, chunk_bytes]``."""
-        received = torch.empty((self.world_size, chunk.numel()), dtype=torch.uint8, device=chunk.device)
+        """Every rank's ``chunk``: uint8 ``[chunk_bytes]`` -> ``[world_size, chunk_bytes]``, until the next call."""
+        received = self.buffer("received", self.world_size * chunk.numel(), chunk.device).view(self.world_size, -1)
         received[self.rank].copy_(chunk)
         # Sent and received directly: gloo's own all-gather takes several times as long.
         others = [rank for rank in range(self.world_size) if rank != self.rank]

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from longshore.sharding.bucket import Bucket, Piece
 from longshore.sharding.lane import Action, CollectiveLane
-from longshore.sharding.reduction import ReducedShard
+from longshore.sharding.reduction import parts, slices
+
+_GATHER_NUMEL = 1 << 23
+"""Elements of one gathering over all ranks; larger ones are no faster."""
 
 
 class Ownership(ABC):
@@ -28,8 +31,9 @@ class Ownership(ABC):
         """How many elements of the parameter each rank steps."""
 
     @abstractmethod
-    def arrivals(self, bucket: Bucket, reduced: ReducedShard) -> Iterator[tuple[Piece, Tensor]]:
-        """What a round brought for the owned pieces: float32, flat. In a job of the lane."""
+    def arrivals(self, bucket: Bucket, reduced: list[tuple[Piece, Tensor]]) -> Iterator[tuple[Piece, Tensor]]:
+        """What a round brought for the owned pieces, given what it brought for this rank's shard: float32, flat.
+        In a job of the lane."""
 
     @abstractmethod
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
@@ -54,7 +58,7 @@ class Sharded(Ownership):
 
     def __init__(self, lane: CollectiveLane, gather_numel: int) -> None:
         super().__init__(lane)
-        self._chunk_numel = max(1, gather_numel // lane.world_size)
+        self._gather_numel = min(gather_numel, _GATHER_NUMEL)
 
     def owned(self, bucket: Bucket) -> Sequence[Piece]:
         return bucket.pieces[self.lane.rank]
@@ -62,22 +66,25 @@ class Sharded(Ownership):
     def counts(self, bucket: Bucket, parameter: int) -> list[int]:
         return [sum(piece.numel for piece in own if piece.parameter == parameter) for own in bucket.pieces]
 
-    def arrivals(self, bucket: Bucket, reduced: ReducedShard) -> Iterator[tuple[Piece, Tensor]]:
-        yield from _used(self.owned(bucket), reduced)
+    def arrivals(self, bucket: Bucket, reduced: list[tuple[Piece, Tensor]]) -> Iterator[tuple[Piece, Tensor]]:
+        yield from reduced
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         example = next(iter(targets.values()))
-        for start in range(0, bucket.shard_numel, self._chunk_numel):
-            numel = min(self._chunk_numel, bucket.shard_numel - start)
-            chunk = torch.empty(numel, dtype=example.dtype, device=example.device)
-            for part, target in _parts(self.owned(bucket), targets, start, numel):
-                chunk[part] = target
-            received = self.lane.gather(chunk.view(torch.uint8))
-            for rank, pieces in enumerate(bucket.pieces):
+        for start, numel in slices(bucket.shard_numel, self.lane.world_size, self._gather_numel):
+            num_bytes = numel * example.element_size()
+            chunk = self.lane.buffer("send", num_bytes, example.device).view(example.dtype)
+            by_rank = [
+                [entry for entry in parts(pieces, start, numel) if entry.piece.parameter in targets]
+                for pieces in bucket.pieces
+            ]
+            for entry in by_rank[self.lane.rank]:
+                chunk[entry.in_slice] = targets[entry.piece.parameter][entry.in_parameter]
+            received = self.lane.gather(chunk.view(torch.uint8)).view(example.dtype)
+            for rank, entries in enumerate(by_rank):
                 if rank != self.lane.rank:
-                    values = received[rank].view(example.dtype)
-                    for part, target in _parts(pieces, targets, start, numel):
-                        target.copy_(values[part])
+                    for entry in entries:
+                        targets[entry.piece.parameter][entry.in_parameter].copy_(received[rank, entry.in_slice])
 
     def assemble(self, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
         longest = max(piece.numel for own in pieces for piece in own)
@@ -110,13 +117,21 @@ class Replicated(Ownership):
     def counts(self, bucket: Bucket, parameter: int) -> list[int]:
         return [sum(piece.numel for piece in self.owned(bucket) if piece.parameter == parameter)] * len(bucket.pieces)
 
-    def arrivals(self, bucket: Bucket, reduced: ReducedShard) -> Iterator[tuple[Piece, Tensor]]:
+    def arrivals(self, bucket: Bucket, reduced: list[tuple[Piece, Tensor]]) -> Iterator[tuple[Piece, Tensor]]:
+        values = {piece.index: tensor for piece, tensor in reduced}
+        own = bucket.pieces[self.lane.rank]
         flags = torch.zeros(max(map(len, bucket.pieces)), dtype=torch.uint8)
-        flags[: len(reduced.used)] = torch.tensor(reduced.used, dtype=torch.uint8)
+        flags[: len(own)] = torch.tensor([piece.index in values for piece in own], dtype=torch.uint8)
         used = self.lane.rows(flags).bool()
-        shards = self.lane.gather(reduced.values.view(torch.uint8))
+        shard = torch.zeros(bucket.shard_numel, dtype=torch.float32, device=self.lane.device)
+        for piece, tensor in reduced:
+            shard[piece.shard_offset : piece.shard_offset + piece.numel] = tensor
+        # The pieces stay until the step, and the lane's buffer does not.
+        shards = self.lane.gather(shard.view(torch.uint8)).clone().view(torch.float32)
         for rank, pieces in enumerate(bucket.pieces):
-            yield from _used(pieces, ReducedShard(shards[rank].view(torch.float32), used[rank].tolist()[: len(pieces)]))
+            for position, piece in enumerate(pieces):
+                if used[rank, position]:
+                    yield piece, shards[rank, piece.shard_offset : piece.shard_offset + piece.numel]
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return
@@ -126,21 +141,3 @@ class Replicated(Ownership):
 
     def total(self, part: float) -> float:
         return part
-
-
-def _used(pieces: Sequence[Piece], reduced: ReducedShard) -> Iterator[tuple[Piece, Tensor]]:
-    for piece, used in zip(pieces, reduced.used, strict=True):
-        if used:
-            yield piece, reduced.values[piece.shard_offset : piece.shard_offset + piece.numel]
-
-
-def _parts(
-    pieces: Sequence[Piece], targets: Mapping[int, Tensor], start: int, numel: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Where the pieces of ``targets`` lie in elements ``[start, start + numel)`` of a shard, and in their parameter."""
-    for piece in pieces:
-        first = max(piece.shard_offset, start)
-        last = min(piece.shard_offset + piece.numel, start + numel)
-        if piece.parameter in targets and first < last:
-            offset = piece.parameter_offset + first - piece.shard_offset
-            yield slice(first - start, last - start), targets[piece.parameter][offset : offset + last - first]

@@ -15,6 +15,9 @@ from longshore.sharding.ownership import Ownership, Replicated, Sharded
 from longshore.sharding.store import ShardedStore
 from longshore.sharding.window import ReductionSettings
 
+_LARGEST_ITEM_BYTES = 4
+"""Of a gradient's element: a float32 bucket, or two in 16 bits, may wait to be sent."""
+
 
 class Strategy(NamedTuple):
     """What a ZeRO stage means here."""
@@ -51,7 +54,10 @@ class ShardedPlacement(Placement):
     def make_store(self, device: torch.device, hold_gradients: bool) -> ShardedStore:
         strategy = STRATEGIES[self.stage]
         settings = replace(self.settings, each_backward=strategy.each_backward)
-        lane = CollectiveLane(self.group, device, limit_bytes=settings.bucket_numel)
+        if settings.early:
+            # One bucket fills while another is on its way: together they are what was asked for.
+            settings = replace(settings, bucket_numel=max(1, settings.bucket_numel // 2))
+        lane = CollectiveLane(self.group, device, limit_bytes=settings.bucket_numel * _LARGEST_ITEM_BYTES)
         # What comes out of a reduction is float32, whatever went in.
         inner = self.offload.make_store(device, hold_gradients=True, gradient_dtype=torch.float32)
         return ShardedStore(inner, strategy.ownership(lane, self.gather_numel), settings)

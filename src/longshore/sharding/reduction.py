@@ -4,14 +4,18 @@ The gradients travel in their own dtype and are added in float32, rank by rank
 in order. That costs the bytes of a reduce-scatter in the gradients' dtype, and
 gives the bits of one in float32, the same in every run.
 
-Each chunk carries, behind the shard, one byte for each of its pieces: whether
+A bucket goes in slices: a slice is the same range of every rank's shard. So
+the buffers are small, stay allocated, and are warm in the cache; and a gradient
+is let go of as soon as its last slice is packed.
+
+Each chunk carries, behind its slice, one byte for each of its pieces: whether
 its sender has a gradient of that parameter. So a piece that nobody used is not
 an arrival, and one that only some used is not touched by the others' zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,17 +25,10 @@ from longshore.sharding.bucket import Bucket, Piece
 from longshore.sharding.lane import CollectiveLane
 
 _CHUNK_ALIGNMENT = 64
-
-
-class ReducedShard(NamedTuple):
-    """One rank's shard of a bucket after a round.
-
-    ``values`` is float32 ``[shard_numel]``, meaningless where no piece was used;
-    ``used`` says of each of the rank's pieces whether any rank had a gradient.
-    """
-
-    values: Tensor
-    used: list[bool]
+_SLICE_NUMEL = 1 << 22
+"""Elements of one slice over all ranks."""
+_BLOCK_NUMEL = 1 << 17
+"""Elements that a CPU adds up at a time, while they are in its cache."""
 
 
 class Averaging(NamedTuple):
@@ -46,62 +43,114 @@ class Averaging(NamedTuple):
         return cls(1.0 / predivide, predivide / world_size)
 
 
+class Part(NamedTuple):
+    """The part of a piece that lies in a slice: where in the slice, in the piece and in the parameter."""
+
+    piece: Piece
+    in_slice: slice
+    in_piece: slice
+    in_parameter: slice
+
+
+def slices(shard_numel: int, world_size: int, most: int) -> Iterator[tuple[int, int]]:
+    """``(start, numel)`` of consecutive slices of a shard, of at most ``most`` elements over all ranks."""
+    step = max(1, most // world_size)
+    for start in range(0, shard_numel, step):
+        yield start, min(step, shard_numel - start)
+
+
+def parts(pieces: Sequence[Piece], start: int, numel: int) -> list[Part]:
+    """What of the pieces lies in elements ``[start, start + numel)`` of their shard."""
+    found = []
+    for piece in pieces:
+        first, last = max(piece.shard_offset, start), min(piece.shard_offset + piece.numel, start + numel)
+        if first < last:
+            inside = slice(first - piece.shard_offset, last - piece.shard_offset)
+            whole = slice(piece.parameter_offset + inside.start, piece.parameter_offset + inside.stop)
+            found.append(Part(piece, slice(first - start, last - start), inside, whole))
+    return found
+
+
 def reduce_shard(
-    lane: CollectiveLane, bucket: Bucket, gradients: Mapping[int, Tensor], dtype: torch.dtype, averaging: Averaging
-) -> ReducedShard:
+    lane: CollectiveLane, bucket: Bucket, gradients: dict[int, Tensor], dtype: torch.dtype, averaging: Averaging
+) -> list[tuple[Piece, Tensor]]:
     """Run the bucket's reduction together with all other ranks.
 
     Args:
         lane: this is one of its jobs.
         bucket: what is reduced.
-        gradients: flat, by parameter; those that this rank has.
+        gradients: flat, by parameter; those that this rank has. Let go of as they are sent.
         dtype: in which gradients travel, the same on all ranks.
         averaging: how the sum becomes a mean.
+
+    Returns:
+        This rank's pieces that any rank has a gradient of, each with the mean: float32, flat.
     """
-    device = next(iter(gradients.values())).device if gradients else lane.device
-    shard_bytes = bucket.shard_numel * dtype.itemsize
-    chunk_bytes = -(-(shard_bytes + max(map(len, bucket.pieces))) // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
-    chunks = torch.empty((lane.world_size, chunk_bytes), dtype=torch.uint8, device=device)
-    for rank, pieces in enumerate(bucket.pieces):
-        _pack(chunks[rank], pieces, gradients, dtype, bucket.shard_numel)
-    if averaging.before != 1.0:
-        chunks[:, :shard_bytes].view(dtype).mul_(averaging.before)
-    received = lane.exchange(chunks)
-    del chunks
-    own = bucket.pieces[lane.rank]
-    flags = received[:, shard_bytes : shard_bytes + len(own)].cpu().bool()
-    arrays = [received[rank, :shard_bytes].view(dtype) for rank in range(lane.world_size)]
-    values = torch.empty(bucket.shard_numel, dtype=torch.float32, device=device)
-    if bool(flags.all()):
-        _add_up(values, arrays)
-    else:
-        for position, piece in enumerate(own):
-            part = slice(piece.shard_offset, piece.shard_offset + piece.numel)
-            _add_up(values[part], [array[part] for array, used in zip(arrays, flags[:, position], strict=True) if used])
-    if averaging.after != 1.0:
-        values.mul_(averaging.after)
-    return ReducedShard(values, flags.any(dim=0).tolist())
+    device = next((gradient.device for gradient in gradients.values()), lane.device)
+    has = set(gradients)
+    last = _last_starts(bucket)
+    used: dict[int, tuple[Piece, Tensor]] = {}
+    for start, numel in slices(bucket.shard_numel, lane.world_size, _SLICE_NUMEL):
+        by_rank = [parts(pieces, start, numel) for pieces in bucket.pieces]
+        slice_bytes = numel * dtype.itemsize
+        chunk_bytes = -(-(slice_bytes + max(map(len, by_rank))) // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
+        chunks = lane.buffer("send", lane.world_size * chunk_bytes, device).view(lane.world_size, chunk_bytes)
+        for chunk, entries in zip(chunks, by_rank, strict=True):
+            _pack(chunk[:slice_bytes].view(dtype), entries, gradients, averaging.before)
+            flags = torch.tensor([entry.piece.parameter in has for entry in entries], dtype=torch.uint8)
+            chunk[slice_bytes : slice_bytes + len(entries)].copy_(flags)
+        for parameter in [parameter for parameter in gradients if last[parameter] < start + numel]:
+            del gradients[parameter]
+        received = lane.exchange(chunks)
+        own = by_rank[lane.rank]
+        flags = received[:, slice_bytes : slice_bytes + len(own)].cpu().bool()
+        for position, entry in enumerate(own):
+            arrays = [
+                received[rank, :slice_bytes].view(dtype)[entry.in_slice]
+                for rank in range(lane.world_size)
+                if flags[rank, position]
+            ]
+            if arrays:
+                empty = torch.empty(0, device=device)
+                _, values = used.get(entry.piece.index, (entry.piece, empty))
+                if values is empty:
+                    values = torch.empty(entry.piece.numel, dtype=torch.float32, device=device)
+                    used[entry.piece.index] = (entry.piece, values)
+                _add_up(values[entry.in_piece], arrays, averaging.after)
+    return list(used.values())
 
 
-def _pack(
-    chunk: Tensor, pieces: Sequence[Piece], gradients: Mapping[int, Tensor], dtype: torch.dtype, shard_numel: int
-) -> None:
-    shard = chunk[: shard_numel * dtype.itemsize].view(dtype)
-    flags = []
-    for piece in pieces:
-        gradient = gradients.get(piece.parameter)
-        flags.append(gradient is not None)
+def _last_starts(bucket: Bucket) -> dict[int, int]:
+    """For each parameter, where in a shard its last element lies, over all ranks."""
+    last: dict[int, int] = {}
+    for pieces in bucket.pieces:
+        for piece in pieces:
+            end = piece.shard_offset + piece.numel - 1
+            last[piece.parameter] = max(last.get(piece.parameter, 0), end)
+    return last
+
+
+def _pack(target: Tensor, entries: Sequence[Part], gradients: Mapping[int, Tensor], factor: float) -> None:
+    for entry in entries:
+        gradient = gradients.get(entry.piece.parameter)
         if gradient is not None:
-            source = gradient[piece.parameter_offset : piece.parameter_offset + piece.numel]
-            shard[piece.shard_offset : piece.shard_offset + piece.numel].copy_(source)
-    flag_bytes = torch.tensor(flags, dtype=torch.uint8)
-    chunk[shard_numel * dtype.itemsize :][: len(flags)].copy_(flag_bytes)
+            place = target[entry.in_slice]
+            place.copy_(gradient[entry.in_parameter])
+            if factor != 1.0:
+                place.mul_(factor)
 
 
-def _add_up(target: Tensor, arrays: Sequence[Tensor]) -> None:
-    """``target`` = the sum in float32, in order; nothing where nobody has anything."""
-    for position, array in enumerate(arrays):
-        if position == 0:
-            target.copy_(array)
-        else:
-            target.add_(array)
+def _add_up(target: Tensor, arrays: Sequence[Tensor], factor: float) -> None:
+    """``target`` = the sum in float32, in order, times ``factor``."""
+    numel = target.numel()
+    block_numel = _BLOCK_NUMEL if target.device.type == "cpu" else max(1, numel)
+    # Adding another dtype in place is several times slower on a CPU than converting it first.
+    scratch = torch.empty(min(block_numel, numel), dtype=torch.float32, device=target.device)
+    for start in range(0, numel, block_numel):
+        block = target[start : start + block_numel]
+        block.copy_(arrays[0][start : start + block_numel])
+        for array in arrays[1:]:
+            addend = array[start : start + block_numel]
+            block.add_(addend if addend.dtype == torch.float32 else scratch[: len(addend)].copy_(addend))
+        if factor != 1.0:
+            block.mul_(factor)

@@ -143,7 +143,7 @@ class ShardedStore(ParameterStore):
             if not current.failed:
                 with self.transfer.aside(ready):
                     self._reduce(bucket, gradients, dtype)
-            gradients.clear()
+            gradients.clear()  # of a round that did not take place
 
         self.lane.submit(reduce, held_bytes)
 
@@ -159,7 +159,7 @@ class ShardedStore(ParameterStore):
                 with self.transfer.aside(ready):
                     self._reduce(bucket, gradients, self._settings.wire_dtype or own_dtype)
 
-    def _reduce(self, bucket: Bucket, gradients: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+    def _reduce(self, bucket: Bucket, gradients: dict[int, Tensor], dtype: torch.dtype) -> None:
         reduced = reduce_shard(self.lane, bucket, gradients, dtype, self._averaging)
         for piece, values in self._ownership.arrivals(bucket, reduced):
             self.inner.arrive(piece.index, values)
