@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -61,7 +62,8 @@ def gradients_of(twin: nn.Module, losses: Sequence[Tensor], loss_scale: float = 
 
 
 def norm_of(gradients: Iterable[Tensor]) -> float:
-    return float(torch.tensor(sum(float(gradient.double().pow(2).sum()) for gradient in gradients)).sqrt())
+    """In float64, rounded once to float32."""
+    return float(torch.tensor(math.sqrt(sum(float(gradient.double().pow(2).sum()) for gradient in gradients))))
 
 
 def assert_same(model: nn.Module, twin: nn.Module, when: object = "") -> None:
