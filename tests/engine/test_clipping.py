@@ -13,7 +13,7 @@ from engine.files import OPTIONS, assert_same, file, gradients_of, norm_of, star
 
 def coefficient_of(max_norm: float, norm: float) -> float:
     """torch's, as ``clip_grad_norm_`` computes it in float32."""
-    return float(torch.clamp(torch.tensor(max_norm) / (torch.tensor(norm) + 1e-6), max=1.0))
+    return float(torch.clamp(max_norm / (torch.tensor(norm) + 1e-6), max=1.0))
 
 
 @pytest.mark.parametrize("max_norm, clipped", [(0.05, 4), (240.0, 2), (1e6, 0)])
