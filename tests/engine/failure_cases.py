@@ -191,3 +191,31 @@ def overflow_on_one_rank(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     found["later"] = engine.was_step_applied()
     engine.optimizer.close()
     return found
+
+
+def other_setup(what: str) -> str:
+    """Rank 1 has another model, configuration, or choice of what is trained."""
+    import torch.distributed as dist
+
+    odd = dist.get_rank() == 1
+    model = torch.nn.Linear(16, 8 if odd and what == "model" else 4)
+    if odd and what == "choice of trainable parameters":
+        model.bias.requires_grad_(False)
+    clip = 1.0 if odd and what == "configuration" else None
+    config = longshore.Config(stage=2, optimizer={"type": "AdamW"}, gradient_clipping=clip)
+    return raised_by(lambda: longshore.initialize(model=model, config=config))
+
+
+def other_learning_rate(stage: int) -> str:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    engine.optimizer.param_groups[0]["lr"] = 1e-3 + rank
+    backward(engine, 0, rank)
+    said = raised_by(engine.step)
+    for parameter, old in zip(engine.module.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+    engine.optimizer.close()
+    return said

@@ -2,6 +2,7 @@
 
 from longshore.engine.config import Config, ConfigError
 from longshore.engine.engine import Engine
+from longshore.engine.scripts import add_config_arguments, init_distributed
 from longshore.engine.setup import initialize
 
-__all__ = ["Config", "ConfigError", "Engine", "initialize"]
+__all__ = ["Config", "ConfigError", "Engine", "add_config_arguments", "init_distributed", "initialize"]

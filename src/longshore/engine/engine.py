@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,9 @@ class Engine(nn.Module):
         self._failed = False
         """Whether a backward raised."""
         optimizer.set_loss_scale(loss_scale.value)
+        # A step() of the optimizer itself ends the window too.
+        me = weakref.ref(self)
+        optimizer.register_step_post_hook(lambda *_: _end_window_of(me()))
 
     # -- forward and backward -------------------------------------------------
 
@@ -151,7 +155,7 @@ class Engine(nn.Module):
         self._applied = False
         raw = self.optimizer.gradients_arrived > self._announced
         # After a failed backward step() is due, so that this rank meets the others, and all of them raise.
-        if not self._failed and not self._window.due(raw):
+        if not self._failed and not (self._window.due(raw) and self._anything()):
             self._window.calls += 1
             return
         if raw and self._loss_scale.value != 1.0 and not self._scaled:
@@ -166,6 +170,12 @@ class Engine(nn.Module):
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._line.after_step(self)
+
+    def _anything(self) -> bool:
+        """Whether there was a backward. Raw ones may have been on other ranks, so that they have to agree."""
+        return (
+            self._window.boundary is not None or self._window.backwards > 0 or bool(self.optimizer.window_gradients())
+        )
 
     def _apply_window(self) -> bool:
         """Clip and step; false where an overflow skipped it."""
@@ -275,6 +285,25 @@ class Engine(nn.Module):
     def global_samples(self) -> int:
         return self.micro_steps * self._sizes.micro_batch_size * self.ranks.world_size
 
+    def get_mom(self) -> list[Any]:
+        """Betas, or momentum, of each group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def gradient_clipping(self) -> float | None:
+        return self._clip
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.config.loss_scaling is not None and self.config.loss_scaling.scale is None
+
+    def fp16_enabled(self) -> bool:
+        return "fp16" in (self.config.dtype, self.config.autocast)
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.dtype == "bf16"
+
+    def steps_per_print(self) -> int | None:
+        return self.config.steps_per_print
+
     def zero_optimization_stage(self) -> int:
         return self.config.stage
 
@@ -291,6 +320,11 @@ class Engine(nn.Module):
         """Wait for what is under way, leave the parameters as ordinary ones, and let go of threads and groups."""
         self.optimizer.close()
         self.ranks.close()
+
+
+def _end_window_of(engine: Engine | None) -> None:
+    if engine is not None:
+        engine._end_window()
 
 
 Client = Optimizer | Callable[[list[Any]], Optimizer]

@@ -64,7 +64,10 @@ class Explanation:
 
     def print(self, console: Console | None = None) -> None:
         """The page; at most 60 parameters, the rest is counted."""
-        console = console or Console()
+        if console is None:
+            console = Console()
+            if not console.is_terminal:  # a log has no width
+                console = Console(width=max(console.width, 160))
         console.print(
             f"longshore: stage {self.stage}, rank {self.rank} of {self.world_size}, optimizer state on "
             f"{'the host' if self.offload == 'cpu' else 'the device'}, {self.tiles} tiles of up to "

@@ -39,7 +39,7 @@ class Precision:
         return cls(parameters, autocast, parameters if config.cast_inputs else None, device.type)
 
     def convert(self, module: nn.Module) -> None:
-        """Cast the parameters; they stay the same objects."""
+        """Cast the parameters, which stay the same objects; buffers keep the dtype that they have."""
         if self.parameters is not None:
             for parameter in module.parameters():
                 if parameter.is_floating_point():

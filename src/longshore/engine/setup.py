@@ -21,7 +21,9 @@ from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from longshore.engine.optimizers import make_optimizer
 from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, join
+from longshore.engine.same_setup import check_same_setup
 from longshore.engine.schedules import make_schedule
+from longshore.engine.scripts import with_port
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
 from longshore.sharding import ReductionSettings, ShardedPlacement
@@ -115,6 +117,7 @@ def _place(model: nn.Module, settings: Config, ranks: Ranks) -> Precision:
     precision = Precision.of(settings, ranks.device)
     precision.convert(model)
     model.to(ranks.device)
+    check_same_setup(model, settings, ranks)
     _broadcast(model, ranks)
     if settings.cpu_checkpointing and not is_configured():
         install(CheckpointingSettings(cpu_checkpointing=True))
@@ -138,9 +141,7 @@ def _join(port: int | None, required: bool | None) -> Ranks:
         raise ValueError(
             "dist_init_required=False, and no process group is initialised; initialise it, or leave it out"
         )
-    if port is None:
-        return join()
-    return join(environ={"MASTER_PORT": str(port), **os.environ} if "WORLD_SIZE" in os.environ else None)
+    return join(environ=with_port(port))
 
 
 @torch.no_grad()
@@ -193,6 +194,16 @@ def _loss_scale(config: Config) -> LossScale:
     )
 
 
+def _move(scheduler: Any, optimizer: Optimizer) -> None:
+    """Have a scheduler, and those inside it, drive our optimizer in place of the one that they were built on."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _move(inner, optimizer)
+    scheduler.optimizer = optimizer
+    if getattr(scheduler, "_step_count", None) == 1:
+        # The first step() would look for a mark that torch left on the other optimizer, and warn.
+        scheduler._step_count = 2
+
+
 def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
     if given is None:
         if config.scheduler is None:
@@ -201,8 +212,7 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
     if callable(getattr(given, "step", None)):
-        # It was built on the optimizer that ours replaced.
-        given.optimizer = optimizer
+        _move(given, optimizer)
         return given
     if callable(given):
         return given(optimizer)

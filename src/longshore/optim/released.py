@@ -50,7 +50,8 @@ class ReleasedGradient(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         raise LongshoreError(
             f"{_names(args)}: release_gradients=True has moved the gradient to the host, and {name} asked for it. "
-            "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's, "
+            "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's (with an engine: "
+            "gradient_clipping in its configuration, and engine.get_global_grad_norm()), "
             "optimizer.zero_grad() or zero_grad(set_to_none=True) to discard gradients, and "
             "release_gradients=False for a GradScaler or to edit gradients"
         )

@@ -22,17 +22,15 @@ class Action(IntEnum):
 
     BACKWARD = 1
     STEP = 2
-    PUBLISH = 3
-    NORM = 4
-    READ = 5
+    COMMIT = 3
+    READ = 4
 
     @property
     def words(self) -> str:
         return {
             Action.BACKWARD: "in backward",
             Action.STEP: "in step()",
-            Action.PUBLISH: "publishing parameters",
-            Action.NORM: "measuring the gradients' norm",
+            Action.COMMIT: "about to step",
             Action.READ: "reading optimizer state",
         }[self]
 
@@ -123,11 +121,19 @@ class CollectiveLane:
         while True:
             told, self._untold = self._untold, False
             rows = self.rows(torch.tensor([action, number, window, told], dtype=torch.int64)).tolist()
-            doing = [(Action(row[0]), row[1]) for row in rows]
+            try:
+                doing = [(Action(row[0]), row[1]) for row in rows]
+            except ValueError:
+                raise RankError(f"the ranks do different things; {_ADVICE}") from None
             gave_up = [rank for rank, row in enumerate(rows) if row[3]]
             if all(row[:3] == rows[0][:3] for row in rows):
                 return
             if not gave_up:
+                if all(other is Action.COMMIT for other, _ in doing):
+                    raise RankError(
+                        "the ranks are about to step differently: other parameters, learning rates, options or "
+                        "clipping; give every rank's optimizer the same groups, schedule and settings"
+                    )
                 raise RankError(f"the ranks do different things: {_list(doing)}; {_ADVICE}")
             if not told:
                 raise GradientError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -214,6 +215,8 @@ class ShardedStore(ParameterStore):
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         self.check_usable()
+        verdict = _number_of(steps, scale)
+        self.lane.run(lambda: self.lane.meet(Action.COMMIT, verdict, self._windows))
         own: dict[int, ParameterStep] = {}
         for parameter, step in steps.items():
             for piece in self.shards.owned(parameter):
@@ -232,7 +235,6 @@ class ShardedStore(ParameterStore):
 
         def publish() -> None:
             statement = Statement.of([], failure is not None)
-            self.lane.meet(Action.PUBLISH, len(steps), self._windows)
             agree_on(self.lane, statement).check(self.lane.rank, failure, BrokenStateError)
             with self.transfer.aside(ready):
                 for bucket in self.shards.buckets:
@@ -321,3 +323,9 @@ class ShardedStore(ParameterStore):
     def close(self) -> None:
         self.lane.close()
         self.inner.close()
+
+
+def _number_of(steps: Mapping[int, ParameterStep], scale: Scale) -> int:
+    """The same number for the same verdict: which parameters are stepped, by which rules, at which scale."""
+    rules = sorted({repr(rule) for rule in {id(step.rule): step.rule for step in steps.values()}.values()})
+    return zlib.crc32(repr((sorted(steps), rules, scale)).encode())

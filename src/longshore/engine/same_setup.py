@@ -1,0 +1,47 @@
+"""All ranks are set up alike, or it is an error before anything is trained (law 11)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from longshore.engine.config import Config
+from longshore.engine.ranks import Ranks
+from longshore.errors import RankError
+
+_DIGEST_BYTES = 16
+
+
+def check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
+    """The model's parameters and buffers, and the configuration, are the same on all ranks; all have to call.
+
+    Raises:
+        RankError: says what differs, and on which ranks.
+    """
+    if ranks.world_size == 1:
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    parts = {
+        "configuration": _digest(f"{name}={value!r}" for name, value in config.model_dump().items()),
+        "model": _digest(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
+        "choice of trainable parameters": _digest(name for name, tensor in tensors if tensor.requires_grad),
+    }
+    mine = torch.frombuffer(bytearray(b"".join(parts.values())), dtype=torch.uint8).to(ranks.device)
+    rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
+    dist.all_gather(rows, mine, group=ranks.group)
+    for number, what in enumerate(parts):
+        part = slice(number * _DIGEST_BYTES, (number + 1) * _DIGEST_BYTES)
+        differing = [rank for rank, row in enumerate(rows) if not torch.equal(row[part], rows[0][part])]
+        if differing:
+            raise RankError(
+                f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to build "
+                "the same model and to give initialize() the same configuration"
+            )
+
+
+def _digest(lines: Iterable[str]) -> bytes:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()

@@ -1,0 +1,86 @@
+"""What odd scripts do to an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+
+import longshore
+from engine import failure_cases
+
+
+def make(**arguments: Any) -> Any:
+    model = nn.Linear(16, 4)
+    config = longshore.Config(optimizer=None if "optimizer" in arguments else {"type": "AdamW", "lr": 1e-3})
+    if "optimizer" in arguments:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        arguments = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)}
+    return longshore.initialize(model=model, config=config, **arguments).engine
+
+
+def test_a_step_without_a_backward_is_not_applied() -> None:
+    engine = make(lr_scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1, 0.1))
+    try:
+        engine.step()
+        assert not engine.was_step_applied() and engine.global_steps == 0
+        assert engine.get_lr() == [1e-3]
+    finally:
+        engine.destroy()
+
+
+def test_a_scheduler_of_the_clients_optimizer_does_not_warn() -> None:
+    engine = make(optimizer=True)
+    try:
+        engine.backward(engine(torch.randn(3, 16)).sum())
+        engine.step()  # warnings are errors here
+    finally:
+        engine.destroy()
+
+
+def test_schedulers_inside_a_scheduler_drive_our_optimizer() -> None:
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2), torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+    engine = longshore.initialize(
+        model=model, config=longshore.Config(), optimizer=optimizer, lr_scheduler=schedule
+    ).engine
+    try:
+        rates = []
+        for _ in range(3):
+            engine.backward(engine(torch.randn(3, 16)).sum())
+            engine.step()
+            rates += engine.get_lr()
+        assert rates == pytest.approx([1e-3, 1e-4, 1e-5])
+    finally:
+        engine.destroy()
+
+
+def test_a_step_of_the_optimizer_itself_ends_the_window() -> None:
+    config = longshore.Config(optimizer={"type": "AdamW"}, gradient_accumulation_steps=2)
+    engine = longshore.initialize(model=nn.Linear(16, 4), config=config).engine
+    try:
+        for _ in range(2):
+            engine.backward(engine(torch.randn(3, 16)).sum())
+        engine.optimizer.step()
+        engine.backward(engine(torch.randn(3, 16)).sum())
+        engine.step()
+        assert not engine.was_step_applied()
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("what", ["model", "configuration", "choice of trainable parameters"])
+def test_ranks_that_are_set_up_differently(what: str, two_ranks: Ranks) -> None:
+    for said in two_ranks(failure_cases.other_setup, what):
+        assert said.startswith(f"RankError: the {what} of rank 1 is not that of rank 0")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_learning_rates_that_differ_are_found_before_any_step(stage: int, two_ranks: Ranks) -> None:
+    for said in two_ranks(failure_cases.other_learning_rate, stage):
+        assert said.startswith("RankError: the ranks are about to step differently")
