@@ -48,12 +48,17 @@ def train(engine: Any, losses: Iterable[Tensor]) -> None:
         engine.step()
 
 
-def gradients_of(twin: nn.Module, losses: Sequence[Tensor], loss_scale: float = 1.0) -> list[Tensor]:
-    """What the window of these losses comes to, added in float32."""
-    totals: list[Tensor] = []
+def gradients_of(
+    twin: nn.Module, losses: Sequence[Tensor], loss_scale: float = 1.0, divisor: int | None = None
+) -> list[Tensor]:
+    """What the window of these losses comes to, added in float32.
+
+    ``divisor``: of each loss; None: how many there are.
+    """
+    divisor, totals = divisor or len(losses), []
     for loss in losses:
-        if len(losses) > 1:
-            loss = loss / len(losses)
+        if divisor > 1:
+            loss = loss / divisor
         if loss_scale != 1.0:
             loss = loss.float() * loss_scale
         found = [gradient.float() for gradient in torch.autograd.grad(loss, list(twin.parameters()))]
