@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support import PlainLoop
 
 from engine.files import OPTIONS, assert_same, file, started
 from engine.scenarios import HEADS, MultiTask, inputs, make_model
 from longshore.engine.loss_scale import LossScaleError
-from support import PlainLoop
 
 TOO_LARGE = 1e9
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import PlainLoop, batch, loss_of, small_model
 
+import longshore
 from engine.files import OPTIONS, assert_same, file, gradients_of, norm_of, started, train, without
 
 
@@ -41,8 +42,7 @@ def test_left_out_it_is_one_and_said_once() -> None:
     twin = small_model()
     loop = PlainLoop(twin.parameters(), **OPTIONS)
     with pytest.warns(UserWarning, match="gradient_clipping is not given, which means 1 in a DeepSpeed file") as said:
-        context = started(without(file(), "gradient_clipping"))
-        engine = context.__enter__()
+        engine = longshore.initialize(model=small_model(), config=without(file(), "gradient_clipping")).engine
     assert len(said) == 1
     for step in range(2):
         train(engine, [loss_of(engine, step)])
@@ -51,7 +51,7 @@ def test_left_out_it_is_one_and_said_once() -> None:
         assert coefficient < 1.0
         loop.step(gradients, coefficient)
         assert_same(engine.module, twin, step)
-    context.__exit__(None, None, None)
+    engine.destroy()
 
 
 def test_zero_is_none() -> None:

@@ -115,7 +115,9 @@ def test_a_gradient_that_would_be_lost_is_an_error_that_names_it(monkeypatch: py
 
         monkeypatch.setattr(store, "agree", forgetful)
         engine.backward(loss_of(engine, 0))
-        with pytest.raises(LongshoreError, match=r"parameter 2\.bias: 1 gradients arrived .* and 0 steps would be made"):
+        with pytest.raises(
+            LongshoreError, match=r"parameter 2\.bias: 1 gradients arrived .* and 0 steps would be made"
+        ):
             engine.step()
         for parameter, old in zip(model.parameters(), before, strict=True):
             assert torch.equal(parameter, old)

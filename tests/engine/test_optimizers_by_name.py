@@ -152,12 +152,12 @@ def test_clients_optimizers_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
 
 def test_what_has_no_kernel_is_said_once() -> None:
     model = small_model()
+    client = T.RMSprop(model.parameters())
     with pytest.warns(UserWarning, match=r"torch\.optim\.RMSprop has no kernel in longshore") as said:
-        context = started(without(file(), "optimizer"), model, optimizer=T.RMSprop(model.parameters()))
-        engine = context.__enter__()
+        engine = longshore.initialize(model=model, config=without(file(), "optimizer"), optimizer=client).engine
     assert len(said) == 1
     train(engine, [loss_of(engine, 0)])
-    context.__exit__(None, None, None)
+    engine.destroy()
 
 
 def test_a_clients_optimizer_goes_on_from_its_state() -> None:
@@ -184,7 +184,9 @@ def test_a_clients_optimizer_goes_on_from_its_state() -> None:
             assert_same(model, twin, step)
 
 
-@pytest.mark.parametrize("kind, why", [("LBFGS", "evaluates the model several times"), ("Adafactor", "rows and columns")])
+@pytest.mark.parametrize(
+    "kind, why", [("LBFGS", "evaluates the model several times"), ("Adafactor", "rows and columns")]
+)
 def test_what_looks_at_whole_parameters_is_refused_by_name(kind: str, why: str) -> None:
     model = small_model()
     with pytest.raises(ValueError, match=rf"torch\.optim\.{kind} cannot be stepped in tiles: .*{why}"):

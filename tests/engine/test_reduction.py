@@ -59,11 +59,10 @@ def test_accumulation_dtype(stage: int, name: str, dtype: torch.dtype, two_ranks
 def test_prescale_gradients(stage: int, two_ranks: Ranks) -> None:
     """Halves are added rather than the sum halved: the same bits, unless the sum is no float32 any more."""
     config = {"zero_optimization": zero(stage)}
-    two_ranks(
-        reduction_cases.reduces, {**config, "prescale_gradients": True}, torch.float32, Arithmetic(before=0.5, after=1.0)
-    )
+    prescaled = {**config, "prescale_gradients": True}
+    two_ranks(reduction_cases.reduces, prescaled, torch.float32, Arithmetic(before=0.5, after=1.0))
     assert two_ranks(reduction_cases.huge_gradients, config) == [-math.inf] * 2
-    for weight in two_ranks(reduction_cases.huge_gradients, {**config, "prescale_gradients": True}):
+    for weight in two_ranks(reduction_cases.huge_gradients, prescaled):
         assert weight == pytest.approx(-6.0)
 
 

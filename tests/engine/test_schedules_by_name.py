@@ -116,7 +116,8 @@ def test_one_cycle() -> None:
     check(scheduled("OneCycle", **params), rates, [(momentum, 0.99) for momentum in momenta])
 
 
-def test_one_cycle_in_stairs_without_momentum() -> None:
+def test_one_cycle_in_stairs() -> None:
+    """Up in two stairs, down in four; betas stay as they are without cycle_momentum."""
     params = {"cycle_min_lr": [0.0, 1e-3], "cycle_max_lr": [4e-3, 5e-3], "cycle_first_step_size": 4,
               "cycle_first_stair_count": 2, "cycle_second_stair_count": 4, "cycle_momentum": False}  # fmt: skip
     heights = [0, 0, 0.5, 0.5, 1, 0.75, 0.5, 0.25, 0]

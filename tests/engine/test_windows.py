@@ -186,8 +186,8 @@ def test_what_is_no_number_of_backwards_is_refused(steps: Any, one: Twins) -> No
 def test_the_train_batch_size_changes_the_accumulation() -> None:
     with started(file(train_micro_batch_size_per_gpu=4)) as engine:
         engine.set_train_batch_size(12)
-        numbers = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        assert numbers == (12, 4, 3)
+        assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (12, 4)
+        assert engine.gradient_accumulation_steps() == 3
         with pytest.raises(ValueError, match=r"13 is no multiple of 4 .*; 12 and 16 are"):
             engine.set_train_batch_size(13)
         for size in (3, 0, True, 8.0):
