@@ -228,8 +228,9 @@ class Engine(nn.Module):
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Backwards a step from the next window on; the micro batch stays, the train batch changes."""
-        self._sizes = self._sizes.with_accumulation_steps(steps)
-        self._window.set_accumulation_steps(steps)
+        sizes = self._sizes.with_accumulation_steps(steps)
+        self._window.set_accumulation_steps(steps)  # may refuse
+        self._sizes = sizes
 
     def train_batch_size(self) -> int:
         """Samples a step, over all ranks."""

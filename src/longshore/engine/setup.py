@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -89,13 +91,15 @@ def initialize(
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
     loaded = load_config(_chosen_config(args, config, config_params))
     ranks = _join(distributed_port, dist_init_required)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(ranks.close)
         settings = loaded.config.resolved(ranks.world_size)
         if ranks.rank == 0:
             for note in loaded.notes:
                 warnings.warn(note, stacklevel=2)
         precision = _place(model, settings, ranks)
         made = make_optimizer(model, optimizer, model_parameters, settings, _placement(settings, ranks, offload))
+        undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         register(made)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made)
@@ -104,9 +108,7 @@ def initialize(
             engine.training_dataloader = make_loader(
                 training_data, settings.micro_batch_size, ranks, collate_fn, settings.drop_last
             )
-    except BaseException:
-        ranks.close()
-        raise
+        undo.pop_all()
     if settings.dump_state:
         engine.explain()
     return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
@@ -210,8 +212,28 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
     if callable(getattr(given, "step", None)):
+        _check_step(given)
         _move(given, optimizer)
         return given
-    if callable(given):
-        return given(optimizer)
-    raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {type(given).__name__}")
+    made = given(optimizer) if callable(given) else given
+    if not callable(getattr(made, "step", None)):
+        found = f"{type(made).__name__}" if made is given else f"a function that returns {type(made).__name__}"
+        raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {found}")
+    _check_step(made)
+    return made
+
+
+def _check_step(scheduler: Any) -> None:
+    """Raises ValueError where ``step()`` needs what the engine cannot give."""
+    try:
+        parameters = inspect.signature(scheduler.step).parameters.values()
+    except (TypeError, ValueError):  # a builtin, say
+        return
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in variadic]
+    if needed:
+        raise ValueError(
+            f"lr_scheduler={type(scheduler).__name__} is not supported: its step() takes "
+            f"{', '.join(map(repr, needed))}, and engine.step() calls it with nothing; build it on the optimizer that "
+            "initialize() returns, leave lr_scheduler out, and call it after engine.step()"
+        )

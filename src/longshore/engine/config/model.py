@@ -85,7 +85,9 @@ class Config(FrozenModel):
         cast_inputs: floating inputs of forward are cast to ``dtype``.
         communication_dtype: dtype of gradients on the wire. None: their own;
             they are summed in float32, so that nothing is rounded in between.
-        accumulation_dtype: dtype in which the backwards of a window are added.
+        accumulation_dtype: dtype in which several ranks add backwards on the
+            device before they reduce (stages 0 and 1, ``no_sync()``). What is
+            added on the host is added in float32.
         gradient_clipping: largest global L2 norm; None: no clipping.
         prescale_gradients: gradients are divided by the number of ranks before
             they are summed, not after.

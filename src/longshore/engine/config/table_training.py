@@ -27,7 +27,8 @@ TRANSLATION = "tests/engine/config/test_translate.py::"
 _BATCH = "tests/engine/test_windows.py::"
 _PRECISION = "tests/engine/test_precision.py::"
 _BY_NAME = "tests/engine/test_optimizers_by_name.py::"
-_SCHEDULES = "tests/engine/test_schedules.py::"
+_REDUCTION = "tests/engine/test_reduction.py::"
+_SCHEDULES = "tests/engine/test_schedules_by_name.py::"
 
 # fmt: off
 # One row is one key; the formatter would make ten lines of it.
@@ -53,21 +54,22 @@ GRADIENTS: tuple[Key, ...] = (
              "so. (In `longshore.Config` absent means none.)", "tests/engine/test_clipping.py::test_coefficient",
              null="null could mean none or the default; write 0 for no clipping, or 1.0"),
     honoured("", "prescale_gradients", BOOLEAN, "Divide gradients by the ranks before they are summed, not after.",
-             f"{_PRECISION}test_prescale_gradients", "prescale_gradients"),
+             f"{_REDUCTION}test_prescale_gradients", "prescale_gradients"),
     honoured("", "gradient_predivide_factor", POSITIVE,
              "Divide gradients by it before they are summed, and by ranks / factor after.",
-             f"{_PRECISION}test_gradient_predivide_factor", "gradient_predivide_factor"),
+             f"{_REDUCTION}test_gradient_predivide_factor", "gradient_predivide_factor"),
     refused("", "gradient_allreduce_op", Choice(("mean", "sum")), ("mean",),
             "gradients are averaged over ranks; for their sum multiply the loss by the number of ranks"),
     honoured("", "communication_data_type", DTYPE,
              "Dtype of gradients on the wire. Left out: their own, summed in float32.",
-             f"{_PRECISION}test_communication_dtype", "communication_dtype", absent_when_auto=True),
+             f"{_REDUCTION}test_communication_dtype", "communication_dtype", absent_when_auto=True),
     refused("", "sparse_gradients", BOOLEAN, (False,), "make the embedding with sparse=False; gradients are dense"),
     honoured("", "fp32_allreduce", BOOLEAN, "An old name: true is communication_data_type fp32.",
              f"{TRANSLATION}test_old_names", renamed="communication_data_type", values=((True, "fp32"), (False, None))),
     honoured("data_types", "grad_accum_dtype", DTYPE,
-             "Dtype in which the backwards of a window are added. Left out: fp32, which is safe.",
-             f"{_PRECISION}test_accumulation_dtype", "accumulation_dtype", absent_when_auto=True),
+             "Dtype in which several ranks add backwards on the device before they reduce (stages 0 and 1). What is "
+             "added on the host is added in fp32. Left out: fp32, which is safe.",
+             f"{_REDUCTION}test_accumulation_dtype", "accumulation_dtype", absent_when_auto=True),
     honoured("data_types", "param_dtype", DTYPE, "Must agree with fp16 and bf16; it is compared, and changes nothing.",
              f"{TRANSLATION}test_param_dtype_agrees", absent_when_auto=True),
     refused("data_types", "buffer_dtype", DTYPE, (),
@@ -133,7 +135,7 @@ OPTIMIZER: tuple[Key, ...] = (
              of=(*_ADAM, "Adagrad")),
     honoured(_P, "weight_decay", NOT_NEGATIVE,
              f"{_DEFAULT} 0, for AdamW too (DeepSpeed's default; torch's 0.01 with torch_adam).", _PARAMS),
-    honoured(_P, "bias_correction", BOOLEAN, f"{_DEFAULT} true.", _PARAMS, of=_ADAM),
+    honoured(_P, "bias_correction", BOOLEAN, f"{_DEFAULT} true.", f"{_BY_NAME}test_bias_correction", of=_ADAM),
     honoured(_P, "adam_w_mode", BOOLEAN, f"false makes type Adam plain Adam; type AdamW stays AdamW. {_DEFAULT} true.",
              f"{TRANSLATION}test_adam_w_mode", of=_ADAM),
     honoured(_P, "torch_adam", BOOLEAN,
@@ -175,25 +177,31 @@ SCHEDULER: tuple[Key, ...] = (
              "out"),
     honoured(_S, "warmup_num_steps", AT_LEAST_1, f"{_DEFAULT} 1000.", f"{_SCHEDULES}test_warmup", of=_WARMUPS),
     honoured(_S, "warmup_type", WARMUP_TYPE, f"{_DEFAULT} log.", f"{_SCHEDULES}test_warmup", of=_WARMUPS),
-    honoured(_S, "total_num_steps", AT_LEAST_1, "Must be given.", f"{_SCHEDULES}test_warmup", of=_WARMUPS[1:]),
+    honoured(_S, "total_num_steps", AT_LEAST_1, "Must be given.", f"{_SCHEDULES}test_warmup_and_decay",
+             of=_WARMUPS[1:]),
     honoured(_S, "warmup_min_ratio", NOT_NEGATIVE, f"{_DEFAULT} 0.", f"{_SCHEDULES}test_cosine", of=_WARMUPS[2:]),
     honoured(_S, "cos_min_ratio", NOT_NEGATIVE, f"{_DEFAULT} 0.0001.", f"{_SCHEDULES}test_cosine", of=_WARMUPS[2:]),
     *(
-        honoured(_S, name, kind, what, f"{_SCHEDULES}test_one_cycle", of=_CYCLE)
-        for name, kind, what in (
-            ("cycle_min_lr", PER_GROUP, "Must be given."),
-            ("cycle_max_lr", PER_GROUP, "Must be given."),
-            ("decay_lr_rate", NOT_NEGATIVE, f"{_DEFAULT} 0. Above 0 it needs decay_step_size."),
-            ("cycle_first_step_size", AT_LEAST_1, f"{_DEFAULT} 2000."),
-            ("cycle_second_step_size", AT_LEAST_0, f"{_DEFAULT} the first."),
-            ("cycle_first_stair_count", AT_LEAST_0, f"{_DEFAULT} 0."),
-            ("cycle_second_stair_count", AT_LEAST_0, f"{_DEFAULT} the first."),
-            ("decay_step_size", AT_LEAST_0, f"{_DEFAULT} 0."),
-            ("cycle_momentum", BOOLEAN, f"{_DEFAULT} true."),
-            ("cycle_min_mom", MOMENTUM, f"{_DEFAULT} 0.8."),
-            ("cycle_max_mom", MOMENTUM, f"{_DEFAULT} 0.9."),
-            ("decay_mom_rate", NOT_NEGATIVE, f"{_DEFAULT} 0. Above 0 it needs decay_step_size."),
+        honoured(_S, name, kind, what, f"{_SCHEDULES}{test}", of=_CYCLE)
+        for test, keys in (
+            ("test_one_cycle", (
+                ("cycle_min_lr", PER_GROUP, "Must be given."),
+                ("cycle_max_lr", PER_GROUP, "Must be given."),
+                ("decay_lr_rate", NOT_NEGATIVE, f"{_DEFAULT} 0. Above 0 it needs decay_step_size."),
+                ("cycle_first_step_size", AT_LEAST_1, f"{_DEFAULT} 2000."),
+                ("cycle_second_step_size", AT_LEAST_0, f"{_DEFAULT} the first."),
+                ("decay_step_size", AT_LEAST_0, f"{_DEFAULT} 0."),
+                ("cycle_min_mom", MOMENTUM, f"{_DEFAULT} 0.8."),
+                ("cycle_max_mom", MOMENTUM, f"{_DEFAULT} 0.9."),
+                ("decay_mom_rate", NOT_NEGATIVE, f"{_DEFAULT} 0. Above 0 it needs decay_step_size."),
+            )),
+            ("test_one_cycle_in_stairs", (
+                ("cycle_first_stair_count", AT_LEAST_0, f"{_DEFAULT} 0."),
+                ("cycle_second_stair_count", AT_LEAST_0, f"{_DEFAULT} the first."),
+                ("cycle_momentum", BOOLEAN, f"{_DEFAULT} true."),
+            )),
         )
+        for name, kind, what in keys
     ),
     *(
         honoured(_S, name, kind, f"{_DEFAULT} {default}.", f"{_SCHEDULES}test_range_test", of=_RANGE)
@@ -212,7 +220,7 @@ _A = "activation_checkpointing"
 
 ACTIVATIONS: tuple[Key, ...] = (
     honoured(_A, "cpu_checkpointing", BOOLEAN, "`longshore.checkpointing` keeps saved activations in host memory.",
-             "tests/test_checkpointing.py::test_cpu_checkpointing", "cpu_checkpointing"),
+             "tests/engine/test_initialize.py::test_cpu_checkpointing", "cpu_checkpointing"),
     accepted(_A, "partition_activations", BOOLEAN,
              "It splits saved activations over model-parallel ranks; there is no model parallelism, so one part."),
     accepted(_A, "contiguous_memory_optimization", BOOLEAN, "Where saved activations lie, not what they are."),

@@ -20,7 +20,7 @@ from longshore.engine.config.values import (
 _Z = "zero_optimization"
 _O = f"{_Z}.offload_optimizer"
 _P = f"{_Z}.offload_param"
-_TABLE = "tests/engine/test_table.py::"
+_REDUCTION = "tests/engine/test_reduction.py::"
 _OLD_NAMES = "tests/engine/config/test_translate.py::test_old_names"
 
 _STAGE_3 = "Read at stage 3 only."
@@ -35,14 +35,14 @@ _BUCKET = 'The weights are the same bits for any. Left out it is 500000000, whic
 
 ZERO: tuple[Key, ...] = (
     honoured(_Z, "stage", STAGE, "0: nothing is sharded; 1: optimizer state; 2: gradients too. Left out it is 0.",
-             f"{_TABLE}test_stages", "stage"),
+             f"{_REDUCTION}test_stages", "stage"),
     honoured(_Z, "reduce_bucket_size", AT_LEAST_1, f"Elements whose gradients are reduced together. {_BUCKET}",
-             f"{_TABLE}test_bucket_sizes", "reduce_bucket_numel", absent_when_auto=True),
+             f"{_REDUCTION}test_bucket_sizes", "reduce_bucket_numel", absent_when_auto=True),
     honoured(_Z, "allgather_bucket_size", AT_LEAST_1, f"Elements that are gathered together. {_BUCKET}",
-             f"{_TABLE}test_bucket_sizes", "allgather_bucket_numel", absent_when_auto=True),
+             f"{_REDUCTION}test_bucket_sizes", "allgather_bucket_numel", absent_when_auto=True),
     honoured(_Z, "overlap_comm", BOOLEAN,
              "Reduce while backward runs. The weights are the same bits either way. Left out it is true.",
-             f"{_TABLE}test_overlap_comm", "overlap_comm", absent_when_auto=True),
+             f"{_REDUCTION}test_overlap_comm", "overlap_comm", absent_when_auto=True),
     accepted(_Z, "contiguous_gradients", BOOLEAN, _LAYOUT),
     accepted(_Z, "reduce_scatter", BOOLEAN, _COLLECTIVE),
     accepted(_Z, "use_multi_rank_bucket_allreduce", BOOLEAN, _COLLECTIVE),
@@ -101,7 +101,7 @@ ZERO: tuple[Key, ...] = (
 
 OFFLOAD: tuple[Key, ...] = (
     honoured(_O, "device", DEVICE, "Where optimizer state lives and is stepped. The weights are the same bits. "
-             "Left out it is none.", f"{_TABLE}test_offload", "offload_optimizer"),
+             "Left out it is none.", f"{_REDUCTION}test_offload", "offload_optimizer"),
     accepted(_O, "pin_memory", BOOLEAN, "How fast bytes move, not what they are."),
     accepted(_O, "nvme_path", TEXT, _NVME),
     accepted(_O, "buffer_count", AT_LEAST_0, _NVME),
