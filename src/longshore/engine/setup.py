@@ -21,7 +21,7 @@ from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from longshore.engine.optimizers import make_optimizer
 from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, join
-from longshore.engine.same_setup import check_same_setup
+from longshore.engine.same_setup import check_same_parameters, check_same_setup
 from longshore.engine.schedules import make_schedule
 from longshore.engine.scripts import with_port
 from longshore.optim import Offload
@@ -96,6 +96,7 @@ def initialize(
                 warnings.warn(note, stacklevel=2)
         precision = _place(model, settings, ranks)
         made = make_optimizer(model, optimizer, model_parameters, settings, _placement(settings, ranks, offload))
+        check_same_parameters(made, ranks)
         register(made)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made)

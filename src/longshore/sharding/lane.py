@@ -46,10 +46,12 @@ class CollectiveLane:
         group: the ranks that share the work; None: all.
         device: where tensors that are communicated have to be.
         limit_bytes: of gradients that may wait for their bucket's turn.
+        owns_group: :meth:`close` destroys the group.
     """
 
-    def __init__(self, group: Any, device: torch.device, limit_bytes: int) -> None:
+    def __init__(self, group: Any, device: torch.device, limit_bytes: int, owns_group: bool = False) -> None:
         # Fixed.
+        self._owns_group = owns_group
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self._group = group
@@ -102,6 +104,9 @@ class CollectiveLane:
     def close(self) -> None:
         if self._dead is None:
             self._worker.close()
+        if self._owns_group and dist.is_initialized():
+            self._owns_group = False
+            dist.destroy_process_group(self._group)
 
     # -- collectives, from jobs -----------------------------------------------
 
@@ -177,6 +182,18 @@ class CollectiveLane:
             for request in dist.batch_isend_irecv(work) if work else ():
                 request.wait()
         return received
+
+
+def twin_of(group: Any, device: torch.device) -> Any:
+    """A process group of the same ranks for one lane alone; all ranks have to call.
+
+    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those
+    of a second engine, run while the lane's are under way: in one group they would be taken for each other.
+    """
+    group = dist.group.WORLD if group is None else group
+    # Without one a new group would wait for half an hour, whatever the user chose; torch has no public way to ask.
+    options = getattr(group._get_backend(device), "options", None)
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(options, "_timeout", None))
 
 
 _ADVICE = "every rank has to run the same number of backwards and steps, with the same parameters, in the same order"

@@ -10,7 +10,7 @@ import torch
 
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
-from longshore.sharding.lane import CollectiveLane
+from longshore.sharding.lane import CollectiveLane, twin_of
 from longshore.sharding.ownership import Ownership, Replicated, Sharded
 from longshore.sharding.store import ShardedStore
 from longshore.sharding.window import ReductionSettings
@@ -51,7 +51,7 @@ class ShardedPlacement(Placement):
     def make_store(self, device: torch.device, hold_gradients: bool) -> ShardedStore:
         strategy = STRATEGIES[self.stage]
         settings = replace(self.settings, each_backward=strategy.each_backward)
-        lane = CollectiveLane(self.group, device, limit_bytes=settings.bucket_numel)
+        lane = CollectiveLane(twin_of(self.group, device), device, limit_bytes=settings.bucket_numel, owns_group=True)
         # What comes out of a reduction is float32, whatever went in.
         inner = self.offload.make_store(device, hold_gradients=True, gradient_dtype=torch.float32)
         return ShardedStore(inner, strategy.ownership(lane, self.gather_numel), settings)
