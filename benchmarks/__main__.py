@@ -55,10 +55,9 @@ def _host_memory(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]
 
 def _engine(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     if quick:
-        settings = engine.Settings(128, 2, 256, 1 << 21, threads, 1, 2, python)
+        settings = engine.Settings(128, 2, 256, 1 << 21, 1 << 21, threads, 1, 2, python)
     else:
-        # A bucket holds the largest parameter, the embedding of 12.3 M elements.
-        settings = engine.Settings(768, 12, 2432, 1 << 24, threads, 5, 5, python)
+        settings = engine.Settings(768, 12, 2432, 50_000_000, 1 << 24, threads, 5, 5, python)
     results = measure_in_child("engine", vars(settings), threads)
     return results, engine.rows(results)
 

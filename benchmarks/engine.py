@@ -40,20 +40,25 @@ GRADIENT_BYTES = 2
 
 @dataclass(frozen=True)
 class Settings:
-    """The Llama's size, elements of a bucket, ``threads`` of all ranks together, and ``blocks`` of ``steps`` each."""
+    """The Llama's size, elements of a bucket, ``threads`` of all ranks together, and ``blocks`` of ``steps`` each.
+
+    ``memory_bucket_numel`` is smaller, so that two buckets are far from all gradients, and no smaller than the largest
+    parameter.
+    """
 
     hidden_size: int
     layers: int
     intermediate_size: int
     bucket_numel: int
+    memory_bucket_numel: int
     threads: int
     blocks: int
     steps: int
     deepspeed_python: str
 
-    def setup(self, world_size: int) -> Setup:
+    def setup(self, world_size: int, bucket_numel: int) -> Setup:
         threads = max(1, self.threads // world_size)
-        return Setup(self.hidden_size, self.layers, self.intermediate_size, TOKENS, threads, self.bucket_numel)
+        return Setup(self.hidden_size, self.layers, self.intermediate_size, TOKENS, threads, bucket_numel)
 
 
 def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
@@ -66,18 +71,21 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
         times[str(world_size)] = _times(settings, world_size, missing, note)
     for world_size in OURS:
         memory[str(world_size)] = _memory(settings, world_size, missing, note)
-    return {"settings": asdict(settings), "missing": missing, "times": times, "memory": memory}
+    shown = {name: value for name, value in asdict(settings).items() if name != "deepspeed_python"}  # a path
+    return {"settings": shown, "missing": missing, "times": times, "memory": memory}
 
 
 def _times(settings: Settings, world_size: int, missing: dict[str, str], note: Note) -> dict[str, Any]:
     """Each team's contestants; of several ranks, the slowest counts."""
-    where, setup = _ranks(world_size), settings.setup(world_size)
+    where, setup = _ranks(world_size), settings.setup(world_size, settings.bucket_numel)
     note(f"{where}: starting")
     seconds: dict[str, dict[str, list[float]]] = {}
+    # On one rank a difference of steps is measured; on two, whole steps as users have them.
+    keep = world_size == 1
     with ExitStack() as stack:
-        started = {ENGINE: stack.enter_context(Team("time", setup, OURS[world_size], world_size))}
+        started = {ENGINE: stack.enter_context(Team("time", setup, OURS[world_size], world_size, keep_memory=keep))}
         if DEEPSPEED not in missing:
-            team = Team("time", setup, THEIRS[world_size], world_size, settings.deepspeed_python)
+            team = Team("time", setup, THEIRS[world_size], world_size, settings.deepspeed_python, keep)
             started[DEEPSPEED] = stack.enter_context(team)
         teams = _ready(started, missing)
         for block in range(-1, settings.blocks):  # the first one makes the optimizers' state
@@ -92,11 +100,12 @@ def _times(settings: Settings, world_size: int, missing: dict[str, str], note: N
 
 def _memory(settings: Settings, world_size: int, missing: dict[str, str], note: Note) -> dict[str, Any]:
     """What each rank answers, by contestant."""
+    setup = settings.setup(world_size, settings.memory_bucket_numel)
     measured = {}
     for name, python in ((SIMULATED, sys.executable), (DEEPSPEED, settings.deepspeed_python)):
         if name not in missing:
             note(f"{_ranks(world_size)}: memory of {name}")
-            with Team("memory", settings.setup(world_size), (name,), world_size, python) as team:
+            with Team("memory", setup, (name,), world_size, python) as team:
                 for ready in _ready({name: team}, missing).values():
                     measured[name] = ready.ask(settings.steps)
     return measured
@@ -129,7 +138,7 @@ def rows(results: Mapping[str, Any]) -> list[Row]:
     if ENGINE not in missing:
         table += _one_rank_rows(times["1"]) + _two_rank_rows(times["2"])
     if SIMULATED not in missing:
-        bucket_bytes = GRADIENT_BYTES * results["settings"]["bucket_numel"]
+        bucket_bytes = GRADIENT_BYTES * results["settings"]["memory_bucket_numel"]
         for world_size in OURS:
             table += _memory_rows(world_size, memory[str(world_size)], bucket_bytes)
     return table
@@ -179,5 +188,5 @@ def _memory_rows(world_size: int, memory: Mapping[str, list[dict[str, Any]]], bu
     kept = max(answer["gradients_bytes"] for answer in ours) / 2**20
     what = f"{where}: on the device in backward, besides parameters and activations"
     bound = BUCKETS_ON_DEVICE * bucket_bytes / 2**20
-    note = f"{BUCKETS_ON_DEVICE} buckets; all gradients: {GRADIENT_BYTES * rank['parameters'] / 2**20:.0f} MiB"
+    note = f"goal: {BUCKETS_ON_DEVICE} buckets; all gradients: {GRADIENT_BYTES * rank['parameters'] / 2**20:.0f} MiB"
     return [*table, at_most(PART, what, kept, "MiB", bound, note)]

@@ -66,6 +66,7 @@ def test_one_bit_is_different(cli, text, monkeypatch, dtype, other, bits):
     assert "All weights are equal" not in ran.out
 
 
+@pytest.mark.slow
 def test_another_rank_order_is_different(cli, text, monkeypatch):
     """The ranks get the batches of another seed: the row says no, and so does the exit code."""
     original = comparison.RanksContestant.__init__

@@ -205,9 +205,9 @@ class TestFile:
         assert ran.code == 2 and "there is no such file" in ran.refused()
 
     def test_batches_that_do_not_multiply_out(self, train, config):
-        ran = train("--config", config(train_batch_size=5), "--accumulation", "2")
+        ran = train("--config", config(train_batch_size=6), "--accumulation", "2")
         assert ran.code == 2
-        assert "must be train_micro_batch_size_per_gpu x --accumulation x ranks" in ran.refused()
+        assert "6 is not --batch-size 2 x --accumulation 2 x 1 rank = 4; change train_batch_size to 4" in ran.refused()
 
     @pytest.mark.parametrize(
         "change, option, message",
@@ -366,7 +366,7 @@ class TestTorchrun:
         assert results(out).names == WRITTEN
         run = results(out).run
         assert run["status"] == "interrupted"
-        assert run["result"]["steps"] == len(results(out).metrics("train")) > 2
+        assert run["result"]["steps"] == len(results(out).metrics("train")) >= 2
 
     def test_a_rank_that_fails(self, micro, tmp_path):
         """It says why, the other one says that it is not to blame, and both end within seconds."""

@@ -203,7 +203,7 @@ def _report(pairs: list[Pair], settings: DemoSettings, steps: int, console: Cons
     table.add_column("run", no_wrap=True)
     for heading in ("training\nloss", "validation\nloss", "device\nbytes/param", "host\nbytes/param", "tokens/s"):
         table.add_column(heading, justify="right")
-    table.add_column("weights\nequal")
+    table.add_column("weights\nequal", no_wrap=True)
     different: list[str] = []
     for pair in pairs:
         names = differing(pair.ours.weights, pair.plain.weights)
