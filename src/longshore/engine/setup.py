@@ -205,6 +205,15 @@ def _move(scheduler: Any, optimizer: Optimizer) -> None:
         scheduler._step_count = 2
 
 
+def _stepped_alone(scheduler: Any) -> Any:
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "engine.step() advances lr_scheduler, and ReduceLROnPlateau needs a measurement for that; "
+            "leave lr_scheduler out, build it on engine.optimizer and call its step(metric) yourself"
+        )
+    return scheduler
+
+
 def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
     if given is None:
         if config.scheduler is None:
@@ -212,9 +221,9 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
         return make_schedule(config.scheduler.type, config.scheduler.arguments(), optimizer)
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
-    if callable(getattr(given, "step", None)):
+    if not isinstance(given, type) and callable(getattr(given, "step", None)):
         _move(given, optimizer)
-        return given
+        return _stepped_alone(given)
     if callable(given):
-        return given(optimizer)
+        return _stepped_alone(given(optimizer))
     raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {type(given).__name__}")

@@ -51,6 +51,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self._clipping = Clipping()
         self.ledger: Mapping[int, Entry] = {}  # of the last window's gradients
         self._loading: dict[int, dict[str, Any]] | None = None
+        self.when_discarded: Callable[[], None] = lambda: None
         family.check_group(defaults)
         # The base class adds the groups one by one; a tile may hold several, so
         # they are laid out together.
@@ -230,6 +231,7 @@ class HostOptimizer(torch.optim.Optimizer):
         else:
             source.zero_grad()
         self._clipping.reset()
+        self.when_discarded()
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
