@@ -16,6 +16,11 @@ from longshore.host import Worker
 
 T = TypeVar("T")
 
+REFUSED = -1
+"""In place of its verdict: a rank that found at the last moment that it cannot step."""
+
+_PATIENCE_S = 1.0
+
 
 class Action(IntEnum):
     """What a rank is about to do together with the others."""
@@ -57,7 +62,9 @@ class CollectiveLane:
         self._group = group
         self.device = device
         self._peers = [dist.get_global_rank(group, rank) if group else rank for rank in range(self.world_size)]
-        self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives")
+        # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
+        # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
+        self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
         # Set once.
         self._dead: BaseException | None = None
         # Of one window.
@@ -67,7 +74,7 @@ class CollectiveLane:
     # -- jobs, from any thread ------------------------------------------------
 
     def submit(self, job: Callable[[], None], held_bytes: int = 0) -> None:
-        """Queue ``job``; blocks while gradients of more than the limit wait."""
+        """Queue ``job``; blocks for a while where gradients of more than the limit wait."""
         self._worker.submit(lambda: self._guarded(job), held_bytes)
 
     def drain(self) -> None:
@@ -120,7 +127,7 @@ class CollectiveLane:
         ``window`` counts those that were applied or given up.
 
         Raises:
-            GradientError: another rank gave up the window.
+            GradientError: another rank gave up the window, or came to COMMIT with REFUSED.
             RankError: the ranks do different things; says which rank does what.
         """
         while True:
@@ -134,6 +141,11 @@ class CollectiveLane:
             if all(row[:3] == rows[0][:3] for row in rows):
                 return
             if not gave_up:
+                refusing = [rank for rank, doings in enumerate(doing) if doings == (Action.COMMIT, REFUSED)]
+                if refusing and all(other is Action.COMMIT for other, _ in doing):
+                    if self.rank in refusing:
+                        return
+                    raise GradientError(f"rank {refusing[0]} refused the step (see its own error); nothing was stepped")
                 if all(other is Action.COMMIT for other, _ in doing):
                     raise RankError(
                         "the ranks are about to step differently: other parameters, learning rates, options or "
