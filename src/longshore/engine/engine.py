@@ -75,9 +75,13 @@ class Engine(nn.Module):
         self._failed = False
         """Whether a backward raised."""
         optimizer.set_loss_scale(loss_scale.value)
-        # A step() of the optimizer itself ends the window too.
+        self._stepping = False
+        self._destroyed = False
+        # A step() or zero_grad() of the optimizer itself ends the window too.
         me = weakref.ref(self)
+        optimizer.register_step_pre_hook(lambda *_: _check_step_of(me()))
         optimizer.register_step_post_hook(lambda *_: _end_window_of(me()))
+        optimizer.when_discarded = lambda: _end_window_of(me())
 
     # -- forward and backward -------------------------------------------------
 
@@ -111,6 +115,7 @@ class Engine(nn.Module):
             raise ValueError(f"engine.backward() takes a loss of one element, not {found}; reduce it, with mean() say")
         if scale_wrt_gas and self._window.accumulation_steps > 1:
             loss = loss / self._window.accumulation_steps
+        self._check_alive()
         before = self.optimizer.gradients_arrived
         self.optimizer.store.begin_backward(self._synchronize)
         failure: GradientError | None = None
@@ -152,6 +157,7 @@ class Engine(nn.Module):
             GradientError: a gradient that cannot be counted, by name; nothing was stepped.
             RankError: the ranks do different things.
         """
+        self._check_alive()
         self._applied = False
         raw = self.optimizer.gradients_arrived > self._announced
         # After a failed backward step() is due, so that this rank meets the others, and all of them raise.
@@ -196,7 +202,11 @@ class Engine(nn.Module):
             if overflow:
                 self.optimizer.set_loss_scale(self._loss_scale.value)
                 return False
-        self.optimizer.step()
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
         self.optimizer.set_loss_scale(self._loss_scale.value)
         return True
 
@@ -319,8 +329,24 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """Wait for what is under way, leave the parameters as ordinary ones, and let go of threads and groups."""
+        self._destroyed = True
         self.optimizer.close()
         self.ranks.close()
+
+    def _check_alive(self) -> None:
+        if self._destroyed:
+            raise LongshoreError("engine.destroy() was called, so nothing steps this model; call initialize() again")
+
+
+def _check_step_of(engine: Engine | None) -> None:
+    """The optimizer's own step() must not silently leave out what only the engine does."""
+    if engine is None or engine._stepping:
+        return
+    skipped = "clipping" if engine._clip is not None else "overflow check" if engine._loss_scale.skips_overflow else ""
+    if skipped:
+        raise LongshoreError(
+            f"optimizer.step() would leave out the {skipped} that the configuration asks for; call engine.step()"
+        )
 
 
 def _end_window_of(engine: Engine | None) -> None:

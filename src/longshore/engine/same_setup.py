@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import nn
 from longshore.engine.config import Config
 from longshore.engine.ranks import Ranks
 from longshore.errors import RankError
+from longshore.optim.host_optimizer import HostOptimizer
 
 _DIGEST_BYTES = 16
 
@@ -31,6 +32,27 @@ def check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
         "model": _digest(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
         "choice of trainable parameters": _digest(name for name, tensor in tensors if tensor.requires_grad),
     }
+    _compare(parts, ranks, "build the same model and give initialize() the same configuration")
+
+
+def check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
+    """The optimizer has the same parameters in the same order on all ranks; all have to call.
+
+    Buckets are filled in that order: another one, as ``set(model.parameters())`` has, would add up gradients of
+    different parameters.
+
+    Raises:
+        RankError: names the ranks that differ.
+    """
+    if ranks.world_size == 1:
+        return
+    lines = (f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer.records)
+    sizes = (str(len(group["params"])) for group in optimizer.param_groups)
+    parts = {"order of the optimizer's parameters": _digest(lines), "division into groups": _digest(sizes)}
+    _compare(parts, ranks, "give its optimizer the same parameters in the same order (a list, never a set) and groups")
+
+
+def _compare(parts: Mapping[str, bytes], ranks: Ranks, duty: str) -> None:
     mine = torch.frombuffer(bytearray(b"".join(parts.values())), dtype=torch.uint8).to(ranks.device)
     rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
     dist.all_gather(rows, mine, group=ranks.group)
@@ -39,8 +61,7 @@ def check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
         differing = [rank for rank, row in enumerate(rows) if not torch.equal(row[part], rows[0][part])]
         if differing:
             raise RankError(
-                f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to build "
-                "the same model and to give initialize() the same configuration"
+                f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to {duty}"
             )
 
 

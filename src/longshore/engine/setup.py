@@ -23,9 +23,10 @@ from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from longshore.engine.optimizers import make_optimizer
 from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, join
-from longshore.engine.same_setup import check_same_setup
+from longshore.engine.same_setup import check_same_parameters, check_same_setup, ranks_here
 from longshore.engine.schedules import make_schedule
 from longshore.engine.scripts import with_port
+from longshore.kernels import default_threads
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
 from longshore.sharding import ReductionSettings, ShardedPlacement
@@ -100,6 +101,7 @@ def initialize(
         precision = _place(model, settings, ranks)
         made = make_optimizer(model, optimizer, model_parameters, settings, _placement(settings, ranks, offload))
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
+        check_same_parameters(made, ranks)
         register(made)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made)
@@ -211,7 +213,7 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
         return make_schedule(config.scheduler.type, config.scheduler.arguments(), optimizer)
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
-    if callable(getattr(given, "step", None)):
+    if not isinstance(given, type) and callable(getattr(given, "step", None)):
         _check_step(given)
         _move(given, optimizer)
         return given

@@ -7,9 +7,12 @@ the other ranks for the rest.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +109,10 @@ class ParameterStore(ABC):
         ``collect`` finds those of this process; where it raises, all ranks raise.
         """
         return collect()
+
+    def preparing(self) -> AbstractContextManager[Any]:
+        """What is computed between :meth:`agree` and :meth:`commit`: where it raises on one rank, no rank commits."""
+        return contextlib.nullcontext()
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
         """With ``LONGSHORE_DEBUG=1``: tensors by name have the same bits on all ranks.

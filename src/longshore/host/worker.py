@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from longshore.kernels import Kernels
 
@@ -68,25 +68,38 @@ class Worker(JobRunner):
         limit_bytes: of gradients that may wait in the queue.
         on_start: called before each job (seeded delays, in tests).
         name: of the thread.
+        patience_s: how long ``submit`` blocks at most; None: as long as it takes. Once it gave up it does not
+            block again before the next :meth:`drain`. For jobs that wait for something that may wait for the caller.
     """
 
-    def __init__(self, limit_bytes: int, on_start: Callable[[], None], name: str = "longshore-host") -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        on_start: Callable[[], None],
+        name: str = "longshore-host",
+        patience_s: float | None = None,
+    ) -> None:
         self._owner_pid = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
         self._limit_bytes = limit_bytes
         self._on_start = on_start
         self._name = name
+        self._patience_s = patience_s
         # Several autograd threads may submit.
         self._lock = threading.Lock()
         self._jobs: deque[tuple[Future[None], int]] = deque()
         self._held_bytes = 0
         self._failure: BaseException | None = None
+        self._gave_up = False
 
     def submit(self, job: Callable[[], None], held_bytes: int) -> None:
         """Queue ``job``; blocks while the queue holds too many bytes."""
         self._check_process()
         with self._lock:
-            while self._jobs and (self._jobs[0][0].done() or self._held_bytes + held_bytes > self._limit_bytes):
+            while self._jobs and (self._jobs[0][0].done() or self._is_full(held_bytes)):
+                if self._patience_s is not None and wait([self._jobs[0][0]], self._patience_s).not_done:
+                    self._gave_up = True
+                    break
                 self._retire()
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
@@ -100,6 +113,7 @@ class Worker(JobRunner):
             while self._jobs:
                 self._retire()
             failure, self._failure = self._failure, None
+            self._gave_up = False
             return failure
 
     def close(self) -> None:
@@ -107,6 +121,9 @@ class Worker(JobRunner):
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
+
+    def _is_full(self, held_bytes: int) -> bool:
+        return not self._gave_up and self._held_bytes + held_bytes > self._limit_bytes
 
     def _check_process(self) -> None:
         if os.getpid() != self._owner_pid:

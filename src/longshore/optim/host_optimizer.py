@@ -51,9 +51,9 @@ class HostOptimizer(torch.optim.Optimizer):
         self._clipping = Clipping()
         self.ledger: Mapping[int, Entry] = {}  # of the last window's gradients
         self._loading: dict[int, dict[str, Any]] | None = None
+        self.when_discarded: Callable[[], None] = lambda: None
         family.check_group(defaults)
-        # The base class adds the groups one by one; a tile may hold several, so
-        # they are laid out together.
+        # The base class adds the groups one by one; a tile may hold several, so they are laid out together.
         self._waiting: list[ParameterRecord] | None = []
         super().__init__(params, defaults)
         waiting, self._waiting = self._waiting, None
@@ -145,13 +145,14 @@ class HostOptimizer(torch.optim.Optimizer):
         store, source = self._parts()
         store.check_usable()
         gradients = store.agree(self._collect)
-        scale = self._clipping.scale_for(source.fingerprint())
-        name_states(store, self._family, self.param_groups)
-        steps, histories = self._steps_of(gradients)
-        entries = balance(self._records.values(), source.produced, steps, store)
         records = {record.index: record for record in self._records.values()}
-        adopt_masters(store, records.values(), steps)
-        begin_states(store, self._family, [records[index] for index in steps])
+        with store.preparing():
+            scale = self._clipping.scale_for(source.fingerprint())
+            name_states(store, self._family, self.param_groups)
+            steps, histories = self._steps_of(gradients)
+            entries = balance(records.values(), source.produced, steps, store)
+            adopt_masters(store, records.values(), steps)
+            begin_states(store, self._family, [records[index] for index in steps])
 
         def published() -> None:
             for index, step in steps.items():
@@ -230,6 +231,7 @@ class HostOptimizer(torch.optim.Optimizer):
         else:
             source.zero_grad()
         self._clipping.reset()
+        self.when_discarded()
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:

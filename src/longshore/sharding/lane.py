@@ -16,6 +16,11 @@ from longshore.host import Worker
 
 T = TypeVar("T")
 
+REFUSED = -1
+"""In place of its verdict: a rank that found at the last moment that it cannot step."""
+
+_PATIENCE_S = 1.0
+
 
 class Action(IntEnum):
     """What a rank is about to do together with the others."""
@@ -46,16 +51,20 @@ class CollectiveLane:
         group: the ranks that share the work; None: all.
         device: where tensors that are communicated have to be.
         limit_bytes: of gradients that may wait for their bucket's turn.
+        owns_group: :meth:`close` destroys the group.
     """
 
-    def __init__(self, group: Any, device: torch.device, limit_bytes: int) -> None:
+    def __init__(self, group: Any, device: torch.device, limit_bytes: int, owns_group: bool = False) -> None:
         # Fixed.
+        self._owns_group = owns_group
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self._group = group
         self.device = device
         self._peers = [dist.get_global_rank(group, rank) if group else rank for rank in range(self.world_size)]
-        self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives")
+        # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
+        # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
+        self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
         # Set once.
         self._dead: BaseException | None = None
         # Of one window.
@@ -67,7 +76,7 @@ class CollectiveLane:
     # -- jobs, from any thread ------------------------------------------------
 
     def submit(self, job: Callable[[], None], held_bytes: int = 0) -> None:
-        """Queue ``job``; blocks while gradients of more than the limit wait."""
+        """Queue ``job``; blocks for a while where gradients of more than the limit wait."""
         self._worker.submit(lambda: self._guarded(job), held_bytes)
 
     def drain(self) -> None:
@@ -104,6 +113,9 @@ class CollectiveLane:
     def close(self) -> None:
         if self._dead is None:
             self._worker.close()
+        if self._owns_group and dist.is_initialized():
+            self._owns_group = False
+            dist.destroy_process_group(self._group)
 
     # -- collectives, from jobs -----------------------------------------------
 
@@ -125,7 +137,7 @@ class CollectiveLane:
         ``window`` counts those that were applied or given up.
 
         Raises:
-            GradientError: another rank gave up the window.
+            GradientError: another rank gave up the window, or came to COMMIT with REFUSED.
             RankError: the ranks do different things; says which rank does what.
         """
         while True:
@@ -139,6 +151,11 @@ class CollectiveLane:
             if all(row[:3] == rows[0][:3] for row in rows):
                 return
             if not gave_up:
+                refusing = [rank for rank, doings in enumerate(doing) if doings == (Action.COMMIT, REFUSED)]
+                if refusing and all(other is Action.COMMIT for other, _ in doing):
+                    if self.rank in refusing:
+                        return
+                    raise GradientError(f"rank {refusing[0]} refused the step (see its own error); nothing was stepped")
                 if all(other is Action.COMMIT for other, _ in doing):
                     raise RankError(
                         "the ranks are about to step differently: other parameters, learning rates, options or "
@@ -187,6 +204,18 @@ class CollectiveLane:
             for request in dist.batch_isend_irecv(work) if work else ():
                 request.wait()
         return received
+
+
+def twin_of(group: Any, device: torch.device) -> Any:
+    """A process group of the same ranks for one lane alone; all ranks have to call.
+
+    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those
+    of a second engine, run while the lane's are under way: in one group they would be taken for each other.
+    """
+    group = dist.group.WORLD if group is None else group
+    # Without one a new group would wait for half an hour, whatever the user chose; torch has no public way to ask.
+    options = getattr(group._get_backend(device), "options", None)
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(options, "_timeout", None))
 
 
 _ADVICE = "every rank has to run the same number of backwards and steps, with the same parameters, in the same order"

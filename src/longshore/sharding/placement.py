@@ -10,7 +10,7 @@ import torch
 
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
-from longshore.sharding.lane import CollectiveLane
+from longshore.sharding.lane import CollectiveLane, twin_of
 from longshore.sharding.ownership import Ownership, Replicated, Sharded
 from longshore.sharding.store import ShardedStore
 from longshore.sharding.window import ReductionSettings
@@ -57,7 +57,9 @@ class ShardedPlacement(Placement):
         if settings.early:
             # One bucket fills while another is on its way: together they are what was asked for.
             settings = replace(settings, bucket_numel=max(1, settings.bucket_numel // 2))
-        lane = CollectiveLane(self.group, device, limit_bytes=settings.bucket_numel * _LARGEST_ITEM_BYTES)
+        lane = CollectiveLane(
+            twin_of(self.group, device), device, settings.bucket_numel * _LARGEST_ITEM_BYTES, owns_group=True
+        )
         # What comes out of a reduction is float32, whatever went in.
         inner = self.offload.make_store(device, hold_gradients=True, gradient_dtype=torch.float32)
         return ShardedStore(inner, strategy.ownership(lane, self.gather_numel), settings)

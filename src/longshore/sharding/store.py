@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, GradientError, RankError
+from longshore.errors import BrokenStateError, GradientError, LongshoreError, RankError
 from longshore.host import HostStore, ParameterStep, ParameterStore, Tile, debugging
 from longshore.kernels import Scale
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import Bucket, Piece
 from longshore.sharding.contributions import Contributions
-from longshore.sharding.lane import Action
+from longshore.sharding.lane import REFUSED, Action
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.reduction import Averaging, reduce_shard
 from longshore.sharding.rounds import Round
@@ -83,19 +84,20 @@ class ShardedStore(ParameterStore):
         if not (self._settings.each_backward and reduce):
             return
         current, kept = self._window.begin_round()
+        buckets = list(self.shards.buckets)  # step() may add some while the lane is still at this round
         ready = self.transfer.mark()
-        self.lane.submit(lambda: self._meet_for(current, kept, ready))
+        self.lane.submit(lambda: self._meet_for(current, kept, buckets, ready))
 
     def end_backward(self, failure: BaseException | None) -> None:
         # Where it failed, its round still takes place: the others are in it.
         self._window.fail(failure)
         self._window.end_round()
 
-    def _meet_for(self, current: Round, kept: list[Contributions], ready: Any) -> None:
+    def _meet_for(self, current: Round, kept: list[Contributions], buckets: Sequence[Bucket], ready: Any) -> None:
         try:
             self.lane.meet(Action.BACKWARD, current.number, self._windows)
             rounds = agree_on(self.lane, Statement.of(kept)).deferred
-            self._reduce_kept(kept, rounds, self.shards.buckets, ready)
+            self._reduce_kept(kept, rounds, buckets, ready)
         except BaseException:
             current.failed = True
             raise
@@ -197,6 +199,15 @@ class ShardedStore(ParameterStore):
             self._window.fail(error)
             raise
         return dict.fromkeys(self._window.active, None)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(LongshoreError):  # the first error is the one to raise
+                self.lane.run(lambda: self.lane.meet(Action.COMMIT, REFUSED, self._windows))
+            raise
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
         sums = [int(tensor.contiguous().view(torch.uint8).long().sum()) for tensor in values.values()]
