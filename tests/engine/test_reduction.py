@@ -110,6 +110,10 @@ def test_bucket_sizes(stage: int, two_ranks: Ranks) -> None:
         1200: [7 + 231 + 5 + 165 + 3 + 99 + 33, 1089 + 33, 1089 + 33 + 33 + 33, 627],
         10**6: [NUMEL],
     }
+    if stage == 2:
+        # Half as large: one fills while another is on its way.
+        buckets_of[70] = [7, 231, 5, 165, 3, 99, 33, 1089, 33, 1089, 33, 33, 33, 627]
+        buckets_of[1200] = [7 + 231 + 5 + 165 + 3 + 99 + 33, 1089, 33, 1089, 33 + 33 + 33, 627]
     for (reduce_size, buckets), gather_size in zip(buckets_of.items(), (700, 200, 10**6), strict=True):
         section = zero(stage, reduce_bucket_size=reduce_size, allgather_bucket_size=gather_size)
         for found in two_ranks(reduction_cases.shards, section, 1):

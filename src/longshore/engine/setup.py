@@ -164,7 +164,8 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placeme
     """The strategy, chosen once: one rank keeps everything, several share it."""
     if offload is None:
         place, threads = config.offload_optimizer, config.threads
-        if threads is None and config.cpu_set is None and (place == "cpu" or ranks.device.type == "cpu"):
+        steps_here = place == "cpu" or ranks.device.type == "cpu"
+        if ranks.world_size > 1 and threads is None and config.cpu_set is None and steps_here:
             threads = max(1, default_threads() // ranks_here(ranks))
         offload = Offload(config.tile_numel, threads, config.cpu_set, device=place)
     if ranks.world_size == 1:

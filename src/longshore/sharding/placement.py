@@ -54,7 +54,7 @@ class ShardedPlacement(Placement):
     def make_store(self, device: torch.device, hold_gradients: bool) -> ShardedStore:
         strategy = STRATEGIES[self.stage]
         settings = replace(self.settings, each_backward=strategy.each_backward)
-        if settings.early:
+        if settings.early and settings.each_backward:
             # One bucket fills while another is on its way: together they are what was asked for.
             settings = replace(settings, bucket_numel=max(1, settings.bucket_numel // 2))
         lane = CollectiveLane(
