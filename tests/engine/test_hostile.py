@@ -41,7 +41,6 @@ def test_a_collective_in_backward_while_a_head_is_idle_on_one_rank(two_ranks: Ra
         assert seconds < 5
 
 
-@pytest.mark.xfail(strict=True, reason="found at step() only: until then .grad adds up in the parameter's dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thawed_parameter_accumulates_like_the_others(dtype: torch.dtype, two_ranks: Ranks) -> None:
     assert two_ranks(hostile_cases.thawed, 2, dtype, 3) == [[], []]
