@@ -150,3 +150,12 @@ def unseen_write_in_one_shard() -> list[str]:
         return said
     finally:
         os.environ["LONGSHORE_DEBUG"] = "0"
+
+
+def expanded_buffer() -> list[float]:
+    """A mask that repeats itself in memory, with other values on rank 1."""
+    model = make_model(torch.float32)
+    model.register_buffer("mask", torch.full((1, 5), float(dist.get_rank() + 1)).expand(4, 5))
+    config = longshore.Config(stage=1, optimizer={"type": "AdamW", **OPTIONS})
+    longshore.initialize(model=model, config=config).engine.optimizer.close()
+    return [float(model.mask.sum())]
