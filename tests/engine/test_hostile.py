@@ -36,6 +36,11 @@ def test_parameters_in_another_order_on_one_rank_are_refused(stage: int, two_ran
         assert said.startswith("RankError: the order of the optimizer's parameters of rank 1 is not that of rank 0")
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_backwards_inside_no_sync_take_the_memory_of_one(stage: int, two_ranks: Ranks) -> None:
+    assert two_ranks(hostile_cases.unsynchronized, stage) == [1, 1]
+
+
 def test_an_expanded_buffer_becomes_rank_0s(two_ranks: Ranks) -> None:
     assert two_ranks(hostile_cases.expanded_buffer) == [[20.0], [20.0]]
 
