@@ -116,7 +116,6 @@ def test_a_schedule_that_needs_a_measurement_is_refused() -> None:
         )
 
 
-@pytest.mark.xfail(strict=True, reason="groups of the engine's optimizer have names, and torch wants them of a new one")
 def test_a_group_added_without_names_is_taken() -> None:
     model = make_model(torch.float32)
     rest = [parameter for name, parameter in model.named_parameters() if "second" not in name]

@@ -84,3 +84,18 @@ def test_ranks_that_are_set_up_differently(what: str, two_ranks: Ranks) -> None:
 def test_learning_rates_that_differ_are_found_before_any_step(stage: int, two_ranks: Ranks) -> None:
     for said in two_ranks(failure_cases.other_learning_rate, stage):
         assert said.startswith("RankError: the ranks are about to step differently")
+
+
+def test_gradients_of_an_earlier_loop_do_not_count() -> None:
+    model = nn.Linear(16, 4)
+    x = torch.randn(3, 16)
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match="discarded the gradients that 2 parameters still had"):
+        engine = longshore.initialize(model=model, config=longshore.Config(optimizer={"type": "AdamW"})).engine
+    try:
+        engine.backward(engine(x).sum())
+        engine.step()
+        assert [entry.arrived for entry in engine.explain(False).parameters] == [1, 1]
+        assert [entry.reduced for entry in engine.explain(False).parameters] == [1, 1]
+    finally:
+        engine.destroy()

@@ -28,6 +28,7 @@ from longshore.engine.schedules import make_schedule
 from longshore.engine.scripts import with_port
 from longshore.kernels import default_threads
 from longshore.optim import Offload
+from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Placement
 from longshore.sharding import ReductionSettings, ShardedPlacement
 
@@ -102,6 +103,7 @@ def initialize(
         made = make_optimizer(model, optimizer, model_parameters, settings, _placement(settings, ranks, offload))
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         check_same_parameters(made, ranks)
+        _discard_left_over(made)
         register(made)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made)
@@ -182,6 +184,19 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placeme
         predivide=predivide,
     )
     return ShardedPlacement(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel)
+
+
+def _discard_left_over(optimizer: HostOptimizer) -> None:
+    """No window begins with gradients of another loop (law 2)."""
+    held = [record for record in optimizer.records if record.parameter.grad is not None]
+    for record in held:
+        record.parameter.grad = None
+    if held:
+        warnings.warn(
+            f"initialize() discarded the gradients that {len(held)} parameters still had ({held[0].name} and others); "
+            "call zero_grad() at the end of a loop of your own",
+            stacklevel=3,
+        )
 
 
 def _loss_scale(config: Config) -> LossScale:

@@ -202,6 +202,14 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())
 
 
+def named_like(groups: Sequence[dict[str, Any]], params: list[Any]) -> list[Any]:
+    """The parameters of a new group with names, where the groups that are there have names: torch wants all or none."""
+    named = any("param_names" in group for group in groups)
+    if not named or any(isinstance(entry, tuple) for entry in params):
+        return params
+    return [(f"{len(groups)}.{position}", parameter) for position, parameter in enumerate(params)]
+
+
 def refuse_duplicates(params: list[Any]) -> None:
     """A parameter listed twice would be stepped twice.
 
