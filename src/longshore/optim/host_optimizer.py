@@ -18,13 +18,7 @@ from longshore.optim.ledger import Entry, balance
 from longshore.optim.loading import loadable_state, merged_group
 from longshore.optim.masters import adopt_masters, publish, refresh_masters
 from longshore.optim.offload import Offload, Placement
-from longshore.optim.parameters import (
-    ParameterRecord,
-    check_no_shared_memory,
-    check_parameter,
-    named_like,
-    refuse_duplicates,
-)
+from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, group_members
 from longshore.optim.state import StateAccess, StateMap, begin_states, clear_state, name_states, write_state
 
 
@@ -77,8 +71,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 name; the optimizer is then as it was.
         """
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set)):
-            param_group["params"] = named_like(self.param_groups, list(param_group["params"]))
-            refuse_duplicates(param_group["params"])
+            param_group["params"] = group_members(self.param_groups, param_group["params"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -202,12 +202,18 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())
 
 
-def named_like(groups: Sequence[dict[str, Any]], params: list[Any]) -> list[Any]:
-    """The parameters of a new group with names, where the groups that are there have names: torch wants all or none."""
+def group_members(groups: Sequence[dict[str, Any]], params: Iterable[Any]) -> list[Any]:
+    """The parameters of a new group beside ``groups``, with names where those have some: torch wants all or none.
+
+    Raises:
+        ValueError: one is listed twice, naming both places.
+    """
+    members = list(params)
+    refuse_duplicates(members)
     named = any("param_names" in group for group in groups)
-    if not named or any(isinstance(entry, tuple) for entry in params):
-        return params
-    return [(f"{len(groups)}.{position}", parameter) for position, parameter in enumerate(params)]
+    if not named or any(isinstance(entry, tuple) for entry in members):
+        return members
+    return [(f"{len(groups)}.{position}", parameter) for position, parameter in enumerate(members)]
 
 
 def refuse_duplicates(params: list[Any]) -> None:
