@@ -150,3 +150,32 @@ def unseen_write_in_one_shard() -> list[str]:
         return said
     finally:
         os.environ["LONGSHORE_DEBUG"] = "0"
+
+
+def expanded_buffer() -> list[float]:
+    """A mask that repeats itself in memory, with other values on rank 1."""
+    model = make_model(torch.float32)
+    model.register_buffer("mask", torch.full((1, 5), float(dist.get_rank() + 1)).expand(4, 5))
+    config = longshore.Config(stage=1, optimizer={"type": "AdamW", **OPTIONS})
+    longshore.initialize(model=model, config=config).engine.optimizer.close()
+    return [float(model.mask.sum())]
+
+
+def unsynchronized(stage: int) -> int:
+    """Three backwards inside no_sync(); returns how many sums, each as large as the model, are kept for them."""
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    with engine.no_sync():
+        for step in range(3):
+            backward(engine, step, rank)
+    kept = len(engine.optimizer.store._window._deferred)
+    engine.zero_grad()
+    oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
+    window = Window((Backward(unsynchronized=True),) * 3 + (Backward(),))
+    for step in range(2):
+        drive(engine, window, step, rank, torch.float32)
+        oracle.loop.step(oracle.gradients(window, step, 1))
+    for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    engine.optimizer.close()
+    return kept

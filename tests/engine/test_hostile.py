@@ -36,12 +36,20 @@ def test_parameters_in_another_order_on_one_rank_are_refused(stage: int, two_ran
         assert said.startswith("RankError: the order of the optimizer's parameters of rank 1 is not that of rank 0")
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_backwards_inside_no_sync_take_the_memory_of_one(stage: int, two_ranks: Ranks) -> None:
+    assert two_ranks(hostile_cases.unsynchronized, stage) == [1, 1]
+
+
+def test_an_expanded_buffer_becomes_rank_0s(two_ranks: Ranks) -> None:
+    assert two_ranks(hostile_cases.expanded_buffer) == [[20.0], [20.0]]
+
+
 def test_a_collective_in_backward_while_a_head_is_idle_on_one_rank(two_ranks: Ranks) -> None:
     for seconds in two_ranks(hostile_cases.collective_in_backward, 1):
         assert seconds < 5
 
 
-@pytest.mark.xfail(strict=True, reason="found at step() only: until then .grad adds up in the parameter's dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thawed_parameter_accumulates_like_the_others(dtype: torch.dtype, two_ranks: Ranks) -> None:
     assert two_ranks(hostile_cases.thawed, 2, dtype, 3) == [[], []]
@@ -106,3 +114,12 @@ def test_a_schedule_that_needs_a_measurement_is_refused() -> None:
             config=longshore.Config(optimizer={"type": "AdamW", **OPTIONS}),
             lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
         )
+
+
+@pytest.mark.xfail(strict=True, reason="groups of the engine's optimizer have names, and torch wants them of a new one")
+def test_a_group_added_without_names_is_taken() -> None:
+    model = make_model(torch.float32)
+    rest = [parameter for name, parameter in model.named_parameters() if "second" not in name]
+    config = longshore.Config(optimizer={"type": "AdamW", **OPTIONS})
+    engine = longshore.initialize(model=model, model_parameters=rest, config=config).engine
+    engine.optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 1e-3})

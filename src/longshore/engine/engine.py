@@ -117,7 +117,7 @@ class Engine(nn.Module):
             loss = loss / self._window.accumulation_steps
         self._check_alive()
         before = self.optimizer.gradients_arrived
-        self.optimizer.store.begin_backward(self._synchronize)
+        self.optimizer.begin_backward(self._synchronize)
         failure: GradientError | None = None
         try:
             with self._line.timing("backward"):

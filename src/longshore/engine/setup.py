@@ -155,9 +155,11 @@ def _broadcast(model: nn.Module, ranks: Ranks) -> None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel() > 0:
-            values = tensor.detach().contiguous()
+            # An expanded buffer (a mask) repeats itself in memory, and cannot be written as a whole.
+            once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+            values = once.detach().contiguous()
             dist.broadcast(values.view(-1).view(torch.uint8), src=0, group=ranks.group)
-            tensor.copy_(values)
+            once.copy_(values)
 
 
 def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placement:

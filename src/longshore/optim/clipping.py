@@ -37,6 +37,12 @@ class Clipping:
         self.loss_scale = 1.0
         self.reset()
 
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """Raises ValueError where it is not positive and finite."""
+        if not 0.0 < loss_scale < math.inf:
+            raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
+        self.loss_scale = float(loss_scale)
+
     def reset(self) -> None:
         self._coefficient = 1.0
         self._measured: Fingerprint | None = None

@@ -55,6 +55,10 @@ class GradientSource(ABC):
             GradientError: one that cannot be counted; nothing was stepped.
         """
 
+    def look_again(self) -> None:
+        """Take up parameters that were frozen until now."""
+        return
+
     @property
     def produced(self) -> Mapping[int, int]:
         """Gradients that hooks saw in this window, by parameter."""
@@ -214,7 +218,7 @@ class ReleasedGradients(GradientSource):
                 "(zero_grad() discards this window, and training can go on)"
             ) from self._failure
         found: dict[int, Tensor | None] = {}
-        self._hook_trainable(list(self.records.values()))
+        self.look_again()
         for index, record in self.records.items():
             held, gradient = self._resolve(record)
             if index in self._lifted:
@@ -240,6 +244,9 @@ class ReleasedGradients(GradientSource):
         if isinstance(gradient, ReleasedGradient):
             return self.store.arrivals(index)
         return gradient._version
+
+    def look_again(self) -> None:
+        self._hook_trainable(list(self.records.values()))
 
     @property
     def produced(self) -> Mapping[int, int]:

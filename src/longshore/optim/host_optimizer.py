@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -202,6 +201,12 @@ class HostOptimizer(torch.optim.Optimizer):
 
     # -- gradients ------------------------------------------------------------
 
+    def begin_backward(self, reduce: bool) -> None:
+        """For engines: a backward begins, on all ranks; ``reduce`` is false where its gradients stay here."""
+        store, source = self._parts()
+        source.look_again()
+        store.begin_backward(reduce)
+
     @property
     def gradients_arrived(self) -> int:
         """How many gradients hooks took to the host in this window (``release_gradients=True``)."""
@@ -275,9 +280,7 @@ class HostOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is not positive and finite.
         """
-        if not 0.0 < loss_scale < math.inf:
-            raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
-        self._clipping.loss_scale = float(loss_scale)
+        self._clipping.set_loss_scale(loss_scale)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

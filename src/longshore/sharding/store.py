@@ -81,6 +81,7 @@ class ShardedStore(ParameterStore):
     def begin_backward(self, reduce: bool) -> None:
         self.check_usable()
         self._window.backwards += 1
+        self._window.unsynchronized = not reduce
         if not (self._settings.each_backward and reduce):
             return
         current, kept = self._window.begin_round()

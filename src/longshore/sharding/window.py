@@ -75,6 +75,8 @@ class WindowGradients:
         self._deferred: list[Contributions] = []
         self._deferred_open = False
         self._round: Round | None = None
+        self.unsynchronized = False
+        """The backward under way is one whose gradients stay and add up here."""
         self._completed: list[int] = []
 
     def fail(self, failure: BaseException | None) -> None:
@@ -97,6 +99,7 @@ class WindowGradients:
 
     def end_round(self) -> None:
         with self._lock:
+            self.unsynchronized = False
             current, self._round = self._round, None
             if current is not None:
                 current.close()
@@ -114,7 +117,7 @@ class WindowGradients:
                 self._in_rounds.add(parameter)
                 return
             self._defer(parameter, gradient)
-            if by_hook and self._round is None and self._settings.each_backward:
+            if by_hook and self._round is None and self._settings.each_backward and not self.unsynchronized:
                 self._raw.arrived()
 
     def _defer(self, parameter: int, gradient: Tensor) -> None:
