@@ -23,11 +23,13 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, world_s
     scenario, dtype = SCENARIOS[name], DTYPES[dtype_name]
     model = make_model(dtype, scenario.tied)
     scenario.prepare(model)
+    # At stage 2 a bucket has half of what is asked for: another is on its way meanwhile.
+    bucket_numel = BUCKETS[bucket] * (2 if stage == 2 else 1)
     config = longshore.Config(
         stage=stage,
         offload_optimizer="none" if place == "none" else "cpu",
-        reduce_bucket_numel=BUCKETS[bucket],
-        allgather_bucket_numel=BUCKETS[bucket],
+        reduce_bucket_numel=bucket_numel,
+        allgather_bucket_numel=bucket_numel,
         gradient_clipping=scenario.clip,
         optimizer={"type": "AdamW", **OPTIONS},
         **scenario.config,

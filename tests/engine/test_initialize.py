@@ -19,6 +19,7 @@ import longshore.checkpointing
 from engine import files
 from engine.files import OPTIONS, assert_same, file, gradients_of, started, train, without
 from longshore.engine import ConfigError, activation_checkpointing
+from longshore.kernels import HostKernels, default_threads
 
 USERS_BLOCK = """
 {"train_batch_size": 1, "gradient_accumulation_steps": 1,
@@ -234,8 +235,6 @@ def test_the_loader_collates_and_its_batches_train() -> None:
 
 def test_host_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles, threads and their CPUs are what the file says, and change no bit."""
-    from longshore.kernels import HostKernels
-
     made: list[tuple[int | None, Any]] = []
 
     def spy(threads: int | None, cpu_set: Any) -> HostKernels:
@@ -255,7 +254,9 @@ def test_host_settings(monkeypatch: pytest.MonkeyPatch) -> None:
             assert explanation.tile_numel <= 160 and explanation.tiles >= numel / 160
         else:
             assert explanation.tiles == 1
-    assert made == [(None, None), (None, None), (2, None), (1, (cpu,))]
+    usable = default_threads()
+    found = [(usable if threads is None else threads, cpus) for threads, cpus in made]
+    assert found == [(usable, None), (usable, None), (2, None), (1, (cpu,))]
     for model in models:
         assert_same(model, models[0])
 

@@ -101,21 +101,29 @@ def test_stages(two_ranks: Ranks) -> None:
                 assert stepped == {0: NUMEL, 1: NUMEL}
 
 
+BUCKETS = {
+    # Last registered first; one of 1089 has a bucket of its own where it does not fit.
+    35: [7, 231, 5, 165, 3, 99, 33, 1089, 33, 1089, 33, 33, 33, 627],
+    600: [7 + 231 + 5 + 165 + 3 + 99 + 33, 1089, 33, 1089, 33 + 33 + 33, 627],
+    1200: [7 + 231 + 5 + 165 + 3 + 99 + 33, 1089 + 33, 1089 + 33 + 33 + 33, 627],
+    10**6: [NUMEL],
+}
+"""Elements of each bucket, by what one may hold."""
+
+
 @STAGES
-def test_bucket_sizes(stage: int, two_ranks: Ranks) -> None:
-    """Buckets hold as much as they may; parameters are gathered in so many parts."""
-    # Last registered first; the largest, of 1089, has a bucket of its own where it does not fit.
-    buckets_of = {
-        70: [7, 231, 5, 165, 3, 99, 33, 1089, 33, 1089, 33 + 33, 33, 627],
-        1200: [7 + 231 + 5 + 165 + 3 + 99 + 33, 1089 + 33, 1089 + 33 + 33 + 33, 627],
-        10**6: [NUMEL],
-    }
-    if stage == 2:
-        # Half as large: one fills while another is on its way.
-        buckets_of[70] = [7, 231, 5, 165, 3, 99, 33, 1089, 33, 1089, 33, 33, 33, 627]
-        buckets_of[1200] = [7 + 231 + 5 + 165 + 3 + 99 + 33, 1089, 33, 1089, 33 + 33 + 33, 627]
-    for (reduce_size, buckets), gather_size in zip(buckets_of.items(), (700, 200, 10**6), strict=True):
-        section = zero(stage, reduce_bucket_size=reduce_size, allgather_bucket_size=gather_size)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_bucket_sizes(stage: int, overlap: bool, two_ranks: Ranks) -> None:
+    """Buckets hold as much as they may, or half of it where one fills while another travels; parameters are gathered
+    in so many parts."""
+    halves = overlap and stage == 2
+    for (most, buckets), gather_size in zip(BUCKETS.items(), (700, 200, 20, 10**6), strict=True):
+        section = zero(
+            stage,
+            reduce_bucket_size=2 * most if halves else most,
+            allgather_bucket_size=gather_size,
+            overlap_comm=overlap,
+        )
         for found in two_ranks(reduction_cases.shards, section, 1):
             assert found["buckets"] == buckets
             parts = sum(-(-numel // (gather_size // 2)) for numel in found["shards"])

@@ -72,7 +72,9 @@ class Config(FrozenModel):
         drop_last: the loader leaves out the last batch if it is not full.
         stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too.
         offload_optimizer: where optimizer state lives and is stepped.
-        reduce_bucket_numel: elements whose gradients are reduced together.
+        reduce_bucket_numel: elements whose gradients are reduced together;
+            at stage 2 with ``overlap_comm`` half of them, so that one half
+            fills while the other is on its way.
         allgather_bucket_numel: elements that are gathered together.
         overlap_comm: reduce while backward runs. The same bits either way.
         tile_numel, threads, cpu_set: as in :class:`longshore.Offload`.

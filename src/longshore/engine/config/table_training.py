@@ -235,7 +235,8 @@ _HOST = "tests/engine/test_initialize.py::test_host_settings"
 HOST: tuple[Key, ...] = (
     honoured(_L, "tile_numel", AT_LEAST_1, "Elements that are copied and stepped at a time. Left out it is 4194304.",
              _HOST, "tile_numel"),
-    honoured(_L, "threads", AT_LEAST_1, "Host threads that step. Left out it is one for each usable CPU.",
+    honoured(_L, "threads", AT_LEAST_1,
+             "Host threads that step. Left out the ranks of a machine share its usable CPUs, a thread for each.",
              _HOST, "threads"),
     honoured(_L, "cpu_set", CPU_SET, "Logical CPUs of those threads. Left out it is any.", _HOST, "cpu_set"),
 )
