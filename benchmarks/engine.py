@@ -80,12 +80,10 @@ def _times(settings: Settings, world_size: int, missing: dict[str, str], note: N
     where, setup = _ranks(world_size), settings.setup(world_size, settings.bucket_numel)
     note(f"{where}: starting")
     seconds: dict[str, dict[str, list[float]]] = {}
-    # On one rank a difference of steps is measured; on two, whole steps as users have them.
-    keep = world_size == 1
     with ExitStack() as stack:
-        started = {ENGINE: stack.enter_context(Team("time", setup, OURS[world_size], world_size, keep_memory=keep))}
+        started = {ENGINE: stack.enter_context(Team("time", setup, OURS[world_size], world_size))}
         if DEEPSPEED not in missing:
-            team = Team("time", setup, THEIRS[world_size], world_size, settings.deepspeed_python, keep)
+            team = Team("time", setup, THEIRS[world_size], world_size, settings.deepspeed_python)
             started[DEEPSPEED] = stack.enter_context(team)
         teams = _ready(started, missing)
         for block in range(-1, settings.blocks):  # the first one makes the optimizers' state

@@ -18,8 +18,6 @@ from benchmarks.floor import NotAvailable
 
 _ROOT = Path(__file__).parent.parent
 _SHOWN_CHARACTERS = 2000
-_KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
-"""For glibc: keep what is let go of, up to 32 MiB each."""
 
 
 class Team:
@@ -31,8 +29,6 @@ class Team:
         contestants: in every rank, in turn.
         world_size: processes; with several they meet over gloo.
         python: their interpreter.
-        keep_memory: the allocator keeps what is let go of. Otherwise it is luck, and another luck in each process,
-            whether gradients' memory goes back to the system and costs 10 to 60 ms of page faults in the next backward.
     """
 
     def __init__(
@@ -42,7 +38,6 @@ class Team:
         contestants: Sequence[str],
         world_size: int,
         python: str = sys.executable,
-        keep_memory: bool = False,
     ) -> None:
         command = [python, "-m", "benchmarks.rank", job, json.dumps(asdict(setup)), json.dumps(list(contestants))]
         port = _free_port()
@@ -51,7 +46,6 @@ class Team:
         self._ranks: list[subprocess.Popen[str]] = []
         for rank, path in enumerate(self._printed):
             environment = {**os.environ, **_environment(rank, world_size, port, setup.threads)}
-            environment |= _KEEP_MEMORY if keep_memory else {}
             with path.open("w") as printed:
                 process = subprocess.Popen(
                     command,

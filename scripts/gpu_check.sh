@@ -3,7 +3,7 @@
 # benchmarks there, and write one results file.
 #
 # Needs no network: Python >= 3.10 with torch (CUDA), cmake, ninja, nanobind,
-# scikit-build-core, pytest, typer and rich. Usage: scripts/gpu_check.sh [RESULTS_DIR]
+# scikit-build-core, pytest, typer, rich and pydantic. Usage: scripts/gpu_check.sh [RESULTS_DIR]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -12,7 +12,7 @@ mkdir -p "$results" || exit 1
 
 "$python" - <<'PY' || exit 1
 import importlib.util, sys
-missing = [name for name in ("torch", "cmake", "ninja", "nanobind", "scikit_build_core", "pytest", "typer", "rich")
+missing = [name for name in ("torch", "cmake", "ninja", "nanobind", "scikit_build_core", "pytest", "typer", "rich", "pydantic")
            if importlib.util.find_spec(name) is None and not __import__("shutil").which(name)]
 if missing:
     sys.exit("gpu_check: install first: " + ", ".join(missing))

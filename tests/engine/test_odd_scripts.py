@@ -99,3 +99,22 @@ def test_gradients_of_an_earlier_loop_do_not_count() -> None:
         assert [entry.reduced for entry in engine.explain(False).parameters] == [1, 1]
     finally:
         engine.destroy()
+
+
+@pytest.mark.parametrize("by_optimizer", [False, True])
+def test_a_loop_that_discards_in_every_micro_step_is_warned(by_optimizer: bool) -> None:
+    config = longshore.Config(optimizer={"type": "AdamW"}, gradient_accumulation_steps=4)
+    engine = longshore.initialize(model=nn.Linear(16, 4), config=config).engine
+    try:
+        engine.zero_grad()  # there is nothing yet
+        engine.backward(engine(torch.randn(3, 16)).sum())
+        engine.step()
+        with pytest.warns(UserWarning, match="discarded 1 of 4 backwards"):
+            (engine.optimizer if by_optimizer else engine).zero_grad()
+        for _ in range(4):
+            engine.backward(engine(torch.randn(3, 16)).sum())
+            engine.step()
+        assert engine.was_step_applied()
+        engine.zero_grad()
+    finally:
+        engine.destroy()

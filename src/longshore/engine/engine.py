@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,7 +82,7 @@ class Engine(nn.Module):
         me = weakref.ref(self)
         optimizer.register_step_pre_hook(lambda *_: _check_step_of(me()))
         optimizer.register_step_post_hook(lambda *_: _end_window_of(me()))
-        optimizer.when_discarded = lambda: _end_window_of(me())
+        optimizer.when_discarded = lambda: _discard_window_of(me())
 
     # -- forward and backward -------------------------------------------------
 
@@ -216,6 +217,17 @@ class Engine(nn.Module):
         self._scaled = False
         self._failed = False
 
+    def _discard_window(self) -> None:
+        """The user discarded the window; a loop that does so in every micro step would never train."""
+        kept, steps = self._window.backwards, self._window.accumulation_steps
+        if not self._failed and self._window.boundary is None and 0 < kept < steps:
+            warnings.warn(
+                f"zero_grad() discarded {kept} of {steps} backwards of an accumulation window; call it after a step() "
+                "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
+                stacklevel=4,
+            )
+        self._end_window()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard everything that the window holds, on the host too."""
         self.optimizer.zero_grad(set_to_none)
@@ -347,6 +359,11 @@ def _check_step_of(engine: Engine | None) -> None:
         raise LongshoreError(
             f"optimizer.step() would leave out the {skipped} that the configuration asks for; call engine.step()"
         )
+
+
+def _discard_window_of(engine: Engine | None) -> None:
+    if engine is not None:
+        engine._discard_window()
 
 
 def _end_window_of(engine: Engine | None) -> None:
