@@ -107,6 +107,10 @@ def test_a_loop_that_discards_in_every_micro_step_is_warned(by_optimizer: bool) 
     engine = longshore.initialize(model=nn.Linear(16, 4), config=config).engine
     try:
         engine.zero_grad()  # there is nothing yet
+        for _ in range(2):  # warnings are errors here
+            engine.backward(engine(torch.randn(3, 16)).sum())
+            engine.step()
+            (engine.optimizer if by_optimizer else engine).zero_grad()
         engine.backward(engine(torch.randn(3, 16)).sum())
         engine.step()
         with pytest.warns(UserWarning, match="discarded 1 of 4 backwards"):

@@ -23,6 +23,9 @@ from longshore.engine.window import Window
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.host_optimizer import HostOptimizer
 
+_DISCARDS_OF_A_LOOP = 3
+"""A bad batch is discarded once; a loop that discards in every micro step never trains."""
+
 
 class Engine(nn.Module):
     """What ``longshore.initialize`` returns first.
@@ -67,6 +70,8 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self.skipped_steps = 0
         self._applied = False
+        self._discards = 0
+        """Of windows that were only partly filled, since the last step that was due."""
         self._norm: Tensor | None = None
         self._line = StepLine(config, ranks.rank)
         # Of one window.
@@ -174,6 +179,7 @@ class Engine(nn.Module):
             self._applied = self._apply_window()
         self._end_window()
         self.global_steps += 1
+        self._discards = 0
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._line.after_step(self)
@@ -220,9 +226,12 @@ class Engine(nn.Module):
     def _discard_window(self) -> None:
         """The user discarded the window; a loop that does so in every micro step would never train."""
         kept, steps = self._window.backwards, self._window.accumulation_steps
-        if not self._failed and self._window.boundary is None and 0 < kept < steps:
+        partly = not self._failed and self._window.boundary is None and 0 < kept < steps
+        self._discards += partly
+        if partly and self._discards == _DISCARDS_OF_A_LOOP:
             warnings.warn(
-                f"zero_grad() discarded {kept} of {steps} backwards of an accumulation window; call it after a step() "
+                f"zero_grad() discarded {kept} of {steps} backwards of an accumulation window, and did so "
+                f"{self._discards} times with no step() applied between; call it after a step() "
                 "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
                 stacklevel=4,
             )
