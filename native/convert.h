@@ -85,6 +85,12 @@ LONGSHORE_INLINE float software_fma(float a, float b, float c) {
 }
 
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__aarch64__)
+#define LONGSHORE_HAS_FMA 1
+#else
+#define LONGSHORE_HAS_FMA 0
+#endif
+
+#if LONGSHORE_HAS_FMA
 LONGSHORE_INLINE float fma_once(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
 LONGSHORE_INLINE float fma_once(float a, float b, float c) { return software_fma(a, b, c); }

@@ -201,38 +201,52 @@ size_t reconcile(float* master, const void* parameter, DType dtype, size_t numel
                  : reconcile_any<false>(master, parameter, dtype, numel);
 }
 
-template <class T>
-void squares_typed(double* lanes, const void* source, size_t first_lane, size_t numel, float scale0,
-                   float scale1) {
+// sum + x * x. The square of a float is exact in double, so rounding it on its
+// own or not gives the same bits.
+LONGSHORE_INLINE double add_square(double sum, float x) {
+    const double wide = static_cast<double>(x);
+#if LONGSHORE_HAS_FMA
+    return __builtin_fma(wide, wide, sum);
+#else
+    return sum + wide * wide;
+#endif
+}
+
+template <class T, bool Scaled>
+void squares_typed(double* lanes, const void* source, size_t first_lane, size_t numel, const float* scale) {
     const auto* from = static_cast<const typename T::Storage*>(source);
+    const float scale0 = scale[0], scale1 = scale[1];
+    const auto load = [=] [[gnu::always_inline]] (size_t i) {
+        return Scaled ? T::load(from[i]) * scale0 * scale1 : T::load(from[i]);
+    };
     size_t i = 0;
     for (size_t lane = first_lane; lane != 0 && lane < kNormLanes && i < numel; ++lane, ++i) {
-        const double x = static_cast<double>(T::load(from[i]) * scale0 * scale1);
-        lanes[lane] += x * x;
+        lanes[lane] = add_square(lanes[lane], load(i));
     }
     double sums[kNormLanes];
     for (size_t lane = 0; lane < kNormLanes; ++lane) sums[lane] = lanes[lane];
     for (; i + kNormLanes <= numel; i += kNormLanes) {
         LONGSHORE_VECTORIZE
-        for (size_t lane = 0; lane < kNormLanes; ++lane) {
-            const double x = static_cast<double>(T::load(from[i + lane]) * scale0 * scale1);
-            sums[lane] += x * x;
-        }
+        for (size_t lane = 0; lane < kNormLanes; ++lane) sums[lane] = add_square(sums[lane], load(i + lane));
     }
-    for (size_t lane = 0; i < numel; ++lane, ++i) {
-        const double x = static_cast<double>(T::load(from[i]) * scale0 * scale1);
-        sums[lane] += x * x;
-    }
+    for (size_t lane = 0; i < numel; ++lane, ++i) sums[lane] = add_square(sums[lane], load(i));
     for (size_t lane = 0; lane < kNormLanes; ++lane) lanes[lane] = sums[lane];
+}
+
+// Multiplying by 1 changes no bits, and most gradients are not scaled.
+template <class T>
+void squares_of(double* lanes, const void* source, size_t first_lane, size_t numel, const float* scale) {
+    scale[0] == 1.0f && scale[1] == 1.0f ? squares_typed<T, false>(lanes, source, first_lane, numel, scale)
+                                         : squares_typed<T, true>(lanes, source, first_lane, numel, scale);
 }
 
 void squares(double* lanes, const void* source, DType dtype, size_t first_lane, size_t numel,
              const float* scale) {
     switch (dtype) {
         case DType::none: return;
-        case DType::float32: return squares_typed<Float32>(lanes, source, first_lane, numel, scale[0], scale[1]);
-        case DType::bfloat16: return squares_typed<BFloat16>(lanes, source, first_lane, numel, scale[0], scale[1]);
-        case DType::float16: return squares_typed<Float16>(lanes, source, first_lane, numel, scale[0], scale[1]);
+        case DType::float32: return squares_of<Float32>(lanes, source, first_lane, numel, scale);
+        case DType::bfloat16: return squares_of<BFloat16>(lanes, source, first_lane, numel, scale);
+        case DType::float16: return squares_of<Float16>(lanes, source, first_lane, numel, scale);
     }
 }
 

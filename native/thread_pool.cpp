@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <exception>
@@ -44,9 +45,13 @@ struct ThreadPool::Shared {
     std::mutex mutex;
     std::condition_variable wake, finished;
     const std::function<void(std::size_t)>* piece = nullptr;
-    std::size_t pieces = 0, next = 0, running = 0;
+    std::size_t pieces = 0, running = 0;
     std::exception_ptr failure;
+    // Taken without the mutex: pieces are microseconds long. Everything else of
+    // a job changes under it, and only while no thread runs.
+    std::atomic<std::size_t> next{0};
     bool stop = false;
+    bool caller_works = false;  // fixed at the start
     std::vector<std::thread> threads;
 
     void start(int count, const std::vector<int>& cpu_set);
@@ -62,7 +67,8 @@ void ThreadPool::Shared::start(int count, const std::vector<int>& cpu_set) {
 #else
     if (!cpu_set.empty()) throw std::invalid_argument("a CPU set can be chosen on Linux only");
 #endif
-    for (int i = 0; i < count; ++i) {
+    caller_works = cpu_set.empty();
+    for (int i = caller_works ? 1 : 0; i < count; ++i) {
         threads.emplace_back([this] { work(); });
 #if defined(__linux__)
         if (!cpu_set.empty()) {
@@ -90,9 +96,11 @@ void ThreadPool::Shared::run(std::size_t count, const std::function<void(std::si
     next = 0;
     failure = nullptr;
     wake.notify_all();
-    finished.wait(lock, [this] { return next == pieces && running == 0; });
+    if (caller_works) take_pieces(lock);
+    finished.wait(lock, [this] { return next >= pieces && running == 0; });
     piece = nullptr;
-    pieces = next = 0;
+    pieces = 0;
+    next = 0;
     if (failure) std::rethrow_exception(failure);
 }
 
@@ -106,26 +114,24 @@ void ThreadPool::Shared::work() {
 }
 
 void ThreadPool::Shared::take_pieces(std::unique_lock<std::mutex>& lock) {
-    while (next < pieces) {
-        const std::size_t mine = next++;
-        const auto* call = piece;
-        ++running;
-        lock.unlock();
-        std::exception_ptr caught;
-        try {
+    ++running;
+    lock.unlock();
+    std::exception_ptr caught;
+    try {
+        for (std::size_t mine = next++; mine < pieces; mine = next++) {
             // A thread inherits flush-to-zero from whoever made it; set the mode
             // for each piece rather than trust it.
             StandardFloatMode mode;
-            (*call)(mine);
-        } catch (...) {
-            caught = std::current_exception();
+            (*piece)(mine);
         }
-        lock.lock();
-        --running;
-        if (caught && !failure) failure = caught;
-        if (failure) next = pieces;
-        if (next == pieces && running == 0) finished.notify_all();
+    } catch (...) {
+        caught = std::current_exception();
+        next = pieces;
     }
+    lock.lock();
+    --running;
+    if (caught && !failure) failure = caught;
+    if (running == 0) finished.notify_all();
 }
 
 ThreadPool::ThreadPool(int threads, const std::vector<int>& cpu_set)

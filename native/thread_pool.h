@@ -1,7 +1,9 @@
 // A pool of threads that runs indexed pieces of one job at a time.
 //
 // Its size and its CPU set are the caller's: no OMP_NUM_THREADS that a launcher
-// set to 1 for torch's sake can starve the host step. Idle threads sleep.
+// set to 1 for torch's sake can starve the host step. Idle threads sleep, and
+// waking one takes tens of microseconds; so the caller is one of the threads,
+// and begins at once. With a CPU set it only waits: it may run elsewhere.
 #pragma once
 
 #include <cstddef>

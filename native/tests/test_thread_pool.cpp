@@ -54,6 +54,18 @@ TEST(thread_pool_uses_all_its_threads_at_once) {
     CHECK_EQUAL(arrived.load(), 3);
 }
 
+TEST(thread_pool_caller_is_one_of_its_threads) {
+    ThreadPool pool(2, {});
+    std::atomic<int> arrived{0}, mine{0};
+    const auto caller = std::this_thread::get_id();
+    pool.run(2, [&](std::size_t) {  // one piece for each thread
+        if (std::this_thread::get_id() == caller) ++mine;
+        ++arrived;
+        while (arrived.load() < 2) std::this_thread::yield();
+    });
+    CHECK_EQUAL(mine.load(), 1);
+}
+
 TEST(thread_pool_rethrows_and_stays_usable) {
     for (const int threads : {1, 3}) {
         ThreadPool pool(threads, {});

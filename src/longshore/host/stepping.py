@@ -52,12 +52,13 @@ class Speculation(NamedTuple):
 
 
 def _table(steps: Sequence[SegmentStep]) -> tuple[list[TileSegment], list[HostRule]]:
-    rules: dict[HostRule, int] = {}
+    # By identity: parameters of one group and history share a rule, and hashing one costs more than a row.
+    rules: dict[int, tuple[int, HostRule]] = {}
     rows = []
     for segment, rule, output in steps:
-        index = rules.setdefault(rule, len(rules))
+        index, _ = rules.setdefault(id(rule), (len(rules), rule))
         rows.append(TileSegment(segment.layout.page_offset, segment.wait(), output, index))
-    return rows, list(rules)
+    return rows, [rule for _, rule in rules.values()]
 
 
 def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels) -> None:

@@ -147,8 +147,7 @@ class HostStore(ParameterStore):
         ready = self.transfer.mark()
         with self._lock:
             for tile, segment in self._parts[parameter]:
-                offset = segment.layout.parameter_offset
-                self._arrive(tile, segment, gradient[offset : offset + segment.layout.numel], ready)
+                self._arrive(tile, segment, segment.part_of(gradient), ready)
 
     def _arrive(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         tile.arrived(segment)
@@ -180,7 +179,8 @@ class HostStore(ParameterStore):
         self.kernels.accumulate(total, handle.target, add=True)
 
     def arrivals(self, parameter: int) -> int:
-        return next((segment.arrivals for _, segment in self._parts.get(parameter, ())), 0)  # all have as many
+        parts = self._parts.get(parameter)
+        return parts[0][1].arrivals if parts else 0  # all have as many
 
     def end_backward(self, failure: BaseException | None) -> None:
         self._incomplete = self._incomplete or failure
@@ -276,8 +276,7 @@ class HostStore(ParameterStore):
         for segment, step in active:
             if step.gradient is not None:
                 assert segment.arrivals == 0  # a second one would still be on its way to the worker
-                offset = segment.layout.parameter_offset
-                self._arrive(tile, segment, step.gradient[offset : offset + segment.layout.numel], ready)
+                self._arrive(tile, segment, segment.part_of(step.gradient), ready)
 
     def _finish(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], scale: Scale) -> Tile:
         targets, segment_steps = [], []
@@ -286,10 +285,9 @@ class HostStore(ParameterStore):
             if tile.output_slot.last_publish is not None:
                 tile.output_slot.last_publish.wait()  # the kernel writes at once, on no lane
         for segment, step in active:
-            layout = segment.layout
-            target = step.target[layout.parameter_offset : layout.parameter_offset + layout.numel]
+            target = segment.part_of(step.target)
             targets.append(target)
-            output = self.transfer.output_for(target, tile.output_view(layout))
+            output = self.transfer.output_for(target, tile.output_view(segment.layout))
             segment_steps.append(SegmentStep(segment, step.rule, output))
         step_in_place(tile, segment_steps, scale, self.kernels)
         for segment_step, target in zip(segment_steps, targets, strict=True):
@@ -375,16 +373,14 @@ class HostStore(ParameterStore):
     def write_gradient(self, parameter: int, values: Tensor) -> None:
         self.settle()
         for _, segment in self._parts[parameter]:
-            offset = segment.layout.parameter_offset
-            segment.wait().copy_(values[offset : offset + segment.layout.numel])
+            segment.wait().copy_(segment.part_of(values))
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self.check_usable()
         row = self._arrays.index(which)
         for tile, segment in self._parts[parameter]:
             tile.have_page(self._pages)
-            offset = segment.layout.parameter_offset
-            tile.page_view(segment.layout, row).copy_(values[offset : offset + segment.layout.numel])
+            tile.page_view(segment.layout, row).copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
         for tile, segment in self._parts.get(parameter, ()):
@@ -392,8 +388,7 @@ class HostStore(ParameterStore):
                 tile.rows(segment.layout).zero_()
 
     def _read(self, values: Tensor, segment: Segment) -> Tensor:
-        offset = segment.layout.parameter_offset
-        return self.transfer.read(values[offset : offset + segment.layout.numel])
+        return self.transfer.read(segment.part_of(values))
 
     def close(self) -> None:
         self._worker.close()

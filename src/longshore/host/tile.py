@@ -41,6 +41,11 @@ class Segment:
         self.summed = False
         """Whether ``gradient`` is the float32 sum in the tile's accumulator."""
 
+    def part_of(self, values: Tensor) -> Tensor:
+        """The segment's part of one value for each element of its parameter, as a view."""
+        offset, numel = self.layout.parameter_offset, self.layout.numel
+        return values if numel == values.numel() else values[offset : offset + numel]
+
     def wait(self) -> Tensor:
         """The gradient, when its copy is done."""
         assert self.gradient is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -47,8 +47,8 @@ class Clipping:
         self._coefficient = 1.0
         self._measured: Fingerprint | None = None
 
-    def scale_for(self, now: Fingerprint) -> Scale:
-        """What to multiply the gradients by.
+    def scale_for(self, now: Callable[[], Fingerprint]) -> Scale:
+        """What to multiply the gradients by; ``now`` looks at them.
 
         A coefficient whose gradients are all gone (discarded after a bad batch,
         say) is gone with them, as it is with torch's in-place clipping.
@@ -59,7 +59,7 @@ class Clipping:
         if self._measured is None:
             return self._scale()
         kept, strangers = False, []
-        for index, (name, gradient, changes) in now.items():
+        for index, (name, gradient, changes) in now().items():
             tensor, measured = gradient(), self._measured.get(index)
             if measured is None or measured.gradient() is not tensor:
                 strangers.append(name)

@@ -129,6 +129,8 @@ class ReleasedGradients(GradientSource):
         # Of one window.
         self._placeholders: dict[int, ReleasedGradient] = {}
         self._lifted: set[int] = set()
+        self._entered: set[int] = set()
+        """Parameters that autograd is accumulating into, as far as their nodes' hooks say."""
         self._produced: dict[int, int] = {}
         self._failure: BaseException | None = None
         # Neither hooks nor placeholders stay on parameters that outlive the optimizer.
@@ -159,6 +161,7 @@ class ReleasedGradients(GradientSource):
 
     def _before(self, index: int) -> None:
         record = self.records[index]
+        self._entered.add(index)
         held, gradient = self._resolve(record)
         if not isinstance(gradient, ReleasedGradient):
             return
@@ -179,7 +182,10 @@ class ReleasedGradients(GradientSource):
                 "give each parameter to one such optimizer only"
             )
         record.check()
-        self._hooks[index].follow(record.parameter)
+        if index in self._entered:
+            self._entered.discard(index)
+        else:
+            self._hooks[index].follow(record.parameter)  # the node that was hooked is no longer the parameter's
         self.store.arrive(index, self.found(record, gradient))
         self._produced[index] = self._produced.get(index, 0) + 1
         self._lifted.discard(index)
@@ -256,6 +262,7 @@ class ReleasedGradients(GradientSource):
         self._failure = None
         self._produced.clear()
         self._lifted.clear()
+        self._entered.clear()
         self._placeholders.clear()
         for record in self.records.values():
             record.parameter.grad = None

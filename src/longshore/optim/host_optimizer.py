@@ -145,7 +145,7 @@ class HostOptimizer(torch.optim.Optimizer):
         gradients = store.agree(self._collect)
         records = {record.index: record for record in self._records.values()}
         with store.preparing():
-            scale = self._clipping.scale_for(source.fingerprint())
+            scale = self._clipping.scale_for(source.fingerprint)
             name_states(store, self._family, self.param_groups)
             steps, histories = self._steps_of(gradients)
             entries = balance(records.values(), source.produced, steps, store)
@@ -245,7 +245,7 @@ class HostOptimizer(torch.optim.Optimizer):
         """
         store, source = self._parts()
         gradients = self.window_gradients()
-        return gradient_norm(store, gradients, self._clipping.scale_for(source.fingerprint()))
+        return gradient_norm(store, gradients, self._clipping.scale_for(source.fingerprint))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

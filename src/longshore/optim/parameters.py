@@ -39,6 +39,8 @@ def flat(tensor: Tensor) -> Tensor:
     ``reshape`` alone keeps the stride of a one-dimensional tensor, and a tensor
     with the negative bit holds other numbers than it stands for.
     """
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor.detach().view(-1)
     return tensor.detach().resolve_neg().reshape(-1).contiguous()
 
 

@@ -10,6 +10,7 @@ other tensor that the user put something in its place.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +37,7 @@ class ReleasedGradient(Tensor):
     @classmethod
     def for_parameter(cls, parameter: Tensor, name: str) -> ReleasedGradient:
         """A placeholder of the parameter's shape, dtype and device that takes no memory."""
-        nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-        placeholder = nothing.expand(parameter.shape).as_subclass(cls)
+        placeholder = _nothing(parameter.dtype, parameter.device).expand(parameter.shape).as_subclass(cls)
         placeholder.parameter_name = name
         return placeholder
 
@@ -58,6 +58,11 @@ class ReleasedGradient(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"<gradient of {self.parameter_name}, held on the host by longshore>"
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 def _names(args: Any) -> str:

@@ -118,7 +118,7 @@ class Config(FrozenModel):
     allgather_bucket_numel: _Count = 500_000_000
     overlap_comm: bool = True
 
-    tile_numel: _Count = 1 << 22
+    tile_numel: _Count | None = None
     threads: _MaybeCount = None
     cpu_set: Annotated[tuple[int, ...] | None, checked(CPU_SET)] = None
 

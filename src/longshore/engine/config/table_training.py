@@ -233,7 +233,8 @@ _L = "longshore"
 _HOST = "tests/engine/test_initialize.py::test_host_settings"
 
 HOST: tuple[Key, ...] = (
-    honoured(_L, "tile_numel", AT_LEAST_1, "Elements that are copied and stepped at a time. Left out it is 4194304.",
+    honoured(_L, "tile_numel", AT_LEAST_1,
+             "Elements that are copied and stepped at a time. Left out it is 4194304, or 16777216 where nothing moves.",
              _HOST, "tile_numel"),
     honoured(_L, "threads", AT_LEAST_1,
              "Host threads that step. Left out the ranks of a machine share its usable CPUs, a thread for each.",
