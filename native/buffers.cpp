@@ -74,6 +74,10 @@ std::int64_t reconcile(float* master, const void* parameter, DType dtype, std::i
     return static_cast<std::int64_t>(total);
 }
 
+// Blocks that a thread takes at a time: reading alone, it is through one in so
+// little time that starting at another place in memory shows.
+constexpr std::size_t kNormRun = 4;
+
 double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale, ThreadPool& pool,
                       InstructionSet isa) {
     // One block: elements [begin, begin + count) of one parameter.
@@ -95,7 +99,7 @@ double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters,
     }
     const KernelTable& kernels = kernels_for(isa);
     std::vector<double> sums(blocks.size());
-    pool.run(blocks.size(), [&](std::size_t which) {
+    const auto add_up = [&](std::size_t which) {
         const Block& block = blocks[which];
         // Rounded here, in the standard float mode that a piece runs in.
         const float factors[2] = {static_cast<float>(scale.first), static_cast<float>(scale.second)};
@@ -114,6 +118,10 @@ double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters,
         double sum = 0.0;
         for (double lane : lanes) sum += lane;
         sums[which] = sum;
+    };
+    pool.run((blocks.size() + kNormRun - 1) / kNormRun, [&](std::size_t run) {
+        const std::size_t end = std::min((run + 1) * kNormRun, blocks.size());
+        for (std::size_t which = run * kNormRun; which < end; ++which) add_up(which);
     });
     double total = 0.0;
     for (double sum : sums) total += sum;
