@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from longshore.engine.batch_sizes import BatchSizes
 from longshore.engine.config import Config
@@ -80,10 +79,12 @@ class Engine(nn.Module):
         self._scaled = False
         self._failed = False
         """Whether a backward raised."""
-        optimizer.set_loss_scale(loss_scale.value)
+        # Of one call.
         self._stepping = False
+        # Changes once.
         self._destroyed = False
-        # A step() or zero_grad() of the optimizer itself ends the window too.
+        optimizer.set_loss_scale(loss_scale.value)
+        # Whoever calls the optimizer's step() or zero_grad(), the engine or its user: the window ends with it.
         me = weakref.ref(self)
         optimizer.register_step_pre_hook(lambda *_: _check_step_of(me()))
         optimizer.register_step_post_hook(lambda *_: _end_window_of(me()))
@@ -177,7 +178,6 @@ class Engine(nn.Module):
             )
         with self._line.timing("step"):
             self._applied = self._apply_window()
-        self._end_window()
         self.global_steps += 1
         self._discards = 0
         if self._applied and self.lr_scheduler is not None:
@@ -203,7 +203,6 @@ class Engine(nn.Module):
             overflow = not bool(torch.isfinite(self._norm))
             if overflow:
                 self.optimizer.zero_grad()
-                self._end_window()
                 self.skipped_steps += 1
             self._loss_scale.update(overflow)
             if overflow:
@@ -240,7 +239,6 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard everything that the window holds, on the host too."""
         self.optimizer.zero_grad(set_to_none)
-        self._end_window()
 
     # -- the window -----------------------------------------------------------
 
@@ -378,9 +376,3 @@ def _discard_window_of(engine: Engine | None) -> None:
 def _end_window_of(engine: Engine | None) -> None:
     if engine is not None:
         engine._end_window()
-
-
-Client = Optimizer | Callable[[list[Any]], Optimizer]
-"""What ``initialize(optimizer=...)`` takes."""
-
-__all__ = ["Client", "Engine", "LongshoreError"]
