@@ -219,7 +219,7 @@ def test_pages_go_round(kernels: HostKernels) -> None:
         assert same(state_of(tile), state_of(twin))
         for each in (tile, twin):
             each.move(TileEvent.PUBLISHED)
-            each.end_window()
+            each.end_window(stepped=True)
     assert spares.allocated_bytes == 2 * page_bytes
 
 
@@ -291,7 +291,7 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
     complete(tile, gradients_for(0, 1))
     speculation, _ = speculate(tile, spares, kernels)
     tile.move(TileEvent.DISCARD)
-    tile.end_window()
+    tile.end_window(stepped=True)
     if again:
         # As many arrivals as before, so that only the window tells the tickets apart.
         complete(tile, gradients_for(1, 2))
@@ -357,7 +357,7 @@ def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
     speculation = begin_speculation(tile, steps_for(tile), spares)
     layout = tile.segments[0].layout
     tile.move(TileEvent.DISCARD)
-    tile.end_window()
+    tile.end_window(stepped=True)
     del gradients, tile
     [torch.full((NUMELS[0],), float("nan")) for _ in range(100)]
     run_speculation(speculation, UNSCALED, kernels)

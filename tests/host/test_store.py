@@ -17,7 +17,6 @@ from torch import Tensor
 from longshore.errors import BrokenStateError, GradientError
 from longshore.host import MASTER, HostStore, ParameterStep, TileState
 from longshore.host.store import PIPELINE_DEPTH
-from longshore.host.tile_state import TileEvent
 from longshore.kernels import UNSCALED, AdamRule, HostKernels, Scale
 from longshore.kernels.reference import adam_step
 from longshore.layout import align
@@ -337,35 +336,6 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
     training.check()
 
 
-def test_an_arrival_drops_a_spare_page(train) -> None:
-    """The state machine's row, in the store: READY, STEPPING, STEPPED + one more arrival."""
-    from longshore.host.stepping import SegmentStep, begin_speculation, end_speculation, run_speculation
-
-    training = train(DirectTransfer(), numels=(20,), tile_numel=100)
-    store, (tile,) = training.store, training.store.tiles
-    gradients = training.gradients({0: 2})
-    training.arrive(0, gradients[0][0])
-    store.settle()
-    tile.move(TileEvent.COMPLETE)
-    steps = [SegmentStep(tile.segments[0], training.rule(0), torch.empty(20))]
-    speculation = begin_speculation(tile, steps, store._pages)
-    run_speculation(speculation, UNSCALED, store.kernels)
-    assert end_speculation(tile, speculation, store._pages)
-    assert tile.spare is not None
-    training.arrive(0, gradients[0][1])
-    assert tile.spare is None and tile.state is TileState.FILLING
-    training.commit(gradients)
-    training.check()
-    # The spare page is dirty, and a new parameter gets it as if it were new.
-    assert store._pages._free
-    store.add_parameters([(9, 20, torch.float32)])
-    store.adopt(9, torch.ones(20), keep_matching=False)
-    assert tile.page is not None
-    assert store.tiles[1].page is speculation.spare.page
-    assert not store.read_state(9, EXP_AVG).any() and not store.read_state(9, EXP_AVG_SQ).any()
-    assert store.host_bytes()["pages"] == 2 * 12 * 32
-
-
 # -- discarding ---------------------------------------------------------------
 
 
@@ -604,7 +574,7 @@ def test_host_bytes_are_counted_exactly(train, transfer, dtype: torch.dtype) -> 
     pages = [48, 32 + 16, 16]
     assert [tile.layout.page_numel for tile in training.store.tiles] == pages
     slots = sum(-(-numel * dtype.itemsize // 64) * 64 for numel in pages) if training.transfer.staged else 0
-    none = {"pages": 12 * sum(pages), "gradients": slots, "staging": 0, "accumulators": 0}
+    none = {"pages": 12 * sum(pages), "gradients": slots, "spares": 0, "staging": 0, "accumulators": 0}
     assert training.store.host_bytes() == none
     gradients = training.gradients({0: 2, 2: 1})
     training.arrive(0, gradients[0][0])

@@ -29,9 +29,13 @@ READY       DISCARD        EMPTY
 STEPPING    DISCARD        EMPTY
 STEPPED     DISCARD        EMPTY
 """
-# Not in the page's table: discarding nothing is allowed, and loading a state
-# mends everything ("every later call says so until state is loaded").
+# Not in the page's table: discarding nothing is allowed, or one gradient of several, which makes what was stepped
+# with it void; and loading a state mends everything ("every later call says so until state is loaded").
 BESIDES = """
+FILLING     FORGET         FILLING
+READY       FORGET         FILLING
+STEPPING    FORGET         FILLING
+STEPPED     FORGET         FILLING
 EMPTY       DISCARD        EMPTY
 EMPTY       LOAD           EMPTY
 FILLING     LOAD           EMPTY
@@ -46,7 +50,7 @@ ALLOWED = {(state, event): to for state, event, to in (line.split() for line in 
 
 
 def test_the_tables_names_are_the_codes() -> None:
-    assert len(ALLOWED) == 28
+    assert len(ALLOWED) == 32
     assert {state for state, _ in ALLOWED} | set(ALLOWED.values()) == {state.name for state in TileState}
     assert {event for _, event in ALLOWED} == {event.name for event in TileEvent}
 

@@ -210,7 +210,7 @@ def test_frozen_parameters_take_no_host_memory_and_may_have_any_dtype() -> None:
     optimizer = longshore.AdamW([base, frozen, adapter])
     (adapter.sum() + frozen.sum()).backward()
     optimizer.step()
-    assert optimizer.host_bytes() == {"pages": 12 * 32, "gradients": 0, "staging": 0, "accumulators": 0}
+    assert optimizer.host_bytes() == {"pages": 12 * 32, "gradients": 0, "spares": 0, "staging": 0, "accumulators": 0}
 
 
 def test_frozen_and_unfrozen_in_mid_training() -> None:

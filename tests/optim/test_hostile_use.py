@@ -409,7 +409,7 @@ def test_ten_thousand_small_parameters_cost_no_more_than_their_number(release: b
     walks = []
     for tile in optimizer._store.tiles:
         whole = tile.end_window
-        tile.end_window = lambda whole=whole: walks.append(1) or whole()  # type: ignore[method-assign]
+        tile.end_window = lambda stepped, whole=whole: walks.append(1) or whole(stepped)  # type: ignore[method-assign]
     for _ in range(2):
         torch.cat(many).sum().backward()
         for parameter in many:

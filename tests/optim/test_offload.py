@@ -120,8 +120,14 @@ def test_pages_are_where_the_kernels_step_and_not_counted_as_host_memory() -> No
     store.write_state(0, MASTER, torch.zeros(16, device="meta"))
     (tile,) = store.tiles
     assert tile.page is not None and tile.page.device.type == "meta"
-    assert store.host_bytes() == {"pages": 0, "gradients": 0, "staging": 0, "accumulators": 0}
-    assert store.state_bytes() == {"pages": 4 * tile.page.numel(), "gradients": 0, "staging": 0, "accumulators": 0}
+    assert store.host_bytes() == {"pages": 0, "gradients": 0, "spares": 0, "staging": 0, "accumulators": 0}
+    assert store.state_bytes() == {
+        "pages": 4 * tile.page.numel(),
+        "gradients": 0,
+        "spares": 0,
+        "staging": 0,
+        "accumulators": 0,
+    }
 
 
 def test_without_offload_nothing_is_copied_from_a_simulated_device() -> None:

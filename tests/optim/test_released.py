@@ -35,7 +35,7 @@ def test_a_single_backward_allocates_no_accumulator() -> None:
     optimizer.step()
     padded = sum(tile.layout.page_numel for tile in optimizer._store.tiles)
     assert optimizer.host_bytes() == {"pages": 12 * padded, "gradients": pytest.approx(2 * padded, abs=64 * 50),
-                                      "staging": 0, "accumulators": 4 * padded}  # fmt: skip
+                                      "spares": 0, "staging": 0, "accumulators": 4 * padded}  # fmt: skip
     loss_of(model, 5, torch.bfloat16).backward()
     optimizer.step()
     assert optimizer.host_bytes()["accumulators"] == 0

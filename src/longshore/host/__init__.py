@@ -1,6 +1,8 @@
 """Pages, the tile state machine, and the worker that adds and steps on the host."""
 
 from longshore.host.parameter_store import MASTER, ParameterStore, debugging
+from longshore.host.speculation import Forecast, SpeculationMemory
+from longshore.host.speculation import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
 from longshore.host.store import HostStore
 from longshore.host.tile import Tile
@@ -9,9 +11,12 @@ from longshore.host.worker import Worker
 
 __all__ = [
     "MASTER",
+    "Forecast",
     "HostStore",
     "ParameterStep",
     "ParameterStore",
+    "SpeculationMemory",
+    "SpeculationRecord",
     "Tile",
     "TileEvent",
     "TileState",

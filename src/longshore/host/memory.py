@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from collections import deque
 from collections.abc import Callable
 
@@ -37,6 +38,15 @@ def allocate_zeros(numel: int) -> Tensor:
     return torch.frombuffer(block, dtype=torch.float32)
 
 
+def available_bytes() -> int:
+    """Host memory that could be had now without swapping."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def allocator_on(device: torch.device) -> Callable[[int], Tensor]:
     """What makes ``numel`` float32 zeros, flat, on ``device``."""
     if device.type == "cpu":
@@ -61,11 +71,14 @@ class PagePool:
         self._allocate = allocate
         self._free: dict[int, list[Tensor]] = {}
 
+    def page_bytes(self, page_numel: int) -> int:
+        return 4 * self._page_arrays * page_numel
+
     def take(self, page_numel: int) -> Tensor:
         free = self._free.get(page_numel)
         if free:
             return free.pop()
-        self.allocated_bytes += 4 * self._page_arrays * page_numel
+        self.allocated_bytes += self.page_bytes(page_numel)
         return self._allocate(self._page_arrays * page_numel).view(self._page_arrays, page_numel)
 
     def take_zeros(self, page_numel: int) -> Tensor:

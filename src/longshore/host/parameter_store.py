@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longshore.host.speculation import Forecast
+from longshore.host.speculation import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
 from longshore.host.tile import Tile
 from longshore.kernels import Scale
@@ -102,6 +104,19 @@ class ParameterStore(ABC):
     @abstractmethod
     def discard(self, parameter: int | None = None) -> None:
         """Drop the window, or one parameter's part of it; no state changes."""
+
+    def foresee(self, forecast: Forecast) -> None:
+        """Who knows, during backward, what the next commit will be given; for stores that step ahead of it."""
+        return
+
+    def expect_backwards(self, backwards: int) -> None:
+        """The window under way will have so many; otherwise as many as the last one."""
+        return
+
+    @property
+    def speculation(self) -> SpeculationRecord | None:
+        """What was stepped ahead in the last window; None: this store never does."""
+        return None
 
     def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
         """The gradients of the window, the same parameters on all ranks.

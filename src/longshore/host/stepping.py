@@ -8,7 +8,7 @@ move the tile and are called one at a time with everything else that moves it;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from longshore.host.memory import PagePool
 from longshore.host.tile import Segment, SparePage, Ticket, Tile
 from longshore.host.tile_state import TileEvent
 from longshore.kernels import HostRule, Kernels, Scale, TileSegment
+from longshore.transfer import CopyHandle
 
 
 class ParameterStep(NamedTuple):
@@ -47,17 +48,21 @@ class Speculation(NamedTuple):
     spare: SparePage
     rows: list[TileSegment]
     rules: list[HostRule]
+    copies: list[CopyHandle]
+    """On their way to the host when it began."""
     idle: tuple[slice, ...]
     """The parts of the page that have no gradient."""
 
 
-def _table(steps: Sequence[SegmentStep]) -> tuple[list[TileSegment], list[HostRule]]:
+def _table(
+    steps: Sequence[SegmentStep], gradient_of: Callable[[Segment], Tensor]
+) -> tuple[list[TileSegment], list[HostRule]]:
     # By identity: parameters of one group and history share a rule, and hashing one costs more than a row.
     rules: dict[int, tuple[int, HostRule]] = {}
     rows = []
     for segment, rule, output in steps:
         index, _ = rules.setdefault(id(rule), (len(rules), rule))
-        rows.append(TileSegment(segment.layout.page_offset, segment.wait(), output, index))
+        rows.append(TileSegment(segment.layout.page_offset, gradient_of(segment), output, index))
     return rows, [rule for _, rule in rules.values()]
 
 
@@ -67,7 +72,7 @@ def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernel
     Raises:
         BaseException: what the pass raised; the tile is then BROKEN.
     """
-    rows, rules = _table(steps)
+    rows, rules = _table(steps, Segment.wait)
     page = tile.page
     assert page is not None
     tile.move(TileEvent.COMMIT)
@@ -83,9 +88,11 @@ def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], spares: PagePool
     """READY -> STEPPING: take a spare page.
 
     The tile's page and its gradients will only be read, so the outputs must
-    not be the gradients' own memory, nor the parameters.
+    not be the gradients' own memory, nor the parameters. Gradients may still be
+    on their way.
     """
-    rows, rules = _table(steps)
+    rows, rules = _table(steps, tile.queued_gradient)
+    copies = [step.segment.handle for step in steps if step.segment.handle is not None]
     page = tile.page
     assert page is not None
     tile.move(TileEvent.SPECULATE)
@@ -96,11 +103,13 @@ def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], spares: PagePool
         if segment.parameter not in stepped
     )
     spare = SparePage(spares.take(page.shape[1]), tuple(step.output for step in steps))
-    return Speculation(tile.ticket, page, spare, rows, rules, idle)
+    return Speculation(tile.ticket, page, spare, rows, rules, copies, idle)
 
 
 def run_speculation(speculation: Speculation, scale: Scale, kernels: Kernels) -> None:
-    """Write what the step would give into the spare page."""
+    """Write what the step would give into the spare page, once the gradients are here."""
+    for copy in speculation.copies:
+        copy.wait()
     page, target = speculation.page, speculation.spare.page
     for part in speculation.idle:  # idle means untouched, in either page
         target[:, part] = page[:, part]

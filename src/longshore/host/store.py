@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,16 +17,16 @@ from torch import Tensor
 from longshore.errors import BrokenStateError, GradientError
 from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab, allocator_on
 from longshore.host.parameter_store import MASTER, ParameterStore
-from longshore.host.stepping import ParameterStep, SegmentStep, drop, step_in_place
+from longshore.host.pipeline import PIPELINE_DEPTH, Pipeline
+from longshore.host.speculation import Ahead, Forecast, NoSpeculation, SpeculationMemory, Speculator
+from longshore.host.speculation import Record as SpeculationRecord
+from longshore.host.stepping import ParameterStep
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
 from longshore.host.worker import runner_for
 from longshore.kernels import Kernels, Scale
 from longshore.layout import plan_tiles
 from longshore.transfer import Transfer
-
-PIPELINE_DEPTH = 4
-"""Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
 
 
 class HostStore(ParameterStore):
@@ -41,6 +40,8 @@ class HostStore(ParameterStore):
             step, so that every tile has a slot of its own; otherwise a few
             slots go round.
         gradient_dtype: of the gradients that arrive; None: the parameters' own.
+        speculation_memory: for tiles that are stepped ahead of the verdict;
+            0: none are.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class HostStore(ParameterStore):
         tile_numel: int,
         hold_gradients: bool,
         gradient_dtype: torch.dtype | None = None,
+        speculation_memory: SpeculationMemory = 0,
     ) -> None:
         assert not transfer.staged or kernels.device.type == "cpu"
         # Fixed.
@@ -72,6 +74,10 @@ class HostStore(ParameterStore):
         self._lock = threading.Lock()
         self._accumulators = AccumulatorPool(memory)
         self._worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
+        self.speculator: Speculator = NoSpeculation()
+        if speculation_memory and hold_gradients and not kernels.asynchronous:
+            spares = PagePool(len(self._arrays), memory)
+            self.speculator = Ahead(speculation_memory, spares, transfer, kernels, self._worker)
         self._incomplete: BaseException | None = None
         self._broken: BaseException | None = None
 
@@ -86,6 +92,10 @@ class HostStore(ParameterStore):
         if arrays != self._arrays:
             rows = [arrays.index(name) for name in self._arrays]
             self._arrays = arrays
+            self._drain()
+            for tile in self._tiles:
+                self.speculator.void(tile)
+            self.speculator.set_arrays(len(arrays))
             self._pages.set_arrays(len(arrays))
             for tile in self._tiles:
                 tile.widen_page(rows, self._pages)
@@ -135,6 +145,7 @@ class HostStore(ParameterStore):
         return {
             "pages": self._pages.allocated_bytes,
             "gradients": self._slab.allocated_bytes + held,
+            "spares": self.speculator.spare_bytes,
             "staging": self._ring.allocated_bytes,
             "accumulators": self._accumulators.allocated_bytes,
         }
@@ -148,15 +159,19 @@ class HostStore(ParameterStore):
         with self._lock:
             for tile, segment in self._parts[parameter]:
                 self._arrive(tile, segment, segment.part_of(gradient), ready)
+                self.speculator.consider(tile)
 
     def _arrive(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         tile.arrived(segment)
-        drop(tile, self._pages)
+        self.speculator.drop(tile)
         if segment.arrivals == 1:
             after = tile.slot.last_publish if tile.slot is not None else None
             segment.handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, after)
             segment.gradient = segment.handle.target
-            return
+        else:
+            self._queue_addition(tile, segment, gradient, ready)
+
+    def _queue_addition(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         if tile.accumulator is None:
             tile.accumulator = self._accumulators.take(tile.layout.page_numel)
         window = tile.ticket.window
@@ -177,6 +192,18 @@ class HostStore(ParameterStore):
         handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, None)
         handle.wait()
         self.kernels.accumulate(total, handle.target, add=True)
+
+    def foresee(self, forecast: Forecast) -> None:
+        self.speculator.forecast = forecast
+
+    def expect_backwards(self, backwards: int) -> None:
+        with self._lock:
+            for tile in self._tiles:
+                tile.expect(backwards)
+
+    @property
+    def speculation(self) -> SpeculationRecord | None:
+        return self.speculator.record
 
     def arrivals(self, parameter: int) -> int:
         parts = self._parts.get(parameter)
@@ -204,6 +231,7 @@ class HostStore(ParameterStore):
         # The worker reports a failure once; the window stays incomplete until it is discarded.
         failure = self._worker.drain()
         self._incomplete = self._incomplete or failure
+        self.speculator.harvest()
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
@@ -211,11 +239,13 @@ class HostStore(ParameterStore):
             self._drain()
             if parameter is None:
                 self._end_window(self._tiles, TileEvent.DISCARD)
+                self.speculator.end_window(self._tiles, None)
                 self._incomplete = None
                 return
             for tile, segment in self._parts[parameter]:
                 if tile.forget(segment) == 0:
                     self._end_window([tile], TileEvent.DISCARD)
+                self.speculator.drop(tile)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         """The sum of squares in float64; waits for all arrivals."""
@@ -244,59 +274,22 @@ class HostStore(ParameterStore):
         for parameter, step in steps.items():
             for tile, segment in self._parts[parameter]:
                 work.setdefault(tile.layout.index, []).append((segment, step))
-        ready = self.transfer.mark()
-        self.transfer.begin_publish()
-        under_way: deque[tuple[Tile, list[tuple[Segment, ParameterStep]]]] = deque()
-        stepped: list[Tile] = []
+        pipeline = Pipeline(
+            self.transfer, self.kernels, self._ring, self._hold_gradients, self._arrive, self.speculator
+        )
         try:
-            for index in sorted(work):
-                if len(under_way) == PIPELINE_DEPTH:
-                    stepped.append(self._finish(*under_way.popleft(), scale))
-                tile = self._tiles[index]
-                if self.transfer.staged and not self._hold_gradients:
-                    tile.slot = self._ring.next()
-                self._fill(tile, work[index], ready)
-                under_way.append((tile, work[index]))
-            while under_way:
-                stepped.append(self._finish(*under_way.popleft(), scale))
-            self.transfer.end_publish()
-            self._end_window(stepped, TileEvent.PUBLISHED)
+            pipeline.run([(self._tiles[index], work[index]) for index in sorted(work)], scale)
+            self._end_window(pipeline.stepped, TileEvent.PUBLISHED)
             # The window is over for what it held and did not step, too.
             self._end_window([tile for tile in self._tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
             self._accumulators.trim()
+            self.speculator.end_window(self._tiles, scale)
             then()
         except BaseException as failure:
             # Ctrl-C lands here too.
             brought = [parameter for parameter, step in steps.items() if step.gradient is not None]
-            self._abandon(failure, brought, begun=bool(stepped))
+            self._abandon(failure, brought, begun=bool(pipeline.stepped))
             raise
-
-    def _fill(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], ready: Any) -> None:
-        active.sort(key=lambda pair: pair[0].layout.page_offset)
-        for segment, step in active:
-            if step.gradient is not None:
-                assert segment.arrivals == 0  # a second one would still be on its way to the worker
-                self._arrive(tile, segment, segment.part_of(step.gradient), ready)
-
-    def _finish(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], scale: Scale) -> Tile:
-        targets, segment_steps = [], []
-        if self.transfer.staged and not tile.outputs_fit:
-            tile.output_slot = self._ring.next()
-            if tile.output_slot.last_publish is not None:
-                tile.output_slot.last_publish.wait()  # the kernel writes at once, on no lane
-        for segment, step in active:
-            target = segment.part_of(step.target)
-            targets.append(target)
-            output = self.transfer.output_for(target, tile.output_view(segment.layout))
-            segment_steps.append(SegmentStep(segment, step.rule, output))
-        step_in_place(tile, segment_steps, scale, self.kernels)
-        for segment_step, target in zip(segment_steps, targets, strict=True):
-            handle = self.transfer.copy_to_device(segment_step.output, target)
-            slot = tile.output_slot or tile.slot
-            if slot is not None:
-                slot.last_publish = handle
-        tile.output_slot = None
-        return tile
 
     def _abandon(self, failure: BaseException, brought: list[int], begun: bool) -> None:
         """A commit failed. If it had stepped anything, the store is broken; otherwise nothing is
@@ -314,8 +307,8 @@ class HostStore(ParameterStore):
     def _end_window(self, tiles: Iterable[Tile], event: TileEvent) -> None:
         for tile in tiles:
             tile.move(event)
-            drop(tile, self._pages)
-            accumulator = tile.end_window()
+            self.speculator.drop(tile)
+            accumulator = tile.end_window(event is TileEvent.PUBLISHED)
             if accumulator is not None:
                 self._accumulators.give_back(accumulator)
 
@@ -336,13 +329,21 @@ class HostStore(ParameterStore):
 
     def begin_load(self) -> None:
         with self._lock:
-            self._worker.drain()
+            self._drain()
             self._end_window(self._tiles, TileEvent.LOAD)
             self._accumulators.trim()
+            self.speculator.end_window(self._tiles, None)
             self._incomplete = self._broken = None
+
+    def _void(self, parameter: int) -> None:
+        """The parameter's pages or gradient are about to be written."""
+        self._drain()
+        for tile, _ in self._parts.get(parameter, ()):
+            self.speculator.void(tile)
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()
+        self._void(parameter)
         for tile, segment in self._parts[parameter]:
             tile.have_page(self._pages)
             master = tile.page_view(segment.layout, 0)
@@ -372,17 +373,20 @@ class HostStore(ParameterStore):
 
     def write_gradient(self, parameter: int, values: Tensor) -> None:
         self.settle()
+        self._void(parameter)
         for _, segment in self._parts[parameter]:
             segment.wait().copy_(segment.part_of(values))
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self.check_usable()
+        self._void(parameter)
         row = self._arrays.index(which)
         for tile, segment in self._parts[parameter]:
             tile.have_page(self._pages)
             tile.page_view(segment.layout, row).copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
+        self._void(parameter)
         for tile, segment in self._parts.get(parameter, ()):
             if tile.page is not None:  # one that never was is zero already
                 tile.rows(segment.layout).zero_()

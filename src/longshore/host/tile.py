@@ -31,6 +31,8 @@ class Segment:
 
     def __init__(self, layout: SegmentLayout) -> None:
         self.layout = layout
+        self.expected = 0
+        """Arrivals that this window will bring, as far as the last one tells; 0: nothing tells."""
         self.clear()
 
     def clear(self) -> None:
@@ -84,6 +86,10 @@ class Tile:
         self.ticket = Ticket(0, 0)
         self.filled = 0
         """Segments for which at least one gradient has arrived."""
+        self._missing = 0
+        """Segments that still expect gradients."""
+        self._expects = False
+        """Whether any of them ever did."""
         self.accumulator: Tensor | None = None
         self.spare: SparePage | None = None
 
@@ -109,12 +115,40 @@ class Tile:
         self.ticket = Ticket(self.ticket.window, self.ticket.arrivals + 1)
         self.filled += segment.arrivals == 0
         segment.arrivals += 1
+        self._missing -= segment.arrivals == segment.expected
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient that the last window brought has come again."""
+        return self._expects and self._missing == 0
+
+    def expect(self, arrivals: int) -> None:
+        """The window will bring so many gradients to each segment that the last one brought any to."""
+        for segment in self.segments.values():
+            if segment.expected > 0:
+                segment.expected = arrivals
+        self._count_missing()
+
+    def _count_missing(self) -> None:
+        self._missing = sum(segment.arrivals < segment.expected for segment in self.segments.values())
+        self._expects = any(segment.expected > 0 for segment in self.segments.values())
 
     def forget(self, segment: Segment) -> int:
         """Drop what one segment has of this window; returns how many others have something."""
         self.filled -= segment.arrivals > 0
+        self._missing += 0 < segment.expected <= segment.arrivals
         segment.clear()
+        if self.filled > 0:
+            self.move(TileEvent.FORGET)
+            self.ticket = Ticket(self.ticket.window, self.ticket.arrivals + 1)
         return self.filled
+
+    def queued_gradient(self, segment: Segment) -> Tensor:
+        """Where the segment's gradient is once what was queued for it is done."""
+        if segment.arrivals > 1 and self.accumulator is not None:
+            return self.accumulator_view(segment.layout)
+        assert segment.gradient is not None
+        return segment.gradient
 
     def slot_view(self, segment: SegmentLayout) -> Tensor | None:
         """The segment's gradient in the slot; None without staging."""
@@ -163,11 +197,14 @@ class Tile:
             self.page[list(rows)] = page
             pages.give_back(page)
 
-    def end_window(self) -> Tensor | None:
-        """Forget the window; returns the accumulator that it used."""
+    def end_window(self, stepped: bool) -> Tensor | None:
+        """Forget the window; returns the accumulator that it used. The next one will be like one that was stepped."""
         for segment in self.segments.values():
+            if stepped:
+                segment.expected = segment.arrivals
             segment.clear()
         self.filled = 0
+        self._count_missing()
         self.ticket = Ticket(self.ticket.window + 1, 0)
         accumulator, self.accumulator = self.accumulator, None
         return accumulator

@@ -15,7 +15,7 @@ class TileState(Enum):
     FILLING = auto()
     """Some have arrived; more may come, or are still on their way or being added."""
     READY = auto()
-    """Every gradient that the window will bring is here and added."""
+    """Every gradient that the window is expected to bring is here, or queued ahead of any pass."""
     STEPPING = auto()
     """A speculative pass writes a spare page; the tile's own page is only read."""
     STEPPED = auto()
@@ -32,6 +32,8 @@ class TileEvent(Enum):
     """What can happen to a tile."""
 
     ARRIVAL = auto()
+    FORGET = auto()
+    """One parameter's gradient is discarded, and others stay."""
     COMPLETE = auto()
     SPECULATE = auto()
     SPECULATED = auto()
@@ -56,6 +58,10 @@ TRANSITIONS: dict[tuple[TileState, TileEvent], TileState] = {
     (TileState.READY, TileEvent.ARRIVAL): TileState.FILLING,
     (TileState.STEPPING, TileEvent.ARRIVAL): TileState.FILLING,
     (TileState.STEPPED, TileEvent.ARRIVAL): TileState.FILLING,
+    (TileState.FILLING, TileEvent.FORGET): TileState.FILLING,
+    (TileState.READY, TileEvent.FORGET): TileState.FILLING,
+    (TileState.STEPPING, TileEvent.FORGET): TileState.FILLING,
+    (TileState.STEPPED, TileEvent.FORGET): TileState.FILLING,
     (TileState.FILLING, TileEvent.COMPLETE): TileState.READY,
     (TileState.READY, TileEvent.SPECULATE): TileState.STEPPING,
     (TileState.STEPPING, TileEvent.SPECULATED): TileState.STEPPED,

@@ -57,7 +57,7 @@ class Clipping:
             GradientError: some are those that were measured, and some are not.
         """
         if self._measured is None:
-            return self._scale()
+            return self._scale(self._coefficient)
         kept, strangers = False, []
         for index, (name, gradient, changes) in now().items():
             tensor, measured = gradient(), self._measured.get(index)
@@ -71,21 +71,25 @@ class Clipping:
             else:
                 kept = True
         if not strangers:
-            return self._scale()
+            return self._scale(self._coefficient)
         if kept:
             raise GradientError(
                 f"the gradient of parameter {strangers[0]} changed after optimizer.clip_grad_norm_() had measured it; "
                 "clip after the last backward, or call zero_grad() to discard this window"
             )
         self.reset()
-        return self._scale()
+        return self._scale(self._coefficient)
 
-    def _scale(self) -> Scale:
+    def unclipped(self) -> Scale:
+        """What it will be where nothing is clipped."""
+        return self._scale(1.0)
+
+    def _scale(self, coefficient: float) -> Scale:
         """Unscaling and clipping as one factor where that rounds like two."""
         unscale = 1.0 / self.loss_scale
         if math.frexp(unscale)[0] == 0.5:  # a power of two
-            return Scale(unscale * self._coefficient)
-        return Scale(unscale, self._coefficient)
+            return Scale(unscale * coefficient)
+        return Scale(unscale, coefficient)
 
     def clip(self, norm: Tensor, max_norm: float, now: Fingerprint) -> None:
         """Set the coefficient ``max_norm / (norm + 1e-6)``, at most 1, as torch computes it.

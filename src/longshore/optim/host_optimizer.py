@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from longshore.errors import ParameterError
-from longshore.host import ParameterStep, ParameterStore
+from longshore.host import ParameterStep, ParameterStore, SpeculationRecord
+from longshore.kernels import HostRule
 from longshore.optim.clipping import Clipping, gradient_norm
 from longshore.optim.family import History, RuleFamily
+from longshore.optim.forecast import OptimizerForecast
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.ledger import Entry, balance
 from longshore.optim.loading import loadable_state, merged_group
 from longshore.optim.masters import adopt_masters, publish, refresh_masters
 from longshore.optim.offload import Offload, Placement
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, group_members
+from longshore.optim.planning import planned, records_of
 from longshore.optim.state import StateAccess, StateMap, begin_states, clear_state, name_states, write_state
 
 
@@ -104,6 +106,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if self._store is None or self._source is None:
             self._store = self._offload.make_store(records[0].device, self._release_gradients)
             self._source = (ReleasedGradients if self._release_gradients else KeptGradients)(self._store)
+            self._store.foresee(OptimizerForecast(self._clipping, self._planned_rules))
         name_states(self._store, self._family, self.param_groups)
         self._source.register(records)
 
@@ -166,7 +169,7 @@ class HostOptimizer(torch.optim.Optimizer):
         """The gradients that this process found, after every check that could end the step."""
         for group in self.param_groups:
             self._family.check_group(group)
-            self._records_of(group)
+            records_of(group, self._records)
         _, source = self._parts()
         gradients = source.collect()
         for record in self._records.values():
@@ -176,29 +179,23 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _steps_of(self, gradients: Mapping[int, Tensor | None]) -> tuple[dict[int, ParameterStep], dict[int, History]]:
         """What to do with each parameter that has a gradient, and its history afterwards."""
-        steps, histories, arrays = {}, {}, self._parts()[0].arrays
-        for group in self.param_groups:
-            known: dict[History, tuple[Any, History]] = {}
-            for record in self._records_of(group):
-                if record.index not in gradients:
-                    continue
-                if (history := record.history) not in known:
-                    known[history] = self._family.rule_of(group, history, arrays), self._family.after(group, history)
-                rule, histories[record.index] = known[history]
-                steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
+        steps, histories = {}, {}
+        for record, rule, history in self._planned(gradients):
+            histories[record.index] = history
+            steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
         return steps, histories
 
-    def _records_of(self, group: Mapping[str, Any]) -> list[ParameterRecord]:
-        """The group's parameters as the user left them; one taken out is no longer stepped, as in torch."""
-        try:
-            return [self._records[id(parameter)] for parameter in group["params"]]
-        except KeyError:
-            raise ParameterError(
-                "a parameter group holds a tensor that this optimizer was not built with; "
-                "use optimizer.add_param_group(), or build the optimizer anew"
-            ) from None
+    def _planned_rules(self) -> dict[int, HostRule]:
+        return {record.index: rule for record, rule, _ in self._planned(range(len(self._records)))}
+
+    def _planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
+        return planned(self.param_groups, self._records, self._family, self._parts()[0].arrays, among)
 
     # -- gradients ------------------------------------------------------------
+
+    def expect_backwards(self, backwards: int) -> None:
+        """The window under way will have so many; where nobody says, as many as the last. Only time depends on it."""
+        self._parts()[0].expect_backwards(backwards)
 
     def begin_backward(self, reduce: bool) -> None:
         """For engines: a backward begins, on all ranks; ``reduce`` is false where its gradients stay here."""
@@ -300,6 +297,11 @@ class HostOptimizer(torch.optim.Optimizer):
         """What is known of each parameter; a record's index is its place."""
         return list(self._records.values())
 
+    @property
+    def speculation(self) -> SpeculationRecord | None:
+        """What was stepped ahead in the last window; None where ``speculation_memory`` is 0."""
+        return self._parts()[0].speculation
+
     # -- masters and memory ---------------------------------------------------
 
     @torch.no_grad()
@@ -368,7 +370,7 @@ class HostOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _take_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(optimizer, HostOptimizer)
-        records = [record for group in optimizer.param_groups for record in optimizer._records_of(group)]
+        records = [record for group in optimizer.param_groups for record in records_of(group, optimizer._records)]
         optimizer._loading = loadable_state(
             state_dict, optimizer.param_groups, optimizer.defaults, records, optimizer._family
         )

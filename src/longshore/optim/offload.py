@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longshore.host import HostStore, ParameterStore
+from longshore.host import HostStore, ParameterStore, SpeculationMemory
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 
@@ -42,6 +42,11 @@ class Offload(Placement):
         transfer: how bytes move; default: by the parameters' device. Tests pass
             a :class:`~longshore.transfer.SimulatedTransfer`. With
             ``device="none"`` nothing moves: a simulated device keeps the state.
+        speculation_memory: host memory for stepping tiles while backward still
+            runs (with ``release_gradients=True`` and in engines): bytes, a
+            fraction (1.0: a spare for every tile, nearly as much again as the
+            pages), or ``"auto"``: as much as helps, at most a quarter of what
+            is free when it is made, after the first step. 0: none.
     """
 
     tile_numel: int | None = None
@@ -49,12 +54,14 @@ class Offload(Placement):
     cpu_set: Sequence[int] | None = None
     transfer: Transfer | None = None
     device: str = "cpu"
+    speculation_memory: SpeculationMemory = 0
 
     def __post_init__(self) -> None:
         for name, of in (("tile_numel", "elements"), ("threads", "host threads")):
             count = getattr(self, name)
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise ValueError(f"{name} is a number of {of}, at least 1, not {count!r}")
+        self._check_speculation_memory()
         if self.device not in ("cpu", "none"):
             raise ValueError(
                 f"device is where the optimizer's state is: 'cpu' (host memory) or 'none' (no offload: where the "
@@ -64,6 +71,18 @@ class Offload(Placement):
             raise ValueError(
                 f"device='none' copies nothing, and a {type(self.transfer).__name__} was given to copy with; "
                 "leave transfer out, or use device='cpu'"
+            )
+
+    def _check_speculation_memory(self) -> None:
+        memory = self.speculation_memory
+        if isinstance(memory, (str, bool)):
+            good = memory == "auto"
+        else:
+            good = memory >= 0 if isinstance(memory, int) else isinstance(memory, float) and 0.0 <= memory <= 1.0
+        if not good:
+            raise ValueError(
+                "speculation_memory is a number of bytes (an integer), a fraction from 0.0 to 1.0, or 'auto', "
+                f"not {memory!r}"
             )
 
     def transfer_to(self, device: torch.device) -> Transfer:
@@ -92,4 +111,4 @@ class Offload(Placement):
         """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters."""
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)
         tile_numel = self.tile_numel or (_STAGED_TILE_NUMEL if transfer.staged else _TILE_NUMEL)
-        return HostStore(transfer, kernels, tile_numel, hold_gradients, gradient_dtype)
+        return HostStore(transfer, kernels, tile_numel, hold_gradients, gradient_dtype, self.speculation_memory)

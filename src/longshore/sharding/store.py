@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError, RankError
-from longshore.host import HostStore, ParameterStep, ParameterStore, Tile, debugging
-from longshore.kernels import Scale
+from longshore.host import Forecast, HostStore, ParameterStep, ParameterStore, SpeculationRecord, Tile, debugging
+from longshore.kernels import HostRule, Scale
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import Bucket, Piece
 from longshore.sharding.contributions import Contributions
@@ -93,6 +93,16 @@ class ShardedStore(ParameterStore):
         # Where it failed, its round still takes place: the others are in it.
         self._window.fail(failure)
         self._window.end_round()
+
+    def foresee(self, forecast: Forecast) -> None:
+        self.inner.foresee(_PieceForecast(forecast, self.shards))
+
+    def expect_backwards(self, backwards: int) -> None:
+        self.inner.expect_backwards(backwards if self._settings.each_backward else 1)
+
+    @property
+    def speculation(self) -> SpeculationRecord | None:
+        return self.inner.speculation
 
     def _meet_for(self, current: Round, kept: list[Contributions], buckets: Sequence[Bucket], ready: Any) -> None:
         try:
@@ -335,6 +345,24 @@ class ShardedStore(ParameterStore):
     def close(self) -> None:
         self.lane.close()
         self.inner.close()
+
+
+class _PieceForecast(Forecast):
+    """The forecast of whole parameters, by the pieces that this rank owns."""
+
+    def __init__(self, whole: Forecast, shards: Shards) -> None:
+        self._whole = whole
+        self._shards = shards
+
+    def scale(self) -> Scale:
+        return self._whole.scale()
+
+    def rules(self) -> Mapping[int, HostRule]:
+        return {
+            piece.index: rule
+            for parameter, rule in self._whole.rules().items()
+            for piece in self._shards.owned(parameter)
+        }
 
 
 def _number_of(steps: Mapping[int, ParameterStep], scale: Scale) -> int:

@@ -31,6 +31,8 @@ class DirectTransfer(Transfer):
         return
 
     def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
+        if output.data_ptr() != parameter.data_ptr():  # stepped ahead, when the parameter was still in use
+            parameter.copy_(output)
         return FinishedCopy(parameter)
 
     def end_publish(self) -> None:

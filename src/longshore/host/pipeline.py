@@ -1,0 +1,110 @@
+"""One commit's way through the tiles: down, stepped, up, several at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from longshore.host.memory import SlotRing
+from longshore.host.speculation import Speculator
+from longshore.host.stepping import ParameterStep, SegmentStep, step_in_place
+from longshore.host.tile import Segment, Tile
+from longshore.kernels import Kernels, Scale
+from longshore.transfer import Transfer
+
+PIPELINE_DEPTH = 4
+"""Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
+
+Work = tuple[Tile, list[tuple[Segment, ParameterStep]]]
+"""A tile, and those of its segments that have a gradient."""
+
+
+class Pipeline:
+    """Steps tiles and publishes them.
+
+    What was stepped ahead is taken first: its copies to the device run while
+    the others are stepped.
+
+    Args:
+        transfer: how bytes move.
+        kernels: what steps.
+        ring: slots for gradients and outputs that have none of their own.
+        hold_gradients: every tile has a slot of its own for its gradients.
+        arrive: brings a gradient of a tile's segment down, from a point of the current stream.
+        speculator: what was stepped ahead.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        kernels: Kernels,
+        ring: SlotRing,
+        hold_gradients: bool,
+        arrive: Callable[[Tile, Segment, Tensor, Any], None],
+        speculator: Speculator,
+    ) -> None:
+        self._transfer = transfer
+        self._kernels = kernels
+        self._ring = ring
+        self._hold_gradients = hold_gradients
+        self._arrive = arrive
+        self._speculator = speculator
+        self.stepped: list[Tile] = []
+        """Tiles that are COMMITTED, and on their way to the device."""
+
+    def run(self, work: Sequence[Work], scale: Scale) -> None:
+        """Step and publish all of it; on return the current stream sees the new parameters."""
+        ready = self._transfer.mark()
+        self._transfer.begin_publish()
+        remaining = [(tile, active) for tile, active in work if not self._take_stepped(tile, active, scale)]
+        under_way: deque[Work] = deque()
+        for tile, active in remaining:
+            if len(under_way) == PIPELINE_DEPTH:
+                self._finish(*under_way.popleft(), scale)
+            if self._transfer.staged and not self._hold_gradients:
+                tile.slot = self._ring.next()
+            self._fill(tile, active, ready)
+            under_way.append((tile, active))
+        while under_way:
+            self._finish(*under_way.popleft(), scale)
+        self._transfer.end_publish()
+
+    def _take_stepped(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], scale: Scale) -> bool:
+        slot = self._speculator.verdict(tile, active, scale)
+        if slot is None:
+            return False
+        self.stepped.append(tile)  # its page is the new one: from here on there is no way back
+        for segment, step in active:
+            output = slot.view(tile.dtype, segment.layout.page_offset, segment.layout.numel)
+            slot.last_publish = self._transfer.copy_to_device(output, segment.part_of(step.target))
+        return True
+
+    def _fill(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], ready: Any) -> None:
+        active.sort(key=lambda pair: pair[0].layout.page_offset)
+        for segment, step in active:
+            if step.gradient is not None:
+                assert segment.arrivals == 0  # a second one would still be on its way to the worker
+                self._arrive(tile, segment, segment.part_of(step.gradient), ready)
+
+    def _finish(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], scale: Scale) -> None:
+        targets, segment_steps = [], []
+        if self._transfer.staged and not tile.outputs_fit:
+            tile.output_slot = self._ring.next()
+            if tile.output_slot.last_publish is not None:
+                tile.output_slot.last_publish.wait()  # the kernel writes at once, on no lane
+        for segment, step in active:
+            target = segment.part_of(step.target)
+            targets.append(target)
+            output = self._transfer.output_for(target, tile.output_view(segment.layout))
+            segment_steps.append(SegmentStep(segment, step.rule, output))
+        step_in_place(tile, segment_steps, scale, self._kernels)
+        self.stepped.append(tile)
+        for segment_step, target in zip(segment_steps, targets, strict=True):
+            handle = self._transfer.copy_to_device(segment_step.output, target)
+            slot = tile.output_slot or tile.slot
+            if slot is not None:
+                slot.last_publish = handle
+        tile.output_slot = None

@@ -1,0 +1,341 @@
+"""Stepping tiles while backward still runs, on the bet that neither gradients nor scale will change.
+
+A pass reads the tile's page and gradients and writes a spare page and spare
+outputs. At the verdict the spare becomes the tile's, or is dropped: undoing a
+step restores bytes because nothing of it was ever overwritten (law 5).
+
+Passes run on the worker, behind the additions that were queued before them.
+Tiles are moved by the threads that bring gradients and by the caller's alone:
+the worker only reports, and :meth:`Speculator.harvest` moves the tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
+from longshore.host.predictor import Predictor
+from longshore.host.stepping import (
+    ParameterStep,
+    SegmentStep,
+    Speculation,
+    begin_speculation,
+    drop,
+    end_speculation,
+    fail_speculation,
+    keep,
+    redo,
+    run_speculation,
+)
+from longshore.host.tile import Segment, Tile
+from longshore.host.tile_state import TileEvent, TileState
+from longshore.host.worker import JobRunner
+from longshore.kernels import HostRule, Kernels, Scale
+from longshore.transfer import Transfer
+
+SpeculationMemory = int | float | str
+"""Bytes, a fraction of the memory that a spare for every tile would take, or ``"auto"``."""
+
+_AUTO_PART = 4
+
+
+class Forecast(ABC):
+    """What the next commit will be given, as far as is known during backward. A wrong one costs time, never bits."""
+
+    @abstractmethod
+    def scale(self) -> Scale:
+        """What gradients will be multiplied by if they are not clipped."""
+
+    @abstractmethod
+    def rules(self) -> Mapping[int, HostRule]:
+        """By parameter: how each of them would be stepped now."""
+
+
+class Record(NamedTuple):
+    """What speculation did in the last window, by tiles, and how it stands."""
+
+    score: float
+    """How often the assumed verdict was the true one lately, from 0 to 1."""
+    bets: bool
+    """Whether the next window is bet on."""
+    spares: int
+    """Tiles that can be stepped ahead at once."""
+    begun: int = 0
+    kept: int = 0
+    redone: int = 0
+    """Stepped ahead, and again with the true scale or rule."""
+    dropped: int = 0
+    """Stepped ahead for nothing: one more gradient came, or the window was discarded."""
+    waited: int = 0
+    """Complete, but no spare was left."""
+
+
+class Speculator(ABC):
+    """The policy of one store."""
+
+    forecast: Forecast | None = None
+
+    @property
+    def record(self) -> Record | None:
+        """None: nothing is ever bet on."""
+        return None
+
+    @property
+    def spare_bytes(self) -> int:
+        """Counted bytes of spare pages and outputs."""
+        return 0
+
+    @abstractmethod
+    def consider(self, tile: Tile) -> None:
+        """A gradient arrived: perhaps the last that the tile will get. One caller at a time."""
+
+    @abstractmethod
+    def harvest(self) -> None:
+        """Every pass has ended: the worker is drained. Afterwards no tile is STEPPING."""
+
+    @abstractmethod
+    def void(self, tile: Tile) -> None:
+        """Something that a pass read is about to change; after :meth:`harvest`."""
+
+    @abstractmethod
+    def drop(self, tile: Tile) -> None:
+        """The tile was moved, and what was stepped ahead for it is not wanted any more."""
+
+    @abstractmethod
+    def set_arrays(self, page_arrays: int) -> None:
+        """Pages have another number of arrays from here on; no tile is STEPPING or STEPPED."""
+
+    @abstractmethod
+    def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
+        """Where the new parameters are, if the tile was stepped ahead as it is to be stepped; it is COMMITTED then."""
+
+    @abstractmethod
+    def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
+        """After :meth:`harvest`; ``scale`` is what the window was stepped with, None where it was discarded."""
+
+
+class NoSpeculation(Speculator):
+    """Everything waits for the verdict."""
+
+    def consider(self, tile: Tile) -> None:
+        return
+
+    def harvest(self) -> None:
+        return
+
+    def void(self, tile: Tile) -> None:
+        return
+
+    def drop(self, tile: Tile) -> None:
+        return
+
+    def set_arrays(self, page_arrays: int) -> None:
+        return
+
+    def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
+        return None
+
+    def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
+        return
+
+
+@dataclass
+class _Bet:
+    """One tile's pass, from its beginning to the end of the window."""
+
+    tile: Tile
+    speculation: Speculation
+    slot: Slot
+    rules: dict[int, HostRule]
+    scale: Scale
+    failed: bool = False
+    open: bool = True
+    """Not harvested yet."""
+
+
+class Ahead(Speculator):
+    """Steps a tile ahead as soon as it has the gradients that its last window brought.
+
+    Args:
+        memory: how much spare pages and outputs may take.
+        pages: a pool for spare pages alone.
+        transfer: makes memory for outputs.
+        kernels: run the passes.
+        worker: runs them behind what was queued before.
+    """
+
+    def __init__(
+        self, memory: SpeculationMemory, pages: PagePool, transfer: Transfer, kernels: Kernels, worker: JobRunner
+    ) -> None:
+        # Fixed.
+        self._memory = memory
+        self._pages = pages
+        self._transfer = transfer
+        self._kernels = kernels
+        self._worker = worker
+        # Grow with tiles.
+        self._reserved_for = 0
+        self._slabs: list[SlotSlab] = []
+        self._spares: dict[tuple[int, int], list[Slot]] = {}
+        """By elements of a page and bytes of an output; each stands for a page in the pool, too."""
+        self._spare_count = 0
+        self._spare_page_bytes = 0
+        # Change with each window.
+        self._predictor = Predictor()
+        self._bets: dict[int, _Bet] = {}
+        self._counts = dict.fromkeys(("begun", "kept", "redone", "dropped", "waited"), 0)
+        self._last = dict(self._counts)
+        self._rules: Mapping[int, HostRule] | None = None
+
+    @property
+    def record(self) -> Record:
+        return Record(self._predictor.score, self._predictor.bets, self._spare_count, **self._last)
+
+    @property
+    def spare_bytes(self) -> int:
+        return self._spare_page_bytes + sum(slab.allocated_bytes for slab in self._slabs)
+
+    # -- during backward ------------------------------------------------------
+
+    def consider(self, tile: Tile) -> None:
+        if not (self._predictor.bets and tile.complete) or tile.page is None:
+            return
+        if tile.state is TileState.FILLING:
+            tile.move(TileEvent.COMPLETE)
+        free = self._spares.get((tile.layout.page_numel, tile.output_bytes))
+        if not free or tile.layout.index in self._bets:
+            self._counts["waited"] += not free
+            return
+        rules, forecast = self._planned(), self.forecast
+        active = [segment for segment in tile.segments.values() if segment.arrivals > 0]
+        if forecast is None or any(segment.layout.parameter not in rules for segment in active):
+            return
+        slot = free.pop()
+        steps = [
+            SegmentStep(
+                segment,
+                rules[segment.layout.parameter],
+                slot.view(tile.dtype, segment.layout.page_offset, segment.layout.numel),
+            )
+            for segment in active
+        ]
+        bet = _Bet(
+            tile,
+            begin_speculation(tile, steps, self._pages),
+            slot,
+            {step.segment.layout.parameter: step.rule for step in steps},
+            forecast.scale(),
+        )
+        self._bets[tile.layout.index] = bet
+        self._counts["begun"] += 1
+        self._worker.submit(lambda: self._run(bet), 0)
+
+    def _planned(self) -> Mapping[int, HostRule]:
+        if self._rules is None:
+            self._rules = {}
+            if self.forecast is not None:
+                with contextlib.suppress(Exception):  # step() will say what is wrong with a group
+                    self._rules = self.forecast.rules()
+        return self._rules
+
+    def _run(self, bet: _Bet) -> None:
+        """On the worker. Whatever fails here is tried again at the verdict, and raises there."""
+        if bet.tile.ticket != bet.speculation.ticket:
+            bet.failed = True  # nobody wants it any more
+            return
+        try:
+            if bet.slot.last_publish is not None:
+                bet.slot.last_publish.wait()
+            run_speculation(bet.speculation, bet.scale, self._kernels)
+        except Exception:
+            bet.failed = True
+
+    # -- at the verdict -------------------------------------------------------
+
+    def harvest(self) -> None:
+        for bet in self._bets.values():
+            if not bet.open:
+                continue
+            bet.open = False
+            if bet.failed and bet.tile.ticket == bet.speculation.ticket:
+                fail_speculation(bet.tile, bet.speculation, self._pages)
+            elif not end_speculation(bet.tile, bet.speculation, self._pages):
+                self._counts["dropped"] += 1
+
+    def void(self, tile: Tile) -> None:
+        if tile.state is TileState.STEPPED:
+            self._counts["dropped"] += 1
+            redo(tile, self._pages)
+
+    def drop(self, tile: Tile) -> None:
+        if tile.spare is not None:
+            self._counts["dropped"] += 1
+            drop(tile, self._pages)
+
+    def set_arrays(self, page_arrays: int) -> None:
+        self._pages.set_arrays(page_arrays)
+        for pages in self._spares.values():
+            pages.clear()
+        self._slabs.clear()
+        self._reserved_for = self._spare_count = self._spare_page_bytes = 0
+
+    def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
+        if tile.state is not TileState.STEPPED:
+            return None
+        bet = self._bets[tile.layout.index]
+        if bet.scale == scale and bet.rules == {segment.layout.parameter: step.rule for segment, step in active}:
+            keep(tile, self._pages)
+            self._counts["kept"] += 1
+            return bet.slot
+        redo(tile, self._pages)
+        self._counts["redone"] += 1
+        return None
+
+    def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
+        for bet in self._bets.values():
+            self._spares[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)
+        self._bets.clear()
+        self._rules = None
+        if scale is None:
+            return
+        if self.forecast is not None:
+            self._predictor.observe(scale == self.forecast.scale())
+        self._last, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        with_pages = [tile for tile in tiles if tile.page is not None]
+        if len(with_pages) != self._reserved_for:
+            self._reserve(with_pages)
+
+    def _reserve(self, tiles: Sequence[Tile]) -> None:
+        """Make the spares: the tiles of the last parameters come first in backward, and in the budget."""
+        self._reserved_for = len(tiles)
+        have = {key: len(slots) for key, slots in self._spares.items()}
+        budget = self._budget(tiles) - self.spare_bytes
+        wanted = []
+        for tile in reversed(tiles):
+            key = (tile.layout.page_numel, tile.output_bytes)
+            if have.get(key, 0) > 0:
+                have[key] -= 1
+                continue
+            budget -= self._pages.page_bytes(tile.layout.page_numel) + tile.output_bytes
+            if budget < 0:
+                break
+            wanted.append(tile)
+        self._slabs.append(slab := SlotSlab(self._transfer))
+        for tile, slot in zip(wanted, slab.cut([tile.output_bytes for tile in wanted]), strict=True):
+            self._spares.setdefault((tile.layout.page_numel, tile.output_bytes), []).append(slot)
+            self._spare_page_bytes += self._pages.page_bytes(tile.layout.page_numel)
+        for page in [
+            self._pages.take(tile.layout.page_numel).zero_() for tile in wanted
+        ]:  # touched now, not in backward
+            self._pages.give_back(page)
+        self._spare_count += len(wanted)
+
+    def _budget(self, tiles: Sequence[Tile]) -> int:
+        most = sum(self._pages.page_bytes(tile.layout.page_numel) + tile.output_bytes for tile in tiles)
+        if isinstance(self._memory, str):
+            return min(most, available_bytes() // _AUTO_PART)
+        return int(most * self._memory) if isinstance(self._memory, float) else self._memory

@@ -1,0 +1,30 @@
+"""What an optimizer will give the next commit, told during backward to a store that steps ahead."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+
+from longshore.host import Forecast
+from longshore.kernels import HostRule, Scale
+from longshore.optim.clipping import Clipping
+
+
+class OptimizerForecast(Forecast):
+    """Groups as they are now, and no clipping.
+
+    Args:
+        clipping: of the optimizer's window.
+        rules: a method of the optimizer, which this does not keep alive.
+    """
+
+    def __init__(self, clipping: Clipping, rules: Callable[[], Mapping[int, HostRule]]) -> None:
+        self._clipping = clipping
+        self._rules = weakref.WeakMethod(rules)
+
+    def scale(self) -> Scale:
+        return self._clipping.unclipped()
+
+    def rules(self) -> Mapping[int, HostRule]:
+        rules = self._rules()
+        return {} if rules is None else rules()

@@ -1,0 +1,330 @@
+"""Stepping ahead of the verdict changes no bit, whatever the verdict is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import longshore
+from longshore.kernels import HostKernels
+
+TILE = 300
+TRANSFERS: dict[str, Callable[[], longshore.SimulatedTransfer | None]] = {
+    "direct": lambda: None,
+    "simulated-0": lambda: longshore.SimulatedTransfer(seed=0),
+    "simulated-1": lambda: longshore.SimulatedTransfer(seed=1),
+}
+
+
+class Heads(nn.Module):
+    """A trunk and two heads, cut into tiles that hold parts of several parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
+        self.heads = nn.ModuleList([nn.Linear(24, 9), nn.Linear(24, 7)])
+
+    def forward(self, x: torch.Tensor, head: int = 0) -> torch.Tensor:
+        return (self.heads[head](self.trunk(x)) ** 2).mean()
+
+
+class Pair:
+    """The same training twice: with and without stepping ahead."""
+
+    def __init__(
+        self,
+        transfer: Callable[[], Any] = TRANSFERS["direct"],
+        memory: float | int = 1.0,
+        dtype: torch.dtype = torch.float32,
+        optimizer: Callable[..., Any] = longshore.AdamW,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(7)
+        model = Heads().to(dtype)
+        self.models = (model, copy.deepcopy(model))
+        self.dtype = dtype
+        self.plain, self.ahead = (
+            optimizer(
+                model.parameters(),
+                release_gradients=True,
+                offload=longshore.Offload(tile_numel=TILE, transfer=transfer(), speculation_memory=share),
+                **{"lr": 1e-2, **options},
+            )
+            for model, share in zip(self.models, (0, memory), strict=True)
+        )
+
+    @property
+    def optimizers(self) -> tuple[Any, Any]:
+        return self.plain, self.ahead
+
+    def backward(self, head: int = 0) -> None:
+        x = torch.randn(5, 16, dtype=self.dtype)
+        for model in self.models:
+            model(x, head).backward()
+
+    def both(self, work: Callable[[Any, Any], Any]) -> list[Any]:
+        return [work(model, optimizer) for model, optimizer in zip(self.models, self.optimizers, strict=True)]
+
+    def step(self, clip: float | None = None) -> longshore.host.SpeculationRecord:
+        for optimizer in self.optimizers:
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+        self.check()
+        record = self.ahead.speculation
+        assert record is not None
+        return record
+
+    def check(self) -> None:
+        for a, b in zip(*(model.parameters() for model in self.models), strict=True):
+            assert torch.equal(a, b)
+            mine, other = self.plain.state[a], self.ahead.state[b]
+            assert mine.keys() == other.keys()
+            assert all(torch.equal(torch.as_tensor(mine[name]), torch.as_tensor(other[name])) for name in mine)
+
+    def train(self, windows: int, backwards: int = 1, clip: float | None = None) -> longshore.host.SpeculationRecord:
+        for _ in range(windows):
+            for _ in range(backwards):
+                self.backward()
+            record = self.step(clip)
+        return record
+
+
+@pytest.fixture
+def pair() -> Pair:
+    """After two windows: the next one is stepped ahead."""
+    made = Pair()
+    assert made.train(2).kept == made.ahead.speculation.begun > 2
+    return made
+
+
+# -- the same bits ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip", [None, 1e9, 1e-3])
+def test_parity(transfer: str, backwards: int, dtype: torch.dtype, clip: float | None) -> None:
+    pair = Pair(TRANSFERS[transfer], dtype=dtype)
+    records = [pair.train(1, backwards, clip) for _ in range(9)]
+    assert records[0].begun == 0, "nothing is known before the first step"
+    if clip == 1e-3:
+        assert records[1].redone == records[1].begun > 2
+        assert records[-1].begun == 0, "where clipping always acts nothing is bet"
+    else:
+        assert all(record.kept == record.begun > 2 for record in records[1:])
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_clipping_that_sometimes_acts(transfer: str) -> None:
+    pair = Pair(TRANSFERS[transfer])
+    pair.train(2)
+    kept = redone = 0
+    for window in range(12):
+        pair.backward()
+        record = pair.step(clip=1e-3 if window % 3 == 1 else 1e9)
+        kept, redone = kept + record.kept, redone + record.redone
+    assert kept > 10 and redone > 5
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (longshore.Adam, {"weight_decay": 0.1}),
+        (longshore.Lion, {}),
+        (longshore.Adagrad, {"initial_accumulator_value": 0.1}),
+        (longshore.SGD, {"momentum": 0.9}),
+        (longshore.SGD, {}),
+    ],
+)
+def test_every_rule(optimizer: Callable[..., Any], options: dict[str, Any]) -> None:
+    record = Pair(optimizer=optimizer, **options).train(5)
+    assert record.kept == record.begun > 2
+
+
+def test_heads_that_take_turns() -> None:
+    pair = Pair()
+    for window in range(8):
+        pair.backward(head=window % 2)
+        record = pair.step()
+        assert window < 2 or record.kept > 1
+
+
+# -- wrong bets ---------------------------------------------------------------
+
+
+def test_one_more_backward_drops_what_it_touches(pair: Pair) -> None:
+    pair.backward()
+    pair.backward()
+    record = pair.step()
+    assert record.dropped == record.begun > 2 and record.kept == 0
+    # From here on two are expected.
+    record = pair.train(1, backwards=2)
+    assert record.kept == record.begun > 2
+
+
+def test_backwards_that_are_announced(pair: Pair) -> None:
+    pair.ahead.expect_backwards(3)
+    record = pair.train(1, backwards=3)
+    assert record.kept == record.begun > 2
+    pair.ahead.expect_backwards(1)
+    record = pair.train(1)
+    assert record.kept == record.begun > 2
+
+
+def test_an_option_changed_between_backward_and_step(pair: Pair) -> None:
+    pair.backward()
+    for optimizer in pair.optimizers:
+        optimizer.param_groups[0]["lr"] = 3e-2
+    record = pair.step()
+    assert record.redone == record.begun > 2
+
+
+@pytest.mark.parametrize("write", ["data", "load", "unseen", "state"])
+def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> None:
+    pair.backward()
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        weight = model.trunk[0].weight
+        if write == "data":
+            weight.data = torch.full_like(weight, 0.25)
+        elif write == "load":
+            model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        elif write == "unseen":
+            weight.data.numpy()[:] = 0.125
+            optimizer.refresh_master()
+        else:
+            optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.5)
+    record = pair.step()
+    assert record.dropped > 0
+    assert (record.kept == 0) == (write == "load" or write == "unseen")
+
+
+def test_a_state_loaded_between_backward_and_step(pair: Pair) -> None:
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.optimizers]
+    pair.train(2)
+    pair.backward()
+    for optimizer, state in zip(pair.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    assert pair.step().kept == 0
+    assert pair.train(2).kept > 2
+
+
+def test_one_gradient_is_taken_out(pair: Pair) -> None:
+    pair.backward()
+    for model in pair.models:
+        model.trunk[2].bias.grad = None
+    record = pair.step()
+    assert record.dropped > 0 and record.kept > 0
+    pair.train(2)
+
+
+def test_one_gradient_is_replaced(pair: Pair) -> None:
+    pair.backward()
+    for model in pair.models:
+        model.heads[0].weight.grad = torch.ones_like(model.heads[0].weight)
+    assert pair.step().dropped > 0
+
+
+def test_discarded_windows_leave_every_bit(pair: Pair) -> None:
+    before = copy.deepcopy(pair.ahead.state_dict()["state"])
+    spares = pair.ahead.host_bytes()["spares"]
+    for _ in range(5):
+        pair.backward()
+        for optimizer in pair.optimizers:
+            optimizer.zero_grad()
+    after = pair.ahead.state_dict()["state"]
+    assert all(torch.equal(before[index][name], after[index][name]) for index in before for name in before[index])
+    assert pair.train(1).kept > 2
+    assert pair.ahead.host_bytes()["spares"] == spares
+
+
+def test_a_pass_that_fails_is_made_again_at_the_verdict(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, failures = HostKernels.step_tile, []
+
+    def failing(self: HostKernels, source: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
+        whole(self, source, target, *rest)
+        if source.data_ptr() != target.data_ptr():
+            failures.append(1)
+            raise RuntimeError("the pass failed")
+
+    monkeypatch.setattr(HostKernels, "step_tile", failing)
+    record = pair.train(1)
+    assert len(failures) == record.begun > 2 and record.kept == 0
+
+
+# -- when to bet, and with what -----------------------------------------------
+
+
+def test_it_stops_where_clipping_always_acts_and_comes_back(pair: Pair) -> None:
+    for _ in range(6):
+        pair.backward()
+        record = pair.step(clip=1e-3)
+    assert not record.bets and record.begun == 0 and record.score < 0.5
+    for _ in range(6):
+        pair.backward()
+        record = pair.step(clip=1e9)
+    assert record.bets and record.kept == record.begun > 2
+
+
+def test_a_budget_of_part_of_the_tiles() -> None:
+    whole = Pair()
+    everything = whole.train(3).begun
+    every_byte = whole.ahead.host_bytes()["spares"]
+    for memory in (0.5, every_byte // 2):
+        pair = Pair(memory=memory)
+        record = pair.train(3)
+        assert 0 < record.kept == record.begun == record.spares < everything
+        assert record.waited == everything - record.begun
+        assert 0 < pair.ahead.host_bytes()["spares"] <= every_byte // 2
+
+
+def test_counted_bytes_of_spares() -> None:
+    pair = Pair(memory=1.0, dtype=torch.bfloat16)
+    pair.train(2)
+    numels = [tile.layout.page_numel for tile in pair.ahead.store.tiles if tile.page is not None]
+    outputs = sum(-(-2 * numel // 64) * 64 for numel in numels)
+    assert pair.ahead.host_bytes()["spares"] == sum(12 * numel for numel in numels) + outputs
+
+
+def test_auto_is_at_most_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(memory="auto")  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("longshore.host.speculation.available_bytes", lambda: 4 * 12000)
+    record = pair.train(2)
+    assert 0 < pair.ahead.host_bytes()["spares"] <= 12000 and record.waited > 0
+
+
+def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("memory was asked for in backward")
+
+    monkeypatch.setattr(pair.ahead.store.speculator._pages, "_allocate", refuse)
+    assert pair.train(3).kept > 2
+
+
+def test_new_groups_get_spares_too(pair: Pair) -> None:
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        torch.manual_seed(3)
+        model.extra = nn.Linear(24, 24)
+        model.trunk.append(model.extra)
+        optimizer.add_param_group({"params": list(model.extra.parameters()), "lr": 1e-3})
+    before = pair.ahead.speculation.spares
+    record = pair.train(4)
+    assert record.spares > before and record.kept == record.begun == record.spares
+
+
+@pytest.mark.parametrize("memory", [-1, 1.5, -0.5, "all", True, None])
+def test_bad_budgets(memory: Any) -> None:
+    with pytest.raises(ValueError, match="speculation_memory is a number of bytes"):
+        longshore.Offload(speculation_memory=memory)
+
+
+def test_the_default_mode_has_nothing_to_bet_on() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = longshore.AdamW(model.parameters(), offload=longshore.Offload(speculation_memory=1.0))
+    assert optimizer.speculation is None
