@@ -156,6 +156,20 @@ def test_heads_that_take_turns() -> None:
         assert window < 2 or record.kept > 1
 
 
+def test_idle_parameters_of_a_tile_that_is_stepped_ahead() -> None:
+    """Their masters and moments are on the spare page, too."""
+    pair = Pair()
+    for head in (0, 1):
+        pair.backward(head)
+    pair.step()
+    for head in (0, 0, 0, 0, 1, 1, 1):
+        pair.backward(head)
+        record = pair.step()
+    assert record.kept == record.begun > 2
+    heads = {index for index, (name, _) in enumerate(pair.models[0].named_parameters()) if name.startswith("heads")}
+    assert any(len(heads & tile.segments.keys()) > 2 for tile in pair.ahead.store.tiles), "no tile holds both heads"
+
+
 # -- wrong bets ---------------------------------------------------------------
 
 
@@ -186,7 +200,7 @@ def test_an_option_changed_between_backward_and_step(pair: Pair) -> None:
     assert record.redone == record.begun > 2
 
 
-@pytest.mark.parametrize("write", ["data", "load", "unseen", "state"])
+@pytest.mark.parametrize("write", ["data", "load", "unseen", "state", "gradient"])
 def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> None:
     pair.backward()
     for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
@@ -198,6 +212,8 @@ def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> 
         elif write == "unseen":
             weight.data.numpy()[:] = 0.125
             optimizer.refresh_master()
+        elif write == "gradient":
+            optimizer.store.write_gradient(0, torch.full((weight.numel(),), 0.5))
         else:
             optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.5)
     record = pair.step()
