@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from longshore.cli.failure import SettingsError
 from longshore.cli.settings import STAGES, EngineSettings, TrainSettings
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, load_config
@@ -24,7 +22,7 @@ from longshore.engine.config.batch import DEEPSPEED, Batch, Names, resolve
 from longshore.engine.config.problems import shown
 from longshore.engine.config.reading import Reading
 from longshore.engine.config.source import read_file
-from longshore.engine.launch import detect
+from longshore.engine.ranks import expected_world_size
 
 _TWIN = {
     "stage": "zero_optimization.stage",
@@ -50,10 +48,8 @@ _RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 def number_of_ranks() -> int:
     """Of this run, whether they have met or not."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
     try:
-        return detect(os.environ).world_size
+        return expected_world_size()
     except ValueError as error:
         raise SettingsError(str(error)) from error
 

@@ -56,11 +56,7 @@ def make_optimizer(
 def _by_name(
     model: nn.Module, model_parameters: Iterable[Any] | None, config: Config, placement: Placement
 ) -> HostOptimizer:
-    if config.optimizer is None:
-        raise ValueError(
-            "no optimizer: name one in the configuration "
-            '("optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}), or pass optimizer='
-        )
+    assert config.optimizer is not None  # load_config() saw to it
     kind = getattr(longshore.optim, config.optimizer.type)
     options = config.optimizer.arguments()
     groups = named_groups(model, _listed(model, model_parameters))

@@ -22,7 +22,7 @@ from longshore.engine.engine import Engine
 from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from longshore.engine.optimizers import make_optimizer
 from longshore.engine.precision import DTYPES, Precision
-from longshore.engine.ranks import Ranks, join
+from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.engine.same_setup import check_same_parameters, check_same_setup, ranks_here
 from longshore.engine.schedules import make_schedule
 from longshore.engine.scripts import with_port
@@ -91,11 +91,13 @@ def initialize(
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
-    loaded = load_config(_chosen_config(args, config, config_params))
-    ranks = _join(distributed_port, dist_init_required)
+    chosen = _chosen_config(args, config, config_params)
+    environ = _environ(distributed_port, dist_init_required)
+    # Before the ranks meet: they would meet, or wait for each other in vain, only to hear of a mistake in a file.
+    loaded = load_config(chosen, world_size=expected_world_size(environ), needs_optimizer=optimizer is None)
+    ranks, settings = join(environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
-        settings = loaded.config.resolved(ranks.world_size)
         if ranks.rank == 0:
             for note in loaded.notes:
                 warnings.warn(note, stacklevel=2)
@@ -142,12 +144,13 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
-def _join(port: int | None, required: bool | None) -> Ranks:
+def _environ(port: int | None, required: bool | None) -> dict[str, str] | None:
+    """What says who the ranks are; None: the process's environment."""
     if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "dist_init_required=False, and no process group is initialised; initialise it, or leave it out"
         )
-    return join(environ=with_port(port))
+    return with_port(port)
 
 
 @torch.no_grad()
