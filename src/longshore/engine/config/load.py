@@ -15,7 +15,6 @@ from longshore.engine.config.source import read_file
 from longshore.engine.config.table import TABLE, TARGETS
 from longshore.engine.config.translate import clipping_fields, named_fields, precision_fields
 
-
 _NO_OPTIMIZER = Problem(
     "optimizer",
     'is missing, and none is passed; name one ("optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}), or pass '
