@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from longshore.engine.batch_sizes import BatchSizes
 from longshore.engine.config import Config
+from longshore.engine.conversion import leaves_as_is
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import LossScale
 from longshore.engine.precision import Precision
@@ -347,6 +348,12 @@ class Engine(nn.Module):
         return explanation
 
     # -- the end --------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
+        # Where nothing changes torch would still put a new .data into every parameter, and into placeholders of .grad.
+        if not self._destroyed and leaves_as_is(self.module, self.optimizer.records, fn):
+            return self
+        return super()._apply(fn, recurse)
 
     def destroy(self) -> None:
         """Wait for what is under way, leave the parameters as ordinary ones, and let go of threads and groups."""
