@@ -34,6 +34,7 @@ _TWIN = {
     "offload": "zero_optimization.offload_optimizer.device",
     "bf16": "bf16.enabled",
     "fp16": "fp16.enabled",
+    "log_every": "steps_per_print",
 }
 """What the command line and the file call the same thing. ``bf16`` and ``fp16`` are ``--dtype``."""
 
@@ -93,6 +94,8 @@ def with_engine(
             f"the command line contradicts {source}: {'; '.join(contradictions)}: change one, or leave the option out"
         )
     config = _resolved(loaded.config, asked, ranks, source)
+    if loaded.config.steps_per_print is not None:
+        settings = replace(settings, loop=replace(settings.loop, log_every=loaded.config.steps_per_print))
     return _agreeing(settings, EngineSettings(config, file, loaded.notes, loaded.config.loss_scaling is None))
 
 
@@ -117,6 +120,7 @@ class _Asked:
             "offload": "cpu" if optimizer.offload else "none",
             "bf16": dtype == "bf16",
             "fp16": dtype == "fp16",
+            "log_every": loop.log_every,
         }
 
     def given_values(self) -> dict[str, Any]:
@@ -242,6 +246,9 @@ def _resolved(config: Config, asked: _Asked, ranks: int, source: str) -> Config:
         "micro_batch_size": micro,
         "gradient_accumulation_steps": steps,
     }
+    if not config.wall_clock_breakdown:
+        # Training prints a line of its own every so many steps; only the engine's has times.
+        update["steps_per_print"] = None
     if config.loss_scaling is None and config.gradient_clipping is not None:
         # A scale of 1 changes no number; with it a step whose norm is none is skipped, and training can say so.
         update["loss_scaling"] = LossScaling(scale=1.0)

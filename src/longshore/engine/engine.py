@@ -181,9 +181,9 @@ class Engine(nn.Module):
         self._end_window()
         self.global_steps += 1
         self._discards = 0
+        self._line.after_step(self)  # with the rates of this step, not of the next
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self._line.after_step(self)
 
     def _anything(self) -> bool:
         """Whether there was a backward. Raw ones may have been on other ranks, so that they have to agree."""
