@@ -232,6 +232,7 @@ class TestFile:
              '--warmup 8, but scheduler.type = "LRRangeTest"'),
             ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9000, "warmup_max_lr": 0.5}}},
              ["--lr", "0.001"], "--lr 0.001, but scheduler.params.warmup_max_lr = 0.5"),
+            ({"steps_per_print": 3}, ["--log-every", "2"], "--log-every 2, but steps_per_print = 3"),
         ],
         ids=str,
     )  # fmt: skip
@@ -239,6 +240,29 @@ class TestFile:
         ran = cli("train", "--data", text, *MICRO_MODEL, "--config", config(**change), *option)
         assert ran.code == 2
         assert f"ds.json: {message}: change one, or leave the option out" in ran.refused()
+
+    @pytest.mark.parametrize("every, options", [(1, []), (2, []), (None, ["--log-every", "1"])])
+    def test_a_step_has_one_line(self, train, config, results, tmp_path, every, options):
+        """steps_per_print of the file is --log-every, and the engine prints no line beside it."""
+        schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+        file = config(steps_per_print=every, scheduler=schedule)
+        ran = train("--config", file, "--warmup", 4, *options, "--out", tmp_path / "run")
+        lines = [line for line in ran.out.splitlines() if " lr " in line]
+        assert [line.split("/4")[0] for line in lines] == [f"step {step}" for step in range(every or 1, 5, every or 1)]
+        rates = [f"{record['lr']:.2e}" for record in results(tmp_path / "run").metrics("train")]
+        assert len(set(rates)) > 1
+        assert [line.split(" lr ")[1].split()[0] for line in lines] == rates
+
+    @pytest.mark.parametrize("options", [[], ["--log-every", "2"]])
+    def test_times_are_the_engines_with_the_same_rate(self, train, config, options):
+        schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+        every = None if options else 2
+        file = config(wall_clock_breakdown=True, steps_per_print=every, scheduler=schedule)
+        lines = [line for line in train("--config", file, "--warmup", 4, *options).out.splitlines() if " lr " in line]
+        assert len(lines) == 4
+        for timed, line in zip(lines[::2], lines[1::2], strict=True):
+            assert " ms" in timed and "/4  loss" in line
+            assert float(timed.split(" lr ")[1].split(",")[0]) == float(line.split(" lr ")[1].split()[0])
 
     def test_all_contradictions_at_once(self, cli, config):
         refused = cli("train", "--config", config(), "--lr", "1", "--clip", "2").refused()

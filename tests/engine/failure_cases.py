@@ -219,3 +219,29 @@ def other_learning_rate(stage: int) -> str:
         assert torch.equal(parameter, old)
     engine.optimizer.close()
     return said
+
+
+def peer_that_ends(stage: int, folder: str) -> None:
+    """Rank 1 ends without a word; rank 0 writes down what its user sees, each time that it goes on."""
+    import traceback
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    engine = make_engine(stage)
+    rank = dist.get_rank()
+    backward(engine, 0, rank)
+    engine.step()
+    if rank == 1:
+        os._exit(3)
+
+    def go_on() -> None:
+        for step in range(1, 4):
+            backward(engine, step, rank)
+            engine.step()
+
+    for attempt in range(3):
+        try:
+            go_on()
+        except Exception:
+            (Path(folder) / f"{attempt}.txt").write_text(traceback.format_exc())

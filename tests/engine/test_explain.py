@@ -83,7 +83,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         explanation = engine.explain()
     text = capsys.readouterr().out
     assert text.startswith(f"longshore: stage 1, rank 0 of 1, optimizer state on the host, {explanation.tiles} tiles")
-    assert "host: pages" in text and "device: parameters" in text
+    assert "host: pages" in text and "device: parameters 3.8 KiB, gradients 0 B" in text
     for name, numel in NUMELS.items():
         (line,) = [line for line in text.splitlines() if f" {name} " in line]
         cells = [cell.strip() for cell in line.split("│")[1:-1]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from ranks import Ranks
+from ranks import RankFailure, Ranks
 
 from engine import failure_cases
 
@@ -58,3 +60,20 @@ def test_what_one_rank_refuses_no_rank_steps(two_ranks: Ranks) -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, two_ranks: Ranks) -> None:
     for found in two_ranks(failure_cases.overflow_on_one_rank, stage, torch.float32):
         assert found == {"applied": False, "skipped": 1, "scale": 0.5, "later": True}
+
+
+@STAGES
+def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_path: Path) -> None:
+    """One RankError and, once, what torch said; the same each time that it goes on."""
+    with pytest.raises(RankFailure, match="rank 1: ended"):
+        Ranks(2)(failure_cases.peer_that_ends, stage, str(tmp_path))
+    for attempt in range(3):
+        text = (tmp_path / f"{attempt}.txt").read_text()
+        lines = text.splitlines()
+        assert lines[-1].startswith("longshore.errors.RankError: rank 0: a collective failed (")
+        assert "), so another rank has probably ended; look at the first error of any rank" in lines[-1]
+        assert text.count("Traceback (most recent call last)") == 1, text
+        assert text.count("RuntimeError: ") == 1, text
+        assert text.count("gloo/transport") == 1, text  # the whole of what torch said is in the cause alone
+        assert text.count('lane.py"') == 2, text  # run() and drain(); nothing of the thread of the lane
+        assert len(lines) < 40, text

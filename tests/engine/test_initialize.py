@@ -107,7 +107,8 @@ def test_a_configuration_is_given_once(arguments: dict[str, Any]) -> None:
         ({"config": "nowhere.json"}, ConfigError, "there is no such file"),
         ({"mpu": object()}, ValueError, "mpu is not supported"),
         ({"mesh_param": (1, 2)}, ValueError, "mesh_param is not supported"),
-        ({"config": without(file(), "optimizer")}, ValueError, "no optimizer: name one in the configuration"),
+        ({"config": without(file(), "optimizer")}, ConfigError, "optimizer: is missing, and none is passed; name one"),
+        ({"config": longshore.Config()}, ConfigError, "optimizer: is missing, and none is passed; name one"),
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=1)}, ValueError, "an optimizer is given twice"),
         (
             {"config": without(file(), "optimizer"), "optimizer": 3},
@@ -133,6 +134,45 @@ def test_a_configuration_is_given_once(arguments: dict[str, Any]) -> None:
 def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         initialize(**{"config": file(), **arguments})
+
+
+def test_everything_that_is_wrong_with_a_file_is_said_at_once_by_its_own_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what only the number of ranks shows; and before the ranks meet, who would not come here."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    content = {**without(file(**batch), "optimizer"), "zero_optimisation": {}}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(content))
+    for config, source in ((content, "config"), (path, str(path))):
+        with pytest.raises(ConfigError) as caught:
+            initialize(config=config)
+        assert caught.value.source == source
+        assert [problem.path for problem in caught.value.problems] == [
+            "zero_optimisation",
+            "train_batch_size",
+            "optimizer",
+        ]
+        assert (
+            "train_batch_size = 8: must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, and 8 "
+            "is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 2 x 4 ranks = 16"
+        ) in str(caught.value)
+    ours = longshore.Config(train_batch_size=8, micro_batch_size=2, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError) as caught:
+        initialize(config=ours)
+    assert [problem.path for problem in caught.value.problems] == ["optimizer", "train_batch_size"]
+    assert "micro_batch_size 2 x gradient_accumulation_steps 2 x 4 ranks" in str(caught.value)
+
+
+def test_an_optimizer_that_cannot_be_read_is_not_called_missing() -> None:
+    with pytest.raises(ConfigError) as caught:
+        initialize(config=file(optimizer={"type": "Adamm"}))
+    assert [problem.path for problem in caught.value.problems] == ["optimizer.type"]
 
 
 def test_other_parameters_than_the_optimizers() -> None:

@@ -28,6 +28,20 @@ def test_steps_per_print(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines(capsys.readouterr().out) == ["step 2, skipped 0, lr 0.002", "step 4, skipped 0, lr 0.002"]
 
 
+def test_the_rate_is_that_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """The schedule goes on after it."""
+    seen = []
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    with started(file(steps_per_print=1), lr_scheduler=schedule) as engine:
+        train(engine, (loss_of(engine, step) for step in range(3)))
+    assert seen == [0.002, 0.001, 0.0005]
+    assert lines(capsys.readouterr().out) == [f"step {n}, skipped 0, lr {rate:g}" for n, rate in enumerate(seen, 1)]
+
+
 def test_the_line_has_the_norm_and_the_loss_scale(capsys: pytest.CaptureFixture[str]) -> None:
     with started(file(steps_per_print=1, gradient_clipping=1.0, fp16={"enabled": True, "loss_scale": 64})) as engine:
         norms = []

@@ -197,6 +197,55 @@ def test_a_schedule_of_the_clients_optimizer(name: str) -> None:
     check(config, EXPECTED[name], model=model, optimizer=client, lr_scheduler=schedule)
 
 
+class Behind:
+    """A scheduler that has another inside, and no optimizer of its own, as warmup wrappers do."""
+
+    def __init__(self, inner: Any) -> None:
+        self.after_warmup = inner
+
+    def step(self) -> None:
+        self.after_warmup.step()
+
+
+@pytest.mark.parametrize("made_by_function", [False, True])
+def test_a_schedule_behind_another_object_drives_our_optimizer(made_by_function: bool) -> None:
+    model = small_model()
+    client = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = Behind(CLIENTS["StepLR"](client))
+    given: Any = (lambda optimizer: schedule) if made_by_function else schedule
+    config = without(file(), "optimizer")
+    # A function that returns the optimizer is one more way to give it.
+    check(config, EXPECTED["StepLR"], model=model, optimizer=lambda parameters: client, lr_scheduler=given)
+
+
+@pytest.mark.parametrize("kind", ["itself", "inside", "behind", "function"])
+@pytest.mark.parametrize("has_client", [False, True])
+def test_a_schedule_of_another_optimizer_is_refused(kind: str, has_client: bool) -> None:
+    """It would set learning rates that nobody uses, and the engine's would stay as they are."""
+    model = small_model()
+    foreign, client = (torch.optim.SGD(model.parameters(), lr=LR) for _ in range(2))
+    schedule = CLIENTS["StepLR"](foreign)
+    good = [lr_scheduler.ConstantLR(client, 0.5, 2)] if has_client else []
+    given: Any = {
+        "itself": schedule,
+        "inside": lr_scheduler.ChainedScheduler([schedule]),
+        "behind": Behind([*good, schedule]),
+        "function": lambda optimizer: schedule,
+    }[kind]
+    arguments: dict[str, Any] = (
+        {"optimizer": client, "config": without(file(), "optimizer")} if has_client else {"config": file()}
+    )
+    way = "build it on the optimizer that is passed as optimizer=, or " if has_client else ""
+    words = (
+        rf"(StepLR|ChainedScheduler) was built on an optimizer \(SGD\) that the engine does not step, .*; {way}pass a "
+        r"function: lr_scheduler=lambda optimizer: (StepLR|ChainedScheduler)\(optimizer, \.\.\.\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        longshore.initialize(model=model, lr_scheduler=given, **arguments)
+    assert schedule.optimizer is foreign
+    assert all(one.optimizer is client for one in good)
+
+
 def test_what_initialize_returns_is_what_drives_the_engine() -> None:
     result = longshore.initialize(model=small_model(), config=scheduled("WarmupLR"))
     engine, optimizer, loader, schedule = result

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from longshore.cli.failure import SettingsError
 from longshore.cli.settings import STAGES, EngineSettings, TrainSettings
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, load_config
@@ -24,7 +22,7 @@ from longshore.engine.config.batch import DEEPSPEED, Batch, Names, resolve
 from longshore.engine.config.problems import shown
 from longshore.engine.config.reading import Reading
 from longshore.engine.config.source import read_file
-from longshore.engine.launch import detect
+from longshore.engine.ranks import expected_world_size
 
 _TWIN = {
     "stage": "zero_optimization.stage",
@@ -36,6 +34,7 @@ _TWIN = {
     "offload": "zero_optimization.offload_optimizer.device",
     "bf16": "bf16.enabled",
     "fp16": "fp16.enabled",
+    "log_every": "steps_per_print",
 }
 """What the command line and the file call the same thing. ``bf16`` and ``fp16`` are ``--dtype``."""
 
@@ -50,10 +49,8 @@ _RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 def number_of_ranks() -> int:
     """Of this run, whether they have met or not."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
     try:
-        return detect(os.environ).world_size
+        return expected_world_size()
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
@@ -97,6 +94,8 @@ def with_engine(
             f"the command line contradicts {source}: {'; '.join(contradictions)}: change one, or leave the option out"
         )
     config = _resolved(loaded.config, asked, ranks, source)
+    if loaded.config.steps_per_print is not None:
+        settings = replace(settings, loop=replace(settings.loop, log_every=loaded.config.steps_per_print))
     return _agreeing(settings, EngineSettings(config, file, loaded.notes, loaded.config.loss_scaling is None))
 
 
@@ -121,6 +120,7 @@ class _Asked:
             "offload": "cpu" if optimizer.offload else "none",
             "bf16": dtype == "bf16",
             "fp16": dtype == "fp16",
+            "log_every": loop.log_every,
         }
 
     def given_values(self) -> dict[str, Any]:
@@ -246,6 +246,9 @@ def _resolved(config: Config, asked: _Asked, ranks: int, source: str) -> Config:
         "micro_batch_size": micro,
         "gradient_accumulation_steps": steps,
     }
+    if not config.wall_clock_breakdown:
+        # Training prints a line of its own every so many steps; only the engine's has times.
+        update["steps_per_print"] = None
     if config.loss_scaling is None and config.gradient_clipping is not None:
         # A scale of 1 changes no number; with it a step whose norm is none is skipped, and training can say so.
         update["loss_scaling"] = LossScaling(scale=1.0)

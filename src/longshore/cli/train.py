@@ -140,7 +140,9 @@ def train(
     ] = None,
     eval_every: Annotated[int, _option(_OUTPUT, "--eval-every", help="Steps between validations; 0 for none.")] = 100,
     eval_batches: Annotated[int, _option(_OUTPUT, "--eval-batches", help="Batches a validation.")] = 8,
-    log_every: Annotated[int, _option(_OUTPUT, "--log-every", help="Steps between logged lines.")] = 10,
+    log_every: Annotated[
+        int | None, _shared(_OUTPUT, "--log-every", help="Steps between logged lines.", default=LoopSettings.log_every)
+    ] = None,
     out: Annotated[
         Path | None, _option(_OUTPUT, "--out", help="Folder for weights, metrics and the loss curve.")
     ] = None,
@@ -155,7 +157,7 @@ def train(
     of_optimizer = _given(
         lr=lr, schedule=schedule, warmup=warmup, weight_decay=weight_decay, clip=clip, offload=offload
     )
-    of_loop = _given(batch_size=batch_size, accumulation=accumulation)
+    of_loop = _given(batch_size=batch_size, accumulation=accumulation, log_every=log_every)
     settings = TrainSettings(
         data=DataSettings(tuple(data or ()), max_bytes, tokenizer),
         model=ModelSettings(choose_shape(size, model, parts), model, device=device, **of_model),
@@ -166,7 +168,6 @@ def train(
             seed=seed,
             eval_every=eval_every,
             eval_batches=eval_batches,
-            log_every=log_every,
             **of_loop,
         ),
         out=out,

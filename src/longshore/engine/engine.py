@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longshore.engine.batch_sizes import BatchSizes
 from longshore.engine.config import Config
+from longshore.engine.conversion import leaves_as_is
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import LossScale
 from longshore.engine.precision import Precision
@@ -180,9 +181,9 @@ class Engine(nn.Module):
             self._applied = self._apply_window()
         self.global_steps += 1
         self._discards = 0
+        self._line.after_step(self)  # with the rates of this step, not of the next
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self._line.after_step(self)
 
     def _anything(self) -> bool:
         """Whether there was a backward. Raw ones may have been on other ranks, so that they have to agree."""
@@ -345,6 +346,12 @@ class Engine(nn.Module):
         return explanation
 
     # -- the end --------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
+        # Where nothing changes torch would still put a new .data into every parameter, and into placeholders of .grad.
+        if not self._destroyed and leaves_as_is(self.module, self.optimizer.records, fn):
+            return self
+        return super()._apply(fn, recurse)
 
     def destroy(self) -> None:
         """Wait for what is under way, leave the parameters as ordinary ones, and let go of threads and groups."""

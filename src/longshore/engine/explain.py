@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from longshore.engine.wording import byte_count
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.sharding import ShardedStore
 
@@ -143,5 +144,5 @@ def explain(engine: Any) -> Explanation:
 
 
 def _bytes_line(where: str, kinds: dict[str, int]) -> str:
-    parts = ", ".join(f"{kind} {count / 2**20:,.1f} MiB" for kind, count in kinds.items())
+    parts = ", ".join(f"{kind} {byte_count(count)}" for kind, count in kinds.items())
     return f"{where}: {parts}"

@@ -15,9 +15,43 @@ from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Placement
 
 
-def make_optimizer(
+def client_optimizer(
     model: nn.Module,
     given: Optimizer | Callable[[list[Any]], Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+    config: Config,
+) -> Optimizer | None:
+    """The optimizer that the user built, or a function of theirs; None: the configuration names one.
+
+    Args:
+        model: whose trainable parameters a function gets where ``model_parameters`` is None.
+        given: the user's optimizer, or what makes one from parameters.
+        model_parameters: parameters or groups.
+        config: may name an optimizer.
+
+    Raises:
+        ValueError: two optimizers.
+        TypeError: something that is none.
+    """
+    if given is None:
+        return None
+    if config.optimizer is not None:
+        raise ValueError("an optimizer is given twice: as optimizer= and in the configuration; keep one")
+    if isinstance(given, Optimizer):
+        if model_parameters is not None:
+            _check_same(given, model_parameters)
+        return given
+    if not callable(given):
+        raise TypeError(f"optimizer is a torch.optim.Optimizer or makes one, not {type(given).__name__}")
+    optimizer = given(_listed(model, model_parameters))
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer= returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    return optimizer
+
+
+def make_optimizer(
+    model: nn.Module,
+    client: Optimizer | None,
     model_parameters: Iterable[Any] | None,
     config: Config,
     placement: Placement,
@@ -26,41 +60,21 @@ def make_optimizer(
 
     Args:
         model: names the parameters.
-        given: the user's optimizer, or what makes one from parameters; None: the configuration names it.
-        model_parameters: parameters or groups; None: all trainable ones.
-        config: names an optimizer where none is given.
+        client: the user's, in whose place it is; None: the configuration names it.
+        model_parameters: parameters or groups for that one; None: all trainable ones.
+        config: names an optimizer where there is no client's.
         placement: makes the store.
-
-    Raises:
-        ValueError: no optimizer, or two.
-        TypeError: something that is none.
     """
-    if given is not None and config.optimizer is not None:
-        raise ValueError("an optimizer is given twice: as optimizer= and in the configuration; keep one")
-    if given is None:
+    if client is None:
         return _by_name(model, model_parameters, config, placement)
-    if isinstance(given, Optimizer):
-        if model_parameters is not None:
-            _check_same(given, model_parameters)
-        optimizer = given
-    elif callable(given):
-        optimizer = given(_listed(model, model_parameters))
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer= returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    else:
-        raise TypeError(f"optimizer is a torch.optim.Optimizer or makes one, not {type(given).__name__}")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return from_client(optimizer, release_gradients=True, offload=placement, names=names)
+    return from_client(client, release_gradients=True, offload=placement, names=names)
 
 
 def _by_name(
     model: nn.Module, model_parameters: Iterable[Any] | None, config: Config, placement: Placement
 ) -> HostOptimizer:
-    if config.optimizer is None:
-        raise ValueError(
-            "no optimizer: name one in the configuration "
-            '("optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}), or pass optimizer='
-        )
+    assert config.optimizer is not None  # load_config() saw to it
     kind = getattr(longshore.optim, config.optimizer.type)
     options = config.optimizer.arguments()
     groups = named_groups(model, _listed(model, model_parameters))

@@ -102,6 +102,20 @@ def join(
     return Ranks(launch.rank, launch.world_size, launch.local_rank, place, dist.group.WORLD, True)
 
 
+def expected_world_size(environ: Mapping[str, str] | None = None) -> int:
+    """How many ranks :func:`join` will find; known before they meet.
+
+    Args:
+        environ: in place of the process's environment.
+
+    Raises:
+        ValueError: variables that are half set or contradict each other.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return detect(os.environ if environ is None else environ).world_size
+
+
 def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapping[str, str]) -> Ranks:
     """The process group that someone else initialised; what it says comes before any variable."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

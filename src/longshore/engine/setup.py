@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -19,10 +18,11 @@ from longshore.engine.activation_checkpointing import CheckpointingSettings, ins
 from longshore.engine.config import Config, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
+from longshore.engine.given_schedule import adopt_schedule
 from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from longshore.engine.optimizers import make_optimizer
+from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES, Precision
-from longshore.engine.ranks import Ranks, join
+from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.engine.same_setup import check_same_parameters, check_same_setup, ranks_here
 from longshore.engine.schedules import make_schedule
 from longshore.engine.scripts import with_port
@@ -70,7 +70,7 @@ def initialize(
             None: the one that the configuration names.
         model_parameters: parameters or groups for that one; None: all that are trainable.
         training_data: a dataset; gives the third result.
-        lr_scheduler: a scheduler, or a function from an optimizer to one. None: the configuration's, or none.
+        lr_scheduler: ``optimizer``'s, or a function from an optimizer to one. None: the configuration's, or none.
         distributed_port: of rank 0, where no launcher names one.
         mpu, mesh_param: model parallelism is refused.
         dist_init_required: False: the process group has to be there already.
@@ -91,22 +91,25 @@ def initialize(
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
-    loaded = load_config(_chosen_config(args, config, config_params))
-    ranks = _join(distributed_port, dist_init_required)
+    chosen = _chosen_config(args, config, config_params)
+    environ = _environ(distributed_port, dist_init_required)
+    # Before the ranks meet: they would meet, or wait for each other in vain, only to hear of a mistake in a file.
+    loaded = load_config(chosen, world_size=expected_world_size(environ), needs_optimizer=optimizer is None)
+    ranks, settings = join(environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
-        settings = loaded.config.resolved(ranks.world_size)
         if ranks.rank == 0:
             for note in loaded.notes:
                 warnings.warn(note, stacklevel=2)
         precision = _place(model, settings, ranks)
-        made = make_optimizer(model, optimizer, model_parameters, settings, _placement(settings, ranks, offload))
+        client = client_optimizer(model, optimizer, model_parameters, settings)
+        made = make_optimizer(model, client, model_parameters, settings, _placement(settings, ranks, offload))
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         check_same_parameters(made, ranks)
         _discard_left_over(made)
         register(made)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
-        engine.lr_scheduler = _schedule(lr_scheduler, settings, made)
+        engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
         if training_data is not None:
             assert settings.micro_batch_size is not None
             engine.training_dataloader = make_loader(
@@ -142,12 +145,13 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
-def _join(port: int | None, required: bool | None) -> Ranks:
+def _environ(port: int | None, required: bool | None) -> dict[str, str] | None:
+    """What says who the ranks are; None: the process's environment."""
     if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "dist_init_required=False, and no process group is initialised; initialise it, or leave it out"
         )
-    return join(environ=with_port(port))
+    return with_port(port)
 
 
 @torch.no_grad()
@@ -214,46 +218,11 @@ def _loss_scale(config: Config) -> LossScale:
     )
 
 
-def _move(scheduler: Any, optimizer: Optimizer) -> None:
-    """Have a scheduler, and those inside it, drive our optimizer in place of the one that they were built on."""
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _move(inner, optimizer)
-    scheduler.optimizer = optimizer
-    if getattr(scheduler, "_step_count", None) == 1:
-        # The first step() would look for a mark that torch left on the other optimizer, and warn.
-        scheduler._step_count = 2
-
-
-def _schedule(given: Any, config: Config, optimizer: Optimizer) -> Any:
+def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimizer | None) -> Any:
     if given is None:
         if config.scheduler is None:
             return None
         return make_schedule(config.scheduler.type, config.scheduler.arguments(), optimizer)
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
-    if not isinstance(given, type) and callable(getattr(given, "step", None)):
-        _check_step(given)
-        _move(given, optimizer)
-        return given
-    made = given(optimizer) if callable(given) else given
-    if not callable(getattr(made, "step", None)):
-        found = f"{type(made).__name__}" if made is given else f"a function that returns {type(made).__name__}"
-        raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {found}")
-    _check_step(made)
-    return made
-
-
-def _check_step(scheduler: Any) -> None:
-    """Raises ValueError where ``step()`` needs what the engine cannot give."""
-    try:
-        parameters = inspect.signature(scheduler.step).parameters.values()
-    except (TypeError, ValueError):  # a builtin, say
-        return
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in variadic]
-    if needed:
-        raise ValueError(
-            f"lr_scheduler={type(scheduler).__name__} is not supported: its step() takes "
-            f"{', '.join(map(repr, needed))}, and engine.step() calls it with nothing; build it on the optimizer that "
-            "initialize() returns, leave lr_scheduler out, and call it after engine.step()"
-        )
+    return adopt_schedule(given, optimizer, client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -66,7 +67,7 @@ class CollectiveLane:
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
         self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
         # Set once.
-        self._dead: BaseException | None = None
+        self._dead: RankError | None = None
         # Of one window.
         self._untold = False
         """This rank gave up its window, and the others may not know."""
@@ -82,6 +83,9 @@ class CollectiveLane:
     def drain(self) -> None:
         """Wait for every job; raises what the first failed one raised."""
         failure = self._worker.drain()
+        if failure is not None and failure is self._dead:
+            # Each caller gets one of its own: raised again and again, the same one would collect tracebacks.
+            raise RankError(str(failure)) from failure.__cause__
         if failure is not None:
             raise failure
 
@@ -103,12 +107,12 @@ class CollectiveLane:
         try:
             yield
         except RuntimeError as failure:
-            # What torch.distributed raises when a peer is gone or late.
+            # What torch.distributed raises when a peer is gone or late. Where in torch it did says nothing to users.
             self._dead = RankError(
-                f"rank {self.rank}: a collective failed, so another rank has probably ended: {failure} "
-                "(look at the first error of any rank, and start again from a checkpoint)"
+                f"rank {self.rank}: a collective failed ({_essence(failure)}), so another rank has probably ended; "
+                "look at the first error of any rank, and start again from a checkpoint"
             )
-            raise self._dead from failure
+            raise self._dead from failure.with_traceback(None)
 
     def close(self) -> None:
         if self._dead is None:
@@ -219,6 +223,12 @@ def twin_of(group: Any, device: torch.device) -> Any:
 
 
 _ADVICE = "every rank has to run the same number of backwards and steps, with the same parameters, in the same order"
+
+
+def _essence(failure: Exception) -> str:
+    """The first sentence, without the line of C++ that it comes from."""
+    first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
 
 
 def _list(doing: Sequence[tuple[Action, int]]) -> str:

@@ -80,6 +80,30 @@ def test_checkpoint_activations_is_no_key(section: str) -> None:
     assert "longshore.checkpointing" in problem.what and "remove the key" in problem.what
 
 
+@pytest.mark.parametrize(
+    "section, kind, given, meant",
+    [
+        ("optimizer", "AdamW", "learning_rate", "lr"),
+        ("optimizer", "SGD", "Learning-Rate", "lr"),
+        ("optimizer", "Adam", "epsilon", "eps"),
+        ("optimizer", "Adam", "beta1", "betas"),
+        ("optimizer", "SGD", "wd", "weight_decay"),
+        ("scheduler", "WarmupLR", "warmup_steps", "warmup_num_steps"),
+        ("scheduler", "WarmupDecayLR", "num_warmup_steps", "warmup_num_steps"),
+        ("scheduler", "WarmupDecayLR", "max_steps", "total_num_steps"),
+        ("scheduler", "WarmupCosineLR", "num_training_steps", "total_num_steps"),
+        # A fraction of the steps, which is not what its nearest name, warmup_min_ratio, is.
+        ("scheduler", "WarmupCosineLR", "warmup_ratio", "warmup_num_steps"),
+        ("scheduler", "WarmupLR", "learning_rate", "warmup_max_lr"),
+        ("scheduler", "OneCycle", "max_lr", "cycle_max_lr"),
+    ],
+)
+def test_names_of_other_libraries_are_known(section: str, kind: str, given: str, meant: str) -> None:
+    said = refusal(**{section: {"type": kind, "params": {given: 1}}})
+    assert f'{section}.params.{given} = 1: "{given}" is no key of' in said
+    assert f'did you mean "{meant}"?' in said
+
+
 def test_all_problems_at_once() -> None:
     file = json.loads(USERS_BLOCK)
     file["zero_optimization"]["offload_optimizer"]["devise"] = "cpu"
@@ -112,7 +136,7 @@ def test_all_problems_at_once() -> None:
         'zero_optimization.reduce_bucket_size = "5e8": must be an integer of at least 1',
         'optimizer.type = "Muon": is not supported: it looks at shapes',
         "scheduler.params.total_num_steps: is missing",
-        "fp16.enabled = true: and bf16.enabled exclude each other",
+        "fp16.enabled = true: excludes bf16.enabled, which is true too; leave one of them true",
         "change train_batch_size to 6 or 8",
         "gradient_predivide_factor 2 would do nothing",
     ):
@@ -128,6 +152,7 @@ def test_all_problems_at_once() -> None:
         ({"optimizer": {"type": "SGD", "params": {"betas": [0, 0]}}}, "params.betas", "Adam and AdamW and Lion"),
         ({"wobble": 1}, "wobble", "nor of any other section; remove it"),
         ({"grad_clipping": 1}, "grad_clipping", 'did you mean "gradient_clipping"?'),
+        ({"learning_rate": 1e-4}, "learning_rate", 'did you mean "optimizer.params.lr"?'),
         ({"bf16": {"los_scale": 1}}, "bf16.los_scale", 'did you mean "fp16.loss_scale"'),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device", "NVMe"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpux"}}}, "device", 'did you mean "cpu"?'),
@@ -155,7 +180,7 @@ def test_all_problems_at_once() -> None:
         ),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype", "is missing"),
         ({"torch_autocast": {"enabled": True, "dtype": "float32"}}, "torch_autocast.dtype", 'one of "bf16", "fp16"'),
-        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "bf16.enabled", "exclude each other"),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "bf16.enabled", "excludes torch_autocast"),
         ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16", "above the first scale"),
         ({"gradient_clipping": None}, "gradient_clipping = null", "write 0 for no clipping"),
         ({"gradient_clipping": -1.0}, "gradient_clipping", "at least 0"),

@@ -15,6 +15,12 @@ from longshore.engine.config.source import read_file
 from longshore.engine.config.table import TABLE, TARGETS
 from longshore.engine.config.translate import clipping_fields, named_fields, precision_fields
 
+_NO_OPTIMIZER = Problem(
+    "optimizer",
+    'is missing, and none is passed; name one ("optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}), or pass '
+    "initialize(optimizer=...)",
+)
+
 
 class LoadedConfig(NamedTuple):
     """``notes``: what is worth saying, once, on one rank."""
@@ -28,6 +34,7 @@ def load_config(
     *,
     auto: Mapping[str, Any] | None = None,
     world_size: int | None = None,
+    needs_optimizer: bool = False,
 ) -> LoadedConfig:
     """A DeepSpeed file, the same as a dict, or our own ``Config``.
 
@@ -37,6 +44,7 @@ def load_config(
             (``{"optimizer.params.lr": 1e-4}``); others are not looked at.
         world_size: ranks. When given, the batch numbers of the result are all
             set; otherwise see :meth:`Config.resolved`.
+        needs_optimizer: nobody passes an optimizer, so this has to name one.
 
     Raises:
         ConfigError: a ValueError with everything that is wrong, each with its
@@ -47,22 +55,38 @@ def load_config(
     if world_size is not None:
         check_world_size(world_size)
     if isinstance(config, Config):
-        return LoadedConfig(config if world_size is None else config.resolved(world_size), ())
+        return LoadedConfig(_checked(config, world_size, needs_optimizer), ())
     if isinstance(config, Mapping):
-        return _translate(config, "config", auto or {}, world_size)
+        return _translate(config, "config", auto or {}, world_size, needs_optimizer)
     if isinstance(config, (str, os.PathLike)):
         path = Path(config)
-        return _translate(read_file(path), str(path), auto or {}, world_size)
+        return _translate(read_file(path), str(path), auto or {}, world_size, needs_optimizer)
     raise TypeError(f"config is a path, a dict or a longshore.Config, not {type(config).__name__}")
 
 
-def _translate(data: Mapping[Any, Any], source: str, auto: Mapping[str, Any], world_size: int | None) -> LoadedConfig:
+def _checked(config: Config, world_size: int | None, needs_optimizer: bool) -> Config:
+    """Our own configuration, for so many ranks."""
+    problems = [_NO_OPTIMIZER] if needs_optimizer and config.optimizer is None else []
+    try:
+        config = config if world_size is None else config.resolved(world_size)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError("Config", problems)
+    return config
+
+
+def _translate(
+    data: Mapping[Any, Any], source: str, auto: Mapping[str, Any], world_size: int | None, needs_optimizer: bool
+) -> LoadedConfig:
     reading = Reading(data, auto)
     fields = {key.field: reading.values[key.path] for key in TABLE if key.field and key.path in reading.values}
     fields |= _batch_fields(reading, data, world_size)
     fields |= precision_fields(reading)
     fields |= clipping_fields(reading, data)
     fields |= named_fields(reading)
+    if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
+        reading.problems.append(_NO_OPTIMIZER)
     config = None
     try:
         config = Config(**fields)

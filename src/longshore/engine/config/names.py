@@ -5,6 +5,37 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+ALIASES: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("lr", "warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"),
+    "base_lr": ("lr", "warmup_max_lr", "cycle_min_lr", "lr_range_test_min_lr"),
+    "max_lr": ("lr", "warmup_max_lr", "cycle_max_lr"),
+    "min_lr": ("warmup_min_lr", "cycle_min_lr", "lr_range_test_min_lr"),
+    "epsilon": ("eps",),
+    "adam_epsilon": ("eps",),
+    "wd": ("weight_decay",),
+    "decay": ("weight_decay",),
+    "beta": ("betas",),
+    "beta1": ("betas",),
+    "beta2": ("betas",),
+    "adam_beta1": ("betas",),
+    "adam_beta2": ("betas",),
+    "warmup": ("warmup_num_steps",),
+    "warmup_steps": ("warmup_num_steps",),
+    "warmup_iters": ("warmup_num_steps",),
+    "warmup_ratio": ("warmup_num_steps",),
+    "num_warmup_steps": ("warmup_num_steps",),
+    "steps": ("total_num_steps",),
+    "num_steps": ("total_num_steps",),
+    "max_steps": ("total_num_steps",),
+    "total_steps": ("total_num_steps",),
+    "train_steps": ("total_num_steps",),
+    "training_steps": ("total_num_steps",),
+    "num_training_steps": ("total_num_steps",),
+    "t_max": ("total_num_steps",),
+    "min_lr_ratio": ("cos_min_ratio",),
+}
+"""What other libraries say, in lower case, and our names for it, which string distance would miss or mistake."""
+
 
 def quoted(value: object) -> str:
     """A name or value as JSON shows it."""
@@ -25,11 +56,21 @@ def edits(left: str, right: str) -> int:
     return row[-1]
 
 
+def alias_of(name: str, known: Iterable[str]) -> list[str]:
+    """The known name of what other libraries call ``name``, or nothing."""
+    known = set(known)
+    called = ALIASES.get(name.lower().replace("-", "_"), ())
+    return [option for option in called if option in known][:1]
+
+
 def candidates(name: object, known: Iterable[str]) -> list[str]:
-    """The known names that ``name`` may stand for, the nearest first; all that are equally near."""
+    """The known names that ``name`` may stand for: another library's name for it, or those that are equally near."""
     if not isinstance(name, str):
         return []
     given, known = name.lower(), list(known)
+    called = alias_of(name, known)
+    if called:
+        return called
     distances = {option: edits(given, option.lower()) for option in known}
     least = min(distances.values(), default=0)
     if known and least <= max(1, len(given) // 4):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longshore.engine.config.keys import Key, joined
-from longshore.engine.config.names import candidates, quoted
+from longshore.engine.config.names import alias_of, candidates, quoted
 from longshore.engine.config.table_other import LOGGING, NOT_KEYS, OTHER
 from longshore.engine.config.table_training import (
     ACTIVATIONS,
@@ -81,7 +81,14 @@ def unknown(section: str, name: object, of: str = "") -> str:
     elsewhere = _elsewhere(name, section)
     if elsewhere:
         return f"{said}, but of {elsewhere}; move it there"
-    far = [key.path for key in TABLE if candidates(name, [key.name]) and (key.section, key.name) != (section, name)]
+    known = dict.fromkeys(key.name for key in TABLE)
+    called = alias_of(name, known)
+    far = [
+        key.path
+        for key in TABLE
+        if (key.name in called if called else candidates(name, [key.name]))
+        and (key.section, key.name) != (section, name)
+    ]
     if far:
         return f"{said}; did you mean {' or '.join(map(quoted, dict.fromkeys(far[:3])))}?"
     return f"{said}, nor of any other section; remove it (docs/deepspeed_config.md lists all keys)"

@@ -34,7 +34,8 @@ def precision_fields(reading: Reading) -> dict[str, Any]:
     enabled = [section for section in sections if values.get(f"{section}.enabled")]
     if len(enabled) > 1:
         others = " and ".join(f"{section}.enabled" for section in enabled[1:])
-        reading.problem(f"{enabled[0]}.enabled", f"and {others} exclude each other; leave one of them true", True)
+        what = f"excludes {others}, which {'is' if len(enabled) == 2 else 'are'} true too; leave one of them true"
+        reading.problem(f"{enabled[0]}.enabled", what, True)
         return {}
     mode = enabled[0] if enabled else ""
     wanted, dtype = values.get("data_types.param_dtype"), mode if mode in ("fp16", "bf16") else "fp32"
