@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from ranks import Ranks
+from ranks import RankFailure, Ranks
 
 from engine import failure_cases
 
@@ -58,3 +60,17 @@ def test_what_one_rank_refuses_no_rank_steps(two_ranks: Ranks) -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, two_ranks: Ranks) -> None:
     for found in two_ranks(failure_cases.overflow_on_one_rank, stage, torch.float32):
         assert found == {"applied": False, "skipped": 1, "scale": 0.5, "later": True}
+
+
+@pytest.mark.parametrize("stage, gathering", [(0, None), (1, None), (1, 1), (2, None), (2, 1), (2, 5)])
+def test_a_rank_killed_while_it_publishes_is_noticed_within_seconds(
+    stage: int, gathering: int | None, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    with pytest.raises(RankFailure, match="^rank 1: ended$"):
+        two_ranks(failure_cases.killed_while_publishing, stage, gathering, str(told))
+    first, seconds, state, step = told.read_text().splitlines()
+    assert first.startswith("RankError: rank 0: a collective failed, so another rank has probably ended")
+    assert float(seconds) < 10  # the timeout of the group is 20
+    for later in (state, step):
+        assert later.startswith("BrokenStateError: an earlier step failed on this or another rank")

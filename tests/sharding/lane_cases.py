@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
+import torch.distributed as dist
 
 from longshore.sharding import reduction as module
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import plan_buckets
-from longshore.sharding.lane import Action, CollectiveLane
+from longshore.sharding.lane import Action, CollectiveLane, timeout_of, twin_of
 from longshore.sharding.ownership import Replicated, Sharded
 from longshore.sharding.reduction import Averaging, reduce_shard
 
@@ -145,3 +148,13 @@ def rank_that_ends(rank_to_end: int) -> str:
         return "nothing"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def twins(timeout_s: float) -> tuple[float, float]:
+    """How long a group of the user's waits, and its twin."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    twin = twin_of(group, CPU)
+    found = [timeout_of(each, CPU) for each in (group, twin)]
+    dist.destroy_process_group(twin)
+    dist.destroy_process_group(group)
+    return tuple(0.0 if each is None else each.total_seconds() for each in found)

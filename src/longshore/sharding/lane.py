@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -213,9 +214,19 @@ def twin_of(group: Any, device: torch.device) -> Any:
     of a second engine, run while the lane's are under way: in one group they would be taken for each other.
     """
     group = dist.group.WORLD if group is None else group
-    # Without one a new group would wait for half an hour, whatever the user chose; torch has no public way to ask.
-    options = getattr(group._get_backend(device), "options", None)
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(options, "_timeout", None))
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout_of(group, device))
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """How long collectives of ``group`` wait, as its maker chose; None where torch does not say: torch's own default.
+
+    torch (2.8 to 2.13) has a public way to set it, and none to ask. A new group does not inherit it.
+    """
+    try:
+        found = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) and found > timedelta(0) else None
 
 
 _ADVICE = "every rank has to run the same number of backwards and steps, with the same parameters, in the same order"
