@@ -67,7 +67,7 @@ def test_a_rank_killed_while_it_publishes_is_noticed_within_seconds(
     stage: int, gathering: int | None, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     told = tmp_path / "told"
-    with pytest.raises(RankFailure, match="^rank 1: ended$"):
+    with pytest.raises(RankFailure, match=r"^rank 1: ended$"):
         two_ranks(failure_cases.killed_while_publishing, stage, gathering, str(told))
     first, seconds, state, step = told.read_text().splitlines()
     assert first.startswith("RankError: rank 0: a collective failed, so another rank has probably ended")

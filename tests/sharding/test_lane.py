@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -103,3 +104,17 @@ class _NoBackend:
 )
 def test_where_torch_does_not_say_how_long_it_is_torchs_default(group: Any) -> None:
     assert timeout_of(group, torch.device("cpu")) is None
+
+
+def test_a_rank_that_waits_says_once_for_what(two_ranks: Ranks) -> None:
+    (said,), other = two_ranks(lane_cases.waiting, True)
+    assert re.fullmatch(
+        r"rank 0 is in step\(\) \(window 5\) and has waited \d+ s for rank 1, which is not there; "
+        r"all ranks last met in backward 2 of its window \(window 5\)",
+        said,
+    )
+    assert other == []
+
+
+def test_nothing_is_said_where_nobody_waits_long(two_ranks: Ranks) -> None:
+    assert two_ranks(lane_cases.waiting, False) == [[], []]

@@ -273,8 +273,8 @@ class ShardedStore(ParameterStore):
     def _check_open(self) -> None:
         if self._closed:
             raise LongshoreError(
-                "engine.destroy() was called (or close() of its optimizer), so this rank meets the others no more: read "
-                "and write optimizer state before it; call initialize() again to train on"
+                "engine.destroy() was called (or close() of its optimizer), so this rank meets the others no more: "
+                "read and write optimizer state before it; call initialize() again to train on"
             )
 
     def check_usable(self) -> None:
