@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import signal
 import time
 from typing import Any
 
@@ -245,3 +247,41 @@ def peer_that_ends(stage: int, folder: str) -> None:
             go_on()
         except Exception:
             (Path(folder) / f"{attempt}.txt").write_text(traceback.format_exc())
+
+
+def killed_while_publishing(stage: int, gathering: int | None, told: str) -> None:
+    """Rank 1 is killed after its tiles were stepped, before the ranks agree or at a gathering of new parameters.
+    Rank 0 writes what it is told, and how soon, to a file."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage, allgather_bucket_numel=100)
+    backward(engine, 0, rank)
+    engine.step()
+    backward(engine, 1, rank)
+    if rank == 1:
+        _be_killed(engine.optimizer.store, gathering)
+    start = time.monotonic()
+    said = [raised_by(engine.step)]
+    said += [str(time.monotonic() - start), raised_by(engine.optimizer.state_dict), raised_by(engine.step)]
+    pathlib.Path(told).write_text("\n".join(said))
+    engine.destroy()
+
+
+def _be_killed(store: Any, gathering: int | None) -> None:
+    inner, lane, count = store.inner.commit, store.lane.gather, 0
+
+    def commit(*args: Any) -> None:
+        inner(*args)
+        if gathering is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def gather(chunk: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == gathering:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return lane(chunk)
+
+    store.inner.commit = commit
+    store.lane.gather = gather

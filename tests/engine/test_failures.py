@@ -77,3 +77,17 @@ def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_
         assert text.count("gloo/transport") == 1, text  # the whole of what torch said is in the cause alone
         assert text.count('lane.py"') == 2, text  # run() and drain(); nothing of the thread of the lane
         assert len(lines) < 40, text
+
+
+@pytest.mark.parametrize("stage, gathering", [(0, None), (1, None), (1, 1), (2, None), (2, 1), (2, 5)])
+def test_a_rank_killed_while_it_publishes_is_noticed_within_seconds(
+    stage: int, gathering: int | None, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    with pytest.raises(RankFailure, match=r"^rank 1: ended$"):
+        two_ranks(failure_cases.killed_while_publishing, stage, gathering, str(told))
+    first, seconds, state, step = told.read_text().splitlines()
+    assert first.startswith("RankError: rank 0: a collective failed (")
+    assert float(seconds) < 10  # the timeout of the group is 20
+    for later in (state, step):
+        assert later.startswith("BrokenStateError: an earlier step failed on this or another rank")

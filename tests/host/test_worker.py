@@ -251,3 +251,13 @@ def test_kernels_that_only_enqueue_need_no_thread() -> None:
 
     assert isinstance(runner_for(Enqueuing(threads=1), 1, nothing), InlineRunner)
     assert isinstance(runner_for(HostKernels(threads=1), 1, nothing), Worker)
+
+
+def test_idle_within_says_whether_every_job_has_run() -> None:
+    worker, go = Worker(1 << 20, lambda: None), threading.Event()
+    assert worker.idle_within(0.0)
+    worker.submit(go.wait, 0)
+    assert not worker.idle_within(0.01)
+    go.set()
+    assert worker.idle_within(60.0)
+    worker.close()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
 
+import torch
+import torch.distributed as dist
+
+from longshore.sharding import lane as lane_module
 from longshore.sharding import reduction as module
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import plan_buckets
-from longshore.sharding.lane import Action, CollectiveLane
+from longshore.sharding.lane import Action, CollectiveLane, timeout_of, twin_of
 from longshore.sharding.ownership import Replicated, Sharded
 from longshore.sharding.reduction import Averaging, reduce_shard
 
@@ -145,3 +152,49 @@ def rank_that_ends(rank_to_end: int) -> str:
         return "nothing"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def twins(timeout_s: float) -> tuple[float, float]:
+    """How long a group of the user's waits, and its twin."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    twin = twin_of(group, CPU)
+    found = [timeout_of(each, CPU) for each in (group, twin)]
+    dist.destroy_process_group(twin)
+    dist.destroy_process_group(group)
+    return tuple(0.0 if each is None else each.total_seconds() for each in found)
+
+
+class _Listener(logging.Handler):
+    """Keeps what is logged, and calls back at the first record."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self._then = then
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        if len(self.said) == 1:
+            self._then()
+
+
+def waiting(late: bool) -> list[str]:
+    """What rank 0 logs when the ranks meet twice; with ``late`` rank 1 comes to the second only after it did so."""
+    lane = CollectiveLane(twin_of(None, CPU), CPU, 1 << 20, owns_group=True)
+    listener = _Listener(lambda: dist.send(torch.zeros(1), 1))
+    logger, former = logging.getLogger("longshore"), lane_module._NOTICE_S
+    logger.addHandler(listener)
+    try:
+        lane.run(lambda: lane.meet(Action.BACKWARD, 2, 5))
+        if late:
+            lane_module._NOTICE_S = 0.05
+            if lane.rank == 1:
+                dist.recv(torch.zeros(1), 0)
+                lane_module._NOTICE_S = former
+                time.sleep(0.5)  # in which rank 0 could say it again
+        lane.run(lambda: lane.meet(Action.STEP, 7, 5))
+        lane.close()
+        return listener.said
+    finally:
+        lane_module._NOTICE_S = former
+        logger.removeHandler(listener)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from ranks import RankFailure, Ranks
 
+from longshore.sharding.lane import timeout_of
 from sharding import lane_cases
 
 
@@ -77,3 +81,40 @@ def test_a_rank_that_dies_is_noticed_within_seconds(two_ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match="rank 1: ended"):
         two_ranks(lane_cases.rank_that_ends, 1)
     assert time.monotonic() - start < 10
+
+
+def test_a_lane_waits_as_long_as_the_group_of_the_user(two_ranks: Ranks) -> None:
+    assert two_ranks(lane_cases.twins, 123.0) == [(123.0, 123.0)] * 2
+
+
+class _NoBackend:
+    def _get_backend(self, device: torch.device) -> Any:
+        raise RuntimeError(f"no backend for {device}")
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        SimpleNamespace(),
+        _NoBackend(),
+        SimpleNamespace(_get_backend=lambda device: SimpleNamespace()),
+        SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=SimpleNamespace())),
+        SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=SimpleNamespace(_timeout=None))),
+    ],
+)
+def test_where_torch_does_not_say_how_long_it_is_torchs_default(group: Any) -> None:
+    assert timeout_of(group, torch.device("cpu")) is None
+
+
+def test_a_rank_that_waits_says_once_for_what(two_ranks: Ranks) -> None:
+    (said,), other = two_ranks(lane_cases.waiting, True)
+    assert re.fullmatch(
+        r"rank 0 is in step\(\) \(window 5\) and has waited \d+ s for rank 1, which is not there; "
+        r"all ranks last met in backward 2 of its window \(window 5\)",
+        said,
+    )
+    assert other == []
+
+
+def test_nothing_is_said_where_nobody_waits_long(two_ranks: Ranks) -> None:
+    assert two_ranks(lane_cases.waiting, False) == [[], []]

@@ -118,6 +118,7 @@ def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
     optimizer = reference() if reference is not None else None
     if optimizer is None:
         return None
+    optimizer.store.check_usable()
     return optimizer, next(record for record in optimizer.records if record.parameter is param)
 
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as NotInTime  # another class before Python 3.11
 
 from longshore.kernels import Kernels
 
@@ -115,6 +116,19 @@ class Worker(JobRunner):
             failure, self._failure = self._failure, None
             self._gave_up = False
             return failure
+
+    def idle_within(self, timeout_s: float) -> bool:
+        """Wait until every job has run, for so long at most; whether they have."""
+        if self._jobs:
+            self._check_process()
+        with self._lock:
+            last = self._jobs[-1][0] if self._jobs else None
+        try:
+            if last is not None:
+                last.exception(timeout_s)
+        except NotInTime:
+            return False
+        return True
 
     def close(self) -> None:
         self.drain()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshore.errors import GradientError, RankError
-from longshore.host import Worker
+from longshore.host import Worker, debugging
 
 T = TypeVar("T")
 
@@ -21,6 +24,11 @@ REFUSED = -1
 """In place of its verdict: a rank that found at the last moment that it cannot step."""
 
 _PATIENCE_S = 1.0
+_NOTICE_S = 30.0
+_NOTICE_DEBUGGING_S = 1.0
+"""How long a rank waits for the others before it says so."""
+
+_LOGGER = logging.getLogger("longshore")
 
 
 class Action(IntEnum):
@@ -39,6 +47,15 @@ class Action(IntEnum):
             Action.COMMIT: "about to step",
             Action.READ: "reading optimizer state",
         }[self]
+
+
+class _Meeting:
+    """This rank, ``doing`` something, waits for the others to do the same."""
+
+    def __init__(self, doing: str) -> None:
+        self.doing = doing
+        self.since = time.monotonic()
+        self.told = False
 
 
 class CollectiveLane:
@@ -71,6 +88,9 @@ class CollectiveLane:
         # Of one window.
         self._untold = False
         """This rank gave up its window, and the others may not know."""
+        # Change with each meeting; read by the thread that waits for the lane's.
+        self._meeting: _Meeting | None = None
+        self._last_met = "when the engine was made"
         # Grow to what jobs ask for, and stay: fresh memory would fault page by page.
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -81,7 +101,12 @@ class CollectiveLane:
         self._worker.submit(lambda: self._guarded(job), held_bytes)
 
     def drain(self) -> None:
-        """Wait for every job; raises what the first failed one raised."""
+        """Wait for every job; raises what the first failed one raised.
+
+        A warning is logged, once for each meeting, where the other ranks do not come for a while.
+        """
+        while not self._worker.idle_within(notice_s := _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S):
+            self._tell_of_waiting(notice_s)
         failure = self._worker.drain()
         if failure is not None and failure is self._dead:
             # Each caller gets one of its own: raised again and again, the same one would collect tracebacks.
@@ -96,6 +121,22 @@ class CollectiveLane:
         self.submit(lambda: results.append(job()))
         self.drain()
         return results[0]
+
+    def _tell_of_waiting(self, notice_s: float) -> None:
+        meeting = self._meeting
+        if meeting is None or meeting.told or (waited_s := time.monotonic() - meeting.since) < notice_s:
+            return
+        meeting.told = True
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        _LOGGER.warning(
+            "rank %d is %s and has waited %.0f s for rank %s%s; all ranks last met %s",
+            self.rank,
+            meeting.doing,
+            waited_s,
+            ", ".join(map(str, others)),
+            ", of which at least one is not there" if len(others) > 1 else ", which is not there",
+            self._last_met,
+        )
 
     def _guarded(self, job: Callable[[], None]) -> None:
         if self._dead is not None:
@@ -146,7 +187,12 @@ class CollectiveLane:
         """
         while True:
             told, self._untold = self._untold, False
-            rows = self.rows(torch.tensor([action, number, window, told], dtype=torch.int64)).tolist()
+            self._meeting = meeting = _Meeting(f"{_words(action, number)} (window {window})")
+            try:
+                rows = self.rows(torch.tensor([action, number, window, told], dtype=torch.int64)).tolist()
+            finally:
+                self._meeting = None
+            self._last_met = meeting.doing
             try:
                 doing = [(Action(row[0]), row[1]) for row in rows]
             except ValueError:
@@ -217,9 +263,19 @@ def twin_of(group: Any, device: torch.device) -> Any:
     of a second engine, run while the lane's are under way: in one group they would be taken for each other.
     """
     group = dist.group.WORLD if group is None else group
-    # Without one a new group would wait for half an hour, whatever the user chose; torch has no public way to ask.
-    options = getattr(group._get_backend(device), "options", None)
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(options, "_timeout", None))
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout_of(group, device))
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """How long collectives of ``group`` wait, as its maker chose; None where torch does not say: torch's own default.
+
+    torch (2.8 to 2.13) has a public way to set it, and none to ask. A new group does not inherit it.
+    """
+    try:
+        found = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) and found > timedelta(0) else None
 
 
 _ADVICE = "every rank has to run the same number of backwards and steps, with the same parameters, in the same order"
@@ -232,7 +288,8 @@ def _essence(failure: Exception) -> str:
 
 
 def _list(doing: Sequence[tuple[Action, int]]) -> str:
-    return ", ".join(
-        f"rank {rank} is {action.words}" + (f" {number} of its window" if action is Action.BACKWARD else "")
-        for rank, (action, number) in enumerate(doing)
-    )
+    return ", ".join(f"rank {rank} is {_words(action, number)}" for rank, (action, number) in enumerate(doing))
+
+
+def _words(action: Action, number: int) -> str:
+    return action.words + (f" {number} of its window" if action is Action.BACKWARD else "")

@@ -51,6 +51,7 @@ class ShardedStore(ParameterStore):
         self._window = WindowGradients(self.shards, settings, self._launch)
         self._windows = 0
         self._broken: BaseException | None = None
+        self._closed = False
 
     # -- layout ---------------------------------------------------------------
 
@@ -279,7 +280,15 @@ class ShardedStore(ParameterStore):
     def broken(self) -> bool:
         return self._broken is not None or self.inner.broken
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LongshoreError(
+                "engine.destroy() was called (or close() of its optimizer), so this rank meets the others no more: "
+                "read and write optimizer state before it; call initialize() again to train on"
+            )
+
     def check_usable(self) -> None:
+        self._check_open()
         self.inner.check_usable()
         if self._broken is not None:
             raise BrokenStateError(
@@ -335,6 +344,7 @@ class ShardedStore(ParameterStore):
             self.inner.write_gradient(piece.index, part)
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
+        self._check_open()
         for piece, part in self._split(parameter, values):
             self.inner.write_state(piece.index, which, part)
 
@@ -343,6 +353,7 @@ class ShardedStore(ParameterStore):
             self.inner.clear_state(piece.index)
 
     def close(self) -> None:
+        self._closed = True
         self.lane.close()
         self.inner.close()
 

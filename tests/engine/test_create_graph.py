@@ -1,0 +1,36 @@
+"""Second derivatives: the weights are the plain loop's, or it is an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Ranks
+
+from engine.create_graph_cases import LOOPS, trains
+from engine.failure_cases import make_engine
+from engine.scenarios import HEADS, inputs
+from longshore.errors import LongshoreError
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", list(LOOPS))
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_two_ranks_train_like_plain_torch(stage: int, name: str, by_engine: bool, two_ranks: Ranks) -> None:
+    two_ranks(trains, stage, name, by_engine, 0.01 if by_engine else None)
+
+
+@pytest.mark.parametrize("name", list(LOOPS))
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_one_rank_trains_like_plain_torch(name: str, by_engine: bool) -> None:
+    trains(2, name, by_engine, None if by_engine else 0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+def test_a_loss_of_released_gradients_is_an_error_by_name() -> None:
+    engine = make_engine(2)
+    try:
+        engine(inputs(0, 0, 0, torch.float32), HEADS).backward(create_graph=True)
+        with pytest.raises(LongshoreError, match=r"parameter first\.weight: .*moved the gradient to the host, and pow"):
+            engine.module.first.weight.grad.pow(2)
+    finally:
+        engine.destroy()

@@ -1,0 +1,54 @@
+"""With a loss scale, one gradient that is not finite anywhere skips the step everywhere, and changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from pairwise import pairwise
+from ranks import Ranks
+
+from engine.overflow_cases import PARAMETERS, SCALINGS, VALUES, Overflow, Setup, skips
+
+WHO = [(1, 0), (2, 0), (2, 1)]
+"""Number of ranks, and which of them overflows."""
+WHEN = [(accumulation, micro) for accumulation in (1, 2, 3) for micro in range(accumulation)]
+COLUMNS = {
+    "stage": [0, 1, 2],
+    "place": ["none", "cpu", "simulated"],
+    "who": WHO,
+    "scaling": list(SCALINGS),
+    "clip": [None, 0.5],
+    "parameter": PARAMETERS,
+    "when": WHEN,
+    "value": VALUES,
+    "last": [False, True],
+    "begin with good": [False, True],
+}
+SETUPS = itertools.product([0, 1, 2], ["none", "cpu"], WHO, SCALINGS)
+
+
+def check(setup: Setup, overflows: list[Overflow], begin_with_good: bool, two_ranks: Ranks) -> None:
+    if setup.world_size == 2:
+        two_ranks(skips, setup, overflows, begin_with_good)
+    else:
+        skips(setup, overflows, begin_with_good)
+
+
+@pytest.mark.parametrize("row", pairwise(COLUMNS), ids=lambda row: "-".join(map(str, row)))
+def test_every_pair(row: tuple, two_ranks: Ranks) -> None:
+    stage, place, who, scaling, clip, parameter, when, value, last, begin_with_good = row
+    overflow = Overflow(parameter, *when, value, last)
+    check(Setup(stage, place, *who, scaling, clip), [overflow], begin_with_good, two_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, place, who, scaling", list(SETUPS))
+def test_every_position(stage: int, place: str, who: tuple[int, int], scaling: str, two_ranks: Ranks) -> None:
+    """Every parameter in every backward."""
+    positions = itertools.product(PARAMETERS, WHEN)
+    overflows = [
+        Overflow(parameter, *when, VALUES[place % 3], bool(place % 2))
+        for place, (parameter, when) in enumerate(positions)
+    ]
+    check(Setup(stage, place, *who, scaling), overflows, True, two_ranks)
