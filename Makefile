@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
 NATIVE := $(wildcard native/*.h native/*.inl native/*.cpp)
 SANITIZERS := address,undefined thread
+# Two files at a time, in the order of collection: what starts processes comes first, what is small comes last.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-full test-sanitized bench lint clean
 
@@ -20,10 +22,10 @@ demo: $(SETUP)
 	$(BIN)/longshore demo
 
 test: $(SETUP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-full: $(SETUP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)

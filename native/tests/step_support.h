@@ -26,12 +26,16 @@ using Arrays = std::vector<std::vector<float>>;
 template <class Rule>
 class Naive;
 
+template <class Rule>
+float scaled(float gradient, const Rule& rule, Scale scale) {
+    const float once = gradient * static_cast<float>(rule.maximize ? -scale.first : scale.first);
+    return once * static_cast<float>(scale.second);
+}
+
 template <>
 class Naive<AdamRule> {
   public:
-    Naive(const AdamRule& rule, Scale scale) : rule_(rule) {
-        scale0_ = static_cast<float>(rule.maximize ? -scale.first : scale.first);
-        scale1_ = static_cast<float>(scale.second);
+    Naive(const AdamRule& rule, Scale scale) : rule_(rule), scale_(scale) {
         decay_ = static_cast<float>(1.0 - rule.lr * rule.weight_decay);
         weight_decay_ = static_cast<float>(rule.weight_decay);
         one_minus_beta1_ = static_cast<float>(1.0 - rule.beta1);
@@ -44,8 +48,7 @@ class Naive<AdamRule> {
     }
 
     Element step(Element x, float gradient) const {
-        float g = gradient * scale0_;
-        g = g * scale1_;
+        float g = scaled(gradient, rule_, scale_);
         if (rule_.weight_decay != 0.0) {
             if (rule_.decoupled) {
                 x.a[0] = x.a[0] * decay_;
@@ -69,7 +72,8 @@ class Naive<AdamRule> {
 
   private:
     AdamRule rule_;
-    float scale0_, scale1_, decay_, weight_decay_, one_minus_beta1_, beta2_, one_minus_beta2_, root_, eps_, step_size_;
+    Scale scale_;
+    float decay_, weight_decay_, one_minus_beta1_, beta2_, one_minus_beta2_, root_, eps_, step_size_;
 };
 
 template <>
@@ -78,8 +82,7 @@ class Naive<LionRule> {
     Naive(const LionRule& rule, Scale scale) : rule_(rule), scale_(scale) {}
 
     Element step(Element x, float gradient) const {
-        float g = gradient * static_cast<float>(rule_.maximize ? -scale_.first : scale_.first);
-        g = g * static_cast<float>(scale_.second);
+        const float g = scaled(gradient, rule_, scale_);
         const float kept = x.a[1] * static_cast<float>(rule_.beta1);
         const float c = std::fmaf(static_cast<float>(1.0 - rule_.beta1), g, kept);
         const float sign = std::isnan(c) ? c : static_cast<float>((c > 0.0f) - (c < 0.0f));
@@ -102,8 +105,7 @@ class Naive<AdagradRule> {
     Naive(const AdagradRule& rule, Scale scale) : rule_(rule), scale_(scale) {}
 
     Element step(Element x, float gradient) const {
-        float g = gradient * static_cast<float>(rule_.maximize ? -scale_.first : scale_.first);
-        g = g * static_cast<float>(scale_.second);
+        float g = scaled(gradient, rule_, scale_);
         if (rule_.weight_decay != 0.0) g = std::fmaf(x.a[0], static_cast<float>(rule_.weight_decay), g);
         x.a[1] = std::fmaf(g, g, x.a[1]);
         const float denominator = std::sqrt(x.a[1]) + static_cast<float>(rule_.eps);
@@ -124,8 +126,7 @@ class Naive<SgdRule> {
     Naive(const SgdRule& rule, Scale scale) : rule_(rule), scale_(scale) {}
 
     Element step(Element x, float gradient) const {
-        float g = gradient * static_cast<float>(rule_.maximize ? -scale_.first : scale_.first);
-        g = g * static_cast<float>(scale_.second);
+        float g = scaled(gradient, rule_, scale_);
         if (rule_.weight_decay != 0.0) g = std::fmaf(x.a[0], static_cast<float>(rule_.weight_decay), g);
         if (rule_.momentum != 0.0) {
             const float momentum = static_cast<float>(rule_.momentum);

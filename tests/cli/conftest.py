@@ -15,6 +15,8 @@ from longshore.cli import main
 
 MICRO_MODEL = ["--hidden-size", "16", "--intermediate-size", "32", "--layers", "1", "--heads", "2", "--device", "cpu"]
 MICRO_RUN = ["--seq-len", "16", "--steps", "4", "--batch-size", "2", "--eval-every", "0", "--warmup", "0"]
+WRITTEN = {"run.json", "metrics.jsonl", "loss.png", "model.safetensors", "config.json", "generation_config.json"}
+"""The files of a run's folder."""
 
 
 class Ran(NamedTuple):
@@ -95,5 +97,19 @@ def train(cli: Callable[..., Ran], text: Path) -> Callable[..., Ran]:
 
     def run(*arguments: object) -> Ran:
         return cli("train", "--data", text, *MICRO_MODEL, *MICRO_RUN, *arguments)
+
+    return run
+
+
+@pytest.fixture
+def trained(train: Callable[..., Ran], tmp_path: Path) -> Callable[..., Results]:
+    """Trains in this process with the options into a new folder and returns the results."""
+    count = iter(range(1000))
+
+    def run(*options: object) -> Results:
+        folder = tmp_path / f"run{next(count)}"
+        ran = train(*options, "--out", folder)
+        assert (ran.code, ran.err) == (0, "")
+        return Results(folder)
 
     return run

@@ -11,12 +11,11 @@ import time
 
 import pytest
 import torch
-from cli.conftest import MICRO_MODEL, MICRO_RUN
+from cli.conftest import MICRO_MODEL, MICRO_RUN, WRITTEN
 from cli.rank_cases import command
 
 from longshore.engine.schedules import make_schedule
 
-WRITTEN = {"run.json", "metrics.jsonl", "loss.png", "model.safetensors", "config.json", "generation_config.json"}
 CLIPPING = ["--clip", "0.5"]
 FILE = {
     "train_micro_batch_size_per_gpu": 2,
@@ -35,20 +34,6 @@ def _on_the_cpu(monkeypatch):
 @pytest.fixture
 def micro(text) -> list[str]:
     return ["train", "--data", str(text), *MICRO_MODEL, *MICRO_RUN]
-
-
-@pytest.fixture
-def trained(train, results, tmp_path):
-    """Trains in this process with the options into a new folder and returns the results."""
-    count = iter(range(1000))
-
-    def run(*options: object):
-        folder = tmp_path / f"run{next(count)}"
-        ran = train(*options, "--out", folder)
-        assert (ran.code, ran.err) == (0, "")
-        return results(folder)
-
-    return run
 
 
 @pytest.fixture

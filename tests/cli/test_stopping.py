@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli.conftest import WRITTEN
 
 from longshore.cli import job
 from longshore.cli.job import Recorder
 
 LONGSHORE = [sys.executable, "-c", "import sys; from longshore.cli import main; sys.exit(main())"]
 TINY = ["--size", "tiny", "--seq-len", "16", "--batch-size", "2", "--device", "cpu", "--eval-every", "0"]
-WRITTEN = {"run.json", "metrics.jsonl", "loss.png", "model.safetensors", "config.json", "generation_config.json"}
 
 
 @pytest.fixture(autouse=True)

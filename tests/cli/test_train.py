@@ -9,22 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-WRITTEN = {"run.json", "metrics.jsonl", "loss.png", "model.safetensors", "config.json", "generation_config.json"}
-
-
-@pytest.fixture
-def trained(train, results, tmp_path):
-    """Trains with the options into a new folder and returns the results."""
-    count = iter(range(1000))
-
-    def run(*options: object):
-        folder = tmp_path / f"run{next(count)}"
-        ran = train(*options, "--out", folder)
-        assert (ran.code, ran.err) == (0, "")
-        return results(folder)
-
-    return run
+from cli.conftest import WRITTEN
 
 
 def load(folder: Path):

@@ -34,7 +34,7 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, world_s
         optimizer={"type": "AdamW", **OPTIONS},
         **scenario.config,
     )
-    transfer = longshore.SimulatedTransfer(seed=rank) if place == "simulated" else None
+    transfer = longshore.SimulatedTransfer(rank, scenario.max_delay_s) if place == "simulated" else None
     offload = longshore.Offload(scenario.tile_numel, threads=1, transfer=transfer, device=config.offload_optimizer)
     schedule = scenario.schedule
     engine, _, _, _ = longshore.initialize(

@@ -93,6 +93,7 @@ class Scenario:
     clip: largest norm.
     schedule: factor of the learning rate at each step.
     tied: the trunk shares a matrix.
+    max_delay_s: of each simulated copy; there is one for each tile, and in each direction.
     """
 
     plan: Callable[[int], Window] = lambda step: Window()
@@ -104,6 +105,7 @@ class Scenario:
     schedule: Callable[[int], float] | None = None
     tied: bool = False
     tile_numel: int = 100
+    max_delay_s: float = 0.002
 
 
 def _boundaries(step: int) -> Window:
@@ -182,7 +184,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "never clipped": Scenario(clip=1e9),
     "40 steps with tiny tiles": Scenario(
-        lambda step: Window((Backward(((HEADS[step % 3], "a"),)),)), steps=40, tile_numel=17
+        lambda step: Window((Backward(((HEADS[step % 3], "a"),)),)), steps=40, tile_numel=17, max_delay_s=0.0002
     ),
 }
 

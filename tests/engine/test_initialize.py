@@ -17,20 +17,9 @@ from torch.utils.data import TensorDataset
 import longshore
 import longshore.checkpointing
 from engine import files
-from engine.files import OPTIONS, assert_same, file, gradients_of, started, train, without
+from engine.files import OPTIONS, USERS_BLOCK, assert_same, file, gradients_of, started, train, without
 from longshore.engine import ConfigError, activation_checkpointing
 from longshore.kernels import HostKernels, default_threads
-
-USERS_BLOCK = """
-{"train_batch_size": 1, "gradient_accumulation_steps": 1,
- "optimizer": {"type": "adamw", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
- "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true},
-   "reduce_bucket_size": 50000000, "allgather_bucket_size": 50000000, "overlap_comm": true,
-   "contiguous_gradients": false},
- "fp16": {"enabled": false}, "bf16": {"enabled": false},
- "activation_checkpointing": {"partition_activations": true, "contiguous_memory_optimization": true,
-   "cpu_checkpointing": false, "synchronize_checkpoint_boundary": true, "number_checkpoints": 0, "profile": false}}
-"""
 
 
 def initialize(**arguments: Any) -> Any:

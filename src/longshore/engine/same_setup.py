@@ -53,12 +53,10 @@ def check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
 
 
 def _compare(parts: Mapping[str, bytes], ranks: Ranks, duty: str) -> None:
-    mine = torch.frombuffer(bytearray(b"".join(parts.values())), dtype=torch.uint8).to(ranks.device)
-    rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
-    dist.all_gather(rows, mine, group=ranks.group)
+    rows = _of_all_ranks(b"".join(parts.values()), ranks)
     for number, what in enumerate(parts):
         part = slice(number * _DIGEST_BYTES, (number + 1) * _DIGEST_BYTES)
-        differing = [rank for rank, row in enumerate(rows) if not torch.equal(row[part], rows[0][part])]
+        differing = [rank for rank, row in enumerate(rows) if row[part] != rows[0][part]]
         if differing:
             raise RankError(
                 f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to {duty}"
@@ -69,10 +67,16 @@ def ranks_here(ranks: Ranks) -> int:
     """How many of the ranks run on this machine and share its CPUs; all have to call."""
     if ranks.world_size == 1:
         return 1
-    mine = torch.frombuffer(bytearray(_digest([platform.node()])), dtype=torch.uint8).to(ranks.device)
-    rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
-    dist.all_gather(rows, mine, group=ranks.group)
-    return sum(torch.equal(row, mine) for row in rows)
+    mine = _digest([platform.node()])
+    return _of_all_ranks(mine, ranks).count(mine)
+
+
+def _of_all_ranks(mine: bytes, ranks: Ranks) -> list[bytes]:
+    """What each rank gives, as many bytes on all, by rank; all have to call."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(ranks.device)
+    rows = [torch.empty_like(sent) for _ in range(ranks.world_size)]
+    dist.all_gather(rows, sent, group=ranks.group)
+    return [bytes(row.tolist()) for row in rows]
 
 
 def _digest(lines: Iterable[str]) -> bytes:

@@ -7,7 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 from longshore.optim.families import AdagradFamily
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.optim.hyperparameters import scalar
+from longshore.optim.hyperparameters import group_options, scalar
 from longshore.optim.offload import Placement
 
 
@@ -51,16 +51,6 @@ class Adagrad(HostOptimizer):
         release_gradients: bool = False,
         offload: Placement | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
+        defaults = group_options(locals())
         family = AdagradFamily(scalar(initial_accumulator_value, "initial_accumulator_value"))
         super().__init__(params, defaults, family, release_gradients, offload)

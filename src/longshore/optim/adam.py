@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from longshore.optim.families import AdamFamily
 from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.hyperparameters import group_options
 from longshore.optim.offload import Placement
 
 
@@ -59,20 +60,7 @@ class AdamW(HostOptimizer):
         release_gradients: bool = False,
         offload: Placement | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "bias_correction": bias_correction,
-            "decoupled_weight_decay": True,
-        }
+        defaults = {**group_options(locals()), "decoupled_weight_decay": True}
         super().__init__(params, defaults, AdamFamily(), release_gradients, offload)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,18 +96,5 @@ class Adam(HostOptimizer):
         release_gradients: bool = False,
         offload: Placement | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "bias_correction": bias_correction,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
+        defaults = group_options(locals())
         super().__init__(params, defaults, AdamFamily(), release_gradients, offload)

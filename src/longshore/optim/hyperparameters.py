@@ -23,6 +23,19 @@ def implementation_flags(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
 
 
+_OF_THE_WHOLE_OPTIMIZER = frozenset({"self", "__class__", "params", "release_gradients", "offload"})
+
+
+def group_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a constructor was told that a parameter group may say otherwise.
+
+    Args:
+        arguments: ``locals()`` of the constructor, taken first. Its signature is the one table of options, so none
+            can be accepted and then forgotten.
+    """
+    return {name: value for name, value in arguments.items() if name not in _OF_THE_WHOLE_OPTIMIZER}
+
+
 def scalar(value: Any, name: str) -> float:
     """A number, or a tensor of one element.
 

@@ -7,6 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 from longshore.optim.families import LionFamily
 from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.hyperparameters import group_options
 from longshore.optim.offload import Placement
 
 
@@ -41,5 +42,5 @@ class Lion(HostOptimizer):
         release_gradients: bool = False,
         offload: Placement | None = None,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = group_options(locals())
         super().__init__(params, defaults, LionFamily(), release_gradients, offload)

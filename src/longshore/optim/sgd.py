@@ -7,6 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 from longshore.optim.families import SGDFamily
 from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.hyperparameters import group_options
 from longshore.optim.offload import Placement
 
 
@@ -51,15 +52,5 @@ class SGD(HostOptimizer):
         release_gradients: bool = False,
         offload: Placement | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
+        defaults = group_options(locals())
         super().__init__(params, defaults, SGDFamily(), release_gradients, offload)

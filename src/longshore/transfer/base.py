@@ -144,3 +144,36 @@ class Transfer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of lanes and threads; no copy may be started afterwards."""
+
+
+class UnstagedTransfer(Transfer):
+    """State lives where the parameters are: kernels read the gradient where it is and write the parameter where it
+    is, and nothing is copied but what was stepped ahead, while the parameter was still in use."""
+
+    staged = False
+
+    def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
+        return FinishedCopy(source)
+
+    def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
+        return parameter
+
+    def begin_publish(self) -> None:
+        return
+
+    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
+        if output.data_ptr() != parameter.data_ptr():
+            parameter.copy_(output)
+        return FinishedCopy(parameter)
+
+    def end_publish(self) -> None:
+        return
+
+    def read(self, source: Tensor) -> Tensor:
+        return source
+
+    def synchronize(self) -> None:
+        return
+
+    def close(self) -> None:
+        return

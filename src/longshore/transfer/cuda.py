@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.transfer.base import CopyHandle, FinishedCopy, InFlight, Transfer
+from longshore.transfer.base import CopyHandle, InFlight, Transfer, UnstagedTransfer
 
 
 class CudaCopy(CopyHandle):
@@ -144,14 +144,12 @@ class CudaTransfer(Transfer):
         self.synchronize()
 
 
-class CudaResidentTransfer(Transfer):
-    """State that stays on the parameters' device: nothing is copied, and kernels follow the current stream.
+class CudaResidentTransfer(UnstagedTransfer):
+    """State that stays on the parameters' device: kernels follow the current stream.
 
     Args:
         device: where the parameters and their state are.
     """
-
-    staged = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -163,29 +161,5 @@ class CudaResidentTransfer(Transfer):
     def mark(self) -> Any:
         return _mark(self.device)
 
-    def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        return FinishedCopy(source)
-
-    def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
-        return parameter
-
-    def begin_publish(self) -> None:
-        return
-
-    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
-        return FinishedCopy(parameter)
-
-    def end_publish(self) -> None:
-        return
-
-    def read(self, source: Tensor) -> Tensor:
-        return source
-
     def aside(self, ready: Any) -> contextlib.AbstractContextManager[None]:
         return self._aside.after(ready)
-
-    def synchronize(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
