@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 import longshore
 from engine.scenarios import SCENARIOS, Oracle, drive, make_model, norm_of
+from longshore.host import Forecast
+from longshore.host.predictor import Predictor
+from longshore.host.speculation import Ahead
+from longshore.kernels import HostRule, Scale
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
@@ -15,7 +20,43 @@ BUCKETS = {"small": 50, "about": 1100, "large": 100_000}
 """The largest parameter has 1089 elements."""
 
 
-def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, world_size: int) -> dict[str, Any]:
+AHEAD = ("off", "on", "wrong", "mixed")
+"""Whether tiles are stepped ahead, and whether the scale that they assume is the true one."""
+
+
+class WrongForecast(Forecast):
+    """Assumes another scale: always, or every other time."""
+
+    def __init__(self, true: Forecast, sometimes: bool) -> None:
+        self._true = true
+        self._sometimes = sometimes
+        self._count = 0
+
+    def scale(self) -> Scale:
+        self._count += 1
+        return self._true.scale() if self._sometimes and self._count % 2 else Scale(0.375)
+
+    def rules(self) -> Mapping[int, HostRule]:
+        return self._true.rules()
+
+
+class Stubborn(Predictor):
+    """Bets whatever happened."""
+
+    @property
+    def bets(self) -> bool:
+        return True
+
+
+def _step_ahead(store: Any, ahead: str) -> None:
+    speculator = getattr(store, "inner", store).speculator
+    if isinstance(speculator, Ahead):
+        speculator._predictor = Stubborn()
+        if ahead != "on":
+            speculator.forecast = WrongForecast(speculator.forecast, ahead == "mixed")
+
+
+def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: str, world_size: int) -> dict[str, Any]:
     """Train the scenario on an engine and in plain torch; raises where a weight differs in a bit."""
     import torch.distributed as dist
 
@@ -35,7 +76,13 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, world_s
         **scenario.config,
     )
     transfer = longshore.SimulatedTransfer(rank, scenario.max_delay_s) if place == "simulated" else None
-    offload = longshore.Offload(scenario.tile_numel, threads=1, transfer=transfer, device=config.offload_optimizer)
+    offload = longshore.Offload(
+        scenario.tile_numel,
+        threads=1,
+        transfer=transfer,
+        device=config.offload_optimizer,
+        speculation_memory=0 if ahead == "off" else 1.0,
+    )
     schedule = scenario.schedule
     engine, _, _, _ = longshore.initialize(
         model=model,
@@ -46,7 +93,8 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, world_s
     )
     oracle = Oracle(scenario, dtype, world_size, stage, **OPTIONS)
     base = [group["lr"] for group in oracle.loop.optimizer.param_groups]
-    clipped = 0
+    clipped = kept = redone = 0
+    _step_ahead(engine.optimizer.store, ahead)
     try:
         for step in range(scenario.steps):
             window = scenario.plan(step)
@@ -66,11 +114,13 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, world_s
             oracle.loop.step(gradients, coefficient)
             for (fqn, ours), theirs in zip(model.named_parameters(), oracle.model.parameters(), strict=True):
                 assert torch.equal(ours, theirs), f"step {step}: {fqn} differs"
+            if (record := engine.optimizer.speculation) is not None:
+                kept, redone = kept + record.kept, redone + record.redone
             for entry, parameter in zip(engine.explain(False).parameters, oracle.loop.parameters, strict=True):
                 gradient = gradients[[id(p) for p in oracle.loop.parameters].index(id(parameter))]
                 assert entry.applied == (gradient is not None), entry
         tiles = engine.explain(False).tiles
-        return {"clipped": clipped, "tiles": tiles, "steps": engine.global_steps}
+        return {"clipped": clipped, "tiles": tiles, "steps": engine.global_steps, "kept": kept, "redone": redone}
     finally:
         engine.optimizer.close()
 

@@ -94,6 +94,7 @@ class Scenario:
     schedule: factor of the learning rate at each step.
     tied: the trunk shares a matrix.
     max_delay_s: of each simulated copy; there is one for each tile, and in each direction.
+    steady: some tile gets in every window what it got in the one before, so that it is stepped ahead.
     """
 
     plan: Callable[[int], Window] = lambda step: Window()
@@ -106,6 +107,7 @@ class Scenario:
     tied: bool = False
     tile_numel: int = 100
     max_delay_s: float = 0.002
+    steady: bool = True
 
 
 def _boundaries(step: int) -> Window:

@@ -19,22 +19,37 @@ COLUMNS = {
     "place": ["none", "cpu", "simulated"],
     "bucket": list(cases.BUCKETS),
     "dtype": list(cases.DTYPES),
+    "ahead": list(cases.AHEAD),
 }
 FEW = pairwise(COLUMNS)
+
+
+def steps_ahead(row: tuple) -> bool:
+    """Several ranks that reduce in step() have nothing to step before."""
+    return row[6] != "off" and (row[1] == 1 or row[2] == 2)
+
+
 ALL = [
     row
     for row in itertools.product(*COLUMNS.values())
-    if row not in FEW and (row[1] > 1 or row[4] == "small")  # one rank has no buckets
+    if row not in FEW
+    and (row[1] > 1 or row[4] == "small")  # one rank has no buckets
+    and (row[6] == "off" or (row[2] == 2 and row[4] == "small"))  # where anything is stepped ahead
 ]
 
 
 def check(row: tuple, two_ranks: Ranks) -> None:
-    name, world_size, stage, place, bucket, dtype = row
-    arguments = (name, stage, place, bucket, dtype, world_size)
+    name, world_size, stage, place, bucket, dtype, ahead = row
+    arguments = (name, stage, place, bucket, dtype, ahead, world_size)
     results = two_ranks(cases.run, *arguments) if world_size == 2 else [cases.run(*arguments)]
     for result in results:
         assert result["tiles"] > 1
         assert result["steps"] == SCENARIOS[name].steps
+        steady = steps_ahead(row) and SCENARIOS[name].steady
+        if steady and ahead in ("on", "mixed") and name not in ("always clipped", "sometimes clipped"):
+            assert result["kept"] > 0
+        if (steady and ahead in ("wrong", "mixed")) or (steps_ahead(row) and name == "always clipped"):
+            assert result["redone"] > 0
         if name == "always clipped":
             assert result["clipped"] == result["steps"]
         if name == "sometimes clipped":

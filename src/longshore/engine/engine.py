@@ -261,6 +261,7 @@ class Engine(nn.Module):
         sizes = self._sizes.with_accumulation_steps(steps)
         self._window.set_accumulation_steps(steps)  # may refuse
         self._sizes = sizes
+        self.optimizer.expect_backwards(steps)
 
     def train_batch_size(self) -> int:
         """Samples a step, over all ranks."""

@@ -60,6 +60,8 @@ class ShardedPlacement(Placement):
         lane = CollectiveLane(
             twin_of(self.group, device), device, settings.bucket_numel * _LARGEST_ITEM_BYTES, owns_group=True
         )
+        # Where gradients are reduced in step() there is no backward to step ahead in.
+        offload = self.offload if strategy.each_backward else replace(self.offload, speculation_memory=0)
         # What comes out of a reduction is float32, whatever went in.
-        inner = self.offload.make_store(device, hold_gradients=True, gradient_dtype=torch.float32)
+        inner = offload.make_store(device, hold_gradients=True, gradient_dtype=torch.float32)
         return ShardedStore(inner, strategy.ownership(lane, self.gather_numel), settings)
