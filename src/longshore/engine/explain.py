@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longshore.engine.wording import byte_count
+from longshore.host import SpeculationRecord
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.sharding import ShardedStore
 
@@ -62,6 +63,8 @@ class Explanation:
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
     parameters: tuple[ParameterRow, ...]
+    speculation: SpeculationRecord | None = None
+    """What was stepped ahead in the last window, by tiles; None where nothing ever is."""
 
     def print(self, console: Console | None = None) -> None:
         """The page; at most 60 parameters, the rest is counted."""
@@ -76,6 +79,12 @@ class Explanation:
         )
         console.print(_bytes_line("host", self.host_bytes))
         console.print(_bytes_line("device", self.device_bytes))
+        if (ahead := self.speculation) is not None:
+            console.print(
+                f"stepped ahead: {ahead.begun} tiles, {ahead.kept} kept, {ahead.redone} redone, "
+                f"{ahead.dropped} dropped, {ahead.waited} without one of the {ahead.spares} spares; score "
+                f"{ahead.score:.2f}, the next window is {'bet on' if ahead.bets else 'not bet on'}"
+            )
         if self.buckets:
             table = Table("bucket", "dtype", "elements", "a rank's shard", "parameters")
             for row in self.buckets:
@@ -140,6 +149,7 @@ def explain(engine: Any) -> Explanation:
         host_bytes=store.host_bytes(),
         device_bytes={"parameters": parameter_bytes, "gradients": gradient_bytes},
         parameters=tuple(rows),
+        speculation=optimizer.speculation,
     )
 
 

@@ -175,7 +175,8 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placeme
         steps_here = place == "cpu" or ranks.device.type == "cpu"
         if ranks.world_size > 1 and threads is None and config.cpu_set is None and steps_here:
             threads = max(1, default_threads() // ranks_here(ranks))
-        offload = Offload(config.tile_numel, threads, config.cpu_set, device=place)
+        ahead = config.speculation_memory if place == "cpu" else 0
+        offload = Offload(config.tile_numel, threads, config.cpu_set, device=place, speculation_memory=ahead)
     if ranks.world_size == 1:
         return offload
     predivide = float(ranks.world_size) if config.prescale_gradients else config.gradient_predivide_factor

@@ -39,6 +39,7 @@ class Key:
         test: ``path::test`` that shows it, for honoured keys.
         harmless: for refused keys, the values that are fine.
         absent_when_auto: the value ``"auto"`` means that the key is left out.
+        takes_auto: ``"auto"`` is a value of this key, and not for another program to fill in.
         of: optimizer or schedule types that have this parameter; () for all.
         renamed: this is an old name, and the path here is the new one.
         values: for an old name, values of the new key by those of the old one;
@@ -55,6 +56,7 @@ class Key:
     test: str = ""
     harmless: tuple[object, ...] = ()
     absent_when_auto: bool = False
+    takes_auto: bool = False
     of: tuple[str, ...] = ()
     renamed: str = ""
     values: tuple[tuple[object, object], ...] = ()

@@ -19,6 +19,7 @@ from longshore.engine.config.values import (
     LOW_DTYPE,
     POSITIVE,
     SCALE_POWER,
+    SPECULATION_MEMORY,
     STAGE,
     Items,
     checked,
@@ -78,6 +79,8 @@ class Config(FrozenModel):
         allgather_bucket_numel: elements that are gathered together.
         overlap_comm: reduce while backward runs. The same bits either way.
         tile_numel, threads, cpu_set: as in :class:`longshore.Offload`.
+        speculation_memory: as there; needs ``offload_optimizer`` cpu. Several
+            ranks step ahead at stage 2 only: the others reduce in ``step()``.
         dtype: parameters are cast to it when the engine is made; buffers keep
             theirs. None: parameters stay as they are. Masters are float32.
         autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
@@ -121,6 +124,7 @@ class Config(FrozenModel):
     tile_numel: _Count | None = None
     threads: _MaybeCount = None
     cpu_set: Annotated[tuple[int, ...] | None, checked(CPU_SET)] = None
+    speculation_memory: Annotated[int | float | str, checked(SPECULATION_MEMORY)] = 0.0
 
     dtype: Annotated[DtypeName | None, checked(DTYPE)] = None
     autocast: Annotated[Literal["bf16", "fp16"] | None, checked(LOW_DTYPE)] = None

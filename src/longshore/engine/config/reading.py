@@ -93,7 +93,7 @@ class Reading:
             self._enter(value, new)
 
     def _key(self, key: Key, value: Any) -> None:
-        if isinstance(value, str) and value == "auto":
+        if isinstance(value, str) and value == "auto" and not key.takes_auto:
             if key.path in self._auto:
                 value = self._auto[key.path]
             elif key.treatment is not Treatment.HONOURED or key.absent_when_auto:

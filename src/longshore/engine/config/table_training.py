@@ -17,6 +17,7 @@ from longshore.engine.config.values import (
     PER_GROUP,
     POSITIVE,
     SCALE_POWER,
+    SPECULATION_MEMORY,
     TEXT,
     Choice,
     Integer,
@@ -240,4 +241,7 @@ HOST: tuple[Key, ...] = (
              "Host threads that step. Left out the ranks of a machine share its usable CPUs, a thread for each.",
              _HOST, "threads"),
     honoured(_L, "cpu_set", CPU_SET, "Logical CPUs of those threads. Left out it is any.", _HOST, "cpu_set"),
+    honoured(_L, "speculation_memory", SPECULATION_MEMORY,
+             "Host memory for stepping while backward runs. Left out it is 0: every step waits for the verdict.",
+             "tests/engine/test_speculation.py::test_the_setting_of_the_file", "speculation_memory", takes_auto=True),
 )

@@ -111,9 +111,10 @@ OFFLOAD: tuple[Key, ...] = (
     accepted(_O, "pipeline_write", BOOLEAN, _NVME),
     accepted(_O, "fast_init", BOOLEAN, _NVME),
     refused(_O, "ratio", FRACTION, (1.0,), "all optimizer state is offloaded or none is; leave it out"),
-    refused(_O, "super_offload", BOOLEAN, (False,),
-            "its rollback undoes arithmetic, which is not exact; leave it out, device cpu overlaps by itself"),
-    accepted(_O, "cpuadam_cores_perc", FRACTION, "Read with super_offload only. See threads in the section longshore."),
+    honoured(_O, "super_offload", BOOLEAN, "Steps on the host while backward runs: true is speculation_memory auto of "
+             "the section longshore. Clipping and rollback are exact.",
+             "tests/engine/test_speculation.py::test_super_offload"),
+    accepted(_O, "cpuadam_cores_perc", FRACTION, "How fast the host steps. See threads in the section longshore."),
     refused(_P, "device", Choice(("none", "cpu", "nvme")), ("none",),
             "parameters stay on the device below stage 3; remove offload_param, or set its device to none"),
     accepted(_P, "nvme_path", TEXT, _NVME),

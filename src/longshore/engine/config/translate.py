@@ -96,6 +96,29 @@ def clipping_fields(reading: Reading, data: Mapping[Any, Any]) -> dict[str, Any]
     return {"gradient_clipping": norm or None}
 
 
+def speculation_fields(reading: Reading) -> dict[str, Any]:
+    """``super_offload``, and what it means here; both need the optimizer's state on the host."""
+    values, path = reading.values, "longshore.speculation_memory"
+    memory = values.get(path)
+    if memory is None and values.get("zero_optimization.offload_optimizer.super_offload"):
+        memory, path = "auto", "zero_optimization.offload_optimizer.super_offload"
+    if not memory:
+        return {}
+    device = values.get("zero_optimization.offload_optimizer.device", "none")
+    if device != "cpu":
+        what = (
+            f"must agree with zero_optimization.offload_optimizer.device, which is {device}: what is stepped during "
+            "backward is stepped on the host; set that to cpu, or leave this out"
+        )
+        reading.problem(path, what, values.get(path))
+    elif values.get("zero_optimization.stage", 0) < 2:
+        reading.notes.append(
+            f"{path}: with several ranks, stages 0 and 1 reduce gradients in step(), so there is nothing to step "
+            "during backward; use stage 2"
+        )
+    return {"speculation_memory": memory}
+
+
 def named_fields(reading: Reading) -> dict[str, Any]:
     """``optimizer`` and ``scheduler``."""
     fields: dict[str, Any] = {}

@@ -296,3 +296,5 @@ SCALE_POWER = Integer(0, 127)
 """Two to this power is a float32."""
 PER_GROUP = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
 """One for all parameter groups, or a list with one for each."""
+SPECULATION_MEMORY = Either((Choice(("auto",)), Number(minimum=0, maximum=1), Integer(2)))
+"""A share of what a spare for every tile takes, or bytes."""
