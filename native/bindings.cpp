@@ -84,8 +84,7 @@ std::int64_t py_reconcile(ThreadPool& pool, Address master, Address parameter, s
                      pool, isa);
 }
 
-double py_sum_of_squares(ThreadPool& pool, const std::vector<std::vector<PieceRow>>& parameters, ScalePair scale,
-                         InstructionSet isa) {
+std::vector<std::vector<GradientPiece>> pieces_of(const std::vector<std::vector<PieceRow>>& parameters) {
     std::vector<std::vector<GradientPiece>> pieces;
     pieces.reserve(parameters.size());
     for (const auto& parameter : parameters) {
@@ -95,8 +94,21 @@ double py_sum_of_squares(ThreadPool& pool, const std::vector<std::vector<PieceRo
             row.push_back({pointer<const void>(address), static_cast<DType>(dtype), numel});
         }
     }
+    return pieces;
+}
+
+double py_sum_of_squares(ThreadPool& pool, const std::vector<std::vector<PieceRow>>& parameters, ScalePair scale,
+                         InstructionSet isa) {
+    const auto pieces = pieces_of(parameters);
     nb::gil_scoped_release release;
     return sum_of_squares(pieces, scale_of(scale), pool, isa);
+}
+
+std::vector<std::vector<double>> py_block_sums(ThreadPool& pool, const std::vector<std::vector<PieceRow>>& parameters,
+                                               ScalePair scale, InstructionSet isa) {
+    const auto pieces = pieces_of(parameters);
+    nb::gil_scoped_release release;
+    return block_sums(pieces, scale_of(scale), pool, isa);
 }
 
 }  // namespace
@@ -124,4 +136,5 @@ NB_MODULE(_native, m) {
           nb::arg("numel"), nb::arg("adopt"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
     m.def("sum_of_squares", &py_sum_of_squares, nb::arg("pool"), nb::arg("parameters"), nb::arg("scale"),
           nb::arg("isa"));
+    m.def("block_sums", &py_block_sums, nb::arg("pool"), nb::arg("parameters"), nb::arg("scale"), nb::arg("isa"));
 }

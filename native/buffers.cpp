@@ -78,14 +78,15 @@ std::int64_t reconcile(float* master, const void* parameter, DType dtype, std::i
 // little time that starting at another place in memory shows.
 constexpr std::size_t kNormRun = 4;
 
-double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale, ThreadPool& pool,
-                      InstructionSet isa) {
+std::vector<std::vector<double>> block_sums(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale,
+                                            ThreadPool& pool, InstructionSet isa) {
     // One block: elements [begin, begin + count) of one parameter.
     struct Block {
         std::size_t parameter;
         std::int64_t begin, count;
     };
     std::vector<Block> blocks;
+    std::vector<std::vector<double>> sums(parameters.size());
     for (std::size_t index = 0; index < parameters.size(); ++index) {
         std::int64_t numel = 0;
         for (const GradientPiece& piece : parameters[index]) {
@@ -96,9 +97,9 @@ double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters,
         for (std::int64_t begin = 0; begin < numel; begin += kPieceNumel) {
             blocks.push_back({index, begin, std::min(kPieceNumel, numel - begin)});
         }
+        sums[index].resize(static_cast<std::size_t>(pieces_of(numel)));
     }
     const KernelTable& kernels = kernels_for(isa);
-    std::vector<double> sums(blocks.size());
     const auto add_up = [&](std::size_t which) {
         const Block& block = blocks[which];
         // Rounded here, in the standard float mode that a piece runs in.
@@ -117,14 +118,21 @@ double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters,
         }
         double sum = 0.0;
         for (double lane : lanes) sum += lane;
-        sums[which] = sum;
+        sums[block.parameter][static_cast<std::size_t>(block.begin / kPieceNumel)] = sum;
     };
     pool.run((blocks.size() + kNormRun - 1) / kNormRun, [&](std::size_t run) {
         const std::size_t end = std::min((run + 1) * kNormRun, blocks.size());
         for (std::size_t which = run * kNormRun; which < end; ++which) add_up(which);
     });
+    return sums;
+}
+
+double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale, ThreadPool& pool,
+                      InstructionSet isa) {
     double total = 0.0;
-    for (double sum : sums) total += sum;
+    for (const auto& sums : block_sums(parameters, scale, pool, isa)) {
+        for (double sum : sums) total += sum;
+    }
     return total;
 }
 

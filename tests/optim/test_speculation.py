@@ -71,9 +71,10 @@ class Pair:
         return [work(model, optimizer) for model, optimizer in zip(self.models, self.optimizers, strict=True)]
 
     def step(self, clip: float | None = None) -> longshore.host.SpeculationRecord:
+        if clip is not None:
+            plain, ahead = (optimizer.clip_grad_norm_(clip) for optimizer in self.optimizers)
+            assert torch.equal(plain, ahead)
         for optimizer in self.optimizers:
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
             optimizer.step()
         self.check()
         record = self.ahead.speculation
@@ -272,6 +273,42 @@ def test_a_pass_that_fails_is_made_again_at_the_verdict(pair: Pair, monkeypatch:
     monkeypatch.setattr(HostKernels, "step_tile", failing)
     record = pair.train(1)
     assert len(failures) == record.begun > 2 and record.kept == 0
+
+
+@pytest.mark.parametrize("memory", [1.0, 0.4])
+@pytest.mark.parametrize("clip", [1e9, 1e-3])
+def test_the_norm_is_measured_in_backward(memory: float, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With or without a spare, and where clipping always acts."""
+    pair = Pair(memory=memory, dtype=torch.bfloat16)
+    pair.train(6, clip=clip)
+    pair.backward()
+    pair.ahead.store.settle()
+    measured: list[int] = []
+
+    def count(self: HostKernels, parameters: Any, *_: Any) -> Any:
+        measured.append(sum(piece.numel() for pieces in parameters for piece in pieces))
+        return whole(self, parameters, *_)
+
+    whole = HostKernels.block_sums
+    monkeypatch.setattr(HostKernels, "block_sums", count)
+    norm = pair.ahead.grad_norm()
+    assert measured == [0]
+    assert torch.equal(norm, pair.plain.grad_norm())
+    # One more backward makes all of it void.
+    pair.backward()
+    norm = pair.ahead.grad_norm()
+    assert sum(measured) > 0
+    assert torch.equal(norm, pair.plain.grad_norm())
+
+
+def test_a_gradient_that_is_written_is_measured_again(pair: Pair) -> None:
+    pair.train(2, clip=1e9)
+    pair.backward()
+    before = pair.ahead.grad_norm()
+    for optimizer in pair.optimizers:
+        optimizer.store.write_gradient(0, torch.full((24 * 16,), 3.0))
+    after = pair.ahead.grad_norm()
+    assert not torch.equal(before, after) and torch.equal(after, pair.plain.grad_norm())
 
 
 # -- when to bet, and with what -----------------------------------------------

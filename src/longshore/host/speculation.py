@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from longshore.host.early_norms import EarlyNorms
 from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
 from longshore.host.predictor import Predictor
 from longshore.host.stepping import (
@@ -34,7 +35,7 @@ from longshore.host.stepping import (
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
 from longshore.host.worker import JobRunner
-from longshore.kernels import HostRule, Kernels, Scale
+from longshore.kernels import HostKernels, HostRule, Scale
 from longshore.transfer import Transfer
 
 SpeculationMemory = int | float | str
@@ -94,6 +95,10 @@ class Speculator(ABC):
         """A gradient arrived: perhaps the last that the tile will get. One caller at a time."""
 
     @abstractmethod
+    def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
+        """By parameter, the sums of squares of its blocks, where they were added up in backward and still hold."""
+
+    @abstractmethod
     def harvest(self) -> None:
         """Every pass has ended: the worker is drained. Afterwards no tile is STEPPING."""
 
@@ -123,6 +128,9 @@ class NoSpeculation(Speculator):
 
     def consider(self, tile: Tile) -> None:
         return
+
+    def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
+        return {}
 
     def harvest(self) -> None:
         return
@@ -166,10 +174,17 @@ class Ahead(Speculator):
         transfer: makes memory for outputs.
         kernels: run the passes.
         worker: runs them behind what was queued before.
+        parts_of: a parameter's tiles and segments.
     """
 
     def __init__(
-        self, memory: SpeculationMemory, pages: PagePool, transfer: Transfer, kernels: Kernels, worker: JobRunner
+        self,
+        memory: SpeculationMemory,
+        pages: PagePool,
+        transfer: Transfer,
+        kernels: HostKernels,
+        worker: JobRunner,
+        parts_of: Callable[[int], Sequence[tuple[Tile, Segment]]],
     ) -> None:
         # Fixed.
         self._memory = memory
@@ -177,6 +192,7 @@ class Ahead(Speculator):
         self._transfer = transfer
         self._kernels = kernels
         self._worker = worker
+        self._norms = EarlyNorms(kernels, parts_of)
         # Grow with tiles.
         self._reserved_for = 0
         self._slabs: list[SlotSlab] = []
@@ -202,7 +218,12 @@ class Ahead(Speculator):
     # -- during backward ------------------------------------------------------
 
     def consider(self, tile: Tile) -> None:
-        if not (self._predictor.bets and tile.complete) or tile.page is None:
+        if not tile.complete or tile.page is None:
+            return
+        if self.forecast is not None and self._norms.wanted:
+            scale, parameters = self.forecast.scale(), list(tile.segments)
+            self._worker.submit(lambda: self._measure(parameters, scale), 0)
+        if not self._predictor.bets:
             return
         if tile.state is TileState.FILLING:
             tile.move(TileEvent.COMPLETE)
@@ -242,6 +263,10 @@ class Ahead(Speculator):
                     self._rules = self.forecast.rules()
         return self._rules
 
+    def _measure(self, parameters: Sequence[int], scale: Scale) -> None:
+        with contextlib.suppress(Exception):  # it will be measured at the verdict, and raise there
+            self._norms.measure(parameters, scale)
+
     def _run(self, bet: _Bet) -> None:
         """On the worker. Whatever fails here is tried again at the verdict, and raises there."""
         if bet.tile.ticket != bet.speculation.ticket:
@@ -256,6 +281,9 @@ class Ahead(Speculator):
 
     # -- at the verdict -------------------------------------------------------
 
+    def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
+        return self._norms.known(scale)
+
     def harvest(self) -> None:
         for bet in self._bets.values():
             if not bet.open:
@@ -267,6 +295,7 @@ class Ahead(Speculator):
                 self._counts["dropped"] += 1
 
     def void(self, tile: Tile) -> None:
+        self._norms.forget(tile.segments)
         if tile.state is TileState.STEPPED:
             self._counts["dropped"] += 1
             redo(tile, self._pages)
@@ -300,6 +329,7 @@ class Ahead(Speculator):
             self._spares[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)
         self._bets.clear()
         self._rules = None
+        self._norms.end_window(stepped=scale is not None)
         if scale is None:
             return
         if self.forecast is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
+from longshore.host.early_norms import sum_of_squares
 from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab, allocator_on
 from longshore.host.parameter_store import MASTER, ParameterStore
 from longshore.host.pipeline import PIPELINE_DEPTH, Pipeline
@@ -24,7 +25,7 @@ from longshore.host.stepping import ParameterStep
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
 from longshore.host.worker import runner_for
-from longshore.kernels import Kernels, Scale
+from longshore.kernels import HostKernels, Kernels, Scale
 from longshore.layout import plan_tiles
 from longshore.transfer import Transfer
 
@@ -40,8 +41,7 @@ class HostStore(ParameterStore):
             step, so that every tile has a slot of its own; otherwise a few
             slots go round.
         gradient_dtype: of the gradients that arrive; None: the parameters' own.
-        speculation_memory: for tiles that are stepped ahead of the verdict;
-            0: none are.
+        speculation_memory: for tiles that are stepped ahead of the verdict.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class HostStore(ParameterStore):
         self._accumulators = AccumulatorPool(memory)
         self._worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
         self.speculator: Speculator = NoSpeculation()
-        if speculation_memory and hold_gradients and not kernels.asynchronous:
+        if speculation_memory and hold_gradients and isinstance(kernels, HostKernels):
             spares = PagePool(len(self._arrays), memory)
-            self.speculator = Ahead(speculation_memory, spares, transfer, kernels, self._worker)
+            parts_of = self._parts.__getitem__
+            self.speculator = Ahead(speculation_memory, spares, transfer, kernels, self._worker, parts_of)
         self._incomplete: BaseException | None = None
         self._broken: BaseException | None = None
 
@@ -219,13 +220,12 @@ class HostStore(ParameterStore):
         """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""
         self.check_usable()
         self._drain()
-        if isinstance(self._incomplete, GradientError):
-            raise self._incomplete
-        if self._incomplete is not None:
+        if isinstance(failure := self._incomplete, GradientError):
+            raise failure
+        if failure is not None:
             raise GradientError(
-                f"a gradient could not be added on the host ({self._incomplete}); "
-                "call zero_grad() to discard this window and go on"
-            ) from self._incomplete
+                f"a gradient could not be added on the host ({failure}); call zero_grad() to discard this window and go on"
+            ) from failure
 
     def _drain(self) -> None:
         # The worker reports a failure once; the window stays incomplete until it is discarded.
@@ -250,13 +250,15 @@ class HostStore(ParameterStore):
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         """The sum of squares in float64; waits for all arrivals."""
         self.settle()
-        pieces = [
-            [segment.wait() for _, segment in self._parts[parameter]]
+        known = self.speculator.known_squares(scale)
+        pieces = {
+            parameter: [segment.wait() for _, segment in self._parts[parameter]]
             if gradient is None
             else [self.transfer.read(gradient)]
             for parameter, gradient in gradients.items()
-        ]
-        return self.kernels.sum_of_squares(pieces, scale)
+            if parameter not in known
+        }
+        return sum_of_squares(self.kernels, gradients, known, pieces, scale)
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         """Step every parameter in ``steps``, tile by tile, and end the window.
@@ -274,12 +276,10 @@ class HostStore(ParameterStore):
         for parameter, step in steps.items():
             for tile, segment in self._parts[parameter]:
                 work.setdefault(tile.layout.index, []).append((segment, step))
-        pipeline = Pipeline(
-            self.transfer, self.kernels, self._ring, self._hold_gradients, self._arrive, self.speculator
-        )
+        line = Pipeline(self.transfer, self.kernels, self._ring, self._hold_gradients, self._arrive, self.speculator)
         try:
-            pipeline.run([(self._tiles[index], work[index]) for index in sorted(work)], scale)
-            self._end_window(pipeline.stepped, TileEvent.PUBLISHED)
+            line.run([(self._tiles[index], work[index]) for index in sorted(work)], scale)
+            self._end_window(line.stepped, TileEvent.PUBLISHED)
             # The window is over for what it held and did not step, too.
             self._end_window([tile for tile in self._tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
             self._accumulators.trim()
@@ -288,7 +288,7 @@ class HostStore(ParameterStore):
         except BaseException as failure:
             # Ctrl-C lands here too.
             brought = [parameter for parameter, step in steps.items() if step.gradient is not None]
-            self._abandon(failure, brought, begun=bool(pipeline.stepped))
+            self._abandon(failure, brought, begun=bool(line.stepped))
             raise
 
     def _abandon(self, failure: BaseException, brought: list[int], begun: bool) -> None:

@@ -60,3 +60,9 @@ def sum_of_squares(
     scale: tuple[float, float],
     isa: InstructionSet,
 ) -> float: ...
+def block_sums(
+    pool: ThreadPool,
+    parameters: Sequence[Sequence[tuple[int, int, int]]],
+    scale: tuple[float, float],
+    isa: InstructionSet,
+) -> list[list[float]]: ...

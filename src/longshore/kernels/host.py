@@ -164,8 +164,15 @@ class HostKernels:
         ``parameters`` holds, for each parameter, its flat gradient in
         consecutive pieces. The bits depend on neither the cut nor the threads.
         """
-        rows = [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
-        return _native.sum_of_squares(self._pool, rows, scale, self.instruction_set)
+        return _native.sum_of_squares(self._pool, _rows(parameters), scale, self.instruction_set)
+
+    def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
+        """What :meth:`sum_of_squares` adds up, in its order: for each parameter one number a block of its elements."""
+        return _native.block_sums(self._pool, _rows(parameters), scale, self.instruction_set)
+
+
+def _rows(parameters: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int, int]]]:
+    return [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
 
 
 def _kind_of(rules: Sequence[HostRule]) -> type:
