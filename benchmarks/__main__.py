@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import engine, host_memory, host_step, machine, whole_step
+from benchmarks import engine, host_memory, host_step, machine, overlap, whole_step
 from benchmarks.child import PartFailed, measure_in_child
 from benchmarks.report import MISSED, Row, as_markdown, as_table, as_values
 from longshore.kernels import default_threads
@@ -28,6 +28,7 @@ class Part(str, Enum):
     whole_step = "whole-step"
     host_memory = "host-memory"
     engine = "engine"
+    overlap = "overlap"
 
 
 def _host_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
@@ -62,11 +63,18 @@ def _engine(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     return results, engine.rows(results)
 
 
+def _overlap(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    settings = overlap.Settings(8, 1 << 16, threads, 2) if quick else overlap.Settings(64, 1 << 21, threads, 15)
+    results = measure_in_child("overlap", vars(settings), threads)
+    return results, overlap.rows(results)
+
+
 _MEASURE = {
     Part.host_step: _host_step,
     Part.whole_step: _whole_step,
     Part.host_memory: _host_memory,
     Part.engine: _engine,
+    Part.overlap: _overlap,
 }
 
 

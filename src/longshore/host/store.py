@@ -224,7 +224,8 @@ class HostStore(ParameterStore):
             raise failure
         if failure is not None:
             raise GradientError(
-                f"a gradient could not be added on the host ({failure}); call zero_grad() to discard this window and go on"
+                f"a gradient could not be added on the host ({failure}); zero_grad() discards this window, and "
+                "training can go on"
             ) from failure
 
     def _drain(self) -> None:
