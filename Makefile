@@ -8,7 +8,7 @@ SANITIZERS := address,undefined thread
 # Two files at a time, in the order of collection: what starts processes comes first, what is small comes last.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-full test-sanitized bench lint clean
+.PHONY: setup demo test test-full test-chaos test-sanitized bench lint clean
 
 setup: $(SETUP)
 
@@ -26,6 +26,9 @@ test: $(SETUP)
 
 test-full: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL)
+
+test-chaos: $(SETUP)
+	$(BIN)/python -m pytest -n 2 -m chaos --seeds 10000
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)

@@ -7,6 +7,11 @@ import torch
 from ranks import Ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, default=1000, help="random schedules of the chaos suite")
+    parser.addoption("--first-seed", type=int, default=1_000_000, help="of the chaos suite")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
