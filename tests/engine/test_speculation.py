@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import Ranks
 from support import loss_of, small_model
 
 import longshore
+from engine import speculation_cases
 from engine.files import assert_same, file, started, train
 from longshore.engine import ConfigError
 from longshore.engine.config import load_config
@@ -93,3 +95,7 @@ def test_announced_accumulation_is_expected() -> None:
             engine.step()
         record = engine.optimizer.speculation
     assert (record.begun, record.kept) == (1, 1)
+
+
+def test_ranks_of_one_machine_share_what_auto_grants(two_ranks: Ranks) -> None:
+    assert two_ranks(speculation_cases.granted, 1000) == [500, 500]

@@ -360,6 +360,20 @@ def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     assert pair.train(3).kept > 2
 
 
+def test_a_state_that_is_new_gets_spares_of_its_shape() -> None:
+    """Momentum that is turned on between backward and step widens every page."""
+    pair = Pair(optimizer=longshore.SGD)
+    assert pair.train(2).kept > 2
+    narrow = pair.ahead.host_bytes()["spares"]
+    pair.backward()
+    for optimizer in pair.optimizers:
+        optimizer.param_groups[0]["momentum"] = 0.9
+    assert pair.step().kept == 0
+    assert pair.train(2).kept > 2
+    numel = sum(tile.layout.page_numel for tile in pair.ahead.store.tiles if tile.page is not None)
+    assert pair.ahead.host_bytes()["spares"] == narrow + 4 * numel
+
+
 def test_new_groups_get_spares_too(pair: Pair) -> None:
     for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
         torch.manual_seed(3)

@@ -26,6 +26,7 @@ from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.engine.same_setup import check_same_parameters, check_same_setup, ranks_here
 from longshore.engine.schedules import make_schedule
 from longshore.engine.scripts import with_port
+from longshore.host import memory_for_speculation
 from longshore.kernels import default_threads
 from longshore.optim import Offload
 from longshore.optim.host_optimizer import HostOptimizer
@@ -171,12 +172,15 @@ def _broadcast(model: nn.Module, ranks: Ranks) -> None:
 def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placement:
     """The strategy, chosen once: one rank keeps everything, several share it."""
     if offload is None:
-        place, threads = config.offload_optimizer, config.threads
-        steps_here = place == "cpu" or ranks.device.type == "cpu"
-        if ranks.world_size > 1 and threads is None and config.cpu_set is None and steps_here:
-            threads = max(1, default_threads() // ranks_here(ranks))
-        ahead = config.speculation_memory if place == "cpu" else 0
-        offload = Offload(config.tile_numel, threads, config.cpu_set, device=place, speculation_memory=ahead)
+        place, threads, ahead = config.offload_optimizer, config.threads, config.speculation_memory
+        on_host = place == "cpu" or ranks.device.type == "cpu"
+        if ranks.world_size > 1 and on_host and ((threads is None and config.cpu_set is None) or ahead == "auto"):
+            here = ranks_here(ranks)
+            threads = threads or (max(1, default_threads() // here) if config.cpu_set is None else None)
+            ahead = memory_for_speculation() // here if ahead == "auto" else ahead
+        offload = Offload(
+            config.tile_numel, threads, config.cpu_set, device=place, speculation_memory=ahead if place == "cpu" else 0
+        )
     if ranks.world_size == 1:
         return offload
     predivide = float(ranks.world_size) if config.prescale_gradients else config.gradient_predivide_factor

@@ -1,7 +1,7 @@
 """Pages, the tile state machine, and the worker that adds and steps on the host."""
 
 from longshore.host.parameter_store import MASTER, ParameterStore, debugging
-from longshore.host.speculation import Forecast, SpeculationMemory
+from longshore.host.speculation import Forecast, SpeculationMemory, memory_for_speculation
 from longshore.host.speculation import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
 from longshore.host.store import HostStore
@@ -22,4 +22,5 @@ __all__ = [
     "TileState",
     "Worker",
     "debugging",
+    "memory_for_speculation",
 ]

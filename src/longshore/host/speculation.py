@@ -44,6 +44,11 @@ SpeculationMemory = int | float | str
 _AUTO_PART = 4
 
 
+def memory_for_speculation() -> int:
+    """What ``"auto"`` grants at most to all processes of this machine together, in bytes."""
+    return available_bytes() // _AUTO_PART
+
+
 class Forecast(ABC):
     """What the next commit will be given, as far as is known during backward. A wrong one costs time, never bits."""
 
@@ -306,9 +311,10 @@ class Ahead(Speculator):
             drop(tile, self._pages)
 
     def set_arrays(self, page_arrays: int) -> None:
+        # Spares are made anew, those of bets that are out too.
         self._pages.set_arrays(page_arrays)
-        for pages in self._spares.values():
-            pages.clear()
+        self._bets.clear()
+        self._spares.clear()
         self._slabs.clear()
         self._reserved_for = self._spare_count = self._spare_page_bytes = 0
 
@@ -367,5 +373,5 @@ class Ahead(Speculator):
     def _budget(self, tiles: Sequence[Tile]) -> int:
         most = sum(self._pages.page_bytes(tile.layout.page_numel) + tile.output_bytes for tile in tiles)
         if isinstance(self._memory, str):
-            return min(most, available_bytes() // _AUTO_PART)
+            return min(most, memory_for_speculation())
         return int(most * self._memory) if isinstance(self._memory, float) else self._memory
