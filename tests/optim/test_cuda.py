@@ -77,6 +77,38 @@ def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int,
             assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.parametrize("clip", [1e9, 1e-3])
+@pytest.mark.parametrize("tile_numel", [64, 1 << 22])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> None:
+    """With spare pages and without: the same bits, while the device is still busy with backward."""
+    models = [small_model(dtype).cuda() for _ in range(2)]
+    optimizers = [
+        longshore.AdamW(
+            model.parameters(),
+            lr=3e-2,
+            release_gradients=True,
+            offload=longshore.Offload(tile_numel=tile_numel, speculation_memory=memory),
+        )
+        for model, memory in zip(models, (0, 1.0), strict=True)
+    ]
+    begun = kept = 0
+    for step in range(5):
+        for model in models:
+            torch.cuda._sleep(20_000_000)
+            backward(model, step, dtype)
+        norms = [optimizer.clip_grad_norm_(clip) for optimizer in optimizers]
+        assert torch.equal(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+        record = optimizers[1].speculation
+        assert record is not None
+        begun, kept = begun + record.begun, kept + record.kept
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(a, b)
+    assert begun > 0 and (kept > 0) == (clip == 1e9)
+
+
 def test_released_gradients_take_no_device_memory() -> None:
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)]).cuda()
     parameter_bytes = 4 * 2048 * 2048
