@@ -8,7 +8,7 @@ SANITIZERS := address,undefined thread
 # Two files at a time, in the order of collection: what starts processes comes first, what is small comes last.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-full test-chaos test-sanitized bench lint clean
+.PHONY: setup demo test test-full test-chaos test-sanitized test-model bench lint clean
 
 setup: $(SETUP)
 
@@ -32,6 +32,9 @@ test-chaos: $(SETUP)
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)
+
+test-model:
+	scripts/check_model.sh
 
 bench: $(SETUP)
 	$(BIN)/python -m benchmarks
