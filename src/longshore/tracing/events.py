@@ -89,7 +89,11 @@ class _Asked(NamedTuple):
 
 
 class _CopyWatch:
-    """Waits for the copies of one lane on a thread of its own, since nobody else may wait for them in time."""
+    """Waits for the copies of one lane on a thread of its own, since nobody else may wait for them in time.
+
+    A copy begins where it was asked for or where the one before it ended, and ends where this thread
+    sees it, which is late by what the machine takes to wake it up.
+    """
 
     def __init__(self, name: str, append: Callable[[Event], None]) -> None:
         self._name = name
@@ -130,17 +134,18 @@ def in_order(events: Sequence[Event]) -> list[Event]:
     """The events by their beginnings, with a BACKWARD for each step that gradients arrived before."""
     complete: list[Event] = []
     first_ns: int | None = None
+    stepped_by_ns = 0
     for event in sorted(events, key=_beginning):
         complete.append(event)
-        if event.name == ARRIVE and first_ns is None:
+        # What arrives inside step() is of the window that ends there.
+        if event.name == ARRIVE and first_ns is None and event.begin_ns >= stepped_by_ns:
             first_ns = event.begin_ns
         elif event.name == DISCARD:
             first_ns = None
         elif event.name == STEP:
             if first_ns is not None:
                 complete.append(Event(BACKWARD, None, STEP_LANE, first_ns, event.begin_ns))
-            # What arrives inside step() is the same window's.
-            first_ns = None
+            first_ns, stepped_by_ns = None, event.end_ns
     return sorted(complete, key=_beginning)
 
 
