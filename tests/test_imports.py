@@ -19,7 +19,7 @@ LEVELS = [
     {"optim"},
     {"sharding"},
     {"engine"},
-    {"checkpointing", "utils"},
+    {"checkpointing", "utils", "tracing"},
     {"checkpoint"},
     {"integrations"},
     {"cli"},

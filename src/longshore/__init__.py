@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         RankError,
     )
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, Offload
+    from longshore.tracing import trace
     from longshore.transfer import SimulatedTransfer
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "trace",
 ]
 
 # Torch takes seconds to import. The command line begins with this package, and
@@ -55,6 +57,7 @@ _HOMES = {
         "RankError",
     ),
     "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
+    "longshore.tracing": ("trace",),
     "longshore.transfer": ("SimulatedTransfer",),
 }
 _MODULES = ("checkpointing", "utils")  # used as longshore.checkpointing, without an import of their own

@@ -1,6 +1,7 @@
 """Pages, the tile state machine, and the worker that adds and steps on the host."""
 
 from longshore.host.parameter_store import MASTER, ParameterStore, debugging
+from longshore.host.recorder import NO_RECORDER, Recorder
 from longshore.host.speculation import Forecast, SpeculationMemory, memory_for_speculation
 from longshore.host.speculation import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
@@ -11,10 +12,12 @@ from longshore.host.worker import Worker
 
 __all__ = [
     "MASTER",
+    "NO_RECORDER",
     "Forecast",
     "HostStore",
     "ParameterStep",
     "ParameterStore",
+    "Recorder",
     "SpeculationMemory",
     "SpeculationRecord",
     "Tile",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longshore.host.recorder import Recorder
 from longshore.host.speculation import Forecast
 from longshore.host.speculation import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
@@ -63,6 +64,10 @@ class ParameterStore(ABC):
     @abstractmethod
     def tiles(self) -> Sequence[Tile]:
         """The tiles that this process steps."""
+
+    @abstractmethod
+    def record(self, recorder: Recorder) -> None:
+        """Tell ``recorder`` of the life of each tile from here on; ``NO_RECORDER``: nobody."""
 
     @abstractmethod
     def host_bytes(self) -> dict[str, int]:

@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from longshore.host.memory import SlotRing
+from longshore.host.recorder import PUBLISH
 from longshore.host.speculation import Speculator
 from longshore.host.stepping import ParameterStep, SegmentStep, step_in_place
 from longshore.host.tile import Segment, Tile
 from longshore.kernels import Kernels, Scale
-from longshore.transfer import Transfer
+from longshore.transfer import CopyHandle, Transfer
 
 PIPELINE_DEPTH = 4
 """Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
@@ -79,8 +80,14 @@ class Pipeline:
         self.stepped.append(tile)  # its page is the new one: from here on there is no way back
         for segment, step in active:
             output = slot.view(tile.dtype, segment.layout.page_offset, segment.layout.numel)
-            slot.last_publish = self._transfer.copy_to_device(output, segment.part_of(step.target))
+            slot.last_publish = self._publish(tile, output, segment.part_of(step.target))
         return True
+
+    def _publish(self, tile: Tile, output: Tensor, target: Tensor) -> CopyHandle:
+        begin_ns = tile.recorder.now()
+        handle = self._transfer.copy_to_device(output, target)
+        tile.recorder.copying(PUBLISH, tile.layout.index, handle, begin_ns)
+        return handle
 
     def _fill(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], ready: Any) -> None:
         active.sort(key=lambda pair: pair[0].layout.page_offset)
@@ -103,7 +110,7 @@ class Pipeline:
         step_in_place(tile, segment_steps, scale, self._kernels)
         self.stepped.append(tile)
         for segment_step, target in zip(segment_steps, targets, strict=True):
-            handle = self._transfer.copy_to_device(segment_step.output, target)
+            handle = self._publish(tile, segment_step.output, target)
             slot = tile.output_slot or tile.slot
             if slot is not None:
                 slot.last_publish = handle

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from longshore.host.early_norms import EarlyNorms
 from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
 from longshore.host.predictor import Predictor
+from longshore.host.recorder import DROPPED, KEPT, REDONE, STEP_AHEAD
 from longshore.host.stepping import (
     ParameterStep,
     SegmentStep,
@@ -280,9 +281,19 @@ class Ahead(Speculator):
         try:
             if bet.slot.last_publish is not None:
                 bet.slot.last_publish.wait()
-            run_speculation(bet.speculation, bet.scale, self._kernels)
+            for copy in bet.speculation.copies:  # here, so that a pass is told without what it waits for
+                copy.wait()
+            self._pass(bet)
         except Exception:
             bet.failed = True
+
+    def _pass(self, bet: _Bet) -> None:
+        speculation, recorder = bet.speculation, bet.tile.recorder
+        begin_ns = recorder.now()
+        try:
+            run_speculation(speculation, bet.scale, self._kernels)
+        finally:
+            recorder.passed(STEP_AHEAD, bet.tile.layout.index, speculation.page, speculation.rows, begin_ns)
 
     # -- at the verdict -------------------------------------------------------
 
@@ -297,18 +308,22 @@ class Ahead(Speculator):
             if bet.failed and bet.tile.ticket == bet.speculation.ticket:
                 fail_speculation(bet.tile, bet.speculation, self._pages)
             elif not end_speculation(bet.tile, bet.speculation, self._pages):
-                self._counts["dropped"] += 1
+                self._count_dropped(bet.tile)
 
     def void(self, tile: Tile) -> None:
         self._norms.forget(tile.segments)
         if tile.state is TileState.STEPPED:
-            self._counts["dropped"] += 1
+            self._count_dropped(tile)
             redo(tile, self._pages)
 
     def drop(self, tile: Tile) -> None:
         if tile.spare is not None:
-            self._counts["dropped"] += 1
+            self._count_dropped(tile)
             drop(tile, self._pages)
+
+    def _count_dropped(self, tile: Tile) -> None:
+        self._counts["dropped"] += 1
+        tile.recorder.mark(DROPPED, tile.layout.index)
 
     def set_arrays(self, page_arrays: int) -> None:
         # Spares are made anew, those of bets that are out too.
@@ -325,9 +340,11 @@ class Ahead(Speculator):
         if bet.scale == scale and bet.rules == {segment.layout.parameter: step.rule for segment, step in active}:
             keep(tile, self._pages)
             self._counts["kept"] += 1
+            tile.recorder.mark(KEPT, tile.layout.index)
             return bet.slot
         redo(tile, self._pages)
         self._counts["redone"] += 1
+        tile.recorder.mark(REDONE, tile.layout.index)
         return None
 
     def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longshore.host.memory import PagePool
+from longshore.host.recorder import STEP_IN_PLACE
 from longshore.host.tile import Segment, SparePage, Ticket, Tile
 from longshore.host.tile_state import TileEvent
 from longshore.kernels import HostRule, Kernels, Scale, TileSegment
@@ -76,11 +77,15 @@ def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernel
     page = tile.page
     assert page is not None
     tile.move(TileEvent.COMMIT)
+    recorder = tile.recorder
+    begin_ns = recorder.now()
     try:
         kernels.step_tile(page, page, rows, rules, scale)
     except BaseException:
         tile.move(TileEvent.COMMIT_FAILED)
         raise
+    finally:
+        recorder.passed(STEP_IN_PLACE, tile.layout.index, page, rows, begin_ns)
     tile.move(TileEvent.COMMIT_DONE)
 
 

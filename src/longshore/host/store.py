@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
+from longshore.host.arrivals import Arrivals
 from longshore.host.early_norms import sum_of_squares
 from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab, allocator_on
 from longshore.host.parameter_store import MASTER, ParameterStore
 from longshore.host.pipeline import PIPELINE_DEPTH, Pipeline
+from longshore.host.recorder import DISCARD, NO_RECORDER, NORM, Recorder
 from longshore.host.speculation import Ahead, Forecast, NoSpeculation, SpeculationMemory, Speculator
 from longshore.host.speculation import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
@@ -60,6 +62,8 @@ class HostStore(ParameterStore):
         self._tile_numel = tile_numel
         self._hold_gradients = hold_gradients
         self._gradient_dtype = gradient_dtype
+        # Changes when somebody traces.
+        self._recorder: Recorder = NO_RECORDER
         # Grow with parameters.
         self._tiles: list[Tile] = []
         self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
@@ -74,6 +78,7 @@ class HostStore(ParameterStore):
         self._lock = threading.Lock()
         self._accumulators = AccumulatorPool(memory)
         self._worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
+        self._arrivals = Arrivals(transfer, kernels, self._accumulators, self._worker)
         self.speculator: Speculator = NoSpeculation()
         if speculation_memory and hold_gradients and isinstance(kernels, HostKernels):
             spares = PagePool(len(self._arrays), memory)
@@ -111,6 +116,7 @@ class HostStore(ParameterStore):
         for dtype, members in by_dtype.items():
             for layout in plan_tiles(members, self._tile_numel, len(self._tiles)):
                 tile = Tile(layout, dtype, self._gradient_dtype or dtype)
+                tile.recorder = self._recorder
                 added.append(tile)
                 self._tiles.append(tile)
                 for index, segment in tile.segments.items():
@@ -165,34 +171,13 @@ class HostStore(ParameterStore):
     def _arrive(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         tile.arrived(segment)
         self.speculator.drop(tile)
-        if segment.arrivals == 1:
-            after = tile.slot.last_publish if tile.slot is not None else None
-            segment.handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, after)
-            segment.gradient = segment.handle.target
-        else:
-            self._queue_addition(tile, segment, gradient, ready)
+        self._arrivals.bring(tile, segment, gradient, ready)
 
-    def _queue_addition(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
-        if tile.accumulator is None:
-            tile.accumulator = self._accumulators.take(tile.layout.page_numel)
-        window = tile.ticket.window
-        num_bytes = gradient.numel() * gradient.element_size()
-
-        def add() -> None:
-            if tile.ticket.window == window:
-                self._add(tile, segment, gradient, ready)
-
-        self._worker.submit(add, num_bytes)
-
-    def _add(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
-        total = tile.accumulator_view(segment.layout)
-        if not segment.summed:
-            self.kernels.accumulate(total, segment.wait(), add=False)
-            segment.summed, segment.gradient, segment.handle = True, total, None
-        # The slot is free again: what it held is in the accumulator.
-        handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, None)
-        handle.wait()
-        self.kernels.accumulate(total, handle.target, add=True)
+    def record(self, recorder: Recorder) -> None:
+        with self._lock:
+            self._recorder = recorder
+            for tile in self._tiles:
+                tile.recorder = recorder
 
     def foresee(self, forecast: Forecast) -> None:
         self.speculator.forecast = forecast
@@ -242,6 +227,7 @@ class HostStore(ParameterStore):
                 self._end_window(self._tiles, TileEvent.DISCARD)
                 self.speculator.end_window(self._tiles, None)
                 self._incomplete = None
+                self._recorder.mark(DISCARD, None)
                 return
             for tile, segment in self._parts[parameter]:
                 if tile.forget(segment) == 0:
@@ -250,6 +236,7 @@ class HostStore(ParameterStore):
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         """The sum of squares in float64; waits for all arrivals."""
+        begin_ns = self._recorder.now()
         self.settle()
         known = self.speculator.known_squares(scale)
         pieces = {
@@ -259,7 +246,9 @@ class HostStore(ParameterStore):
             for parameter, gradient in gradients.items()
             if parameter not in known
         }
-        return sum_of_squares(self.kernels, gradients, known, pieces, scale)
+        total = sum_of_squares(self.kernels, gradients, known, pieces, scale)
+        self._recorder.span(NORM, None, begin_ns)
+        return total
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         """Step every parameter in ``steps``, tile by tile, and end the window.

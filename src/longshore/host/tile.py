@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longshore.host.memory import PagePool, Slot
+from longshore.host.recorder import ARRIVE, ARRIVE_AGAIN, NO_RECORDER, Recorder
 from longshore.host.tile_state import TileEvent, TileState, next_state
 from longshore.layout import SegmentLayout, TileLayout
 from longshore.transfer import CopyHandle
@@ -74,6 +75,7 @@ class Tile:
         self.layout = layout
         self.dtype = dtype
         self.gradient_dtype = gradient_dtype
+        self.recorder: Recorder = NO_RECORDER
         self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
         self.slot: Slot | None = None
         """Where gradients come in, and new parameters go out in their place if they are of one dtype."""
@@ -116,6 +118,7 @@ class Tile:
         self.filled += segment.arrivals == 0
         segment.arrivals += 1
         self._missing -= segment.arrivals == segment.expected
+        self.recorder.mark(ARRIVE if segment.arrivals == 1 else ARRIVE_AGAIN, self.layout.index)
 
     @property
     def complete(self) -> bool:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError, RankError
-from longshore.host import Forecast, HostStore, ParameterStep, ParameterStore, SpeculationRecord, Tile, debugging
+from longshore.host import (
+    Forecast,
+    HostStore,
+    ParameterStep,
+    ParameterStore,
+    Recorder,
+    SpeculationRecord,
+    Tile,
+    debugging,
+)
 from longshore.kernels import HostRule, Scale
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import Bucket, Piece
@@ -73,6 +82,9 @@ class ShardedStore(ParameterStore):
     @property
     def tiles(self) -> Sequence[Tile]:
         return self.inner.tiles
+
+    def record(self, recorder: Recorder) -> None:
+        self.inner.record(recorder)
 
     def host_bytes(self) -> dict[str, int]:
         return self.inner.host_bytes()

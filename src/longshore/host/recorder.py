@@ -1,0 +1,75 @@
+"""Who is told of the life of each tile: nobody, unless :func:`longshore.trace` asks.
+
+Names of events, and the calls that bring them. They come from every thread that
+has to do with a tile; what is told must not change what is done.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from longshore.kernels import TileSegment
+from longshore.transfer import CopyHandle
+
+ARRIVE = "arrive"
+"""The first gradient of a segment in its window."""
+ARRIVE_AGAIN = "arrive again"
+COPY_TO_HOST = "copy to host"
+STEP_AHEAD = "step ahead"
+"""A pass into a spare page, on the worker."""
+KEPT = "kept"
+REDONE = "redone"
+DROPPED = "dropped"
+STEP_IN_PLACE = "step in place"
+PUBLISH = "publish"
+"""The copy of one segment's new parameters to the device."""
+NORM = "norm"
+DISCARD = "discard"
+"""The window was discarded."""
+
+
+class Recorder(ABC):
+    """The policy of one store. A caller keeps the recorder from an event's beginning to its end."""
+
+    @abstractmethod
+    def now(self) -> int:
+        """What ``begin_ns`` of the other calls takes: nanoseconds of ``time.perf_counter_ns``."""
+
+    @abstractmethod
+    def mark(self, name: str, tile: int | None) -> None:
+        """Something that takes no time."""
+
+    @abstractmethod
+    def span(self, name: str, tile: int | None, begin_ns: int) -> None:
+        """Something that this thread did from ``begin_ns`` until now."""
+
+    @abstractmethod
+    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+        """A pass over ``rows`` of a tile's page, ``[page_arrays, page_numel]``, from ``begin_ns`` until now."""
+
+    @abstractmethod
+    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+        """A copy that was asked for at ``begin_ns`` and may still run."""
+
+
+class NoRecorder(Recorder):
+    def now(self) -> int:
+        return 0
+
+    def mark(self, name: str, tile: int | None) -> None:
+        return
+
+    def span(self, name: str, tile: int | None, begin_ns: int) -> None:
+        return
+
+    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+        return
+
+    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+        return
+
+
+NO_RECORDER = NoRecorder()

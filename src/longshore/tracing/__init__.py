@@ -1,0 +1,7 @@
+"""What happened to each tile, and when: ``longshore.trace``."""
+
+from longshore.tracing.events import Event
+from longshore.tracing.summary import Summary
+from longshore.tracing.trace import Trace, trace
+
+__all__ = ["Event", "Summary", "Trace", "trace"]

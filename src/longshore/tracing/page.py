@@ -1,0 +1,132 @@
+"""A trace as one HTML page: lanes over time as inline SVG, which a slider widens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from longshore.host.recorder import (
+    ARRIVE,
+    ARRIVE_AGAIN,
+    COPY_TO_HOST,
+    DISCARD,
+    DROPPED,
+    KEPT,
+    NORM,
+    PUBLISH,
+    REDONE,
+    STEP_AHEAD,
+    STEP_IN_PLACE,
+)
+from longshore.tracing.chrome import lanes_of
+from longshore.tracing.events import BACKWARD, STEP, Event
+from longshore.tracing.summary import Summary
+
+_LANE_PX = 32
+_TICKS = 10
+
+_COLOURS = {
+    BACKWARD: "#b8c4d6",
+    STEP: "#d62728",
+    NORM: "#e8a33d",
+    ARRIVE: "#7f8ea3",
+    ARRIVE_AGAIN: "#4b5a70",
+    COPY_TO_HOST: "#5b8ff9",
+    STEP_AHEAD: "#2ca02c",
+    STEP_IN_PLACE: "#9467bd",
+    PUBLISH: "#17a2b8",
+    KEPT: "#0b6e0b",
+    REDONE: "#ff7f0e",
+    DROPPED: "#8c564b",
+    DISCARD: "#000000",
+}
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>longshore trace, rank {rank}</title>
+<style>
+body {{ font: 14px system-ui, sans-serif; margin: 1.5em; color: #222; background: #fff; }}
+pre {{ background: #f4f5f7; padding: .8em; display: inline-block; }}
+.key {{ display: inline-block; margin-right: 1em; }}
+.key i {{ display: inline-block; width: .9em; height: .9em; margin-right: .3em; }}
+.chart {{ display: flex; border: 1px solid #ccc; margin-top: 1em; }}
+.names div {{ height: {lane_px}px; line-height: {lane_px}px; padding: 0 .6em; white-space: nowrap; }}
+.scroll {{ overflow-x: auto; flex: 1; border-left: 1px solid #ccc; }}
+#time {{ position: relative; width: 100%; padding-bottom: 1.6em; }}
+#time span {{ position: absolute; bottom: .2em; font-size: 11px; color: #666; }}
+svg {{ display: block; width: 100%; height: {height_px}px; }}
+</style>
+</head>
+<body>
+<h1>longshore trace, rank {rank}</h1>
+<pre>{summary}</pre>
+<p>{legend}<span class="key"><i style="background:#fbdcdc"></i>exposed: inside step()</span></p>
+<label>wider <input id="zoom" type="range" min="0" max="8" step="0.1" value="0"></label>
+<div class="chart"><div class="names">{names}</div><div class="scroll"><div id="time">
+<svg viewBox="0 0 {length_us} {height_px}" preserveAspectRatio="none">
+{shapes}
+</svg>{ticks}</div></div></div>
+<script>
+document.getElementById("zoom").addEventListener("input", function () {{
+  const time = document.getElementById("time"), scroll = time.parentElement;
+  const middle = (scroll.scrollLeft + scroll.clientWidth / 2) / time.clientWidth;
+  time.style.width = 100 * Math.pow(2, Number(this.value)) + "%";
+  scroll.scrollLeft = middle * time.clientWidth - scroll.clientWidth / 2;
+}});
+</script>
+</body>
+</html>
+"""
+
+
+def html_page(events: Sequence[Event], rank: int, begin_ns: int, summary: Summary) -> str:
+    """The page; it names no address, and a pointer over a shape tells what it is."""
+    lanes = lanes_of(events)
+    length_us = max((event.end_ns - begin_ns for event in events), default=1000) / 1e3
+    height_px = _LANE_PX * len(lanes)
+    row_of = {lane: row for row, lane in enumerate(lanes)}
+    exposed = [_exposed(event, begin_ns, height_px) for event in events if event.name == STEP]
+    shapes = [_shape(event, begin_ns, _LANE_PX * row_of[event.lane]) for event in events]
+    found = {event.name for event in events}
+    return _PAGE.format(
+        rank=rank,
+        summary=escape(str(summary)),
+        legend="".join(
+            f'<span class="key"><i style="background:{colour}"></i>{name}</span>'
+            for name, colour in _COLOURS.items()
+            if name in found
+        ),
+        names="".join(f"<div>{escape(lane)}</div>" for lane in lanes),
+        length_us=f"{length_us:.3f}",
+        height_px=height_px,
+        lane_px=_LANE_PX,
+        shapes="\n".join(exposed + shapes),
+        ticks="".join(
+            f'<span style="left:{100 * tick / _TICKS:g}%">{length_us * tick / _TICKS / 1e3:.2f} ms</span>'
+            for tick in range(_TICKS)
+        ),
+    )
+
+
+def _exposed(event: Event, begin_ns: int, height_px: int) -> str:
+    return (
+        f'<rect class="exposed" x="{(event.begin_ns - begin_ns) / 1e3:.3f}" y="0" '
+        f'width="{(event.end_ns - event.begin_ns) / 1e3:.3f}" height="{height_px}" fill="#fbdcdc"/>'
+    )
+
+
+def _shape(event: Event, begin_ns: int, top_px: int) -> str:
+    begin_us, length_us = (event.begin_ns - begin_ns) / 1e3, (event.end_ns - event.begin_ns) / 1e3
+    tile = "" if event.tile is None else f", tile {event.tile}"
+    size = f", {event.num_bytes} bytes" if event.num_bytes else ""
+    took = f", {length_us:.1f} us" if length_us else ""
+    title = f"<title>{escape(event.name)}{tile}{took}{size}, at {begin_us:.1f} us</title>"
+    colour = _COLOURS[event.name]
+    if length_us:
+        place = f'x="{begin_us:.3f}" y="{top_px + 4}" width="{length_us:.3f}" height="{_LANE_PX - 8}"'
+        return f'<rect {place} fill="{colour}">{title}</rect>'
+    # A line keeps its width however far the picture is stretched.
+    place = f'x1="{begin_us:.3f}" x2="{begin_us:.3f}" y1="{top_px + 2}" y2="{top_px + _LANE_PX - 2}"'
+    return f'<line {place} stroke="{colour}" vector-effect="non-scaling-stroke">{title}</line>'

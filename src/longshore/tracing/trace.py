@@ -1,0 +1,108 @@
+"""``longshore.trace``: a block of training, written down."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+
+from longshore.errors import LongshoreError
+from longshore.host import NO_RECORDER
+from longshore.optim.host_optimizer import HostOptimizer
+from longshore.tracing.chrome import chrome_events
+from longshore.tracing.events import Event, EventRecorder, in_order
+from longshore.tracing.page import html_page
+from longshore.tracing.summary import Summary, summarize
+
+
+class Trace:
+    """What :func:`trace` recorded; empty until its block is over.
+
+    Attributes:
+        rank: of this process; 0 without ranks.
+        events: by their beginnings.
+    """
+
+    def __init__(self, rank: int, begin_ns: int) -> None:
+        self.rank = rank
+        self.events: Sequence[Event] = ()
+        self._begin_ns = begin_ns
+        self._spares = 0
+
+    def finish(self, events: Sequence[Event], spares: int) -> None:
+        """Take what was recorded, and how many spares there are."""
+        self.events = tuple(in_order(events))
+        self._spares = spares
+
+    def summary(self) -> Summary:
+        """Times and speeds; ``print`` it for a table."""
+        return summarize(self.events, self._begin_ns, self._spares)
+
+    def save_chrome(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON for ui.perfetto.dev or chrome://tracing: a process for the rank, a thread for each lane."""
+        document = {"traceEvents": chrome_events(self.events, self.rank, self._begin_ns), "displayTimeUnit": "ms"}
+        Path(path).write_text(json.dumps(document), encoding="utf-8")
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page that needs nothing else: lanes over time, and what ``step()`` left exposed."""
+        Path(path).write_text(html_page(self.events, self.rank, self._begin_ns, self.summary()), encoding="utf-8")
+
+
+@contextmanager
+def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
+    """Record the life of each tile during the block; the weights are the same bits with it and without.
+
+    Each rank records itself. Begin and end it between windows (after ``step()``): what arrived before the block
+    is not in it. A closure that ``step()`` is given counts as part of the step.
+
+    Args:
+        engine_or_optimizer: of ``longshore.initialize``, or any longshore optimizer.
+
+    Yields:
+        The trace, which can be read and saved once the block is over.
+
+    Raises:
+        TypeError: it is neither.
+        LongshoreError: it is being traced already.
+    """
+    optimizer = getattr(engine_or_optimizer, "optimizer", engine_or_optimizer)
+    if not isinstance(optimizer, HostOptimizer):
+        raise TypeError(
+            "longshore.trace takes an engine of longshore.initialize or a longshore optimizer, not "
+            f"{type(engine_or_optimizer).__name__}"
+        )
+    store = optimizer.store
+    if any(tile.recorder is not NO_RECORDER for tile in store.tiles):
+        raise LongshoreError("this optimizer is being traced already; end that block of longshore.trace first")
+    recorder = EventRecorder()
+    begin_ns = recorder.now()
+    called_ns = begin_ns
+
+    def called(*_: Any) -> None:
+        nonlocal called_ns
+        called_ns = recorder.now()
+
+    hooks = [
+        optimizer.register_step_pre_hook(called),
+        optimizer.register_step_post_hook(lambda *_: recorder.step(called_ns)),
+    ]
+    result = Trace(_rank(), begin_ns)
+    store.record(recorder)
+    try:
+        yield result
+    finally:
+        store.record(NO_RECORDER)
+        for hook in hooks:
+            hook.remove()
+        speculation = store.speculation
+        result.finish(recorder.close(), 0 if speculation is None else speculation.spares)
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
