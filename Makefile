@@ -8,7 +8,7 @@ SANITIZERS := address,undefined thread
 # Two files at a time, in the order of collection: what starts processes comes first, what is small comes last.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-full test-sanitized bench lint clean
+.PHONY: setup demo test test-full test-mutants test-sanitized bench lint clean
 
 setup: $(SETUP)
 
@@ -26,6 +26,9 @@ test: $(SETUP)
 
 test-full: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL)
+
+test-mutants: $(SETUP)
+	PYTHONPATH=tests $(BIN)/python -m mutants
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)
