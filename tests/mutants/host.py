@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import MEMORY, RELEASED, STEPPING, STORE, WORKER, Mutant
+from mutants.mutant import MEMORY, STEPPING, STORE, WORKER, Mutant
 
 MUTANTS = [
     # -- stepping.py ----------------------------------------------------------
@@ -364,10 +364,10 @@ MUTANTS = [
         (MEMORY,),
     ),
     Mutant(
-        "zero_grad leaves what the host holds",
+        "a discarded window leaves what the host holds",
         "host/store.py",
         "                self._end_window(self._tiles, TileEvent.DISCARD)\n",
         "                pass\n",
-        (RELEASED,),
+        (STORE,),
     ),
 ]
