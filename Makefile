@@ -8,7 +8,7 @@ SANITIZERS := address,undefined thread
 # Two files at a time, in the order of collection: what starts processes comes first, what is small comes last.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-full test-chaos test-sanitized test-model bench lint clean
+.PHONY: setup demo test test-full test-chaos test-mutants test-sanitized test-model bench lint clean
 
 setup: $(SETUP)
 
@@ -29,6 +29,9 @@ test-full: $(SETUP)
 
 test-chaos: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m chaos --seeds 10000
+
+test-mutants: $(SETUP)
+	PYTHONPATH=tests $(BIN)/python -m mutants
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)

@@ -163,6 +163,47 @@ def bad_group_on_one_rank() -> str:
     return said
 
 
+def gradient_taken_out(stage: int, ranks: list[int]) -> str:
+    """On these ranks a gradient is set to None after the ranks may have added it up."""
+    import torch.distributed as dist
+
+    engine = make_engine(stage)
+    rank = dist.get_rank()
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    backward(engine, 0, rank)
+    if rank in ranks:
+        engine.module.second.bias.grad = None
+    said = raised_by(engine.step)
+    changed = not all(map(torch.equal, engine.module.parameters(), before))
+    assert changed == (not said)
+    if said:
+        engine.zero_grad()
+        check_trains_on(engine, stage, rank, range(2))
+    engine.optimizer.close()
+    return said
+
+
+def commit_that_fails_on_one_rank(stage: int) -> list[str]:
+    """Rank 1 steps its tiles, and then fails; what each rank is told, at once and by the next backward."""
+    import torch.distributed as dist
+
+    engine = make_engine(stage)
+    rank = dist.get_rank()
+    inner = engine.optimizer.store.inner
+    backward(engine, 0, rank)
+    if rank == 1:
+        commit = inner.commit
+
+        def failing(*args: Any) -> None:
+            commit(*args)
+            raise MemoryError("no memory on purpose")
+
+        inner.commit = failing
+    said = [raised_by(engine.step), raised_by(engine.step)]
+    engine.destroy()
+    return said
+
+
 def overflow_on_one_rank(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     """An infinite gradient on rank 1 skips the step on all, and leaves every bit as it was."""
     import torch.distributed as dist

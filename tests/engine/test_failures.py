@@ -57,6 +57,29 @@ def test_what_one_rank_refuses_no_rank_steps(two_ranks: Ranks) -> None:
 
 
 @STAGES
+@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+def test_a_gradient_that_was_reduced_cannot_be_taken_out(stage: int, ranks: list[int], two_ranks: Ranks) -> None:
+    """Before it was reduced it can, as in torch; afterwards the other ranks have it."""
+    for rank, said in enumerate(two_ranks(failure_cases.gradient_taken_out, stage, ranks)):
+        if stage < 2:
+            assert said == ""
+        elif rank in ranks:
+            assert said.startswith("GradientError: a gradient was taken out of .grad (set to None or replaced) after")
+            assert "zero_grad()" in said
+        else:
+            assert said.startswith("GradientError: rank 0 failed in this window")
+
+
+@STAGES
+def test_a_step_that_fails_half_way_on_one_rank_breaks_all(stage: int, two_ranks: Ranks) -> None:
+    said = two_ranks(failure_cases.commit_that_fails_on_one_rank, stage)
+    assert said[0][0].startswith("BrokenStateError: rank 1 failed")
+    assert said[1][0] == "MemoryError: no memory on purpose"
+    for rank in (0, 1):
+        assert said[rank][1].startswith("BrokenStateError: an earlier step failed on this or another rank")
+
+
+@STAGES
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, two_ranks: Ranks) -> None:
     for found in two_ranks(failure_cases.overflow_on_one_rank, stage, torch.float32):
         assert found == {"applied": False, "skipped": 1, "scale": 0.5, "later": True}

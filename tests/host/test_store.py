@@ -597,10 +597,13 @@ def test_host_bytes_are_counted_exactly(train, transfer, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: torch.dtype) -> None:
+    numels = (400, 25, 200, 300)
     training = train(
-        transfer(), numels=(40, 25, 20, 300), dtypes=(dtype, torch.float32), tile_numel=40, gradient_dtype=torch.float32
+        transfer(), numels=numels, dtypes=(dtype, torch.float32), tile_numel=40, gradient_dtype=torch.float32
     )
     numel = {tile.layout.page_numel for tile in training.store.tiles}
+    # Slots of the ring are used again within a step, while what they held is on its way.
+    assert sum(tile.dtype is dtype for tile in training.store.tiles) > 2 * PIPELINE_DEPTH
     for arrivals in ({0: 1, 3: 1}, {0: 2, 1: 1, 2: 3}, {2: 1}, {0: 1, 1: 1, 2: 1, 3: 1}):
         training.window(arrivals)
         training.check()

@@ -261,6 +261,19 @@ def test_discarded_windows_leave_every_bit(pair: Pair) -> None:
     assert pair.ahead.host_bytes()["spares"] == spares
 
 
+def test_spares_that_are_dropped_are_used_again(pair: Pair) -> None:
+    pool = pair.ahead.store.speculator._pages
+    allocated = pool.allocated_bytes
+    for _ in range(3):
+        pair.backward()
+        pair.ahead.store.settle()  # the passes have ended: the next gradient drops what they made
+        pair.backward()
+        assert pair.step().dropped > 2
+        pair.train(1, backwards=2)
+        pair.train(1)
+    assert pool.allocated_bytes == allocated
+
+
 def test_a_pass_that_fails_is_made_again_at_the_verdict(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, failures = HostKernels.step_tile, []
 

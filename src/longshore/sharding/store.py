@@ -194,11 +194,12 @@ class ShardedStore(ParameterStore):
 
     def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
         self.check_usable()
-        failure = self._window.failure
+        failure: BaseException | None = None
         try:
             collect()
         except Exception as error:
             failure = error
+        failure = failure or self._window.failure  # collecting may find that a gradient was taken out
         if failure is None and self._window.active is not None:
             return dict.fromkeys(self._window.active, None)  # nothing came since
         kept = self._window.take()

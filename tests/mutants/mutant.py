@@ -1,0 +1,53 @@
+"""What a mutant is, and the tests that mutants name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+MEMORY = "tests/host/test_memory.py"
+STEPPING = "tests/host/test_stepping.py"
+STORE = "tests/host/test_store.py"
+WORKER = "tests/host/test_worker.py"
+SIMULATED = "tests/transfer/test_simulated.py"
+SPECULATION = "tests/optim/test_speculation.py"
+LANE = "tests/sharding/test_lane.py"
+ROUNDS = "tests/sharding/test_rounds.py"
+TABLE = "tests/engine/test_table.py"
+FAILURES = "tests/engine/test_failures.py"
+REDUCTION = "tests/engine/test_reduction.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change that breaks the code.
+
+    Attributes:
+        name: what it breaks.
+        file: under ``src/longshore``.
+        source: text that occurs once in the file.
+        replacement: what stands there in the mutant.
+        tests: what has to catch it: files or node ids, the quickest first.
+    """
+
+    name: str
+    file: str
+    source: str
+    replacement: str
+    tests: tuple[str, ...]
+
+    def applied_to(self, text: str) -> str:
+        """The file's text, mutated.
+
+        Raises:
+            ValueError: the source text does not occur exactly once.
+        """
+        found = text.count(self.source)
+        if found != 1:
+            raise ValueError(
+                f"a mutant's source text has to occur once in its file; that of {self.name!r} occurs {found} times in "
+                f"src/longshore/{self.file}: write it anew"
+            )
+        return text.replace(self.source, self.replacement)

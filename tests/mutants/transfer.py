@@ -1,0 +1,69 @@
+"""Mutants of the simulated device."""
+
+from __future__ import annotations
+
+from mutants.mutant import SIMULATED, Mutant
+
+FILE = "transfer/simulated.py"
+
+MUTANTS = [
+    Mutant(
+        "a copy does not wait for the one it comes after",
+        FILE,
+        "                after.wait()\n",
+        "                pass\n",
+        (SIMULATED,),
+    ),
+    Mutant("a copy is not waited for", FILE, "        self._finished.wait()\n", "", (SIMULATED,)),
+    Mutant(
+        "a copy that failed says nothing",
+        FILE,
+        "        self._failure = failure\n        self._source = None\n",
+        "        self._source = None\n",
+        (SIMULATED,),
+    ),
+    Mutant(
+        "a copy that is done keeps its source",
+        FILE,
+        "        self._source = None\n        self._finished",
+        "        self._finished",
+        (SIMULATED,),
+    ),
+    Mutant(
+        "a copy does not own its source",
+        FILE,
+        "self._source: Tensor | None = source",
+        "self._source: Tensor | None = None",
+        (SIMULATED,),
+    ),
+    Mutant(
+        "a lane that reads freed memory says nothing",
+        FILE,
+        '        raise RuntimeError("the source of a copy was freed before the copy ran")\n',
+        "        return\n",
+        (SIMULATED,),
+    ),
+    Mutant("copies run at once", FILE, "                time.sleep(delay_s)\n", "                pass\n", (SIMULATED,)),
+    Mutant(
+        "any number of bytes is on its way", FILE, "            self.in_flight.admit(source_bytes)\n", "", (SIMULATED,)
+    ),
+    Mutant("what is read is the device's own memory", FILE, "return source.clone()", "return source", (SIMULATED,)),
+    Mutant(
+        "publishing is not waited for",
+        FILE,
+        "is waiting.\n        self.to_device.drain()\n",
+        "is waiting.\n        return\n",
+        ("tests/host/test_store.py",),
+    ),
+    Mutant(
+        "delays do not come from the seed", FILE, 'random.Random(f"{name} {seed}")', "random.Random()", (SIMULATED,)
+    ),
+    Mutant("threads outlive the transfer", FILE, "        self._thread.join()\n", "", (SIMULATED,)),
+    Mutant(
+        "a lane at rest keeps its last copy alive",
+        FILE,
+        "        del job  # it refers to the lane, which may be garbage before the next job comes\n",
+        "",
+        (SIMULATED,),
+    ),
+]
