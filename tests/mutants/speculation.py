@@ -8,8 +8,8 @@ MUTANTS = [
     Mutant(
         "a tile that waits for gradients is stepped ahead",
         "host/speculation.py",
-        "        if not tile.complete or tile.page is None:\n",
-        "        if tile.page is None:\n",
+        "forecast is None or not tile.complete or tile.page is None",
+        "forecast is None or tile.page is None",
         (SPECULATION,),
     ),
     Mutant(
@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "bets are made whatever was learnt",
         "host/speculation.py",
-        "        if not self._predictor.bets:\n            return\n",
-        "",
+        "        if self._predictor.bets:\n",
+        "        if True:\n",
         (SPECULATION,),
     ),
     Mutant(
@@ -200,8 +200,8 @@ MUTANTS = [
     Mutant(
         "a norm is measured before all of it is there",
         "host/early_norms.py",
-        "if all(tile.complete and segment.arrivals > 0 for tile, segment in parts):",
-        "if any(segment.arrivals > 0 for tile, segment in parts):",
+        "if all(part.complete and segment.arrivals > 0 for part, segment in parts):",
+        "if all(segment.arrivals > 0 for _, segment in parts):",
         (SPECULATION,),
     ),
 ]

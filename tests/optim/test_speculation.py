@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -298,12 +299,16 @@ def test_the_norm_is_measured_in_backward(memory: float, clip: float, monkeypatc
     pair.ahead.store.settle()
     measured: list[int] = []
 
-    def count(self: HostKernels, parameters: Any, *_: Any) -> Any:
-        measured.append(sum(piece.numel() for pieces in parameters for piece in pieces))
-        return whole(self, parameters, *_)
+    def counting(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def count(self: HostKernels, parameters: Any, *rest: Any) -> Any:
+            if self is pair.ahead.store.kernels:
+                measured.append(sum(piece.numel() for pieces in parameters for piece in pieces))
+            return whole(self, parameters, *rest)
 
-    whole = HostKernels.block_sums
-    monkeypatch.setattr(HostKernels, "block_sums", count)
+        return count
+
+    for name in ("block_sums", "sum_of_squares"):
+        monkeypatch.setattr(HostKernels, name, counting(getattr(HostKernels, name)))
     norm = pair.ahead.grad_norm()
     assert measured == [0]
     assert torch.equal(norm, pair.plain.grad_norm())
@@ -312,6 +317,41 @@ def test_the_norm_is_measured_in_backward(memory: float, clip: float, monkeypatc
     norm = pair.ahead.grad_norm()
     assert sum(measured) > 0
     assert torch.equal(norm, pair.plain.grad_norm())
+
+
+def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker is done with a parameter's first tile when the last gradient of its second one is counted, and not
+    queued yet; and what would be measured after that fails."""
+    pair = Pair()
+    pair.train(3, backwards=2, clip=1e9)
+    store = pair.ahead.store
+    (_, _), (second, _) = store._parts[0]
+    pair.backward()
+    store.settle()
+    gate, late = threading.Event(), threading.Event()
+    bring, sums = store._arrivals.bring, store.kernels.block_sums
+
+    def slowly(tile: Any, segment: Any, *rest: Any) -> None:
+        if tile is second and segment.layout.parameter == 0:
+            gate.set()
+            store._worker.drain()
+            late.set()
+        bring(tile, segment, *rest)
+
+    def failing(*arguments: Any) -> Any:
+        if late.is_set():
+            raise RuntimeError("it cannot be measured now")
+        return sums(*arguments)
+
+    monkeypatch.setattr(store._arrivals, "bring", slowly)
+    monkeypatch.setattr(store.kernels, "block_sums", failing)
+    store._worker.submit(gate.wait, 0)
+    pair.backward()
+    store.settle()
+    monkeypatch.undo()
+    assert late.is_set()
+    assert torch.equal(pair.ahead.grad_norm(), pair.plain.grad_norm())
+    pair.step(clip=1e9)
 
 
 def test_a_gradient_that_is_written_is_measured_again(pair: Pair) -> None:
@@ -398,7 +438,7 @@ def test_new_groups_get_spares_too(pair: Pair) -> None:
     assert record.spares > before and record.kept == record.begun == record.spares
 
 
-@pytest.mark.parametrize("memory", [-1, 1.5, -0.5, "all", True, None])
+@pytest.mark.parametrize("memory", [-1, 1, 1.5, -0.5, "all", True, None])
 def test_bad_budgets(memory: Any) -> None:
     with pytest.raises(ValueError, match="speculation_memory is a number of bytes"):
         longshore.Offload(speculation_memory=memory)

@@ -178,9 +178,7 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placeme
             here = ranks_here(ranks)
             threads = threads or (max(1, default_threads() // here) if config.cpu_set is None else None)
             ahead = memory_for_speculation() // here if ahead == "auto" else ahead
-        offload = Offload(
-            config.tile_numel, threads, config.cpu_set, device=place, speculation_memory=ahead if place == "cpu" else 0
-        )
+        offload = Offload(config.tile_numel, threads, config.cpu_set, device=place, speculation_memory=ahead)
     if ranks.world_size == 1:
         return offload
     predivide = float(ranks.world_size) if config.prescale_gradients else config.gradient_predivide_factor

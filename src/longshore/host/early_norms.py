@@ -9,6 +9,16 @@ from torch import Tensor
 
 from longshore.host.tile import Segment, Ticket, Tile
 from longshore.kernels import HostKernels, Kernels, Scale
+from longshore.transfer import CopyHandle
+
+
+class Due(NamedTuple):
+    """A parameter whose gradient is queued as a whole: where it will be, and after which copies."""
+
+    parameter: int
+    tickets: list[Ticket]
+    pieces: list[Tensor]
+    copies: list[CopyHandle]
 
 
 class _Sums(NamedTuple):
@@ -20,8 +30,8 @@ class _Sums(NamedTuple):
 class EarlyNorms:
     """The norms of one store's window, by parameter.
 
-    A parameter is measured by the job of the last of its tiles. What was
-    measured holds while nothing more arrived for any of them.
+    A parameter is measured with the last of its tiles. What was measured holds
+    while nothing more arrived for any of them.
 
     Args:
         kernels: add the squares.
@@ -36,17 +46,28 @@ class EarlyNorms:
         self._asked = False
         self._sums: dict[int, _Sums] = {}
 
-    def measure(self, parameters: Sequence[int], scale: Scale) -> None:
-        """On the worker, behind every addition that was queued for these parameters' tiles."""
-        found = {}
-        for parameter in parameters:
+    def due(self, tile: Tile) -> list[Due]:
+        """Those of a tile's parameters that can be measured behind what is queued now.
+
+        Tickets and gradients are looked at here, where no gradient is arriving:
+        the worker could find a ticket that counts an arrival which is not queued yet.
+        """
+        found = []
+        for parameter in tile.segments:
             parts = self._parts_of(parameter)
-            tickets = [tile.ticket for tile, _ in parts]
-            if all(tile.complete and segment.arrivals > 0 for tile, segment in parts):
-                found[parameter] = tickets, [segment.wait() for _, segment in parts]
-        blocks = self._kernels.block_sums([pieces for _, pieces in found.values()], scale)
-        for (parameter, (tickets, _)), sums in zip(found.items(), blocks, strict=True):
-            self._sums[parameter] = _Sums(tickets, scale, sums)
+            if all(part.complete and segment.arrivals > 0 for part, segment in parts):
+                pieces = [part.queued_gradient(segment) for part, segment in parts]
+                copies = [segment.handle for _, segment in parts if segment.handle is not None]
+                found.append(Due(parameter, [part.ticket for part, _ in parts], pieces, copies))
+        return found
+
+    def measure(self, due: Sequence[Due], scale: Scale) -> None:
+        """On the worker, behind every addition that was queued when they were due."""
+        for copy in (copy for one in due for copy in one.copies):
+            copy.wait()
+        blocks = self._kernels.block_sums([one.pieces for one in due], scale)
+        for one, sums in zip(due, blocks, strict=True):
+            self._sums[one.parameter] = _Sums(one.tickets, scale, sums)
 
     def known(self, scale: Scale) -> Mapping[int, Sequence[float]]:
         """What was measured and still holds; the worker is drained."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longshore.host.early_norms import EarlyNorms
+from longshore.host.early_norms import Due, EarlyNorms
 from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
 from longshore.host.predictor import Predictor
 from longshore.host.recorder import DROPPED, KEPT, REDONE, STEP_AHEAD
@@ -208,6 +208,7 @@ class Ahead(Speculator):
         self._spare_page_bytes = 0
         # Change with each window.
         self._predictor = Predictor()
+        self._considered: set[int] = set()
         self._bets: dict[int, _Bet] = {}
         self._counts = dict.fromkeys(("begun", "kept", "redone", "dropped", "waited"), 0)
         self._last = dict(self._counts)
@@ -224,22 +225,26 @@ class Ahead(Speculator):
     # -- during backward ------------------------------------------------------
 
     def consider(self, tile: Tile) -> None:
-        if not tile.complete or tile.page is None:
+        forecast = self.forecast
+        if forecast is None or not tile.complete or tile.page is None or tile.layout.index in self._considered:
             return
-        if self.forecast is not None and self._norms.wanted:
-            scale, parameters = self.forecast.scale(), list(tile.segments)
-            self._worker.submit(lambda: self._measure(parameters, scale), 0)
-        if not self._predictor.bets:
-            return
-        if tile.state is TileState.FILLING:
+        # Once a window: where more comes after all, each arrival would walk the whole tile again.
+        self._considered.add(tile.layout.index)
+        if self._norms.wanted:
+            due, scale = self._norms.due(tile), forecast.scale()
+            self._worker.submit(lambda: self._measure(due, scale), 0)
+        if self._predictor.bets:
             tile.move(TileEvent.COMPLETE)
+            self._bet_on(tile, forecast)
+
+    def _bet_on(self, tile: Tile, forecast: Forecast) -> None:
         free = self._spares.get((tile.layout.page_numel, tile.output_bytes))
-        if not free or tile.layout.index in self._bets:
-            self._counts["waited"] += not free
+        if not free:
+            self._counts["waited"] += 1
             return
-        rules, forecast = self._planned(), self.forecast
+        rules = self._planned(forecast)
         active = [segment for segment in tile.segments.values() if segment.arrivals > 0]
-        if forecast is None or any(segment.layout.parameter not in rules for segment in active):
+        if any(segment.layout.parameter not in rules for segment in active):
             return
         slot = free.pop()
         steps = [
@@ -261,17 +266,16 @@ class Ahead(Speculator):
         self._counts["begun"] += 1
         self._worker.submit(lambda: self._run(bet), 0)
 
-    def _planned(self) -> Mapping[int, HostRule]:
+    def _planned(self, forecast: Forecast) -> Mapping[int, HostRule]:
         if self._rules is None:
             self._rules = {}
-            if self.forecast is not None:
-                with contextlib.suppress(Exception):  # step() will say what is wrong with a group
-                    self._rules = self.forecast.rules()
+            with contextlib.suppress(Exception):  # step() will say what is wrong with a group
+                self._rules = forecast.rules()
         return self._rules
 
-    def _measure(self, parameters: Sequence[int], scale: Scale) -> None:
+    def _measure(self, due: Sequence[Due], scale: Scale) -> None:
         with contextlib.suppress(Exception):  # it will be measured at the verdict, and raise there
-            self._norms.measure(parameters, scale)
+            self._norms.measure(due, scale)
 
     def _run(self, bet: _Bet) -> None:
         """On the worker. Whatever fails here is tried again at the verdict, and raises there."""
@@ -351,6 +355,7 @@ class Ahead(Speculator):
         for bet in self._bets.values():
             self._spares[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)
         self._bets.clear()
+        self._considered.clear()
         self._rules = None
         self._norms.end_window(stepped=scale is not None)
         if scale is None:

@@ -79,10 +79,10 @@ class Offload(Placement):
             good = memory == "auto"
         else:
             good = memory >= 0 if isinstance(memory, int) else isinstance(memory, float) and 0.0 <= memory <= 1.0
-        if not good:
+        if not good or (memory == 1 and isinstance(memory, int)):
             raise ValueError(
                 "speculation_memory is a number of bytes (an integer), a fraction from 0.0 to 1.0, or 'auto', "
-                f"not {memory!r}"
+                f"not {memory!r}; 1.0 is a spare for every tile"
             )
 
     def transfer_to(self, device: torch.device) -> Transfer:
@@ -95,12 +95,16 @@ class Offload(Placement):
         """What steps parameters on ``device``, where their state is.
 
         Raises:
-            ValueError: settings of host threads where none will step.
+            ValueError: settings of the host's steps where it makes none.
             ModuleNotFoundError: state on a CUDA device, and no Triton.
         """
         if self.device == "cpu" or device.type == "cpu":
             return HostKernels(self.threads, self.cpu_set)
-        for name, value in (("threads", self.threads), ("cpu_set", self.cpu_set)):
+        for name, value in (
+            ("threads", self.threads),
+            ("cpu_set", self.cpu_set),
+            ("speculation_memory", self.speculation_memory or None),
+        ):
             if value is not None:
                 raise ValueError(f"device='none' steps on {device}, and no host thread does: leave {name} out")
         return DeviceKernels(device)

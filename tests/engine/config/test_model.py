@@ -87,3 +87,9 @@ def test_a_file_is_read_without_torch() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             outside = {name for name in names if name.startswith(("torch", "longshore"))}
             assert not {name for name in outside if not name.startswith("longshore.engine.config.")}, file
+
+
+def test_stepping_ahead_needs_the_state_on_the_host() -> None:
+    with pytest.raises(ConfigError, match="offload_optimizer is none; set it to cpu, or leave speculation_memory out"):
+        Config(speculation_memory="auto")
+    assert Config(speculation_memory=1, offload_optimizer="cpu").speculation_memory == 1.0

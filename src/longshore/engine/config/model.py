@@ -163,6 +163,11 @@ class Config(FrozenModel):
             )
         if self.cast_inputs and self.dtype is None:
             raise ValueError("cast_inputs casts to dtype, and dtype is None; set dtype, or leave cast_inputs out")
+        if self.speculation_memory and self.offload_optimizer != "cpu":
+            raise ValueError(
+                "speculation_memory is for stepping on the host while backward runs, and offload_optimizer is "
+                f"{self.offload_optimizer}; set it to cpu, or leave speculation_memory out"
+            )
         if self.prescale_gradients and self.gradient_predivide_factor != 1.0:
             raise ValueError(
                 "prescale_gradients already divides by all ranks before the sum, so gradient_predivide_factor "

@@ -111,7 +111,8 @@ def speculation_fields(reading: Reading) -> dict[str, Any]:
             "backward is stepped on the host; set that to cpu, or leave this out"
         )
         reading.problem(path, what, values.get(path))
-    elif values.get("zero_optimization.stage", 0) < 2:
+        return {}
+    if values.get("zero_optimization.stage", 0) < 2:
         reading.notes.append(
             f"{path}: with several ranks, stages 0 and 1 reduce gradients in step(), so there is nothing to step "
             "during backward; use stage 2"
