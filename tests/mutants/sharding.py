@@ -252,7 +252,7 @@ MUTANTS = [
     Mutant(
         "ranks may step differently",
         "sharding/store.py",
-        "        verdict = _number_of(steps, scale)\n",
+        "        verdict = number_of(steps, scale)\n",
         "        verdict = 0\n",
         ("tests/engine/test_odd_scripts.py::test_learning_rates_that_differ_are_found_before_any_step",),
     ),

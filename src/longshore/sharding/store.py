@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from longshore.host import (
     Tile,
     debugging,
 )
-from longshore.kernels import HostRule, Scale
+from longshore.kernels import Scale
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import Bucket, Piece
 from longshore.sharding.contributions import Contributions
@@ -30,6 +29,7 @@ from longshore.sharding.ownership import Ownership
 from longshore.sharding.reduction import Averaging, reduce_shard
 from longshore.sharding.rounds import Round
 from longshore.sharding.shards import Shards
+from longshore.sharding.steps import PieceForecast, number_of
 from longshore.sharding.window import ReductionSettings, WindowGradients
 
 
@@ -108,7 +108,7 @@ class ShardedStore(ParameterStore):
         self._window.end_round()
 
     def foresee(self, forecast: Forecast) -> None:
-        self.inner.foresee(_PieceForecast(forecast, self.shards))
+        self.inner.foresee(PieceForecast(forecast, self.shards))
 
     def expect_backwards(self, backwards: int) -> None:
         self.inner.expect_backwards(backwards if self._settings.each_backward else 1)
@@ -251,7 +251,7 @@ class ShardedStore(ParameterStore):
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         self.check_usable()
-        verdict = _number_of(steps, scale)
+        verdict = number_of(steps, scale)
         self.lane.run(lambda: self.lane.meet(Action.COMMIT, verdict, self._windows))
         own: dict[int, ParameterStep] = {}
         for parameter, step in steps.items():
@@ -369,27 +369,3 @@ class ShardedStore(ParameterStore):
         self._closed = True
         self.lane.close()
         self.inner.close()
-
-
-class _PieceForecast(Forecast):
-    """The forecast of whole parameters, by the pieces that this rank owns."""
-
-    def __init__(self, whole: Forecast, shards: Shards) -> None:
-        self._whole = whole
-        self._shards = shards
-
-    def scale(self) -> Scale:
-        return self._whole.scale()
-
-    def rules(self) -> Mapping[int, HostRule]:
-        return {
-            piece.index: rule
-            for parameter, rule in self._whole.rules().items()
-            for piece in self._shards.owned(parameter)
-        }
-
-
-def _number_of(steps: Mapping[int, ParameterStep], scale: Scale) -> int:
-    """The same number for the same verdict: which parameters are stepped, by which rules, at which scale."""
-    rules = sorted({repr(rule) for rule in {id(step.rule): step.rule for step in steps.values()}.values()})
-    return zlib.crc32(repr((sorted(steps), rules, scale)).encode())
