@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks import engine, host_memory, host_step, machine, overlap, whole_step
 from benchmarks.child import PartFailed, measure_in_child
 from benchmarks.report import MISSED, Row, as_markdown, as_table, as_values
-from longshore.kernels import default_threads
+from longshore.kernels import usable_cpus
 
 
 class Part(str, Enum):
@@ -81,7 +81,7 @@ _MEASURE = {
 def main(
     part: Annotated[list[Part] | None, typer.Option(help="Measure this part only; may be given again.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small and short, to see that it runs.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of every contestant.")] = default_threads(),
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every contestant.")] = len(usable_cpus()),
     out: Annotated[Path | None, typer.Option(help="Folder for the results, as JSON and as a table.")] = None,
     deepspeed_python: Annotated[
         str,

@@ -97,13 +97,6 @@ std::vector<std::vector<GradientPiece>> pieces_of(const std::vector<std::vector<
     return pieces;
 }
 
-double py_sum_of_squares(ThreadPool& pool, const std::vector<std::vector<PieceRow>>& parameters, ScalePair scale,
-                         InstructionSet isa) {
-    const auto pieces = pieces_of(parameters);
-    nb::gil_scoped_release release;
-    return sum_of_squares(pieces, scale_of(scale), pool, isa);
-}
-
 std::vector<std::vector<double>> py_block_sums(ThreadPool& pool, const std::vector<std::vector<PieceRow>>& parameters,
                                                ScalePair scale, InstructionSet isa) {
     const auto pieces = pieces_of(parameters);
@@ -134,7 +127,5 @@ NB_MODULE(_native, m) {
           nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
     m.def("reconcile", &py_reconcile, nb::arg("pool"), nb::arg("master"), nb::arg("parameter"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("adopt"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
-    m.def("sum_of_squares", &py_sum_of_squares, nb::arg("pool"), nb::arg("parameters"), nb::arg("scale"),
-          nb::arg("isa"));
     m.def("block_sums", &py_block_sums, nb::arg("pool"), nb::arg("parameters"), nb::arg("scale"), nb::arg("isa"));
 }

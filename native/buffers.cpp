@@ -127,13 +127,4 @@ std::vector<std::vector<double>> block_sums(const std::vector<std::vector<Gradie
     return sums;
 }
 
-double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale, ThreadPool& pool,
-                      InstructionSet isa) {
-    double total = 0.0;
-    for (const auto& sums : block_sums(parameters, scale, pool, isa)) {
-        for (double sum : sums) total += sum;
-    }
-    return total;
-}
-
 }  // namespace longshore

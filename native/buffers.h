@@ -46,16 +46,11 @@ void accumulate(float* target, const void* source, DType dtype, std::int64_t num
 std::int64_t reconcile(float* master, const void* parameter, DType dtype, std::int64_t numel, bool adopt,
                        ThreadPool& pool, InstructionSet isa);
 
-// For each parameter, the same for each of its blocks of kPieceNumel elements.
+// The sums of squares of the scaled elements in double: for each parameter, one
+// for each of its blocks of kPieceNumel elements. The order of addition depends
+// on offsets in the parameters alone, so the bits do not depend on how they are
+// cut into pieces, on the number of threads or on the instruction set.
 std::vector<std::vector<double>> block_sums(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale,
                                             ThreadPool& pool, InstructionSet isa);
-
-// The sum over all parameters of the squares of their scaled elements, in
-// double. The order of addition depends on offsets in the parameters alone, so
-// the bits do not depend on how they are cut into pieces, on the number of
-// threads or on the instruction set.
-// It is block_sums() added up in order.
-double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale, ThreadPool& pool,
-                      InstructionSet isa);
 
 }  // namespace longshore

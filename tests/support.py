@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import longshore
-from longshore.kernels import LionRule
+from longshore.kernels import UNSCALED, Kernels, LionRule, Scale, total_of_blocks
 from longshore.kernels.reference import lion_step
 
 
@@ -189,3 +189,8 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
 def simulated(seed: int = 0, tile_numel: int = 100, **options: Any) -> longshore.Offload:
     """Offload to the simulated device, in tiles small enough that every model has several."""
     return longshore.Offload(tile_numel=tile_numel, transfer=longshore.SimulatedTransfer(seed=seed, **options))
+
+
+def sum_of_squares(kernels: Kernels, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> float:
+    """Of all elements of all parameters, by the kernels' blocks."""
+    return total_of_blocks(kernels.block_sums(parameters, scale))

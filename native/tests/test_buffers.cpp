@@ -1,4 +1,4 @@
-// Accumulate, reconcile and sum_of_squares against scalar loops.
+// Accumulate, reconcile and block_sums against scalar loops.
 #include "buffers.h"
 
 #include <cmath>
@@ -137,6 +137,15 @@ double naive_sum_of_squares(const std::vector<std::vector<float>>& parameters, S
             for (const double lane : lanes) sum += lane;
             total += sum;
         }
+    }
+    return total;
+}
+
+double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale, ThreadPool& pool,
+                      InstructionSet isa) {
+    double total = 0.0;
+    for (const auto& sums : block_sums(parameters, scale, pool, isa)) {
+        for (const double sum : sums) total += sum;
     }
     return total;
 }

@@ -49,7 +49,8 @@ class Stubborn(Predictor):
 
 
 def _step_ahead(store: Any, ahead: str) -> None:
-    speculator = getattr(store, "inner", store).speculator
+    inner = getattr(store, "inner", store)
+    speculator = getattr(inner, "host", inner).speculator
     if isinstance(speculator, Ahead):
         speculator._predictor = Stubborn()
         if ahead != "on":
@@ -75,13 +76,15 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
         optimizer={"type": "AdamW", **OPTIONS},
         **scenario.config,
     )
-    transfer = longshore.SimulatedTransfer(rank, scenario.max_delay_s) if place == "simulated" else None
+    staged = place in ("simulated", "split")
+    transfer = longshore.SimulatedTransfer(rank, scenario.max_delay_s) if staged else None
     offload = longshore.Offload(
         scenario.tile_numel,
         threads=1,
         transfer=transfer,
         device=config.offload_optimizer,
         speculation_memory=0 if ahead == "off" else 1.0,
+        ratio=0.6 if place == "split" else 1.0,
     )
     schedule = scenario.schedule
     engine, _, _, _ = longshore.initialize(

@@ -117,7 +117,7 @@ def shards(zero: dict[str, Any], backwards: int) -> dict[str, Any]:
     found: dict[str, Any] = {"launched in backward": [], "gathered": []}
     with started(file(zero_optimization=zero, gradient_accumulation_steps=backwards), model) as engine:
         store = engine.optimizer.store
-        submitted, gathered = _Counted(store.lane, "submit"), _Counted(store.lane, "gather")
+        submitted, gathered = Counted(store.lane, "submit"), Counted(store.lane, "gather")
         end_backward = store.end_backward
 
         def end(failure: Any) -> None:
@@ -127,9 +127,9 @@ def shards(zero: dict[str, Any], backwards: int) -> dict[str, Any]:
         store.end_backward = end
         begin_backward = store.begin_backward
 
-        def begin(reduce: bool) -> None:
+        def begin(reduce: bool, last: bool) -> None:
             submitted.take()
-            begin_backward(reduce)
+            begin_backward(reduce, last)
 
         store.begin_backward = begin
         window = Window((Backward(),) * backwards, step_each=True)
@@ -149,7 +149,7 @@ def shards(zero: dict[str, Any], backwards: int) -> dict[str, Any]:
     return found
 
 
-class _Counted:
+class Counted:
     """How often a method of ``owner`` is called."""
 
     def __init__(self, owner: Any, name: str) -> None:

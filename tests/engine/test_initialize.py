@@ -19,7 +19,7 @@ import longshore.checkpointing
 from engine import files
 from engine.files import OPTIONS, USERS_BLOCK, assert_same, file, gradients_of, started, train, without
 from longshore.engine import ConfigError, activation_checkpointing
-from longshore.kernels import HostKernels, default_threads
+from longshore.kernels import HostKernels, usable_cpus
 
 
 def initialize(**arguments: Any) -> Any:
@@ -283,7 +283,7 @@ def test_host_settings(monkeypatch: pytest.MonkeyPatch) -> None:
             assert explanation.tile_numel <= 160 and explanation.tiles >= numel / 160
         else:
             assert explanation.tiles == 1
-    usable = default_threads()
+    usable = len(usable_cpus())
     found = [(usable if threads is None else threads, cpus) for threads, cpus in made]
     assert found == [(usable, None), (usable, None), (2, None), (1, (cpu,))]
     for model in models:

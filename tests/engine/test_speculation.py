@@ -10,9 +10,12 @@ from support import loss_of, small_model
 
 import longshore
 from engine import speculation_cases
-from engine.files import assert_same, file, started, train
+from engine.files import assert_same, file, started, train, without
 from longshore.engine import ConfigError
 from longshore.engine.config import load_config
+from longshore.engine.host_cpus import host_cpus
+from longshore.engine.same_setup import Neighbours
+from longshore.kernels import HostKernels, usable_cpus
 
 AHEAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
 
@@ -66,12 +69,61 @@ def test_it_needs_the_state_on_the_host() -> None:
         load_config(file(zero_optimization={"stage": 2, "offload_optimizer": {"super_offload": True}}))
 
 
-def test_a_stage_that_reduces_in_step_says_so() -> None:
-    zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "super_offload": True}}
-    assert any(
-        "stages 0 and 1 reduce gradients in step()" in note for note in load_config(file(zero_optimization=zero)).notes
-    )
-    assert not any("step during backward" in note for note in load_config(file(zero_optimization=AHEAD)).notes)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("overlap", [None, True, False])
+def test_where_gradients_are_reduced_in_step_it_says_so(stage: int, overlap: bool | None) -> None:
+    keys = {} if overlap is None else {"overlap_comm": overlap}
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "super_offload": True}, **keys}
+    notes = load_config(file(zero_optimization=zero)).notes
+    assert any("then reduce gradients in step()" in note for note in notes) == (overlap is False and stage < 2)
+
+
+@pytest.mark.parametrize(
+    ("share", "place", "on_cpus", "expected"),
+    [
+        (None, 0, 1, (8, None)),
+        (None, 1, 3, (2, None)),
+        (0.5, 0, 1, (4, (4, 5, 6, 7))),
+        (0.8, 0, 1, (6, (2, 3, 4, 5, 6, 7))),
+        (0.0, 0, 1, (1, (7,))),
+        (1.0, 1, 2, (4, (4, 5, 6, 7))),
+        (0.5, 0, 2, (2, (2, 3))),
+        (0.5, 10, 16, (1, (5,))),  # more ranks than CPUs
+    ],
+)
+def test_the_share_of_the_cpus(
+    share: float | None, place: int, on_cpus: int, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that this rank has for itself, the last ones; several ranks have parts that do not meet."""
+    monkeypatch.setattr("longshore.engine.host_cpus.usable_cpus", lambda: list(range(8)))
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+    if share is not None:
+        zero["offload_optimizer"] |= {"cpuadam_cores_perc": share}
+    content = without(file(zero_optimization=zero), "longshore")
+    assert host_cpus(load_config(content).config, Neighbours(on_cpus, on_cpus, place)) == expected
+
+
+def test_host_threads_run_on_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def spy(threads: Any, cpu_set: Any) -> HostKernels:
+        made.append((threads, cpu_set))
+        return HostKernels(threads, cpu_set)
+
+    monkeypatch.setattr("longshore.optim.offload.HostKernels", spy)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True, "cpuadam_cores_perc": 0.01}}
+    trained(without(file(zero_optimization=zero), "longshore"), steps=2)
+    assert made == [(1, (usable_cpus()[-1],))]
+
+
+def test_cpus_are_chosen_once() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True, "cpuadam_cores_perc": 0.5}}
+    with pytest.raises(
+        ConfigError, match=r"cpu_share 0\.5 chooses host threads and their CPUs, and threads or cpu_set"
+    ):
+        load_config(file(zero_optimization=zero))
+    zero["offload_optimizer"]["super_offload"] = False  # then nobody reads it
+    assert load_config(file(zero_optimization=zero)).config.cpu_share is None
 
 
 def test_the_page_says_what_was_stepped_ahead(capsys: pytest.CaptureFixture[str]) -> None:

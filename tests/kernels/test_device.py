@@ -28,6 +28,7 @@ from longshore.kernels import (
 from longshore.kernels.scalars import float32_bytes
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 from tests.kernels.numbers import RULES, awkward, page_of, same_bits
+from tests.support import sum_of_squares
 
 pytestmark = [pytest.mark.gpu] if ON_CUDA else []
 
@@ -224,15 +225,15 @@ def test_the_sum_is_the_hosts(device: DeviceKernels, host: HostKernels, cuts: li
         parameters.append(list(values.tensor_split(cuts)))
     parameters.append([torch.randn(20), torch.randn(20).bfloat16(), torch.randn(5).half()])
     moved = [[piece.to(DEVICE) for piece in pieces] for pieces in parameters]
-    assert device.sum_of_squares(moved, scale) == host.sum_of_squares(parameters, scale) > 0
+    assert sum_of_squares(device, moved, scale) == sum_of_squares(host, parameters, scale) > 0
 
 
 def test_the_sum_of_a_large_parameter_is_the_hosts(device: DeviceKernels, host: HostKernels) -> None:
     """Larger than a block, and cut inside and at the end of one."""
     values = torch.randn((1 << 16) + 200)
     pieces = list(values.tensor_split([900, 1 << 16]))
-    expected = host.sum_of_squares([[values]], SCALE)
-    assert device.sum_of_squares([[piece.to(DEVICE) for piece in pieces]], SCALE) == expected
+    expected = sum_of_squares(host, [[values]], SCALE)
+    assert sum_of_squares(device, [[piece.to(DEVICE) for piece in pieces]], SCALE) == expected
     one_by_one = numpy.add.accumulate((values * 0.7 * (1 / 3)).double().square().numpy())[-1]
     assert one_by_one != expected and one_by_one == pytest.approx(expected, rel=1e-12)  # the order matters
 
@@ -242,9 +243,9 @@ def test_special_values_in_the_sum(device: DeviceKernels, host: HostKernels, val
     values = torch.full((7,), 2.0**-149)
     values[3] = value
     for scale in (UNSCALED, Scale(float("inf"))):
-        expected = host.sum_of_squares([[values]], scale)
-        numpy.testing.assert_equal(device.sum_of_squares([[values.to(DEVICE)]], scale), expected)
-    assert device.sum_of_squares([]) == device.sum_of_squares([[torch.empty(0, device=DEVICE)]]) == 0.0
+        expected = sum_of_squares(host, [[values]], scale)
+        numpy.testing.assert_equal(sum_of_squares(device, [[values.to(DEVICE)]], scale), expected)
+    assert sum_of_squares(device, []) == sum_of_squares(device, [[torch.empty(0, device=DEVICE)]]) == 0.0
 
 
 # --- scalars ---
@@ -358,7 +359,7 @@ def test_tensors_elsewhere_or_strided_are_refused(device: DeviceKernels) -> None
     page = torch.zeros(3, 20, device=DEVICE)
     for call in (
         lambda bad: device.accumulate(four, bad, add=True),
-        lambda bad: device.sum_of_squares([[bad]]),
+        lambda bad: sum_of_squares(device, [[bad]]),
         lambda bad: device.step_tile(page, page, [TileSegment(0, bad, None, 0)], RULES[:1]),
         lambda bad: device.step_tile(page, page, [TileSegment(0, four, bad, 0)], RULES[:1]),
     ):

@@ -34,6 +34,7 @@ from longshore.kernels import (
 )
 from longshore.kernels.reference import rule_step
 from tests.kernels.numbers import OTHER_RULES, RULES, arrays_of, awkward, page_of, same_bits
+from tests.support import sum_of_squares
 
 SCALE = Scale(0.7, 1 / 3)
 PIECE_NUMEL = 1 << 16  # kPieceNumel of native/buffers.h
@@ -260,7 +261,7 @@ def test_flush_to_zero_in_the_caller_changes_no_bit(kernels: HostKernels, numel:
             which.step_tile(page_copy, page_copy, [TileSegment(0, gradient, None, 0)], [rule], scale)
         for row in target:
             kernels.accumulate(row, addend, add=True)
-        total = kernels.sum_of_squares([[denormals]])
+        total = sum_of_squares(kernels, [[denormals]])
         assert torch.full((1,), 2.0**-149).mul(1.0).item() == 0  # the caller keeps its mode
     for page_copy in stepped:
         assert same_bits(page_copy, expected)
@@ -305,7 +306,7 @@ def test_reconcile_counts_and_adopts(kernels: HostKernels, dtype: torch.dtype, a
 def test_sum_of_squares_is_exact_to_a_few_units_of_a_double(kernels: HostKernels) -> None:
     parameters = [torch.randn(numel) for numel in (1, 15, 16, 17, 1000, 2 * PIECE_NUMEL + 5)]
     exact = math.fsum(x * x for values in parameters for x in values.tolist())
-    found = kernels.sum_of_squares([[values] for values in parameters])
+    found = sum_of_squares(kernels, [[values] for values in parameters])
     assert found == pytest.approx(exact, rel=1e-14)
     float32 = sum(values.square().sum().item() for values in parameters)
     assert abs(float32 / exact - 1) > 1e-10  # sums in float32 would not pass
@@ -316,7 +317,7 @@ def test_sum_of_squares_is_exact_to_a_few_units_of_a_double(kernels: HostKernels
 def test_sum_of_squares_scales_in_float32(kernels: HostKernels) -> None:
     values = torch.randn(5000).bfloat16()
     scaled = values.float() * torch.tensor(0.7) * torch.tensor(1 / 3)
-    assert kernels.sum_of_squares([[values]], SCALE) == kernels.sum_of_squares([[scaled]])
+    assert sum_of_squares(kernels, [[values]], SCALE) == sum_of_squares(kernels, [[scaled]])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -336,16 +337,16 @@ def test_no_cut_changes_a_bit_of_the_sum(
     isa: InstructionSet,
 ) -> None:
     parameters = [torch.randn(numel).to(dtype) for numel in numels]
-    whole = kernels_of(InstructionSet.BASELINE, 1).sum_of_squares([[values] for values in parameters], SCALE)
+    whole = sum_of_squares(kernels_of(InstructionSet.BASELINE, 1), [[values] for values in parameters], SCALE)
     pieces = [[values[begin:end] for begin, end in cuts(values.numel(), at)] for values in parameters]
-    assert kernels_of(isa, threads).sum_of_squares(pieces, SCALE) == whole
+    assert sum_of_squares(kernels_of(isa, threads), pieces, SCALE) == whole
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 def test_sum_of_squares_shows_what_is_not_finite(kernels: HostKernels, value: float) -> None:
     values = torch.randn(1000)
     values[999] = value
-    found = kernels.sum_of_squares([[torch.randn(50)], [values]])
+    found = sum_of_squares(kernels, [[torch.randn(50)], [values]])
     assert math.isnan(found) if math.isnan(value) else found == math.inf
 
 
@@ -362,7 +363,7 @@ def test_python_runs_while_a_kernel_does(call: str) -> None:
         "step_tile": lambda: kernels.step_tile(page, page, [TileSegment(0, source, None, 0)], RULES[:1]),
         "accumulate": lambda: kernels.accumulate(master, source, add=True),
         "reconcile": lambda: kernels.reconcile(master, source, adopt=True),
-        "sum_of_squares": lambda: kernels.sum_of_squares([[source]] * 4),
+        "sum_of_squares": lambda: sum_of_squares(kernels, [[source]] * 4),
     }
     ticks, stop = [0], threading.Event()
 
@@ -538,9 +539,9 @@ def test_pairs_are_refused(kernels: HostKernels, method: str, target: Tensor, so
 
 def test_sum_of_squares_refuses(kernels: HostKernels) -> None:
     with pytest.raises(ValueError, match=r"not torch\.int64"):
-        kernels.sum_of_squares([[torch.arange(4)]])
+        sum_of_squares(kernels, [[torch.arange(4)]])
     with pytest.raises(ValueError, match=r"strides \(2,\)"):
-        kernels.sum_of_squares([[torch.zeros(4), torch.zeros(8)[::2]]])
+        sum_of_squares(kernels, [[torch.zeros(4), torch.zeros(8)[::2]]])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ ROUNDS = "tests/sharding/test_rounds.py"
 TABLE = "tests/engine/test_table.py"
 FAILURES = "tests/engine/test_failures.py"
 REDUCTION = "tests/engine/test_reduction.py"
+CLOSING = "tests/engine/test_closing.py"
+SPLIT = "tests/optim/test_split.py"
 
 
 @dataclass(frozen=True)

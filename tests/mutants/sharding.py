@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import FAILURES, LANE, REDUCTION, ROUNDS, TABLE, Mutant
+from mutants.mutant import CLOSING, FAILURES, LANE, REDUCTION, ROUNDS, TABLE, Mutant
 
 MUTANTS = [
     # -- reduction.py ---------------------------------------------------------
@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "each rank keeps its own order",
         "sharding/agreement.py",
-        "order=rows[0][4 : 4 + orders],",
+        "order=rows[0][_HEAD : _HEAD + orders],",
         "order=statement.order,",
         (LANE,),
     ),
@@ -224,7 +224,7 @@ MUTANTS = [
     Mutant(
         "a window that was stepped does not end",
         "sharding/store.py",
-        "        self._windows += 1\n        self._window.begin()\n",
+        "        self._windows += 1\n        self._window.stepped()\n",
         "        self._windows += 1\n",
         (TABLE,),
     ),
@@ -273,8 +273,9 @@ MUTANTS = [
     Mutant(
         "a round runs although the ranks did not meet",
         "sharding/store.py",
-        "            current.failed = True\n",
-        "            pass\n",
+        "self._reduce_kept(kept, rounds, buckets, ready)\n"
+        "        except BaseException:\n            current.failed = True\n",
+        "self._reduce_kept(kept, rounds, buckets, ready)\n        except BaseException:\n            pass\n",
         (FAILURES,),
     ),
     Mutant(
@@ -287,9 +288,83 @@ MUTANTS = [
     Mutant(
         "sums travel in the dtype of one gradient",
         "sharding/store.py",
-        "self._settings.sum_dtype if summed else self.shards.dtype_of(bucket)",
-        "self.shards.dtype_of(bucket)",
+        "dtype = torch.promote_types(dtype, self._settings.sum_dtype)",
+        "pass",
         (REDUCTION,),
+    ),
+    Mutant(
+        "what came after the last backward is not reduced again",
+        "sharding/store.py",
+        "            if not agreed.early:\n",
+        "            if closing is None:\n",
+        (CLOSING,),
+    ),
+    Mutant(
+        "what was reduced in vain stays",
+        "sharding/store.py",
+        "                    self.inner.discard()  # some rank",
+        "                    pass  # some rank",
+        (CLOSING,),
+    ),
+    Mutant(
+        "a last backward that one rank does not share is reduced all the same",
+        "sharding/store.py",
+        "                current.failed = True  # another rank",
+        "                pass  # another rank",
+        (CLOSING,),
+    ),
+    Mutant(
+        "one rank knows for all that nothing came after the last backward",
+        "sharding/agreement.py",
+        "early=all(row[4] for row in rows)",
+        "early=any(row[4] for row in rows)",
+        (CLOSING,),
+    ),
+    Mutant(
+        "a rank in its last backward is met by one in step()",
+        "sharding/lane.py",
+        "                    return False\n",
+        "                    return True\n",
+        (CLOSING,),
+    ),
+    Mutant(
+        "what comes for a bucket that has left is not noticed",
+        "sharding/contributions.py",
+        "        self.outdated = self.outdated or lent\n",
+        "",
+        (CLOSING,),
+    ),
+    Mutant(
+        "what is taken out after its bucket left is not noticed",
+        "sharding/contributions.py",
+        "        self.outdated = self.outdated or (parameter in self._lent and parameter in self._gradients)\n",
+        "",
+        (CLOSING,),
+    ),
+    Mutant(
+        "what a collective reads is added to",
+        "sharding/contributions.py",
+        "elif parameter in self._summed and not lent:",
+        "elif parameter in self._summed:",
+        (ROUNDS,),
+    ),
+    Mutant(
+        "the backward that was last is not learned",
+        "sharding/window.py",
+        "            and self.backwards >= self._usual_backwards\n",
+        "",
+        (CLOSING,),
+    ),
+    Mutant(
+        "the last backward leaves out what was kept",
+        "sharding/window.py",
+        "                self._defer(parameter, gradient)  # first: the bucket is launched with the sum\n"
+        "                if by_hook and self._round is not None:\n"
+        "                    self._round.take(bucket.index, parameter, gradient)\n",
+        "                if by_hook and self._round is not None:\n"
+        "                    self._round.take(bucket.index, parameter, gradient)\n"
+        "                self._defer(parameter, gradient)\n",
+        (CLOSING,),
     ),
     Mutant(
         "a failure of the inner step is forgotten",

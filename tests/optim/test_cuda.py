@@ -109,6 +109,38 @@ def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> Non
     assert begun > 0 and (kept > 0) == (clip == 1e9)
 
 
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("ratio", [0.0, 0.4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_some_state_stays_on_the_device(dtype: torch.dtype, ratio: float, release: bool) -> None:
+    """Stepped by the device's kernels, beside the host's: the same bits, and so are the states."""
+    models = [small_model(dtype).cuda() for _ in range(2)]
+    optimizers = [
+        longshore.AdamW(
+            model.parameters(),
+            lr=3e-2,
+            release_gradients=release,
+            offload=longshore.Offload(tile_numel=64, ratio=share, speculation_memory=1.0 if release else 0),
+        )
+        for model, share in zip(models, (1.0, ratio), strict=True)
+    ]
+    for step, backwards in enumerate((1, 2, 1, 1)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for part in range(backwards):
+                backward(model, 10 * step + part, dtype)
+            optimizer.clip_grad_norm_(0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(a, b)
+    whole, split = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for index, entries in whole.items():
+        assert all(
+            torch.equal(torch.as_tensor(value), torch.as_tensor(split[index][key])) for key, value in entries.items()
+        )
+    assert optimizers[1].store.device_bytes()["pages"] > 0
+
+
 def test_released_gradients_take_no_device_memory() -> None:
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)]).cuda()
     parameter_bytes = 4 * 2048 * 2048

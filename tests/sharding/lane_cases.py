@@ -100,6 +100,17 @@ def met_again() -> list[str]:
     return said
 
 
+def closing() -> list[object]:
+    """Rank 0 is in its last backward, rank 1 in step(): what each ``meet`` returned. Then both are at both."""
+    lane = make_lane()
+    found: list[object] = []
+    actions = [Action.CLOSE, Action.STEP] if lane.rank == 0 else [Action.STEP]
+    for action in [*actions, Action.CLOSE, Action.STEP]:
+        found.append(lane.run(lambda action=action: lane.meet(action, 1, 0)))
+    lane.close()
+    return found
+
+
 def agreeing() -> object:
     """Rank 0: two deferred rounds, the second a sum; rank 1: one, a sum, and a failure."""
     lane = make_lane()

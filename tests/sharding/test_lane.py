@@ -52,6 +52,10 @@ def test_ranks_that_differ_are_named(difference: tuple, two_ranks: Ranks) -> Non
         )
 
 
+def test_a_rank_in_its_last_backward_meets_those_that_are_there(two_ranks: Ranks) -> None:
+    assert two_ranks(lane_cases.closing) == [[False, True, True, True], [True, True, True]]
+
+
 def test_a_rank_that_gave_up_is_met_again(two_ranks: Ranks) -> None:
     first, second = two_ranks(lane_cases.met_again)
     assert first == []

@@ -32,6 +32,32 @@ def gradient() -> torch.Tensor:
     return torch.ones(8)
 
 
+def test_what_is_lent_stays_as_it_was() -> None:
+    kept = Contributions(torch.float32)
+    for parameter in (0, 0, 1):
+        kept.add(parameter, gradient())
+    lent = kept.lend([0, 1, 2])
+    assert set(lent) == {0, 1} and len(kept) == 2 and not kept.outdated
+    kept.add(3, gradient())
+    assert not kept.outdated
+    kept.add(0, gradient())
+    assert kept.outdated
+    assert torch.equal(lent[0], 2 * gradient()), "it may be on its way"
+    assert torch.equal(kept.take([0])[0], 3 * gradient())
+
+
+@pytest.mark.parametrize("change", ["add", "forget", "nothing to forget"])
+def test_any_change_of_what_was_lent_is_seen(change: str) -> None:
+    kept = Contributions(torch.float32)
+    kept.add(0, gradient())
+    kept.lend([0, 1])
+    if change == "add":
+        kept.add(1, gradient())  # there was none when it was lent
+    else:
+        kept.forget(0 if change == "forget" else 1)
+    assert kept.outdated == (change != "nothing to forget")
+
+
 def test_a_bucket_is_launched_when_it_is_full() -> None:
     current, recorder, _ = make(2)
     assert current.take(0, 3, gradient())

@@ -125,7 +125,7 @@ class Engine(nn.Module):
             loss = loss / self._window.accumulation_steps
         self._check_alive()
         before = self.optimizer.gradients_arrived
-        self.optimizer.begin_backward(self._synchronize)
+        self.optimizer.begin_backward(self._synchronize, self._window.next_is_last())
         failure: GradientError | None = None
         try:
             with self._line.timing("backward"):

@@ -57,6 +57,8 @@ class Explanation:
     rank: int
     world_size: int
     offload: str
+    ratio: float
+    """The share of the optimizer's state that is offloaded, where it is."""
     buckets: tuple[BucketRow, ...]
     tiles: int
     tile_numel: int
@@ -73,9 +75,8 @@ class Explanation:
             if not console.is_terminal:  # a log has no width
                 console = Console(width=max(console.width, 160))
         console.print(
-            f"longshore: stage {self.stage}, rank {self.rank} of {self.world_size}, optimizer state on "
-            f"{'the host' if self.offload == 'cpu' else 'the device'}, {self.tiles} tiles of up to "
-            f"{self.tile_numel:,} elements"
+            f"longshore: stage {self.stage}, rank {self.rank} of {self.world_size}, {self._where()}, {self.tiles} "
+            f"tiles of up to {self.tile_numel:,} elements"
         )
         console.print(_bytes_line("host", self.host_bytes))
         console.print(_bytes_line("device", self.device_bytes))
@@ -101,6 +102,11 @@ class Explanation:
         console.print(table)
         if len(self.parameters) > _MOST_ROWS:
             console.print(f"and {len(self.parameters) - _MOST_ROWS} more parameters")
+
+    def _where(self) -> str:
+        if self.offload == "cpu" and self.ratio < 1.0:
+            return f"{self.ratio:.0%} of optimizer state on the host, the rest on the device"
+        return f"optimizer state on {'the host' if self.offload == 'cpu' else 'the device'}"
 
 
 def explain(engine: Any) -> Explanation:
@@ -138,16 +144,20 @@ def explain(engine: Any) -> Explanation:
     parameter_bytes = sum(record.parameter.numel() * record.parameter.element_size() for record in records)
     held = [record.parameter.grad for record in records]
     gradient_bytes = sum(gradient.untyped_storage().nbytes() for gradient in held if gradient is not None)
+    device_bytes = {"parameters": parameter_bytes, "gradients": gradient_bytes}
+    for kind, count in store.device_bytes().items():
+        device_bytes[kind] = device_bytes.get(kind, 0) + count
     return Explanation(
         stage=engine.config.stage,
         rank=engine.ranks.rank,
         world_size=engine.ranks.world_size,
         offload=engine.config.offload_optimizer,
+        ratio=engine.config.offload_ratio,
         buckets=tuple(buckets),
         tiles=len(tiles),
         tile_numel=max((tile.layout.numel for tile in tiles), default=0),
         host_bytes=store.host_bytes(),
-        device_bytes={"parameters": parameter_bytes, "gradients": gradient_bytes},
+        device_bytes=device_bytes,
         parameters=tuple(rows),
         speculation=optimizer.speculation,
     )

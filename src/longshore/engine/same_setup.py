@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import nn
 from longshore.engine.config import Config
 from longshore.engine.ranks import Ranks
 from longshore.errors import RankError
+from longshore.kernels import usable_cpus
 from longshore.optim.host_optimizer import HostOptimizer
 
 _DIGEST_BYTES = 16
@@ -63,12 +65,25 @@ def _compare(parts: Mapping[str, bytes], ranks: Ranks, duty: str) -> None:
             )
 
 
-def ranks_here(ranks: Ranks) -> int:
-    """How many of the ranks run on this machine and share its CPUs; all have to call."""
+class Neighbours(NamedTuple):
+    """Ranks of one machine, this one among them."""
+
+    on_machine: int
+    on_cpus: int
+    """Those that may use the same CPUs: a launcher may have given each its own."""
+    place: int
+    """Of this rank among the latter, from 0."""
+
+
+def neighbours_of(ranks: Ranks) -> Neighbours:
+    """Who shares this machine's memory and CPUs; all have to call."""
     if ranks.world_size == 1:
-        return 1
-    mine = _digest([platform.node()])
-    return _of_all_ranks(mine, ranks).count(mine)
+        return Neighbours(1, 1, 0)
+    rows = _of_all_ranks(_digest([platform.node()]) + _digest(map(str, usable_cpus())), ranks)
+    machine = rows[ranks.rank][:_DIGEST_BYTES]
+    sharing = [rank for rank, row in enumerate(rows) if row == rows[ranks.rank]]
+    on_machine = sum(row[:_DIGEST_BYTES] == machine for row in rows)
+    return Neighbours(on_machine, len(sharing), sharing.index(ranks.rank))
 
 
 def _of_all_ranks(mine: bytes, ranks: Ranks) -> list[bytes]:

@@ -19,15 +19,15 @@ from longshore.engine.config import Config, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
 from longshore.engine.given_schedule import adopt_schedule
+from longshore.engine.host_cpus import host_cpus
 from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, expected_world_size, join
-from longshore.engine.same_setup import check_same_parameters, check_same_setup, ranks_here
+from longshore.engine.same_setup import check_same_parameters, check_same_setup, neighbours_of
 from longshore.engine.schedules import make_schedule
 from longshore.engine.scripts import with_port
 from longshore.host import memory_for_speculation
-from longshore.kernels import default_threads
 from longshore.optim import Offload
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Placement
@@ -172,13 +172,7 @@ def _broadcast(model: nn.Module, ranks: Ranks) -> None:
 def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placement:
     """The strategy, chosen once: one rank keeps everything, several share it."""
     if offload is None:
-        place, threads, ahead = config.offload_optimizer, config.threads, config.speculation_memory
-        on_host = place == "cpu" or ranks.device.type == "cpu"
-        if ranks.world_size > 1 and on_host and ((threads is None and config.cpu_set is None) or ahead == "auto"):
-            here = ranks_here(ranks)
-            threads = threads or (max(1, default_threads() // here) if config.cpu_set is None else None)
-            ahead = memory_for_speculation() // here if ahead == "auto" else ahead
-        offload = Offload(config.tile_numel, threads, config.cpu_set, device=place, speculation_memory=ahead)
+        offload = _offload(config, ranks)
     if ranks.world_size == 1:
         return offload
     predivide = float(ranks.world_size) if config.prescale_gradients else config.gradient_predivide_factor
@@ -191,6 +185,25 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placeme
         predivide=predivide,
     )
     return ShardedPlacement(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel)
+
+
+def _offload(config: Config, ranks: Ranks) -> Offload:
+    """The host side of this rank, which shares the machine's CPUs and memory with others."""
+    place, ahead = config.offload_optimizer, config.speculation_memory
+    if place == "none" and ranks.device.type != "cpu":
+        return Offload(config.tile_numel, config.threads, config.cpu_set, device=place)
+    neighbours = neighbours_of(ranks)
+    if ahead == "auto" and neighbours.on_machine > 1:
+        ahead = memory_for_speculation() // neighbours.on_machine
+    cpus = host_cpus(config, neighbours)
+    return Offload(
+        config.tile_numel,
+        cpus.threads,
+        cpus.cpu_set,
+        device=place,
+        speculation_memory=ahead,
+        ratio=config.offload_ratio,
+    )
 
 
 def _discard_left_over(optimizer: HostOptimizer) -> None:

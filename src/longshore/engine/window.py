@@ -42,6 +42,12 @@ class Window:
             return self.boundary
         return max(self.calls + 1, self.backwards) >= self.accumulation_steps
 
+    def next_is_last(self) -> bool:
+        """Whether the backward that is about to begin is the last of its window, as far as is known."""
+        if self.boundary is not None:
+            return self.boundary
+        return max(self.calls, self.backwards) + 1 >= self.accumulation_steps
+
     def due(self, raw_backwards: bool) -> bool:
         """Whether a ``step()`` now is to be applied.
 

@@ -1,9 +1,11 @@
 """Pages, the tile state machine, and the worker that adds and steps on the host."""
 
-from longshore.host.parameter_store import MASTER, ParameterStore, debugging
+from longshore.host.parameter_store import MASTER, ParameterStore, check_not_broken, debugging
 from longshore.host.recorder import NO_RECORDER, Recorder
-from longshore.host.speculation import Forecast, SpeculationMemory, memory_for_speculation
-from longshore.host.speculation import Record as SpeculationRecord
+from longshore.host.speculation import SpeculationMemory, memory_for_speculation
+from longshore.host.speculator import Forecast
+from longshore.host.speculator import Record as SpeculationRecord
+from longshore.host.split import SplitStore
 from longshore.host.stepping import ParameterStep
 from longshore.host.store import HostStore
 from longshore.host.tile import Tile
@@ -20,10 +22,12 @@ __all__ = [
     "Recorder",
     "SpeculationMemory",
     "SpeculationRecord",
+    "SplitStore",
     "Tile",
     "TileEvent",
     "TileState",
     "Worker",
+    "check_not_broken",
     "debugging",
     "memory_for_speculation",
 ]

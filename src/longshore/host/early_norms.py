@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longshore.host.tile import Segment, Ticket, Tile
-from longshore.kernels import HostKernels, Kernels, Scale
+from longshore.kernels import HostKernels, Scale
 from longshore.transfer import CopyHandle
 
 
@@ -88,22 +88,3 @@ class EarlyNorms:
         self._sums.clear()
         if stepped:
             self.wanted, self._asked = self._asked, False
-
-
-def sum_of_squares(
-    kernels: Kernels,
-    order: Iterable[int],
-    known: Mapping[int, Sequence[float]],
-    pieces: Mapping[int, Sequence[Tensor]],
-    scale: Scale,
-) -> float:
-    """The kernels' sum over the parameters in ``order``, of which some are ``known`` and the others in ``pieces``."""
-    if not known:
-        return kernels.sum_of_squares(list(pieces.values()), scale)
-    assert isinstance(kernels, HostKernels)
-    measured = dict(zip(pieces, kernels.block_sums(list(pieces.values()), scale), strict=True))
-    total = 0.0
-    for parameter in order:  # the bits are those of adding one block after the other
-        for block in known[parameter] if parameter in known else measured[parameter]:
-            total += block
-    return total

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longshore.errors import BrokenStateError
 from longshore.host.recorder import Recorder
-from longshore.host.speculation import Forecast
-from longshore.host.speculation import Record as SpeculationRecord
+from longshore.host.speculator import Forecast
+from longshore.host.speculator import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
 from longshore.host.tile import Tile
 from longshore.kernels import Scale
@@ -34,6 +35,16 @@ def debugging() -> bool:
     return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")
 
 
+def check_not_broken(failure: BaseException | None, where: str = "", on: str = "") -> None:
+    """Raises BrokenStateError where an earlier commit ended half way with ``failure``."""
+    if failure is not None:
+        raise BrokenStateError(
+            f"an earlier step failed half way{where}, so some weights were stepped and others were not "
+            f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
+            f"(load_state_dict){on} before going on"
+        ) from failure
+
+
 class ParameterStore(ABC):
     """Optimizer state and gradients by parameter."""
 
@@ -43,7 +54,8 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        """Lay out ``(index, numel, dtype)``."""
+        """Lay out ``(index, numel, dtype)``, in the order in which forward uses them as far as is known: backward
+        brings their gradients from the last to the first."""
 
     @property
     @abstractmethod
@@ -73,10 +85,15 @@ class ParameterStore(ABC):
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind, counted."""
 
+    @abstractmethod
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes by kind of what stays on the device, counted."""
+
     # -- the window -----------------------------------------------------------
 
-    def begin_backward(self, reduce: bool) -> None:
-        """A backward begins, on all ranks. ``reduce`` is false where its gradients are to stay on this rank."""
+    def begin_backward(self, reduce: bool, last: bool) -> None:
+        """A backward begins, on all ranks. ``reduce`` is false where its gradients are to stay on this rank;
+        ``last``: it is the last of its window, as far as known."""
         return
 
     def end_backward(self, failure: BaseException | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longshore.host.memory import SlotRing
 from longshore.host.recorder import PUBLISH
-from longshore.host.speculation import Speculator
+from longshore.host.speculator import Speculator
 from longshore.host.stepping import ParameterStep, SegmentStep, step_in_place
 from longshore.host.tile import Segment, Tile
 from longshore.kernels import Kernels, Scale

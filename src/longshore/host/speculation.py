@@ -12,15 +12,14 @@ the worker only reports, and :meth:`Speculator.harvest` moves the tiles.
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from longshore.host.early_norms import Due, EarlyNorms
 from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
 from longshore.host.predictor import Predictor
 from longshore.host.recorder import DROPPED, KEPT, REDONE, STEP_AHEAD
+from longshore.host.speculator import Forecast, Record, Speculator
 from longshore.host.stepping import (
     ParameterStep,
     SegmentStep,
@@ -50,113 +49,6 @@ def memory_for_speculation() -> int:
     return available_bytes() // _AUTO_PART
 
 
-class Forecast(ABC):
-    """What the next commit will be given, as far as is known during backward. A wrong one costs time, never bits."""
-
-    @abstractmethod
-    def scale(self) -> Scale:
-        """What gradients will be multiplied by if they are not clipped."""
-
-    @abstractmethod
-    def rules(self) -> Mapping[int, HostRule]:
-        """By parameter: how each of them would be stepped now."""
-
-
-class Record(NamedTuple):
-    """What speculation did in the last window, by tiles, and how it stands."""
-
-    score: float
-    """How often the assumed verdict was the true one lately, from 0 to 1."""
-    bets: bool
-    """Whether the next window is bet on."""
-    spares: int
-    """Tiles that can be stepped ahead at once."""
-    begun: int = 0
-    kept: int = 0
-    redone: int = 0
-    """Stepped ahead, and again with the true scale or rule."""
-    dropped: int = 0
-    """Stepped ahead for nothing: one more gradient came, or the window was discarded."""
-    waited: int = 0
-    """Complete, but no spare was left."""
-
-
-class Speculator(ABC):
-    """The policy of one store."""
-
-    forecast: Forecast | None = None
-
-    @property
-    def record(self) -> Record | None:
-        """None: nothing is ever bet on."""
-        return None
-
-    @property
-    def spare_bytes(self) -> int:
-        """Counted bytes of spare pages and outputs."""
-        return 0
-
-    @abstractmethod
-    def consider(self, tile: Tile) -> None:
-        """A gradient arrived: perhaps the last that the tile will get. One caller at a time."""
-
-    @abstractmethod
-    def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
-        """By parameter, the sums of squares of its blocks, where they were added up in backward and still hold."""
-
-    @abstractmethod
-    def harvest(self) -> None:
-        """Every pass has ended: the worker is drained. Afterwards no tile is STEPPING."""
-
-    @abstractmethod
-    def void(self, tile: Tile) -> None:
-        """Something that a pass read is about to change; after :meth:`harvest`."""
-
-    @abstractmethod
-    def drop(self, tile: Tile) -> None:
-        """The tile was moved, and what was stepped ahead for it is not wanted any more."""
-
-    @abstractmethod
-    def set_arrays(self, page_arrays: int) -> None:
-        """Pages have another number of arrays from here on; no tile is STEPPING or STEPPED."""
-
-    @abstractmethod
-    def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
-        """Where the new parameters are, if the tile was stepped ahead as it is to be stepped; it is COMMITTED then."""
-
-    @abstractmethod
-    def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
-        """After :meth:`harvest`; ``scale`` is what the window was stepped with, None where it was discarded."""
-
-
-class NoSpeculation(Speculator):
-    """Everything waits for the verdict."""
-
-    def consider(self, tile: Tile) -> None:
-        return
-
-    def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
-        return {}
-
-    def harvest(self) -> None:
-        return
-
-    def void(self, tile: Tile) -> None:
-        return
-
-    def drop(self, tile: Tile) -> None:
-        return
-
-    def set_arrays(self, page_arrays: int) -> None:
-        return
-
-    def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
-        return None
-
-    def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
-        return
-
-
 @dataclass
 class _Bet:
     """One tile's pass, from its beginning to the end of the window."""
@@ -167,6 +59,8 @@ class _Bet:
     rules: dict[int, HostRule]
     scale: Scale
     failed: bool = False
+    held: bool = False
+    """Put off, and not on the worker."""
     open: bool = True
     """Not harvested yet."""
 
@@ -208,6 +102,7 @@ class Ahead(Speculator):
         self._spare_page_bytes = 0
         # Change with each window.
         self._predictor = Predictor()
+        self._holding = False
         self._considered: set[int] = set()
         self._bets: dict[int, _Bet] = {}
         self._counts = dict.fromkeys(("begun", "kept", "redone", "dropped", "waited"), 0)
@@ -282,6 +177,9 @@ class Ahead(Speculator):
         if bet.tile.ticket != bet.speculation.ticket:
             bet.failed = True  # nobody wants it any more
             return
+        if self._holding:
+            bet.held = True
+            return
         try:
             if bet.slot.last_publish is not None:
                 bet.slot.last_publish.wait()
@@ -304,9 +202,18 @@ class Ahead(Speculator):
     def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
         return self._norms.known(scale)
 
+    def hold(self) -> None:
+        self._holding = True
+
+    def resume(self) -> None:
+        self._holding = False
+        for bet in [bet for bet in self._bets.values() if bet.held]:
+            bet.held = False
+            self._worker.submit(lambda bet=bet: self._run(bet), 0)
+
     def harvest(self) -> None:
         for bet in self._bets.values():
-            if not bet.open:
+            if not bet.open or bet.held:
                 continue
             bet.open = False
             if bet.failed and bet.tile.ticket == bet.speculation.ticket:

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, GradientError
+from longshore.errors import GradientError
 from longshore.host.arrivals import Arrivals
-from longshore.host.early_norms import sum_of_squares
 from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab, allocator_on
-from longshore.host.parameter_store import MASTER, ParameterStore
+from longshore.host.parameter_store import MASTER, ParameterStore, check_not_broken
 from longshore.host.pipeline import PIPELINE_DEPTH, Pipeline
 from longshore.host.recorder import DISCARD, NO_RECORDER, NORM, Recorder
-from longshore.host.speculation import Ahead, Forecast, NoSpeculation, SpeculationMemory, Speculator
-from longshore.host.speculation import Record as SpeculationRecord
+from longshore.host.speculation import Ahead, SpeculationMemory
+from longshore.host.speculator import Forecast, NoSpeculation, Speculator
+from longshore.host.speculator import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
 from longshore.host.tile import Segment, Tile
 from longshore.host.tile_state import TileEvent, TileState
 from longshore.host.worker import runner_for
-from longshore.kernels import HostKernels, Kernels, Scale
+from longshore.kernels import HostKernels, Kernels, Scale, total_of_blocks
 from longshore.layout import plan_tiles
 from longshore.transfer import Transfer
 
@@ -143,11 +143,13 @@ class HostStore(ParameterStore):
         return self._tiles
 
     def host_bytes(self) -> dict[str, int]:
-        """Host bytes by kind, counted: pages, gradients (slots, or tensors held), staging, accumulators."""
-        return {kind: count if self.kernels.device.type == "cpu" else 0 for kind, count in self.state_bytes().items()}
+        return self.state_bytes() if self.kernels.device.type == "cpu" else dict.fromkeys(self.state_bytes(), 0)
+
+    def device_bytes(self) -> dict[str, int]:
+        return {} if self.kernels.device.type == "cpu" else self.state_bytes()
 
     def state_bytes(self) -> dict[str, int]:
-        """The same, on the host or on the device on which the state stays."""
+        """By kind, wherever they are: pages, gradients (slots, or tensors held), spares, staging, accumulators."""
         held = 0 if self.transfer.staged else sum(tile.held_bytes() for tile in self._tiles)
         return {
             "pages": self._pages.allocated_bytes,
@@ -235,20 +237,30 @@ class HostStore(ParameterStore):
                 self.speculator.drop(tile)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
-        """The sum of squares in float64; waits for all arrivals."""
+        return total_of_blocks(self.block_sums(gradients, scale).values())
+
+    def block_sums(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> dict[int, Sequence[float]]:
+        """By parameter, the sums of squares of its blocks; waits for all arrivals.
+
+        The arguments are those of :meth:`sum_of_squares`.
+        """
         begin_ns = self._recorder.now()
-        self.settle()
-        known = self.speculator.known_squares(scale)
-        pieces = {
-            parameter: [segment.wait() for _, segment in self._parts[parameter]]
-            if gradient is None
-            else [self.transfer.read(gradient)]
-            for parameter, gradient in gradients.items()
-            if parameter not in known
-        }
-        total = sum_of_squares(self.kernels, gradients, known, pieces, scale)
+        self.speculator.hold()
+        try:
+            self.settle()
+            known = self.speculator.known_squares(scale)
+            pieces = {
+                parameter: [segment.wait() for _, segment in self._parts[parameter]]
+                if gradient is None
+                else [self.transfer.read(gradient)]
+                for parameter, gradient in gradients.items()
+                if parameter not in known
+            }
+            measured = dict(zip(pieces, self.kernels.block_sums(list(pieces.values()), scale), strict=True))
+        finally:
+            self.speculator.resume()
         self._recorder.span(NORM, None, begin_ns)
-        return total
+        return {one: known[one] if one in known else measured[one] for one in gradients}
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         """Step every parameter in ``steps``, tile by tile, and end the window.
@@ -306,12 +318,7 @@ class HostStore(ParameterStore):
 
     def check_usable(self) -> None:
         """Raises BrokenStateError after a commit that failed half way."""
-        if self._broken is not None:
-            raise BrokenStateError(
-                "an earlier step failed half way, so some weights were stepped and others were not "
-                f"({type(self._broken).__name__}: {self._broken}); load the model's weights and the optimizer's "
-                "state (load_state_dict) before going on"
-            ) from self._broken
+        check_not_broken(self._broken)
 
     @property
     def broken(self) -> bool:
@@ -326,7 +333,7 @@ class HostStore(ParameterStore):
             self._incomplete = self._broken = None
 
     def _void(self, parameter: int) -> None:
-        """The parameter's pages or gradient are about to be written."""
+        # The parameter's pages or gradient are about to be written.
         self._drain()
         for tile, _ in self._parts.get(parameter, ()):
             self.speculator.void(tile)

@@ -1,9 +1,9 @@
 """Host and device kernels, and their oracle in :mod:`longshore.kernels.reference`."""
 
 from longshore.kernels._native import InstructionSet, supported_instruction_sets
-from longshore.kernels.base import Kernels
+from longshore.kernels.base import NORM_BLOCK_NUMEL, Kernels, total_of_blocks
 from longshore.kernels.device import DeviceKernels
-from longshore.kernels.host import SUPPORTED_DTYPES, HostKernels, default_threads
+from longshore.kernels.host import SUPPORTED_DTYPES, HostKernels, usable_cpus
 from longshore.kernels.rules import (
     UNSCALED,
     AdagradRule,
@@ -19,6 +19,7 @@ from longshore.kernels.rules import (
 from longshore.kernels.torch_rules import next_scalars
 
 __all__ = [
+    "NORM_BLOCK_NUMEL",
     "SUPPORTED_DTYPES",
     "UNSCALED",
     "AdagradRule",
@@ -34,7 +35,8 @@ __all__ = [
     "Scale",
     "TileSegment",
     "TorchRule",
-    "default_threads",
     "next_scalars",
     "supported_instruction_sets",
+    "total_of_blocks",
+    "usable_cpus",
 ]

@@ -54,12 +54,6 @@ def accumulate(
 def reconcile(
     pool: ThreadPool, master: int, parameter: int, dtype: int, numel: int, adopt: bool, isa: InstructionSet
 ) -> int: ...
-def sum_of_squares(
-    pool: ThreadPool,
-    parameters: Sequence[Sequence[tuple[int, int, int]]],
-    scale: tuple[float, float],
-    isa: InstructionSet,
-) -> float: ...
 def block_sums(
     pool: ThreadPool,
     parameters: Sequence[Sequence[tuple[int, int, int]]],

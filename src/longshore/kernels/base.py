@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -38,4 +38,17 @@ class Kernels(Protocol):
 
     def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int: ...
 
-    def sum_of_squares(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> float: ...
+    def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]: ...
+
+
+NORM_BLOCK_NUMEL = 1 << 16
+"""Elements of a parameter whose squares are added into one number; kPieceNumel of native/buffers.h."""
+
+
+def total_of_blocks(parameters: Iterable[Iterable[float]]) -> float:
+    """The sum of squares from those of the blocks of each parameter. The order makes the bits."""
+    total = 0.0
+    for blocks in parameters:
+        for block in blocks:
+            total += block
+    return total

@@ -12,12 +12,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from longshore.kernels.base import NORM_BLOCK_NUMEL
 from longshore.kernels.host import TileSegment, check_pages, check_pair, check_segment, dtype_code
 from longshore.kernels.rules import UNSCALED, HostRule, Scale, TorchRule
 from longshore.kernels.scalars import float32_rows, kind_of, row_of
-
-_NORM_BLOCK_NUMEL = 1 << 16
-"""Elements whose squares are added into one set of lanes; kPieceNumel of native/buffers.h."""
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 """How kernels are launched; without fusion, each operation rounds on its own."""
@@ -28,7 +26,7 @@ class DeviceKernels:
 
     The methods are those of :class:`~longshore.kernels.HostKernels`, with the
     same arguments, errors and bits. Work is given to the current stream;
-    ``reconcile`` and ``sum_of_squares`` wait for their results.
+    ``reconcile`` and ``block_sums`` wait for their results.
 
     One launch steps a tile, by a table of its segments that is copied to the
     device first: a tile may hold hundreds of biases and norms, and a launch for
@@ -106,23 +104,24 @@ class DeviceKernels:
         self._elementwise(self._triton.reconcile, master, parameter, int(adopt), differing)
         return int(differing.sum(dtype=torch.int64))
 
-    def sum_of_squares(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> float:
-        """The sum of squares of all (scaled, float32) elements, added in double in the order of the host kernel.
+    def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
+        """The sums of squares of all (scaled, float32) elements; see :meth:`HostKernels.block_sums`.
 
         ``parameters`` holds, for each parameter, its flat gradient in
         consecutive pieces. The bits do not depend on the cut.
         """
-        starts, spans = [0], []
+        starts, spans, counts = [0], [], []
         for pieces in parameters:
-            for block in self._norm_blocks(pieces):
+            blocks = self._norm_blocks(pieces)
+            counts.append(len(blocks))
+            for block in blocks:
                 spans += block
                 starts.append(len(spans))
         if not spans:
-            return 0.0
-        blocks, lanes = len(starts) - 1, self._triton.NORM_LANES.value
-        sums = torch.empty(blocks, lanes, dtype=torch.float64, device=self.device)
+            return [[] for _ in counts]
+        sums = torch.empty(len(starts) - 1, self._triton.NORM_LANES.value, dtype=torch.float64, device=self.device)
         with self._current():
-            self._triton.sum_of_squares[(blocks,)](
+            self._triton.sum_of_squares[(len(sums),)](
                 self._upload(torch.tensor(starts, dtype=torch.int64)),
                 self._upload(torch.tensor(spans, dtype=torch.int64)),
                 self._upload(float32_rows([[scale.first, scale.second]])),
@@ -130,21 +129,21 @@ class DeviceKernels:
                 num_warps=1,
                 enable_fp_fusion=False,
             )
-        # Lane by lane and then block by block, each in order, which accumulate (unlike sum) is.
-        of_blocks = numpy.add.accumulate(sums.cpu().numpy(), axis=1)[:, -1]
-        return float(numpy.add.accumulate(of_blocks)[-1])
+        # Lane by lane in order, which accumulate (unlike sum) is.
+        of_blocks = iter(numpy.add.accumulate(sums.cpu().numpy(), axis=1)[:, -1].tolist())
+        return [list(itertools.islice(of_blocks, count)) for count in counts]
 
     def _norm_blocks(self, pieces: Sequence[Tensor]) -> list[list[tuple[int, ...]]]:
         """The spans of each block of one parameter: the address that its first element would have, and
         the dtype, begin and end of the part that is there."""
         begins = [0, *itertools.accumulate(piece.numel() for piece in pieces)]
-        blocks: list[list[tuple[int, ...]]] = [[] for _ in range(0, begins[-1], _NORM_BLOCK_NUMEL)]
+        blocks: list[list[tuple[int, ...]]] = [[] for _ in range(0, begins[-1], NORM_BLOCK_NUMEL)]
         for piece, begin in zip(pieces, begins, strict=False):
             code, first = dtype_code(piece), self._address(piece) - begin * piece.element_size()
             end = begin + piece.numel()
-            for index in range(begin // _NORM_BLOCK_NUMEL, -(-end // _NORM_BLOCK_NUMEL)):
-                start = max(begin, index * _NORM_BLOCK_NUMEL)
-                stop = min(end, (index + 1) * _NORM_BLOCK_NUMEL)
+            for index in range(begin // NORM_BLOCK_NUMEL, -(-end // NORM_BLOCK_NUMEL)):
+                start = max(begin, index * NORM_BLOCK_NUMEL)
+                stop = min(end, (index + 1) * NORM_BLOCK_NUMEL)
                 if start < stop:
                     blocks[index].append((first, code, start, stop))
         return blocks

@@ -37,9 +37,9 @@ SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
 """Dtypes of parameters and gradients that the kernels read and write."""
 
 
-def default_threads() -> int:
-    """One thread for each CPU that this process may use, whatever ``OMP_NUM_THREADS`` says."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cpus() -> list[int]:
+    """The logical CPUs that this process may use, in order."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 class HostKernels:
@@ -70,7 +70,7 @@ class HostKernels:
         if cpu_set is not None and not cpus:
             raise ValueError("cpu_set is empty: name at least one CPU, or leave it out to use any")
         if threads is None:
-            threads = len(cpus) or default_threads()
+            threads = len(cpus or usable_cpus())  # whatever OMP_NUM_THREADS says
         supported = _native.supported_instruction_sets()
         if instruction_set is not None and instruction_set not in supported:
             raise ValueError(f"this CPU does not run {instruction_set.name} code; it runs {supported}")
@@ -158,16 +158,13 @@ class HostKernels:
             self.instruction_set,
         )
 
-    def sum_of_squares(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> float:
-        """The sum of squares of all (scaled, float32) elements, added in double.
+    def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
+        """The sums of squares of all (scaled, float32) elements, in double: for each parameter one number for each
+        ``NORM_BLOCK_NUMEL`` of its elements; :func:`total_of_blocks` adds them up.
 
         ``parameters`` holds, for each parameter, its flat gradient in
         consecutive pieces. The bits depend on neither the cut nor the threads.
         """
-        return _native.sum_of_squares(self._pool, _rows(parameters), scale, self.instruction_set)
-
-    def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
-        """What :meth:`sum_of_squares` adds up, in its order: for each parameter one number a block of its elements."""
         return _native.block_sums(self._pool, _rows(parameters), scale, self.instruction_set)
 
 

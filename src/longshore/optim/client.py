@@ -13,7 +13,7 @@ from longshore.optim.adagrad import Adagrad
 from longshore.optim.adam import Adam, AdamW
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.lion import Lion
-from longshore.optim.offload import Offload, Placement
+from longshore.optim.offload import Placement
 from longshore.optim.sgd import SGD
 from longshore.optim.torch_family import ELEMENTWISE, TorchFamily
 
@@ -67,7 +67,7 @@ def from_client(
         )
     else:
         name = _elementwise(optimizer)
-        if isinstance(offload, Offload) and offload.device == "none":
+        if offload is not None and offload.leaves_on_device:
             _check_on_host(optimizer, name)
         defaults = {**optimizer.defaults, **_how(optimizer.defaults)}
         made = HostOptimizer(client.groups(), defaults, TorchFamily(name), release_gradients, offload)
@@ -104,7 +104,8 @@ def _check_on_host(optimizer: torch.optim.Optimizer, name: str) -> None:
             if parameter.device.type != "cpu":
                 raise ValueError(
                     f"torch.optim.{name} runs on host tiles, and its state is to stay on {parameter.device} "
-                    "(Offload(device='none')); use device='cpu', or longshore.Adam, AdamW, Lion, Adagrad or SGD"
+                    "(Offload(device='none'), or a ratio below 1); use device='cpu' with all of it there, or "
+                    "longshore.Adam, AdamW, Lion, Adagrad or SGD"
                 )
 
 

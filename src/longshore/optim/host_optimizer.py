@@ -197,11 +197,11 @@ class HostOptimizer(torch.optim.Optimizer):
         """The window under way will have so many; where nobody says, as many as the last. Only time depends on it."""
         self._parts()[0].expect_backwards(backwards)
 
-    def begin_backward(self, reduce: bool) -> None:
-        """For engines: a backward begins, on all ranks; ``reduce`` is false where its gradients stay here."""
+    def begin_backward(self, reduce: bool, last: bool) -> None:
+        """For engines: a backward begins, on all ranks; see :meth:`ParameterStore.begin_backward`."""
         store, source = self._parts()
         source.look_again()
-        store.begin_backward(reduce)
+        store.begin_backward(reduce, last)
 
     @property
     def gradients_arrived(self) -> int:

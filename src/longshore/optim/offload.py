@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from longshore.host import HostStore, ParameterStore, SpeculationMemory
+from longshore.host import HostStore, ParameterStore, SpeculationMemory, SplitStore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 
@@ -18,6 +18,11 @@ _TILE_NUMEL = 1 << 24
 
 class Placement(ABC):
     """Where an optimizer keeps its state: makes the store."""
+
+    @property
+    @abstractmethod
+    def leaves_on_device(self) -> bool:
+        """Whether any of the state stays where the parameters are."""
 
     @abstractmethod
     def make_store(self, device: torch.device, hold_gradients: bool) -> ParameterStore:
@@ -47,6 +52,10 @@ class Offload(Placement):
             fraction (1.0: a spare for every tile, nearly as much again as the
             pages), or ``"auto"``: as much as helps, at most a quarter of what
             is free when it is made, after the first step. 0: none.
+        ratio: the share of the elements whose state is on the host, with
+            ``device="cpu"``. The others, whose gradients come last, keep theirs
+            on the device and are stepped there, while the host steps its own.
+            For CPU parameters both are the same memory.
     """
 
     tile_numel: int | None = None
@@ -55,6 +64,7 @@ class Offload(Placement):
     transfer: Transfer | None = None
     device: str = "cpu"
     speculation_memory: SpeculationMemory = 0
+    ratio: float = 1.0
 
     def __post_init__(self) -> None:
         for name, of in (("tile_numel", "elements"), ("threads", "host threads")):
@@ -66,6 +76,14 @@ class Offload(Placement):
             raise ValueError(
                 f"device is where the optimizer's state is: 'cpu' (host memory) or 'none' (no offload: where the "
                 f"parameters are), not {self.device!r}"
+            )
+        ratio = self.ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
+            raise ValueError(f"ratio is the share of the state that is on the host, from 0.0 to 1.0, not {ratio!r}")
+        if self.device == "none" and ratio != 1.0:
+            raise ValueError(
+                f"ratio says how much of the state is on the host, and device='none' leaves none there: leave ratio "
+                f"{ratio:g} out, or use device='cpu'"
             )
         if self.device == "none" and not isinstance(self.transfer, (DirectTransfer, SimulatedTransfer, type(None))):
             raise ValueError(
@@ -84,6 +102,10 @@ class Offload(Placement):
                 "speculation_memory is a number of bytes (an integer), a fraction from 0.0 to 1.0, or 'auto', "
                 f"not {memory!r}; 1.0 is a spare for every tile"
             )
+
+    @property
+    def leaves_on_device(self) -> bool:
+        return self.device == "none" or self.ratio < 1.0
 
     def transfer_to(self, device: torch.device) -> Transfer:
         """How bytes move between the state and parameters on ``device``."""
@@ -111,8 +133,18 @@ class Offload(Placement):
 
     def make_store(
         self, device: torch.device, hold_gradients: bool, gradient_dtype: torch.dtype | None = None
-    ) -> HostStore:
+    ) -> HostStore | SplitStore:
         """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters."""
+        if self.ratio == 1.0 or not self.transfer_to(device).staged:
+            return self._make_one(device, hold_gradients, gradient_dtype)
+        on_device = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)
+        return SplitStore(
+            self._make_one(device, hold_gradients, gradient_dtype),
+            on_device._make_one(device, hold_gradients, gradient_dtype),
+            self.ratio,
+        )
+
+    def _make_one(self, device: torch.device, hold_gradients: bool, gradient_dtype: torch.dtype | None) -> HostStore:
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)
         tile_numel = self.tile_numel or (_STAGED_TILE_NUMEL if transfer.staged else _TILE_NUMEL)
         return HostStore(transfer, kernels, tile_numel, hold_gradients, gradient_dtype, self.speculation_memory)

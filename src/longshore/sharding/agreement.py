@@ -12,6 +12,8 @@ from longshore.sharding.contributions import Contributions
 from longshore.sharding.lane import CollectiveLane
 
 _MASK_BITS = 62
+_HEAD = 5
+"""Numbers of a row ahead of those of buckets and parameters."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Statement:
         backwards: how many it has begun in this window.
         order: its proposal for launching buckets.
         used: for each parameter, whether it brought a gradient.
+        early: what it brings was reduced during its last backward already.
     """
 
     deferred: Sequence[bool] = ()
@@ -32,6 +35,7 @@ class Statement:
     backwards: int = 0
     order: Sequence[int] = ()
     used: Sequence[bool] = ()
+    early: bool = False
 
     @classmethod
     def of(cls, deferred: Sequence[Contributions], *args: object, **kwargs: object) -> Statement:
@@ -41,7 +45,7 @@ class Statement:
         """int64, as long on every rank that has the same buckets and parameters."""
         # A mask; what does not fit is as if summed, which is right for any round.
         mask = sum(1 << bit for bit, summed in enumerate(self.deferred[:_MASK_BITS]) if summed)
-        head = [len(self.deferred), mask, self.failed, self.backwards]
+        head = [len(self.deferred), mask, self.failed, self.backwards, self.early]
         return torch.tensor([*head, *self.order, *self.used], dtype=torch.int64)
 
 
@@ -56,6 +60,7 @@ class Agreement:
     """By rank."""
     order: Sequence[int]
     used: Sequence[bool]
+    early: bool
 
     def check(self, rank: int, failure: BaseException | None, kind: type[LongshoreError]) -> None:
         """Raise where any rank failed: this rank's own ``failure``, or a ``kind`` that names the ranks."""
@@ -89,6 +94,7 @@ def agree_on(lane: CollectiveLane, statement: Statement) -> Agreement:
         deferred=[bit >= _MASK_BITS or bool(mask >> bit & 1) for bit in range(count)],
         failed=[rank for rank, row in enumerate(rows) if row[2]],
         backwards=[row[3] for row in rows],
-        order=rows[0][4 : 4 + orders],
-        used=[any(row[4 + orders + index] for row in rows) for index in range(used)],
+        order=rows[0][_HEAD : _HEAD + orders],
+        used=[any(row[_HEAD + orders + index] for row in rows) for index in range(used)],
+        early=all(row[4] for row in rows),
     )

@@ -17,6 +17,9 @@ class Contributions:
         self._dtype = dtype
         self._gradients: dict[int, Tensor] = {}
         self._summed: set[int] = set()
+        self._lent: set[int] = set()
+        self.outdated = False
+        """What was lent is not all that there is."""
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._gradients
@@ -31,19 +34,26 @@ class Contributions:
 
     def add(self, parameter: int, gradient: Tensor) -> None:
         """One more gradient, flat."""
-        held = self._gradients.get(parameter)
+        held, lent = self._gradients.get(parameter), parameter in self._lent
+        self.outdated = self.outdated or lent
         if held is None:
             self._gradients[parameter] = gradient
-        elif parameter in self._summed:
+        elif parameter in self._summed and not lent:
             held.add_(gradient)
         else:
-            # Out of place: the first one may be the user's own tensor.
+            # Out of place: the first one may be the user's own tensor, and what was lent is being read.
             self._gradients[parameter] = held.to(self._dtype) + gradient.to(self._dtype)
             self._summed.add(parameter)
 
     def forget(self, parameter: int) -> None:
+        self.outdated = self.outdated or (parameter in self._lent and parameter in self._gradients)
         self._gradients.pop(parameter, None)
         self._summed.discard(parameter)
+
+    def lend(self, parameters: list[int]) -> dict[int, Tensor]:
+        """The gradients of these parameters, to be read while they stay here; see :attr:`outdated`."""
+        self._lent.update(parameters)
+        return {parameter: self._gradients[parameter] for parameter in parameters if parameter in self._gradients}
 
     def take(self, parameters: list[int]) -> dict[int, Tensor]:
         """The gradients of these parameters, which are no longer held here."""

@@ -38,6 +38,7 @@ class Action(IntEnum):
     STEP = 2
     COMMIT = 3
     READ = 4
+    CLOSE = 5
 
     @property
     def words(self) -> str:
@@ -46,6 +47,7 @@ class Action(IntEnum):
             Action.STEP: "in step()",
             Action.COMMIT: "about to step",
             Action.READ: "reading optimizer state",
+            Action.CLOSE: "in the last backward",
         }[self]
 
 
@@ -176,10 +178,12 @@ class CollectiveLane:
         """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
         self._untold = True
 
-    def meet(self, action: Action, number: int, window: int) -> None:
+    def meet(self, action: Action, number: int, window: int) -> bool:
         """All ranks are at ``action`` number ``number`` of the same window.
 
-        ``window`` counts those that were applied or given up.
+        ``window`` counts those that were applied or given up. At CLOSE a rank need
+        not find the others: where one is elsewhere, this is false, and that one
+        waits for the next meeting.
 
         Raises:
             GradientError: another rank gave up the window, or came to COMMIT with REFUSED.
@@ -199,24 +203,32 @@ class CollectiveLane:
                 raise RankError(f"the ranks do different things; {_ADVICE}") from None
             gave_up = [rank for rank, row in enumerate(rows) if row[3]]
             if all(row[:3] == rows[0][:3] for row in rows):
-                return
+                return True
             if not gave_up:
-                refusing = [rank for rank, doings in enumerate(doing) if doings == (Action.COMMIT, REFUSED)]
-                if refusing and all(other is Action.COMMIT for other, _ in doing):
-                    if self.rank in refusing:
-                        return
-                    raise GradientError(f"rank {refusing[0]} refused the step (see its own error); nothing was stepped")
-                if all(other is Action.COMMIT for other, _ in doing):
-                    raise RankError(
-                        "the ranks are about to step differently: other parameters, learning rates, options or "
-                        "clipping; give every rank's optimizer the same groups, schedule and settings"
-                    )
-                raise RankError(f"the ranks do different things: {_list(doing)}; {_ADVICE}")
-            if not told:
+                closing = [other is Action.CLOSE for other, _ in doing]
+                if not any(closing) or all(closing):
+                    self._differ(doing)
+                    return True
+                if action is Action.CLOSE:
+                    return False
+            elif not told:
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
                 )
             # The others were told where they were. They will be here next.
+
+    def _differ(self, doing: Sequence[tuple[Action, int]]) -> None:
+        """The ranks met, and not for the same thing. Returns where this rank knows why: it refused the step."""
+        if any(action is not Action.COMMIT for action, _ in doing):
+            raise RankError(f"the ranks do different things: {_list(doing)}; {_ADVICE}")
+        refusing = [rank for rank, (_, number) in enumerate(doing) if number == REFUSED]
+        if not refusing:
+            raise RankError(
+                "the ranks are about to step differently: other parameters, learning rates, options or "
+                "clipping; give every rank's optimizer the same groups, schedule and settings"
+            )
+        if self.rank not in refusing:
+            raise GradientError(f"rank {refusing[0]} refused the step (see its own error); nothing was stepped")
 
     def rows(self, row: Tensor) -> Tensor:
         """Every rank's ``row``, stacked, on the CPU: shape ``[world_size, *row.shape]``."""

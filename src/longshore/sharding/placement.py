@@ -51,6 +51,10 @@ class ShardedPlacement(Placement):
     settings: ReductionSettings
     gather_numel: int
 
+    @property
+    def leaves_on_device(self) -> bool:
+        return self.offload.leaves_on_device
+
     def make_store(self, device: torch.device, hold_gradients: bool) -> ShardedStore:
         strategy = STRATEGIES[self.stage]
         settings = replace(self.settings, each_backward=strategy.each_backward)
@@ -61,7 +65,8 @@ class ShardedPlacement(Placement):
             twin_of(self.group, device), device, settings.bucket_numel * _LARGEST_ITEM_BYTES, owns_group=True
         )
         # Where gradients are reduced in step() there is no backward to step ahead in.
-        offload = self.offload if strategy.each_backward else replace(self.offload, speculation_memory=0)
+        in_backward = settings.each_backward or settings.early
+        offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
         # What comes out of a reduction is float32, whatever went in.
         inner = offload.make_store(device, hold_gradients=True, gradient_dtype=torch.float32)
         return ShardedStore(inner, strategy.ownership(lane, self.gather_numel), settings)

@@ -29,6 +29,8 @@ class Round:
         self.number = number
         self.failed = False
         """Set where the ranks could not meet: what was launched must not run."""
+        self.sums = False
+        """Whether any rank's gradients may be sums; known once the ranks met."""
         self.completed: list[int] = []
         """Buckets that all of their parameters reached, in the order in which that happened."""
         self._order = order

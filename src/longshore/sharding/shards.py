@@ -30,7 +30,7 @@ class Shards:
         self._next_piece = 0
 
     def add(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> list[tuple[int, int, torch.dtype]]:
-        """Lay out ``(index, numel, dtype)``; returns this rank's new pieces in the same form."""
+        """Lay out ``(index, numel, dtype)``; returns this rank's new pieces in the same form and order."""
         entries = list(parameters)
         world_size = self.ownership.lane.world_size
         added = plan_buckets(entries, self._bucket_numel, world_size, len(self.buckets), self._next_piece)
@@ -45,7 +45,7 @@ class Shards:
                 self._owned[piece.parameter].append(piece)
                 pieces.append((piece.index, piece.numel, self.dtypes[piece.parameter]))
         self.buckets += added
-        return pieces
+        return pieces[::-1]  # buckets were filled from the last parameter on
 
     def bucket_of(self, parameter: int) -> Bucket | None:
         """None for a parameter without elements."""

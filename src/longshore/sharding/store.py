@@ -17,7 +17,9 @@ from longshore.host import (
     ParameterStore,
     Recorder,
     SpeculationRecord,
+    SplitStore,
     Tile,
+    check_not_broken,
     debugging,
 )
 from longshore.kernels import Scale
@@ -46,7 +48,7 @@ class ShardedStore(ParameterStore):
         settings: how gradients are reduced.
     """
 
-    def __init__(self, inner: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
+    def __init__(self, inner: HostStore | SplitStore, ownership: Ownership, settings: ReductionSettings) -> None:
         # Fixed.
         self.inner = inner
         self.transfer = inner.transfer
@@ -89,18 +91,23 @@ class ShardedStore(ParameterStore):
     def host_bytes(self) -> dict[str, int]:
         return self.inner.host_bytes()
 
+    def device_bytes(self) -> dict[str, int]:
+        return self.inner.device_bytes()
+
     # -- gradients of this rank -----------------------------------------------
 
-    def begin_backward(self, reduce: bool) -> None:
+    def begin_backward(self, reduce: bool, last: bool) -> None:
         self.check_usable()
         self._window.backwards += 1
         self._window.unsynchronized = not reduce
-        if not (self._settings.each_backward and reduce):
-            return
-        current, kept = self._window.begin_round()
-        buckets = list(self.shards.buckets)  # step() may add some while the lane is still at this round
-        ready = self.transfer.mark()
-        self.lane.submit(lambda: self._meet_for(current, kept, buckets, ready))
+        if reduce and self._settings.each_backward:
+            current, kept = self._window.begin_round()
+            buckets = list(self.shards.buckets)  # step() may add some while the lane is still at this round
+            ready = self.transfer.mark()
+            self.lane.submit(lambda: self._meet_for(current, kept, buckets, ready))
+        elif reduce and last and self._window.may_close():
+            closing, sums = self._window.begin_closing_round()
+            self.lane.submit(lambda: self._meet_to_close(closing, sums))
 
     def end_backward(self, failure: BaseException | None) -> None:
         # Where it failed, its round still takes place: the others are in it.
@@ -122,6 +129,16 @@ class ShardedStore(ParameterStore):
             self.lane.meet(Action.BACKWARD, current.number, self._windows)
             rounds = agree_on(self.lane, Statement.of(kept)).deferred
             self._reduce_kept(kept, rounds, buckets, ready)
+        except BaseException:
+            current.failed = True
+            raise
+
+    def _meet_to_close(self, current: Round, sums: bool) -> None:
+        try:
+            if not self.lane.meet(Action.CLOSE, current.number, self._windows):
+                current.failed = True  # another rank is at its step already, and this one will be
+                return
+            current.sums = any(agree_on(self.lane, Statement([sums])).deferred)
         except BaseException:
             current.failed = True
             raise
@@ -163,12 +180,11 @@ class ShardedStore(ParameterStore):
     def _launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
         ready = self.transfer.mark()
         held_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
-        dtype = self._settings.wire_dtype or self.shards.dtype_of(bucket)
 
         def reduce() -> None:
             if not current.failed:
                 with self.transfer.aside(ready):
-                    self._reduce(bucket, gradients, dtype)
+                    self._reduce(bucket, gradients, current.sums)
             gradients.clear()  # of a round that did not take place
 
         self.lane.submit(reduce, held_bytes)
@@ -181,12 +197,15 @@ class ShardedStore(ParameterStore):
             contributions = kept[number] if number < len(kept) else Contributions(torch.float32)
             for bucket in buckets:
                 gradients = contributions.take([member.parameter for member in bucket.members])
-                own_dtype = self._settings.sum_dtype if summed else self.shards.dtype_of(bucket)
                 with self.transfer.aside(ready):
-                    self._reduce(bucket, gradients, self._settings.wire_dtype or own_dtype)
+                    self._reduce(bucket, gradients, summed)
 
-    def _reduce(self, bucket: Bucket, gradients: dict[int, Tensor], dtype: torch.dtype) -> None:
-        reduced = reduce_shard(self.lane, bucket, gradients, dtype, self._averaging)
+    def _reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool) -> None:
+        """``sums``: some of the gradients, of any rank, may be sums, which their parameter's dtype may not hold."""
+        dtype = self.shards.dtype_of(bucket)
+        if sums:  # one that holds both, so that no bit depends on who else brings a sum
+            dtype = torch.promote_types(dtype, self._settings.sum_dtype)
+        reduced = reduce_shard(self.lane, bucket, gradients, self._settings.wire_dtype or dtype, self._averaging)
         for piece, values in self._ownership.arrivals(bucket, reduced):
             self.inner.arrive(piece.index, values)
 
@@ -202,20 +221,25 @@ class ShardedStore(ParameterStore):
         failure = failure or self._window.failure  # collecting may find that a gradient was taken out
         if failure is None and self._window.active is not None:
             return dict.fromkeys(self._window.active, None)  # nothing came since
-        kept = self._window.take()
+        closing, kept = self._window.closing, self._window.take()
         parameters, order = list(self.shards.dtypes), self._window.planned_order()
-        statement = Statement.of(kept, failure is not None, self._window.backwards, order, self._window.used())
+        backwards, used = self._window.backwards, self._window.used()
         ready = self.transfer.mark()
 
         def settle() -> list[int]:
             self.lane.meet(Action.STEP, len(parameters), self._windows)
+            early = closing is not None and not closing.failed and not any(some.outdated for some in kept)
+            statement = Statement.of(kept, failure is not None, backwards, order, used, early)
             agreed = agree_on(self.lane, statement)
             agreed.check(self.lane.rank, failure, GradientError)
             if debugging():
                 agreed.check_backwards()
             self._window.order = list(agreed.order)
             active = [parameter for parameter, anywhere in zip(parameters, agreed.used, strict=True) if anywhere]
-            self._reduce_kept(kept, agreed.deferred, self._window.buckets_of(set(active)), ready)
+            if not agreed.early:
+                if closing is not None:
+                    self.inner.discard()  # some rank has more, or other gradients than those that were reduced
+                self._reduce_kept(kept, agreed.deferred, self._window.buckets_of(set(active)), ready)
             return active
 
         try:
@@ -285,7 +309,7 @@ class ShardedStore(ParameterStore):
             self._broken = failure or error
             raise
         self._windows += 1
-        self._window.begin()
+        self._window.stepped()
 
     # -- state ----------------------------------------------------------------
 
@@ -303,12 +327,7 @@ class ShardedStore(ParameterStore):
     def check_usable(self) -> None:
         self._check_open()
         self.inner.check_usable()
-        if self._broken is not None:
-            raise BrokenStateError(
-                "an earlier step failed on this or another rank, so some weights were stepped and others were not "
-                f"({type(self._broken).__name__}: {self._broken}); load the model's weights and the optimizer's "
-                "state (load_state_dict) on every rank before going on"
-            ) from self._broken
+        check_not_broken(self._broken, " on this or another rank", " on every rank")
 
     def begin_load(self) -> None:
         self.inner.begin_load()

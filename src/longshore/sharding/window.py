@@ -23,8 +23,9 @@ class ReductionSettings:
     Attributes:
         bucket_numel: elements that are reduced together.
         each_backward: reduce after every backward (ZeRO-2); otherwise sums
-            stay on the device until the step (stages 0 and 1).
-        early: launch buckets while backward goes on.
+            stay on the device, and are reduced once (stages 0 and 1).
+        early: launch buckets while backward goes on; where they are reduced
+            once, while the backward goes on that is known to be the last.
         wire_dtype: in which gradients travel; None: in their own.
         sum_dtype: of sums on the device before a reduction.
         predivide: divides gradients before they are added; the rest of the
@@ -60,6 +61,13 @@ class WindowGradients:
         # Re-planned at each agreement.
         self.order: list[int] = []
         """Of launching buckets, the same on all ranks."""
+        self._usual_backwards = 0
+        """Of the last window that was stepped."""
+        self.begin()
+
+    def stepped(self) -> None:
+        """The window was stepped, and the next begins."""
+        self._usual_backwards = self.backwards
         self.begin()
 
     def begin(self) -> None:
@@ -74,7 +82,10 @@ class WindowGradients:
         self._in_rounds: set[int] = set()
         self._deferred: list[Contributions] = []
         self._deferred_open = False
+        self._taken = False
         self._round: Round | None = None
+        self.closing: Round | None = None
+        """The round of the last backward, in which what was kept is reduced and stays."""
         self.unsynchronized = False
         """The backward under way is one whose gradients stay and add up here."""
         self._completed: list[int] = []
@@ -97,6 +108,35 @@ class WindowGradients:
             self._round = Round(self.rounds, order, self._launch, self._settings.early)
             return self._round, self._take()
 
+    def may_close(self) -> bool:
+        """Whether the backward that begins can be the one in which the whole window is reduced.
+
+        One window has one such backward. If there is one more after all, the
+        reduction was in vain; so the last window has to have had no more.
+        """
+        return (
+            self._settings.early
+            and self.closing is None
+            and not self._taken
+            and self.backwards >= self._usual_backwards
+        )
+
+    def begin_closing_round(self) -> tuple[Round, bool]:
+        """A backward begins that is the last, as far as known: buckets are launched with all that the window has for
+        them. Also whether anything was kept before."""
+        with self._lock:
+            if not self._deferred:
+                self._deferred.append(Contributions(self._settings.sum_dtype))
+                self._deferred_open = True
+            kept = self._deferred[-1]
+
+            def launch(current: Round, bucket: Bucket, _: dict[int, Tensor]) -> None:
+                self._launch(current, bucket, kept.lend([member.parameter for member in bucket.members]))
+
+            order = [self._shards.buckets[index] for index in self.order]
+            self.closing = self._round = Round(1, order, launch, early=True)
+            return self._round, len(kept) > 0
+
     def end_round(self) -> None:
         with self._lock:
             self.unsynchronized = False
@@ -113,6 +153,11 @@ class WindowGradients:
             bucket = self._shards.bucket_of(parameter)
             if bucket is None:
                 return  # it has no elements
+            if self.closing is not None:
+                self._defer(parameter, gradient)  # first: the bucket is launched with the sum
+                if by_hook and self._round is not None:
+                    self._round.take(bucket.index, parameter, gradient)
+                return
             if by_hook and self._round is not None and self._round.take(bucket.index, parameter, gradient):
                 self._in_rounds.add(parameter)
                 return
@@ -155,6 +200,7 @@ class WindowGradients:
 
     def _take(self) -> list[Contributions]:
         deferred, self._deferred, self._deferred_open = self._deferred, [], False
+        self._taken, self.closing = True, None
         return deferred
 
     def used(self) -> list[bool]:

@@ -227,7 +227,6 @@ def test_values_that_switch_a_refused_key_off() -> None:
         {"gradient_allreduce_op": "sum"},
         {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
         {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-        {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}},
     ):
         assert "is not supported" in refusal(**file), file
 

@@ -13,7 +13,7 @@ from longshore.engine.config.problems import ConfigError, Problem
 from longshore.engine.config.reading import Reading
 from longshore.engine.config.source import read_file
 from longshore.engine.config.table import TABLE, TARGETS
-from longshore.engine.config.translate import clipping_fields, named_fields, precision_fields, speculation_fields
+from longshore.engine.config.translate import clipping_fields, named_fields, offload_fields, precision_fields
 
 _NO_OPTIMIZER = Problem(
     "optimizer",
@@ -84,7 +84,7 @@ def _translate(
     fields |= _batch_fields(reading, data, world_size)
     fields |= precision_fields(reading)
     fields |= clipping_fields(reading, data)
-    fields |= speculation_fields(reading)
+    fields |= offload_fields(reading)
     fields |= named_fields(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
         reading.problems.append(_NO_OPTIMIZER)

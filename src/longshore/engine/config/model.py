@@ -16,6 +16,7 @@ from longshore.engine.config.values import (
     AT_LEAST_1,
     DEVICE,
     DTYPE,
+    FRACTION,
     LOW_DTYPE,
     POSITIVE,
     SCALE_POWER,
@@ -79,8 +80,10 @@ class Config(FrozenModel):
         allgather_bucket_numel: elements that are gathered together.
         overlap_comm: reduce while backward runs. The same bits either way.
         tile_numel, threads, cpu_set: as in :class:`longshore.Offload`.
-        speculation_memory: as there; needs ``offload_optimizer`` cpu. Several
-            ranks step ahead at stage 2 only: the others reduce in ``step()``.
+        cpu_share: the share, above 0 and up to 1, of the CPUs that this process
+            may use on which host threads run (the last ones); ``cpu_set`` names them instead.
+        speculation_memory, offload_ratio: as in :class:`longshore.Offload`
+            (there ``ratio``); they need ``offload_optimizer`` cpu.
         dtype: parameters are cast to it when the engine is made; buffers keep
             theirs. None: parameters stay as they are. Masters are float32.
         autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
@@ -124,7 +127,9 @@ class Config(FrozenModel):
     tile_numel: _Count | None = None
     threads: _MaybeCount = None
     cpu_set: Annotated[tuple[int, ...] | None, checked(CPU_SET)] = None
+    cpu_share: Annotated[float | None, checked(FRACTION)] = None
     speculation_memory: Annotated[int | float | str, checked(SPECULATION_MEMORY)] = 0.0
+    offload_ratio: Annotated[float, checked(FRACTION)] = 1.0
 
     dtype: Annotated[DtypeName | None, checked(DTYPE)] = None
     autocast: Annotated[Literal["bf16", "fp16"] | None, checked(LOW_DTYPE)] = None
@@ -167,6 +172,16 @@ class Config(FrozenModel):
             raise ValueError(
                 "speculation_memory is for stepping on the host while backward runs, and offload_optimizer is "
                 f"{self.offload_optimizer}; set it to cpu, or leave speculation_memory out"
+            )
+        if self.offload_ratio != 1.0 and self.offload_optimizer != "cpu":
+            raise ValueError(
+                f"offload_ratio {self.offload_ratio:g} is the share of the optimizer's state that is on the host, and "
+                f"offload_optimizer is {self.offload_optimizer}; set it to cpu, or leave offload_ratio out"
+            )
+        if self.cpu_share is not None and (self.cpu_set is not None or self.threads is not None):
+            raise ValueError(
+                f"cpu_share {self.cpu_share:g} chooses host threads and their CPUs, and threads or cpu_set is given "
+                "too; keep one of them"
             )
         if self.prescale_gradients and self.gradient_predivide_factor != 1.0:
             raise ValueError(

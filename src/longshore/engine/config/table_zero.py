@@ -110,11 +110,15 @@ OFFLOAD: tuple[Key, ...] = (
     accepted(_O, "pipeline_read", BOOLEAN, _NVME),
     accepted(_O, "pipeline_write", BOOLEAN, _NVME),
     accepted(_O, "fast_init", BOOLEAN, _NVME),
-    refused(_O, "ratio", FRACTION, (1.0,), "all optimizer state is offloaded or none is; leave it out"),
+    honoured(_O, "ratio", FRACTION, "The share of the optimizer's state that is on the host. The rest, of which "
+             "gradients come last, stays on the device and is stepped there. The weights are the same bits.",
+             "tests/engine/test_split.py::test_ratio", "offload_ratio"),
     honoured(_O, "super_offload", BOOLEAN, "Steps on the host while backward runs: true is speculation_memory auto of "
              "the section longshore. Clipping and rollback are exact.",
              "tests/engine/test_speculation.py::test_super_offload"),
-    accepted(_O, "cpuadam_cores_perc", FRACTION, "How fast the host steps. See threads in the section longshore."),
+    honoured(_O, "cpuadam_cores_perc", FRACTION, "With super_offload (DeepSpeed reads it there only): the share of the "
+             "CPUs on which host threads run. Left out it is all of them.",
+             "tests/engine/test_speculation.py::test_the_share_of_the_cpus"),
     refused(_P, "device", Choice(("none", "cpu", "nvme")), ("none",),
             "parameters stay on the device below stage 3; remove offload_param, or set its device to none"),
     accepted(_P, "nvme_path", TEXT, _NVME),

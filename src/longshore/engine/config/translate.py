@@ -96,28 +96,41 @@ def clipping_fields(reading: Reading, data: Mapping[Any, Any]) -> dict[str, Any]
     return {"gradient_clipping": norm or None}
 
 
-def speculation_fields(reading: Reading) -> dict[str, Any]:
-    """``super_offload``, and what it means here; both need the optimizer's state on the host."""
-    values, path = reading.values, "longshore.speculation_memory"
-    memory = values.get(path)
-    if memory is None and values.get("zero_optimization.offload_optimizer.super_offload"):
-        memory, path = "auto", "zero_optimization.offload_optimizer.super_offload"
-    if not memory:
-        return {}
-    device = values.get("zero_optimization.offload_optimizer.device", "none")
-    if device != "cpu":
-        what = (
-            f"must agree with zero_optimization.offload_optimizer.device, which is {device}: what is stepped during "
-            "backward is stepped on the host; set that to cpu, or leave this out"
-        )
-        reading.problem(path, what, values.get(path))
-        return {}
-    if values.get("zero_optimization.stage", 0) < 2:
+_OFFLOAD = "zero_optimization.offload_optimizer"
+
+
+def offload_fields(reading: Reading) -> dict[str, Any]:
+    """``super_offload`` and what it means here, and ``ratio``; all of it needs the optimizer's state on the host."""
+    values = reading.values
+    super_offload = values.get(f"{_OFFLOAD}.super_offload", False)
+    asked = {
+        "longshore.speculation_memory": values.get("longshore.speculation_memory", 0),
+        f"{_OFFLOAD}.super_offload": super_offload,
+        f"{_OFFLOAD}.ratio": values.get(f"{_OFFLOAD}.ratio", 1.0) != 1.0,
+    }
+    device = values.get(f"{_OFFLOAD}.device", "none")
+    if any(asked.values()) and device != "cpu":
+        for path in (path for path, wanted in asked.items() if wanted):
+            what = (
+                f"must agree with {_OFFLOAD}.device, which is {device}: it is about optimizer state on the host; set "
+                "that to cpu, or leave this out"
+            )
+            reading.problem(path, what, values[path])
+        return {"speculation_memory": 0, "offload_ratio": 1.0}
+    fields = {"speculation_memory": values.get("longshore.speculation_memory", "auto")} if super_offload else {}
+    if super_offload and f"{_OFFLOAD}.cpuadam_cores_perc" in values:
+        fields["cpu_share"] = values[f"{_OFFLOAD}.cpuadam_cores_perc"]
+    memory = fields.get("speculation_memory", asked["longshore.speculation_memory"])
+    if (
+        memory
+        and values.get("zero_optimization.stage", 0) < 2
+        and not values.get("zero_optimization.overlap_comm", True)
+    ):
         reading.notes.append(
-            f"{path}: with several ranks, stages 0 and 1 reduce gradients in step(), so there is nothing to step "
-            "during backward; use stage 2"
+            "zero_optimization.overlap_comm is false: with several ranks, stages 0 and 1 then reduce gradients in "
+            "step(), and nothing is stepped during backward; leave it out"
         )
-    return {"speculation_memory": memory}
+    return fields
 
 
 def named_fields(reading: Reading) -> dict[str, Any]:
