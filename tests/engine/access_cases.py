@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import longshore
-from engine.scenarios import Oracle, Scenario, Window, drive, inputs, make_model
+from engine.scenarios import Backward, Oracle, Scenario, Window, drive, inputs, make_model
 from longshore import utils
 
 OPTIONS = {"lr": 2e-3, "weight_decay": 0.05}
@@ -68,7 +68,35 @@ def read_and_write(stage: int, dtype: torch.dtype, world_size: int, staged: bool
         engine.optimizer.close()
 
 
-def drive_once(heads: tuple[str, ...]) -> Window:
-    from engine.scenarios import Backward
+def read_between_backwards(stage: int, raw: bool) -> None:
+    """What came before a reading and what comes after it are both stepped, each reduced by itself."""
+    import torch.distributed as dist
 
+    rank, dtype = dist.get_rank(), torch.float32
+    model = make_model(dtype)
+    config = longshore.Config(
+        stage=stage, offload_optimizer="cpu", reduce_bucket_numel=500, optimizer={"type": "AdamW", **OPTIONS}
+    )
+    engine = longshore.initialize(model=model, config=config, offload=longshore.Offload(100, threads=1)).engine
+    oracle = Oracle(Scenario(), dtype, 2, 2, **OPTIONS)
+    window = Window((Backward((("a",),), raw=raw), Backward((("a", "b"),), raw=raw)))
+    try:
+        for step in range(2):
+            for number, backward in enumerate(window.backwards):
+                loss = engine(inputs(step, 10 * number, rank, dtype), backward.forwards[0])
+                loss.backward() if raw else engine.backward(loss)
+                so_far = oracle.gradients(Window(window.backwards[: number + 1]), step, 1)
+                for parameter, expected in zip(model.parameters(), so_far, strict=True):
+                    found = utils.safe_get_full_grad(parameter)
+                    assert (found is None) == (expected is None)
+                    assert found is None or torch.equal(found, expected)
+            engine.step()
+            oracle.loop.step(so_far)
+            for (name, ours), theirs in zip(model.named_parameters(), oracle.model.parameters(), strict=True):
+                assert torch.equal(ours, theirs), name
+    finally:
+        engine.optimizer.close()
+
+
+def drive_once(heads: tuple[str, ...]) -> Window:
     return Window((Backward((heads,)),))

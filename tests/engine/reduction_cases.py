@@ -107,8 +107,9 @@ def huge_gradients(config: dict[str, Any]) -> float:
         return float(model.weight.detach()[0, 0])
 
 
-def shards(zero: dict[str, Any], backwards: int) -> dict[str, Any]:
-    """Two windows on AdamW; raises where a weight is not the plain loop's. Returns what was to be seen."""
+def shards(zero: dict[str, Any], backwards: int, heads: tuple[str, ...] = HEADS) -> dict[str, Any]:
+    """Two windows on AdamW, with these heads; raises where a weight is not the plain loop's. Returns what was to be
+    seen."""
     import torch.distributed as dist
 
     rank, stage = dist.get_rank(), zero.get("stage", 0)
@@ -132,7 +133,7 @@ def shards(zero: dict[str, Any], backwards: int) -> dict[str, Any]:
             begin_backward(reduce, last)
 
         store.begin_backward = begin
-        window = Window((Backward(),) * backwards, step_each=True)
+        window = Window((Backward((heads,)),) * backwards, step_each=True)
         for step in range(2):
             gathered.take()
             drive(engine, window, step, rank, torch.float32)
@@ -147,6 +148,23 @@ def shards(zero: dict[str, Any], backwards: int) -> dict[str, Any]:
         found["reduced"] = {row.name: row.reduced for row in explanation.parameters if row.reduced is not None}
         found["numels"] = {row.name: row.numel for row in explanation.parameters}
     return found
+
+
+def plain_backwards(backwards: int) -> None:
+    """``loss.backward()`` so often a step, at stage 2; raises where a weight is not the plain loop's, or could not tell
+    whether the backwards were first added up on their rank."""
+    import torch.distributed as dist
+
+    model = make_model(torch.float32)
+    window = Window((Backward(raw=True),) * backwards)
+    each, once = (Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS) for stage in (2, 1))
+    with started(file(zero_optimization={"stage": 2, "reduce_bucket_size": 1100}), model) as engine:
+        for step in range(2):
+            drive(engine, window, step, dist.get_rank(), torch.float32)
+            for oracle in (each, once):
+                oracle.loop.step(oracle.gradients(window, step, 1))
+            assert_same(model, each.model, f"step {step}")
+    assert any(not torch.equal(p, q) for p, q in zip(each.model.parameters(), once.model.parameters(), strict=True))
 
 
 class Counted:

@@ -17,6 +17,12 @@ def test_two_ranks_read_and_write_whole_values(stage: int, dtype: torch.dtype, s
     two_ranks(access_cases.read_and_write, stage, dtype, 2, staged)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_gradient_is_read_between_backwards(stage: int, raw: bool, two_ranks: Ranks) -> None:
+    two_ranks(access_cases.read_between_backwards, stage, raw)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("staged", [False, True])
 def test_one_rank_reads_and_writes(dtype: torch.dtype, staged: bool) -> None:

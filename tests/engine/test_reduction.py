@@ -144,6 +144,17 @@ def test_overlap_comm(overlap: bool | None, two_ranks: Ranks) -> None:
                 assert 2 <= launched <= len(found["buckets"])
 
 
+def test_an_idle_head_holds_up_no_bucket_once_that_is_known(two_ranks: Ranks) -> None:
+    """The last one registered is in the first bucket, and the first bucket to leave: in the next window, the last."""
+    for found in two_ranks(reduction_cases.shards, zero(2), 2, ("a", "b")):
+        assert found["launched in backward"] == [0] * 2 + [len(found["buckets"]) - 1] * 2
+
+
+def test_plain_backwards_are_each_reduced_by_themselves(two_ranks: Ranks) -> None:
+    """At stage 2, where nothing but the gradients says that one backward is over and another begins."""
+    two_ranks(reduction_cases.plain_backwards, 3)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_stages_0_and_1_reduce_with_the_last_backward(overlap: bool, two_ranks: Ranks) -> None:
     for stage in (0, 1):

@@ -25,6 +25,7 @@ from longshore.host.tile_state import TileEvent, TileState
 from longshore.kernels import UNSCALED, AdamRule, HostKernels, Scale
 from longshore.kernels.reference import adam_step
 from longshore.layout import plan_tiles
+from longshore.transfer import CopyHandle
 
 NUMELS = {0: 37, 1: 5, 2: 20}
 RULES = {
@@ -46,6 +47,20 @@ class Broken(HostKernels):
     def step_tile(self, *args, **kwargs) -> None:
         super().step_tile(*args, **kwargs)
         raise RuntimeError("the kernel failed")
+
+
+class Late(CopyHandle):
+    """A copy that is on its way until somebody waits for it."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.target = torch.full_like(source, float("nan"))
+        self._source = source
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.target.copy_(self._source)
 
 
 def make_tile(spares: PagePool, dtype: torch.dtype = torch.float32) -> Tile:
@@ -201,6 +216,21 @@ def test_kept_is_what_in_place_would_have_given(
     assert spares.take(old_page.shape[1]) is old_page
 
 
+def test_a_pass_begins_when_its_gradients_are_here(kernels: HostKernels) -> None:
+    spares = PagePool(3)
+    tile = make_tile(spares)
+    gradients = gradients_for(0, 2)
+    expected = expected_of(tile, gradients)
+    complete(tile, gradients)
+    for segment in (tile.segments[0], tile.segments[2]):
+        segment.handle = Late(gradients[segment.layout.parameter])
+        segment.gradient = segment.handle.target
+    speculation, _ = speculate(tile, spares, kernels)
+    assert end_speculation(tile, speculation, spares)
+    keep(tile, spares)
+    assert same(state_of(tile), expected)
+
+
 def test_pages_go_round(kernels: HostKernels) -> None:
     """Window after window, a tile and one spare: two pages, and the bits of stepping in place."""
     spares = PagePool(3)
@@ -257,6 +287,21 @@ def test_an_arrival_while_stepping_voids_the_ticket(kernels: HostKernels) -> Non
     assert spares.take(speculation.page.shape[1]) is speculation.spare.page
     assert same(state_of(tile), before)
     expected = expected_of(tile, {**early, **late})
+    step_in_place(tile, steps_for(tile), UNSCALED, kernels)
+    assert same(state_of(tile), expected)
+
+
+def test_a_gradient_that_is_taken_out_while_stepping_voids_the_ticket(kernels: HostKernels) -> None:
+    spares = PagePool(3)
+    tile = make_tile(spares)
+    gradients = gradients_for(0, 1)
+    complete(tile, gradients)
+    speculation, _ = speculate(tile, spares, kernels)
+    assert tile.forget(tile.segments[1]) == 1
+    assert tile.state is TileState.FILLING
+    assert not end_speculation(tile, speculation, spares)
+    assert tile.state is TileState.FILLING and tile.spare is None
+    expected = expected_of(tile, {0: gradients[0]})
     step_in_place(tile, steps_for(tile), UNSCALED, kernels)
     assert same(state_of(tile), expected)
 

@@ -25,7 +25,7 @@ MUTANTS = [
         "host/stepping.py",
         "        copy.wait()\n",
         "        pass\n",
-        (STEPPING, "tests/optim/test_speculation.py"),
+        (STEPPING,),
     ),
     Mutant(
         "idle parts are not copied to the spare page",

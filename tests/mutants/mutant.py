@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MEMORY = "tests/host/test_memory.py"
+NORMS = "tests/host/test_early_norms.py"
 STEPPING = "tests/host/test_stepping.py"
 STORE = "tests/host/test_store.py"
 WORKER = "tests/host/test_worker.py"

@@ -204,7 +204,7 @@ MUTANTS = [
         "sharding/window.py",
         "                self._raw.arrived()\n",
         "                pass\n",
-        (TABLE,),
+        (REDUCTION,),
     ),
     Mutant(
         "a new window begins with the failure of the last",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import SPECULATION, Mutant
+from mutants.mutant import NORMS, SPECULATION, STEPPING, Mutant
 
 MUTANTS = [
     Mutant(
@@ -160,7 +160,7 @@ MUTANTS = [
         "            self.move(TileEvent.FORGET)\n"
         "            self.ticket = Ticket(self.ticket.window, self.ticket.arrivals + 1)\n",
         "            self.move(TileEvent.FORGET)\n",
-        (SPECULATION,),
+        (STEPPING,),
     ),
     Mutant(
         "a tile that was stepped ahead is not published",
@@ -181,27 +181,34 @@ MUTANTS = [
         "host/early_norms.py",
         "if sums.scale == scale and sums.tickets == [tile.ticket for tile, _ in self._parts_of(parameter)]",
         "if sums.scale == scale",
-        (SPECULATION,),
+        (NORMS, SPECULATION),
     ),
     Mutant(
         "a norm holds at any scale",
         "host/early_norms.py",
         "if sums.scale == scale and sums.tickets ==",
         "if sums.tickets ==",
-        (SPECULATION, "tests/optim/test_client.py", "tests/engine/test_loss_scale.py"),
+        (NORMS, SPECULATION),
     ),
     Mutant(
         "squares are added in another order",
         "host/early_norms.py",
         "    for parameter in order:  # the bits",
         "    for parameter in sorted(order, reverse=True):  # the bits",
-        (SPECULATION,),
+        (NORMS,),
+    ),
+    Mutant(
+        "what is idle is measured",
+        "host/early_norms.py",
+        "if all(part.complete and segment.arrivals > 0 for part, segment in parts):",
+        "if all(part.complete for part, _ in parts):",
+        (NORMS,),
     ),
     Mutant(
         "a norm is measured before all of it is there",
         "host/early_norms.py",
         "if all(part.complete and segment.arrivals > 0 for part, segment in parts):",
         "if all(segment.arrivals > 0 for _, segment in parts):",
-        (SPECULATION,),
+        (NORMS,),
     ),
 ]

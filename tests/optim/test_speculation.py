@@ -262,6 +262,18 @@ def test_discarded_windows_leave_every_bit(pair: Pair) -> None:
     assert pair.ahead.host_bytes()["spares"] == spares
 
 
+@pytest.mark.parametrize("backwards", [0, 1])
+def test_a_discarded_window_says_nothing_of_the_next_one(pair: Pair, backwards: int) -> None:
+    """Not that nothing will come, where a loop discards what it has just stepped; nor that fewer will."""
+    pair.train(2, backwards=2)
+    for _ in range(backwards):
+        pair.backward()
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+    record = pair.train(1, backwards=2)
+    assert record.kept == record.begun > 2
+
+
 def test_spares_that_are_dropped_are_used_again(pair: Pair) -> None:
     pool = pair.ahead.store.speculator._pages
     allocated = pool.allocated_bytes
@@ -391,6 +403,17 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     pair.step(clip=1e9)
 
 
+def test_a_norm_is_measured_again_where_the_loss_scale_was_another(pair: Pair) -> None:
+    pair.train(2, clip=1e9)
+    pair.backward()
+    before = pair.ahead.grad_norm()
+    for optimizer in pair.optimizers:
+        optimizer.set_loss_scale(3.0)
+    after = pair.ahead.grad_norm()
+    assert after < before / 2 and torch.equal(after, pair.plain.grad_norm())
+    pair.step(clip=1e9)
+
+
 def test_a_gradient_that_is_written_is_measured_again(pair: Pair) -> None:
     pair.train(2, clip=1e9)
     pair.backward()
@@ -462,6 +485,19 @@ def test_a_state_that_is_new_gets_spares_of_its_shape() -> None:
     assert pair.train(2).kept > 2
     numel = sum(tile.layout.page_numel for tile in pair.ahead.store.tiles if tile.page is not None)
     assert pair.ahead.host_bytes()["spares"] == narrow + 4 * numel
+
+
+def test_a_state_that_is_new_after_a_step_that_was_dropped() -> None:
+    """One more gradient came for tiles that were stepped ahead: no page of the old shape is left of that."""
+    pair = Pair(optimizer=longshore.SGD)
+    assert pair.train(2).kept > 2
+    pair.backward()
+    pair.ahead.store.settle()  # the passes have ended
+    pair.backward()
+    for optimizer in pair.optimizers:
+        optimizer.param_groups[0]["momentum"] = 0.9
+    assert pair.step().dropped > 2
+    assert pair.train(2).kept > 2
 
 
 def test_new_groups_get_spares_too(pair: Pair) -> None:

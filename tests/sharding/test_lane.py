@@ -37,6 +37,11 @@ def test_four_ranks_reduce(four_ranks: Ranks) -> None:
     four_ranks(lane_cases.reduction, torch.float32, [[0], [1, 2], [], [0, 1, 2]], 1.0, False)
 
 
+def test_ranks_are_added_in_order(four_ranks: Ranks) -> None:
+    """The sum of two floats is the same either way, that of four is not."""
+    four_ranks(lane_cases.reduction, torch.float32, [[0, 1, 2]] * 4, 1.0, False)
+
+
 def test_ranks_that_do_the_same_meet(two_ranks: Ranks) -> None:
     assert two_ranks(lane_cases.meeting, [1, 1], [4, 4], [2, 2]) == ["", ""]
 

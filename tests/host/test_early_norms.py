@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longshore.host.early_norms import EarlyNorms, sum_of_squares
+from longshore.host.tile import Tile
+from longshore.host.tile_state import TileEvent
+from longshore.kernels import UNSCALED, HostKernels, Scale
+from longshore.layout import plan_tiles
+
+HALVED = Scale(0.5)
+NUMELS = {0: 30, 1: 70, 2: 20}
+"""In tiles of 40: parameter 1 lies in all three, in the first beside 0 and in the last beside 2."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> HostKernels:
+    return HostKernels(threads=1)
+
+
+class Window:
+    """Tiles of which all parameters but the idle one got a gradient in the last window; they get another in this."""
+
+    def __init__(self, kernels: HostKernels, idle: int | None = None) -> None:
+        self.tiles = [Tile(layout, torch.float32, torch.float32) for layout in plan_tiles(NUMELS.items(), 40)]
+        self.parts = {
+            index: [(tile, tile.segments[index]) for tile in self.tiles if index in tile.segments] for index in NUMELS
+        }
+        assert [len(parts) for parts in self.parts.values()] == [1, 3, 1]
+        self.active = [index for index in reversed(NUMELS) if index != idle]
+        self.norms = EarlyNorms(kernels, self.parts.__getitem__)
+        self.arrive()
+        for tile in self.tiles:
+            for event in (TileEvent.COMMIT, TileEvent.COMMIT_DONE, TileEvent.PUBLISHED):
+                tile.move(event)
+            tile.end_window(stepped=True)
+
+    def arrive(self) -> list[list[int]]:
+        """One parameter after the other, the last first; for each, what is measured then."""
+        found = []
+        for index in self.active:
+            found.append([])
+            for tile, segment in self.parts[index]:
+                tile.arrived(segment)
+                segment.gradient = torch.randn(segment.layout.numel)
+                if tile.complete:
+                    due = self.norms.due(tile)
+                    self.norms.measure(due, UNSCALED)
+                    found[-1] += [one.parameter for one in due]
+        return found
+
+
+def test_a_parameter_is_measured_once_with_the_last_of_its_tiles(kernels: HostKernels) -> None:
+    assert Window(kernels).arrive() == [[], [2], [0, 1]]
+
+
+def test_what_is_idle_is_not_measured(kernels: HostKernels) -> None:
+    window = Window(kernels, idle=2)
+    assert window.arrive() == [[], [0, 1]]
+
+
+def test_a_norm_holds_at_its_scale_until_something_arrives(kernels: HostKernels) -> None:
+    window = Window(kernels)
+    window.arrive()
+    assert window.norms.known(UNSCALED).keys() == NUMELS.keys()
+    assert window.norms.known(HALVED) == {}
+    tile = window.tiles[0]
+    tile.arrived(tile.segments[0])
+    assert window.norms.known(UNSCALED).keys() == {index for index in NUMELS if index not in tile.segments}
+
+
+@pytest.mark.parametrize("measured", [{0}, {2, 4}, {0, 1, 2, 3, 4}])
+def test_squares_are_added_in_the_order_of_the_kernels(kernels: HostKernels, measured: set[int]) -> None:
+    """One 2**-54 after the other is lost beside 1; all of them before it are not."""
+    pieces = {index: [torch.tensor([2.0**-27 if index else 1.0])] for index in range(5)}
+    whole, other_way = (
+        kernels.sum_of_squares(list(given), UNSCALED) for given in (pieces.values(), reversed(pieces.values()))
+    )
+    assert whole == 1.0 < other_way
+    known = {index: kernels.block_sums([pieces[index]], UNSCALED)[0] for index in measured}
+    rest = {index: pieces[index] for index in pieces if index not in measured}
+    assert sum_of_squares(kernels, pieces, known, rest, UNSCALED) == whole
