@@ -56,6 +56,12 @@ class TestOneRank:
         common = ["--clip", "0", "--dtype", dtype, "--warmup", "2", "--schedule", "linear"]
         assert trained(*common, *options).differing(trained(*common, "--no-offload")) == []
 
+    def test_fp16_needs_no_file(self, trained, config):
+        """As the refusal without an engine advises. The option is the file's section."""
+        ours = trained("--dtype", "fp16", "--stage", "2", *CLIPPING)
+        assert {weight.dtype for weight in ours.weights.values()} == {torch.float16}
+        assert ours.differing(trained("--config", config(fp16={"enabled": True}))) == []
+
     @pytest.mark.parametrize("accumulation", ["1", "3"])
     def test_equals_without_the_engine_when_clipping(self, trained, accumulation):
         common = [*CLIPPING, "--accumulation", accumulation, "--log-every", "1"]

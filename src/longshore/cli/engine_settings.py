@@ -75,6 +75,7 @@ def with_engine(
                 f"{ranks} ranks were started, and nothing says how they share the work: "
                 "add --stage 0, 1 or 2, or --config FILE"
             )
+        _check_without_engine(settings)
         return settings
     if stage is not None and stage not in STAGES:
         raise SettingsError(f"--stage must be 0, 1 or 2, not {stage}")
@@ -97,6 +98,14 @@ def with_engine(
     if loaded.config.steps_per_print is not None:
         settings = replace(settings, loop=replace(settings.loop, log_every=loaded.config.steps_per_print))
     return _agreeing(settings, EngineSettings(config, file, loaded.notes, loaded.config.loss_scaling is None))
+
+
+def _check_without_engine(settings: TrainSettings) -> None:
+    if settings.model.dtype == "fp16":
+        raise SettingsError(
+            "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
+            "use bf16, or add --stage 0"
+        )
 
 
 @dataclass(frozen=True)

@@ -183,11 +183,6 @@ class TrainSettings:
     engine: EngineSettings | None = None
 
     def __post_init__(self) -> None:
-        if self.model.dtype == "fp16" and self.engine is None:
-            raise SettingsError(
-                "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
-                "use bf16, or add --stage 0"
-            )
         if self.overwrite and self.out is None:
             raise SettingsError("--overwrite needs --out DIR: without it nothing is written")
         if self.out is not None and self.model.path is not None and self.out.resolve() == self.model.path.resolve():
