@@ -116,6 +116,8 @@ def _check_without_engine(settings: TrainSettings) -> None:
             "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
             "use bf16, or add --stage 0"
         )
+    if settings.trace is not None and not settings.optimizer.offload:
+        raise SettingsError("--trace shows what longshore steps, and --no-offload is plain PyTorch: leave one out")
     if settings.optimizer.speculation_memory and not settings.optimizer.release_gradients:
         raise SettingsError(
             "--speculation-memory is for stepping while backward brings gradients to the host, and they stay on the "

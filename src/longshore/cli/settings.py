@@ -178,7 +178,8 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """All of a run. ``out`` None writes nothing; ``engine`` None trains in one process without the engine."""
+    """All of a run. ``out`` None writes nothing; ``engine`` None trains in one process without the engine.
+    ``trace``: the page of a trace, with JSON beside it; None: nothing is traced."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -187,6 +188,7 @@ class TrainSettings:
     out: Path | None = None
     overwrite: bool = False
     engine: EngineSettings | None = None
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         if self.overwrite and self.out is None:

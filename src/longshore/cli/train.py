@@ -158,6 +158,15 @@ def train(
         Path | None, _option(_OUTPUT, "--out", help="Folder for weights, metrics and the loss curve.")
     ] = None,
     overwrite: Annotated[bool, _option(_OUTPUT, "--overwrite", help="Replace the run in --out.")] = False,
+    trace: Annotated[
+        Path | None,
+        _option(
+            _OUTPUT,
+            "--trace",
+            help="Page (HTML) that shows the life of each tile in three steps in the middle of the run; JSON for "
+            "Perfetto lies beside it.",
+        ),
+    ] = None,
 ) -> None:
     """Train a causal language model on plain text.
 
@@ -189,6 +198,7 @@ def train(
         ),
         out=out,
         overwrite=overwrite,
+        trace=trace,
     )
     from longshore.cli.job import run
 
