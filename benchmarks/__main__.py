@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import engine, host_memory, host_step, machine, overlap, whole_step
+from benchmarks import engine, host_memory, host_step, machine, overlap, tracing, whole_step
 from benchmarks.child import PartFailed, measure_in_child
 from benchmarks.report import MISSED, Row, as_markdown, as_table, as_values
 from longshore.kernels import usable_cpus
@@ -29,6 +29,7 @@ class Part(str, Enum):
     host_memory = "host-memory"
     engine = "engine"
     overlap = "overlap"
+    tracing = "tracing"
 
 
 def _host_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
@@ -69,12 +70,21 @@ def _overlap(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     return results, overlap.rows(results)
 
 
+def _tracing(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    settings = (
+        tracing.Settings(128, 2, 256, threads, 8, 3) if quick else tracing.Settings(768, 12, 2432, threads, 32, 41)
+    )
+    results = measure_in_child("tracing", vars(settings), threads)
+    return results, tracing.rows(results)
+
+
 _MEASURE = {
     Part.host_step: _host_step,
     Part.whole_step: _whole_step,
     Part.host_memory: _host_memory,
     Part.engine: _engine,
     Part.overlap: _overlap,
+    Part.tracing: _tracing,
 }
 
 

@@ -23,6 +23,7 @@ FILE = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "gradient_clipping": 0.5,
 }
+SUPER_OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,12 @@ class TestOneRank:
     def test_equals_plain(self, trained, dtype, options):
         common = ["--clip", "0", "--dtype", dtype, "--warmup", "2", "--schedule", "linear"]
         assert trained(*common, *options).differing(trained(*common, "--no-offload")) == []
+
+    def test_fp16_needs_no_file(self, trained, config):
+        """As the refusal without an engine advises. The option is the file's section."""
+        ours = trained("--dtype", "fp16", "--stage", "2", *CLIPPING)
+        assert {weight.dtype for weight in ours.weights.values()} == {torch.float16}
+        assert ours.differing(trained("--config", config(fp16={"enabled": True}))) == []
 
     @pytest.mark.parametrize("accumulation", ["1", "3"])
     def test_equals_without_the_engine_when_clipping(self, trained, accumulation):
@@ -99,6 +106,17 @@ class TestOneRank:
         assert f"the {where} is nan at step 3, so this step was not applied" in ran.refused()
         assert results(tmp_path / "bad").differing(good) == []
 
+    @pytest.mark.parametrize("stage", ["0", "2"])
+    def test_stepping_ahead(self, trained, cli, micro, results, tmp_path, stage):
+        common = ["--stage", stage, *CLIPPING]
+        without = trained(*common)
+        ran = cli(*micro, *common, "--speculation-memory", "1.0", "--out", tmp_path / "ahead")
+        ahead = results(tmp_path / "ahead")
+        assert ran.err == "", "the note about several ranks is not for one"
+        assert ahead.run["settings"]["engine"]["config"]["speculation_memory"] == 1.0
+        assert ahead.run["result"]["host_bytes"] > 1.5 * without.run["result"]["host_bytes"]
+        assert ahead.differing(without) == []
+
 
 class TestFile:
     def test_unset_options_are_the_files(self, trained, config):
@@ -133,6 +151,12 @@ class TestFile:
         options = ["--clip", "0.1", "--dtype", "bf16", "--batch-size", "3", "--accumulation", "2"]
         ours = trained("--config", config(**bare), *options)
         assert ours.differing(trained("--stage", "2", *options)) == []
+
+    @pytest.mark.parametrize("option", ["0.5", "1.0", "auto"])
+    def test_super_offload_leaves_the_memory_to_the_option(self, trained, config, option):
+        run = trained("--config", config(zero_optimization=SUPER_OFFLOAD), "--speculation-memory", option).run
+        assert str(run["settings"]["engine"]["config"]["speculation_memory"]) == option
+        assert str(run["settings"]["optimizer"]["speculation_memory"]) == option
 
     def test_auto(self, trained, config):
         auto = {
@@ -217,6 +241,10 @@ class TestFile:
              '--warmup 8, but scheduler.type = "LRRangeTest"'),
             ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9000, "warmup_max_lr": 0.5}}},
              ["--lr", "0.001"], "--lr 0.001, but scheduler.params.warmup_max_lr = 0.5"),
+            ({"longshore": {"speculation_memory": 0.5}}, ["--speculation-memory", "1.0"],
+             "--speculation-memory 1.0, but longshore.speculation_memory = 0.5"),
+            ({"zero_optimization": SUPER_OFFLOAD}, ["--speculation-memory", "0"],
+             "--speculation-memory 0, but zero_optimization.offload_optimizer.super_offload = true"),
             ({"steps_per_print": 3}, ["--log-every", "2"], "--log-every 2, but steps_per_print = 3"),
         ],
         ids=str,
@@ -259,6 +287,10 @@ class TestFile:
     [
         (["--stage", "3"], "--stage must be 0, 1 or 2, not 3"),
         (["--stage", "2", "--release-gradients"], "--release-gradients is what --stage and --config do in any case"),
+        (
+            ["--stage", "2", "--speculation-memory", "0.5", "--no-offload"],
+            "--speculation-memory is for stepping on the",
+        ),
         (["--stage", "1", "--lr", "nan"], "--lr must be a number that is not negative"),
     ],
     ids=str,
@@ -312,6 +344,11 @@ class TestTwoRanks:
         assert [rank[0] for rank in ranks] == [2, 2]
         assert "2 ranks were started, and nothing says how they share the work: add --stage" in ranks[0][2]
         assert ranks[1][2] == ""
+
+    def test_stepping_ahead_needs_stage_2(self, two_ranks, micro):
+        ranks = two_ranks(command, [*micro, "--stage", "1", "--speculation-memory", "0.5"])
+        assert [rank[0] for rank in ranks] == [2, 2]
+        assert "with 2 ranks stage 1 brings gradients to the host in the step: use --stage 2" in ranks[0][2]
 
     def test_what_one_rank_refuses_ends_both(self, two_ranks, micro, trained):
         """Only rank 0 looks at --out."""

@@ -64,6 +64,13 @@ def test_released_gradients_take_no_device_memory(trained):
     assert trained("--release-gradients", "--clip", "0").differing(trained("--clip", "0")) == []
 
 
+@pytest.mark.parametrize("memory", ["1.0", "auto", "1000000"])
+def test_stepping_ahead_takes_host_memory_and_changes_no_bit(trained, memory):
+    without, ahead = (trained("--release-gradients", "--speculation-memory", given) for given in ("0", memory))
+    assert ahead.run["result"]["host_bytes"] > 1.5 * without.run["result"]["host_bytes"]
+    assert ahead.differing(without) == []
+
+
 def test_norms_do_not_decay(trained):
     """With a rate of 1e-30 only the decay, if its factor lr * weight_decay is large, moves a weight."""
     one = trained("--lr", "1e-30", "--weight-decay", "1e29", "--schedule", "constant")

@@ -15,7 +15,7 @@ from longshore.host.recorder import (
     STEP_AHEAD,
     STEP_IN_PLACE,
 )
-from longshore.tracing.events import BACKWARD, STEP, STEP_LANE, Event, in_order
+from longshore.tracing.events import BACKWARD, STEP, STEP_LANE, Event, exposed_spans, in_order
 from longshore.tracing.summary import summarize
 
 MS = 1_000_000
@@ -47,7 +47,7 @@ def test_all_of_it() -> None:
     found = summarize(in_order(EVENTS), 100 * MS, spares=5)
     assert found.steps == 2
     assert found.step_s == pytest.approx(39e-3 / 2)
-    assert found.exposed_s == pytest.approx(20e-3 / 2)
+    assert found.exposed_s == pytest.approx(21e-3 / 2)
     assert found.norm_s == pytest.approx(1e-3 / 2)
     assert found.host_bytes_per_second == pytest.approx(13_000_000 / 7e-3)
     assert found.to_host_bytes_per_second == pytest.approx(4_000 / 2e-3)
@@ -58,6 +58,12 @@ def test_all_of_it() -> None:
     assert len(lines) == 9
     assert lines[1].split()[-2:] == ["19.50", "ms"] and lines[-1].endswith("2 of 5")
     assert any(line.startswith("host passes") and line.endswith("1.86 GB/s") for line in lines)
+
+
+def test_a_norm_inside_a_step_is_exposed_once() -> None:
+    events = [event(NORM, 1, 2), event(STEP, 3, 9), event(NORM, 4, 5), event(NORM, 9, 10), event(STEP, 10, 12)]
+    expected = [(1, 2), (3, 9), (9, 10), (10, 12)]
+    assert exposed_spans(in_order(events)) == [(begin * MS, end * MS) for begin, end in expected]
 
 
 def test_a_backward_goes_from_its_windows_first_arrival_to_the_step() -> None:

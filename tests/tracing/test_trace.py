@@ -190,6 +190,15 @@ def test_a_discarded_window_is_no_part_of_the_next_one() -> None:
     assert min(event.begin_ns for event in named(trace.events, ARRIVE)) < discarded.begin_ns < backward.begin_ns
 
 
+@pytest.mark.parametrize("release", [True, False])
+def test_zero_grad_after_a_step_discards_nothing(release: bool) -> None:
+    training = Training(release=release)
+    with longshore.trace(training.optimizer) as trace:
+        training.optimizer.zero_grad()
+        training.train(2)
+    assert len(named(trace.events, STEP)) == 2 and named(trace.events, DISCARD) == []
+
+
 def test_gradients_that_stay_until_the_step_arrive_inside_it() -> None:
     training = Training(release=False)
     with longshore.trace(training.optimizer) as trace:
@@ -337,8 +346,9 @@ def test_the_chrome_file(traced: Trace, tmp_path: Path) -> None:
         own = [event for event in complete if event["tid"] == lane]
         assert all(event["ts"] >= 0 and event["dur"] >= 0 and event["pid"] == traced.rank for event in own)
         assert [event["ts"] for event in own] == sorted(event["ts"] for event in own)
-    steps = [event for event in complete if event["name"] == STEP]
-    assert sum(event["dur"] for event in steps) / 3e6 == pytest.approx(traced.summary().exposed_s)
+    exposed = [event for event in complete if event["name"] in (STEP, NORM)]
+    assert len(exposed) == 6
+    assert sum(event["dur"] for event in exposed) / 3e6 == pytest.approx(traced.summary().exposed_s)
 
 
 def test_what_one_lane_does_is_one_after_the_other(traced: Trace) -> None:
@@ -353,7 +363,7 @@ def test_the_page_stands_alone(traced: Trace, tmp_path: Path) -> None:
     traced.save_html(tmp_path / "trace.html")
     page = (tmp_path / "trace.html").read_text()
     assert not re.search(r"https?:|//\w|src=|href=|@import|url\(", page)
-    assert page.count('class="exposed"') == len(named(traced.events, STEP)) == 3
+    assert page.count('class="exposed"') == len(named(traced.events, STEP)) + len(named(traced.events, NORM)) == 6
     shapes = page.count("<title>") - 1  # the page's own
     assert shapes == len(traced.events)
     for lane in {event.lane for event in traced.events}:
@@ -368,6 +378,8 @@ def test_an_empty_block(tmp_path: Path) -> None:
     trace.save_html(tmp_path / "trace.html")
     assert trace.summary()[:4] == (0, None, None, None)
     assert "-" in str(trace.summary())
+    page = (tmp_path / "trace.html").read_text()
+    assert "Nothing was recorded" in page and "<svg" not in page and str(trace.summary()) in page
 
 
 def test_begins_are_not_before_the_block() -> None:

@@ -32,11 +32,15 @@ _TWIN = {
     "weight_decay": "optimizer.params.weight_decay",
     "clip": "gradient_clipping",
     "offload": "zero_optimization.offload_optimizer.device",
+    "speculation_memory": "longshore.speculation_memory",
     "bf16": "bf16.enabled",
     "fp16": "fp16.enabled",
     "log_every": "steps_per_print",
 }
 """What the command line and the file call the same thing. ``bf16`` and ``fp16`` are ``--dtype``."""
+
+_SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
+"""Whether tiles are stepped ahead at all; how much memory there is for it may be said beside it."""
 
 _BATCH = ("batch_size", "accumulation")
 
@@ -75,6 +79,7 @@ def with_engine(
                 f"{ranks} ranks were started, and nothing says how they share the work: "
                 "add --stage 0, 1 or 2, or --config FILE"
             )
+        _check_without_engine(settings)
         return settings
     if stage is not None and stage not in STAGES:
         raise SettingsError(f"--stage must be 0, 1 or 2, not {stage}")
@@ -94,9 +99,30 @@ def with_engine(
             f"the command line contradicts {source}: {'; '.join(contradictions)}: change one, or leave the option out"
         )
     config = _resolved(loaded.config, asked, ranks, source)
+    if "speculation_memory" in given and config.speculation_memory and config.stage < 2 and ranks > 1:
+        raise SettingsError(
+            f"--speculation-memory is for stepping during backward, and with {ranks} ranks stage {config.stage} brings "
+            "gradients to the host in the step: use --stage 2, or leave it out"
+        )
     if loaded.config.steps_per_print is not None:
         settings = replace(settings, loop=replace(settings.loop, log_every=loaded.config.steps_per_print))
-    return _agreeing(settings, EngineSettings(config, file, loaded.notes, loaded.config.loss_scaling is None))
+    notes = () if file is None else loaded.notes  # they are about what a file says
+    return _agreeing(settings, EngineSettings(config, file, notes, loaded.config.loss_scaling is None))
+
+
+def _check_without_engine(settings: TrainSettings) -> None:
+    if settings.model.dtype == "fp16":
+        raise SettingsError(
+            "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
+            "use bf16, or add --stage 0"
+        )
+    if settings.trace is not None and not settings.optimizer.offload:
+        raise SettingsError("--trace shows what longshore steps, and --no-offload is plain PyTorch: leave one out")
+    if settings.optimizer.speculation_memory and not settings.optimizer.release_gradients:
+        raise SettingsError(
+            "--speculation-memory is for stepping while backward brings gradients to the host, and they stay on the "
+            "device until the step: add --release-gradients, --stage or --config"
+        )
 
 
 @dataclass(frozen=True)
@@ -118,6 +144,7 @@ class _Asked:
             "weight_decay": optimizer.weight_decay,
             "clip": optimizer.clip,
             "offload": "cpu" if optimizer.offload else "none",
+            "speculation_memory": optimizer.speculation_memory,
             "bf16": dtype == "bf16",
             "fp16": dtype == "fp16",
             "log_every": loop.log_every,
@@ -183,6 +210,9 @@ class _Asked:
         ]
         if "dtype" in self.given and self.settings.model.dtype != "fp32" and said.get("torch_autocast.enabled"):
             found.append(self._both("bf16", "torch_autocast.enabled", True))
+        ahead = bool(self.settings.optimizer.speculation_memory)
+        if "speculation_memory" in self.given and said.get(_SUPER_OFFLOAD, ahead) != ahead:
+            found.append(self._both("speculation_memory", _SUPER_OFFLOAD, said[_SUPER_OFFLOAD]))
         return found + self._of_schedule(config.scheduler)
 
     def _of_schedule(self, scheduler: Any) -> list[str]:
@@ -278,6 +308,7 @@ def _agreeing(settings: TrainSettings, engine: EngineSettings) -> TrainSettings:
             weight_decay=config.optimizer.weight_decay,
             clip=config.gradient_clipping or 0.0,
             offload=config.offload_optimizer == "cpu",
+            speculation_memory=config.speculation_memory,
             schedule=None if config.scheduler is not None else settings.optimizer.schedule,
         ),
         loop=replace(settings.loop, batch_size=micro, accumulation=steps, ranks=train // (micro * steps)),

@@ -24,13 +24,14 @@ from longshore.cli.engine_settings import with_engine
 from longshore.cli.engine_stepper import EngineStepper
 from longshore.cli.failure import CommandError, SettingsError, one_line
 from longshore.cli.loop import Diverged, Loop, Step, Validation
-from longshore.cli.optimizers import Memory, Stepper, make_stepper, nbytes
+from longshore.cli.optimizers import LongshoreStepper, Memory, Stepper, make_stepper, nbytes
 from longshore.cli.output import CURVE, MetricsFile, RunFolder
 from longshore.cli.settings import ModelSettings, TrainSettings
 from longshore.cli.signals import AgreedStop, StopSignals
 from longshore.cli.team import Team
 from longshore.cli.terminal import byte_quantity, make_console, plural, quantity, warn
 from longshore.cli.text import Text, read_text
+from longshore.cli.timeline import NoTimeline, Timeline, check_trace
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def run(settings: TrainSettings, given: Mapping[str, Any], stage: int | None, fi
     console.print(_headline(settings, prepared), markup=False)
     description = describe(settings, prepared)
     team.together(lambda: _open(prepared, description))
-    with StopSignals(quiet=not team.leads) as signals, Recorder(settings, prepared, console) as recorder:
+    timeline = _make_timeline(settings, stepper, team.leads)
+    with StopSignals(quiet=not team.leads) as signals, Recorder(settings, prepared, console, timeline) as recorder:
         stop = AgreedStop(signals, team.largest)
         forward = stepper.engine if isinstance(stepper, EngineStepper) else prepared.model
         loop = Loop(forward, prepared.sequences, stepper, settings.loop, settings.optimizer, stop, team)
@@ -135,10 +137,13 @@ def choose_device(settings: ModelSettings) -> torch.device:
 class Recorder:
     """Turns the loop's events into lines, metrics and a curve, and writes the results at the end."""
 
-    def __init__(self, settings: TrainSettings, prepared: Prepared, console: Console) -> None:
+    def __init__(
+        self, settings: TrainSettings, prepared: Prepared, console: Console, timeline: Timeline | NoTimeline
+    ) -> None:
         self._settings = settings
         self._prepared = prepared
         self._console = console
+        self._timeline = timeline
         self._display: Display = make_display(console, settings.loop.steps)
         self._metrics: MetricsFile | None = prepared.folder.metrics() if prepared.folder else None
         self._warned = False
@@ -166,7 +171,7 @@ class Recorder:
         """Runs the loop to its end. The last step is logged, whichever it is."""
         with self._display:
             try:
-                for event in loop.run():
+                for event in loop.run(self._timeline.around):
                     if isinstance(event, Step):
                         self._step(event)
                     else:
@@ -179,7 +184,7 @@ class Recorder:
         self._write({"kind": "diverged", "step": error.step, "what": error.what, "value": str(error.value)})
 
     def finish(self, description: dict[str, Any]) -> None:
-        """Weights first, since they are the dearest, then the curve, the metrics and how it ended."""
+        """Weights first, since they are the dearest, then the curve, the metrics, how it ended, and the trace."""
         folder, trained = self._prepared.folder, self._prepared.model
         if folder is not None:
             finite = all(bool(parameter.isfinite().all()) for parameter in trained.parameters())
@@ -193,6 +198,8 @@ class Recorder:
             self._metrics.close()
             folder.write_run({**description, "result": self._result()})
         self._console.print(self._summary())
+        if said := self._timeline.save():
+            self._console.print(said, markup=False)
 
     def _step(self, step: Step) -> None:
         self._last = step
@@ -274,6 +281,8 @@ class Recorder:
 
 def _prepare(settings: TrainSettings, leads: bool) -> Prepared:
     folder = RunFolder(settings.out, settings.overwrite) if settings.out is not None and leads else None
+    if settings.trace is not None and leads:
+        check_trace(settings.trace, folder)
     if settings.engine is not None and leads:
         for note in settings.engine.notes:
             warn(f"{settings.engine.file}: {note}")
@@ -297,6 +306,15 @@ def _make_stepper(settings: TrainSettings, network: nn.Module) -> Stepper:
         return EngineStepper(network, settings.engine)
     except (ValueError, ModuleNotFoundError) as error:
         raise CommandError(one_line(error)) from error
+
+
+def _make_timeline(settings: TrainSettings, stepper: Stepper, leads: bool) -> Timeline | NoTimeline:
+    if settings.trace is None or not leads:
+        return NoTimeline()
+    if isinstance(stepper, EngineStepper):
+        return Timeline(settings.trace, stepper.engine, settings.loop)
+    assert isinstance(stepper, LongshoreStepper)
+    return Timeline(settings.trace, stepper.optimizer, settings.loop)
 
 
 def _open(prepared: Prepared, description: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,25 +101,30 @@ class Loop:
         self._device = next(model.parameters()).device
         self._validation = sequences.validation_batches(loop.eval_batches, loop.batch_size) if loop.eval_every else []
 
-    def run(self) -> Iterator[Step | Validation]:
-        """Raises ``Diverged``, ends early when ``stop`` says so, and otherwise makes all steps."""
+    def run(self, around: Callable[[int], AbstractContextManager[object]] = nullcontext) -> Iterator[Step | Validation]:
+        """Raises ``Diverged``, ends early when ``stop`` says so, and otherwise makes all steps.
+
+        Args:
+            around: of the number of a step, from 1: a context for it, from its first forward until it was applied.
+        """
         yield from self._validate(0)
         seconds, skipped = 0.0, 0
         for step in range(1, self._loop.steps + 1):
             if self._stop():
                 return
             start = time.perf_counter()
-            if self._optimizer.schedule is not None:
-                self._stepper.set_lr(learning_rate(self._optimizer, step, self._loop.steps))
-            lr = self._stepper.lr
-            loss = self._backward(step, lr)
-            grad_norm, applied, overflow = self._stepper.step(self._optimizer.clip)
-            if not applied and not overflow:
-                assert grad_norm is not None
-                raise Diverged(step, "gradient's norm", grad_norm, lr)
-            skipped += overflow
-            memory = self._stepper.memory()
-            self._stepper.zero_grad()
+            with around(step):
+                if self._optimizer.schedule is not None:
+                    self._stepper.set_lr(learning_rate(self._optimizer, step, self._loop.steps))
+                lr = self._stepper.lr
+                loss = self._backward(step, lr)
+                grad_norm, applied, overflow = self._stepper.step(self._optimizer.clip)
+                if not applied and not overflow:
+                    assert grad_norm is not None
+                    raise Diverged(step, "gradient's norm", grad_norm, lr)
+                skipped += overflow
+                memory = self._stepper.memory()
+                self._stepper.zero_grad()
             seconds += time.perf_counter() - start
             yield Step(step, loss, lr, None if overflow else grad_norm, seconds, memory, skipped)
             if self._loop.eval_every and (step % self._loop.eval_every == 0 or step == self._loop.steps):

@@ -130,6 +130,7 @@ class LongshoreStepper(LocalStepper):
             decay_groups(model.named_parameters(), settings.weight_decay),
             lr=settings.lr,
             release_gradients=settings.release_gradients,
+            offload=longshore.Offload(speculation_memory=settings.speculation_memory),
         )
 
     def memory(self) -> Memory:

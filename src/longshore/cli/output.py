@@ -55,6 +55,11 @@ class RunFolder:
         if not overwrite:
             raise CommandError(f"--out {path} holds a run already: choose another folder, or add --overwrite", USAGE)
 
+    def needs(self, path: Path) -> bool:
+        """Whether ``path`` is this folder, one that it is in, or a file that a run writes here."""
+        own, path = self.path.resolve(), path.resolve()
+        return path in (own, *own.parents) or (path.parent == own and path.name in (RUN, *_OURS))
+
     def open(self, run: dict[str, Any], weight_bytes: int) -> None:
         """Makes the folder, takes a former run's files away, and writes ``run.json``, all before any training."""
         try:
@@ -176,10 +181,15 @@ class MetricsFile:
 
 def write_file(path: Path, content: bytes, option: str) -> None:
     """One whole file anywhere; ``option`` is named when it cannot be written."""
+    save_file(path, lambda beside: _ignore(beside.write_bytes(content)), option)
+
+
+def save_file(path: Path, save: Callable[[Path], None], option: str) -> None:
+    """The same with a file that ``save`` writes."""
     beside = path.with_name(f".{path.name}.writing")
     try:
         try:
-            beside.write_bytes(content)
+            save(beside)
             _fsync(beside)
             os.replace(beside, path)
         finally:
@@ -192,6 +202,8 @@ def check_writable(path: Path, option: str) -> None:
     """Raises now what ``write_file`` would raise at the end."""
     if path.is_dir():
         raise CommandError(f"{option} {path} is a folder: give the name of a file", USAGE)
+    if not path.parent.is_dir():
+        raise CommandError(f"{option} {path}: there is no folder {path.parent}: make it, or choose another", USAGE)
     beside = path.with_name(f".{path.name}.writing")
     try:
         beside.touch()

@@ -101,6 +101,8 @@ class OptimizerSettings:
     clip: float = 1.0
     offload: bool = True
     release_gradients: bool = False
+    speculation_memory: int | float | str = 0
+    """As in ``longshore.Offload``."""
 
     def __post_init__(self) -> None:
         if self.schedule is not None:
@@ -112,6 +114,10 @@ class OptimizerSettings:
         if self.release_gradients and not self.offload:
             raise SettingsError(
                 "--release-gradients sends gradients to the host, where --no-offload keeps no state: leave one out"
+            )
+        if self.speculation_memory and not self.offload:
+            raise SettingsError(
+                "--speculation-memory is for stepping on the host, where --no-offload keeps no state: leave one out"
             )
 
 
@@ -172,7 +178,8 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """All of a run. ``out`` None writes nothing; ``engine`` None trains in one process without the engine."""
+    """All of a run. ``out`` None writes nothing; ``engine`` None trains in one process without the engine.
+    ``trace``: the page of a trace, with JSON beside it; None: nothing is traced."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -181,13 +188,9 @@ class TrainSettings:
     out: Path | None = None
     overwrite: bool = False
     engine: EngineSettings | None = None
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.model.dtype == "fp16" and self.engine is None:
-            raise SettingsError(
-                "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
-                "use bf16, or add --stage 0"
-            )
         if self.overwrite and self.out is None:
             raise SettingsError("--overwrite needs --out DIR: without it nothing is written")
         if self.out is not None and self.model.path is not None and self.out.resolve() == self.model.path.resolve():
@@ -209,6 +212,24 @@ def choose_shape(size: str | None, model: Path | None, parts: dict[str, int | No
     _one_of("--size", size, tuple(SIZES))
     preset = SIZES[size]
     return Shape(**{**preset.__dict__, **given})
+
+
+def parse_speculation_memory(text: str) -> int | float | str:
+    """What ``longshore.Offload`` takes: bytes, a fraction, or ``auto``."""
+    if text == "auto":
+        return text
+    for kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            continue
+        if (kind is int and value >= 0 and value != 1) or (kind is float and 0.0 <= value <= 1.0):
+            return value
+        break
+    raise SettingsError(
+        "--speculation-memory is a number of bytes (an integer), a fraction from 0.0 to 1.0 (1.0 is a spare for every "
+        f"tile), or auto, not {text}"
+    )
 
 
 def _at_least(option: str, value: int, least: int) -> None:

@@ -18,6 +18,7 @@ from longshore.cli.settings import (
     OptimizerSettings,
     TrainSettings,
     choose_shape,
+    parse_speculation_memory,
 )
 
 _DATA, _MODEL, _TRAINING, _ENGINE, _OUTPUT = "Data", "Model", "Training", "Engine", "Output"
@@ -120,6 +121,16 @@ def train(
             help="Send gradients to the host during backward; they are added, and their norm taken, there.",
         ),
     ] = False,
+    speculation_memory: Annotated[
+        str | None,
+        _shared(
+            _TRAINING,
+            "--speculation-memory",
+            help="Host memory for stepping while backward runs: bytes, a fraction (1.0: a spare for every tile), or "
+            "auto. Needs --release-gradients, --stage or --config.",
+            default=OptimizerSettings.speculation_memory,
+        ),
+    ] = None,
     seed: Annotated[int, _option(_TRAINING, "--seed", help="Of the weights and the order of the data.")] = 0,
     stage: Annotated[
         int | None,
@@ -147,6 +158,15 @@ def train(
         Path | None, _option(_OUTPUT, "--out", help="Folder for weights, metrics and the loss curve.")
     ] = None,
     overwrite: Annotated[bool, _option(_OUTPUT, "--overwrite", help="Replace the run in --out.")] = False,
+    trace: Annotated[
+        Path | None,
+        _option(
+            _OUTPUT,
+            "--trace",
+            help="Page (HTML) that shows the life of each tile in three steps in the middle of the run; JSON for "
+            "Perfetto lies beside it.",
+        ),
+    ] = None,
 ) -> None:
     """Train a causal language model on plain text.
 
@@ -155,7 +175,13 @@ def train(
     parts = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "layers": layers, "heads": heads}
     of_model = _given(dtype=dtype)
     of_optimizer = _given(
-        lr=lr, schedule=schedule, warmup=warmup, weight_decay=weight_decay, clip=clip, offload=offload
+        lr=lr,
+        schedule=schedule,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        clip=clip,
+        offload=offload,
+        speculation_memory=None if speculation_memory is None else parse_speculation_memory(speculation_memory),
     )
     of_loop = _given(batch_size=batch_size, accumulation=accumulation, log_every=log_every)
     settings = TrainSettings(
@@ -172,6 +198,7 @@ def train(
         ),
         out=out,
         overwrite=overwrite,
+        trace=trace,
     )
     from longshore.cli.job import run
 

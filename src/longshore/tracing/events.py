@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longshore.host import Recorder
-from longshore.host.recorder import ARRIVE, COPY_TO_HOST, DISCARD, PUBLISH
+from longshore.host.recorder import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH
 from longshore.kernels import TileSegment
 from longshore.transfer import CopyHandle, FinishedCopy
 
@@ -19,7 +19,7 @@ BACKWARD = "backward"
 """From the first arrival of a window to the call of ``step()``."""
 STEP = "step"
 """``step()`` of the optimizer, from its call to its return."""
-STEP_LANE = "step()"
+STEP_LANE = "backward, step()"
 """The lane of these two."""
 
 
@@ -131,11 +131,16 @@ def _this_thread() -> str:
 
 
 def in_order(events: Sequence[Event]) -> list[Event]:
-    """The events by their beginnings, with a BACKWARD for each step that gradients arrived before."""
+    """The events by their beginnings, with a BACKWARD for each step that gradients arrived before.
+
+    A loop calls zero_grad() after each step as well, which discards nothing and is left out.
+    """
     complete: list[Event] = []
     first_ns: int | None = None
     stepped_by_ns = 0
     for event in sorted(events, key=_beginning):
+        if event.name == DISCARD and first_ns is None:
+            continue
         complete.append(event)
         # What arrives inside step() is of the window that ends there.
         if event.name == ARRIVE and first_ns is None and event.begin_ns >= stepped_by_ns:
@@ -147,6 +152,23 @@ def in_order(events: Sequence[Event]) -> list[Event]:
                 complete.append(Event(BACKWARD, None, STEP_LANE, first_ns, event.begin_ns))
             first_ns, stepped_by_ns = None, event.end_ns
     return sorted(complete, key=_beginning)
+
+
+def exposed_spans(events: Sequence[Event]) -> list[tuple[int, int]]:
+    """Beginnings and ends, in order and apart, of what training waited for: each ``step()``, and the norms before.
+
+    ``events`` are by their beginnings. A norm of a window that was not stepped is left out.
+    """
+    stepped_by_ns = max((event.end_ns for event in events if event.name == STEP), default=0)
+    spans: list[tuple[int, int]] = []
+    for event in events:
+        if event.name not in (NORM, STEP) or event.begin_ns >= stepped_by_ns:
+            continue
+        if spans and event.begin_ns < spans[-1][1]:  # measured inside step()
+            spans[-1] = (spans[-1][0], max(spans[-1][1], event.end_ns))
+        else:
+            spans.append((event.begin_ns, event.end_ns))
+    return spans
 
 
 def _beginning(event: Event) -> tuple[int, int]:

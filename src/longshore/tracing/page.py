@@ -19,11 +19,11 @@ from longshore.host.recorder import (
     STEP_IN_PLACE,
 )
 from longshore.tracing.chrome import lanes_of
-from longshore.tracing.events import BACKWARD, STEP, Event
+from longshore.tracing.events import BACKWARD, STEP, Event, exposed_spans
 from longshore.tracing.summary import Summary
 
 _LANE_PX = 32
-_TICKS = 10
+_EXPOSED = "#fbd3d3"
 
 _COLOURS = {
     BACKWARD: "#b8c4d6",
@@ -55,65 +55,89 @@ pre {{ background: #f4f5f7; padding: .8em; display: inline-block; }}
 .names div {{ height: {lane_px}px; line-height: {lane_px}px; padding: 0 .6em; white-space: nowrap; }}
 .scroll {{ overflow-x: auto; flex: 1; border-left: 1px solid #ccc; }}
 #time {{ position: relative; width: 100%; padding-bottom: 1.6em; }}
-#time span {{ position: absolute; bottom: .2em; font-size: 11px; color: #666; }}
-svg {{ display: block; width: 100%; height: {height_px}px; }}
+#ticks {{ position: absolute; inset: 0; overflow: hidden; }}
+#ticks span {{ position: absolute; inset: 0 auto 0 auto; border-left: 1px solid #e3e6ea; padding-left: .3em; }}
+#ticks b {{ position: absolute; bottom: .2em; font: 11px system-ui, sans-serif; color: #666; white-space: nowrap; }}
+svg {{ display: block; position: relative; width: 100%; height: {height_px}px; }}
 </style>
 </head>
 <body>
 <h1>longshore trace, rank {rank}</h1>
 <pre>{summary}</pre>
-<p>{legend}<span class="key"><i style="background:#fbdcdc"></i>exposed: inside step()</span></p>
-<label>wider <input id="zoom" type="range" min="0" max="8" step="0.1" value="0"></label>
-<div class="chart"><div class="names">{names}</div><div class="scroll"><div id="time">
-<svg viewBox="0 0 {length_us} {height_px}" preserveAspectRatio="none">
-{shapes}
-</svg>{ticks}</div></div></div>
-<script>
-document.getElementById("zoom").addEventListener("input", function () {{
-  const time = document.getElementById("time"), scroll = time.parentElement;
-  const middle = (scroll.scrollLeft + scroll.clientWidth / 2) / time.clientWidth;
-  time.style.width = 100 * Math.pow(2, Number(this.value)) + "%";
-  scroll.scrollLeft = middle * time.clientWidth - scroll.clientWidth / 2;
-}});
-</script>
+{chart}
 </body>
 </html>
 """
 
+_CHART = """<p>{legend}<span class="key"><i style="background:{exposed}"></i>exposed: norm and step()</span></p>
+<label>wider <input id="zoom" type="range" min="0" max="8" step="0.1" value="0"></label>
+<div class="chart"><div class="names">{names}</div><div class="scroll"><div id="time"><div id="ticks"></div>
+<svg viewBox="0 0 {length_us} {height_px}" preserveAspectRatio="none">
+{shapes}
+</svg></div></div></div>
+<script>
+const time = document.getElementById("time"), scroll = time.parentElement, lengthUs = {length_us};
+// About every 120 pixels, at 1, 2 or 5 times a power of ten; only those in view, since a wide picture has thousands.
+function drawTicks() {{
+  const least = lengthUs * 120 / time.clientWidth, power = Math.pow(10, Math.floor(Math.log10(least)));
+  const every = power * [1, 2, 5, 10].find(function (factor) {{ return factor * power >= least; }});
+  const digits = Math.max(0, 3 - Math.floor(Math.log10(every) + 1e-9));
+  const view = lengthUs / time.clientWidth, first = Math.floor(scroll.scrollLeft * view / every);
+  const last = Math.ceil((scroll.scrollLeft + scroll.clientWidth) * view / every), drawn = [];
+  for (let tick = first; tick <= last && tick * every < lengthUs; tick++) {{
+    drawn.push('<span style="left:' + 100 * tick * every / lengthUs + '%"><b>' +
+      (tick * every / 1000).toFixed(digits) + " ms</b></span>");
+  }}
+  document.getElementById("ticks").innerHTML = drawn.join("");
+}}
+document.getElementById("zoom").addEventListener("input", function () {{
+  const middle = (scroll.scrollLeft + scroll.clientWidth / 2) / time.clientWidth;
+  time.style.width = 100 * Math.pow(2, Number(this.value)) + "%";
+  scroll.scrollLeft = middle * time.clientWidth - scroll.clientWidth / 2;
+  drawTicks();
+}});
+scroll.addEventListener("scroll", drawTicks);
+window.addEventListener("resize", drawTicks);
+drawTicks();
+</script>"""
+
 
 def html_page(events: Sequence[Event], rank: int, begin_ns: int, summary: Summary) -> str:
     """The page; it names no address, and a pointer over a shape tells what it is."""
-    lanes = lanes_of(events)
-    length_us = max((event.end_ns - begin_ns for event in events), default=1000) / 1e3
-    height_px = _LANE_PX * len(lanes)
-    row_of = {lane: row for row, lane in enumerate(lanes)}
-    exposed = [_exposed(event, begin_ns, height_px) for event in events if event.name == STEP]
-    shapes = [_shape(event, begin_ns, _LANE_PX * row_of[event.lane]) for event in events]
-    found = {event.name for event in events}
+    height_px = _LANE_PX * len(lanes_of(events))
     return _PAGE.format(
         rank=rank,
         summary=escape(str(summary)),
+        chart=_chart(events, begin_ns, height_px) if events else "<p>Nothing was recorded: no gradient arrived.</p>",
+        height_px=height_px,
+        lane_px=_LANE_PX,
+    )
+
+
+def _chart(events: Sequence[Event], begin_ns: int, height_px: int) -> str:
+    lanes = lanes_of(events)
+    row_of = {lane: row for row, lane in enumerate(lanes)}
+    exposed = [_exposed(*span, begin_ns, height_px) for span in exposed_spans(events)]
+    shapes = [_shape(event, begin_ns, _LANE_PX * row_of[event.lane]) for event in events]
+    found = {event.name for event in events}
+    return _CHART.format(
         legend="".join(
             f'<span class="key"><i style="background:{colour}"></i>{name}</span>'
             for name, colour in _COLOURS.items()
             if name in found
         ),
+        exposed=_EXPOSED,
         names="".join(f"<div>{escape(lane)}</div>" for lane in lanes),
-        length_us=f"{length_us:.3f}",
+        length_us=f"{max(event.end_ns - begin_ns for event in events) / 1e3:.3f}",
         height_px=height_px,
-        lane_px=_LANE_PX,
         shapes="\n".join(exposed + shapes),
-        ticks="".join(
-            f'<span style="left:{100 * tick / _TICKS:g}%">{length_us * tick / _TICKS / 1e3:.2f} ms</span>'
-            for tick in range(_TICKS)
-        ),
     )
 
 
-def _exposed(event: Event, begin_ns: int, height_px: int) -> str:
+def _exposed(from_ns: int, to_ns: int, begin_ns: int, height_px: int) -> str:
     return (
-        f'<rect class="exposed" x="{(event.begin_ns - begin_ns) / 1e3:.3f}" y="0" '
-        f'width="{(event.end_ns - event.begin_ns) / 1e3:.3f}" height="{height_px}" fill="#fbdcdc"/>'
+        f'<rect class="exposed" x="{(from_ns - begin_ns) / 1e3:.3f}" y="0" '
+        f'width="{(to_ns - from_ns) / 1e3:.3f}" height="{height_px}" fill="{_EXPOSED}"/>'
     )
 
 

@@ -1,0 +1,111 @@
+"""``--trace PATH``: a few steps of the run as a picture, and as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import longshore
+from longshore.cli.failure import SettingsError
+from longshore.cli.output import RunFolder, check_writable, save_file
+from longshore.cli.settings import LoopSettings
+from longshore.cli.terminal import plural
+from longshore.tracing import Trace
+
+_OPTION = "--trace"
+_STEPS = 3
+
+
+def traced_steps(loop: LoopSettings) -> range:
+    """Three in the middle of the run, or fewer; not the first, if there are others, and no validation between them.
+
+    The first one allocates, and a validation would count as part of the step behind it.
+    """
+    for count in range(_STEPS, 0, -1):
+        middle = (loop.steps - count) // 2 + 1
+        for first in sorted(range(middle - _STEPS, middle + _STEPS + 1), key=lambda first: abs(first - middle)):
+            steps = range(first, first + count)
+            validated = loop.eval_every and any(step % loop.eval_every == 0 for step in steps[:-1])
+            if first >= 2 and steps[-1] <= loop.steps and not validated:
+                return steps
+    return range(1, 2)
+
+
+def check_trace(page: Path, folder: RunFolder | None) -> None:
+    """Raises now what :meth:`Timeline.save` would raise at the end; ``folder``: of ``--out``."""
+    check_writable(page, _OPTION)
+    beside = json_beside(page)
+    if beside == page:
+        raise SettingsError(f"{_OPTION} {page} is the page, and {beside.name} is for JSON beside it: name it .html")
+    check_writable(beside, _OPTION)
+    for path in (page, beside):
+        if folder is not None and folder.needs(path):
+            raise SettingsError(
+                f"{_OPTION} {page} would be {path}, which the run in --out {folder.path} needs: choose another name"
+            )
+
+
+def json_beside(page: Path) -> Path:
+    """Where the same events are, for Perfetto."""
+    return page.with_suffix(".json")
+
+
+class NoTimeline:
+    """Nothing is traced."""
+
+    def around(self, step: int) -> AbstractContextManager[object]:
+        return nullcontext(step)
+
+    def save(self) -> str:
+        """Nothing to say."""
+        return ""
+
+
+class Timeline:
+    """Traces ``traced_steps`` of the loop whose steps are :meth:`around`.
+
+    Args:
+        page: of ``--trace``.
+        subject: what ``longshore.trace`` takes.
+    """
+
+    def __init__(self, page: Path, subject: Any, loop: LoopSettings) -> None:
+        self._page = page
+        self._subject = subject
+        self._steps = traced_steps(loop)
+        self._block = ExitStack()
+        self._trace: Trace | None = None
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Step ``step``, from 1, is inside."""
+        if step == self._steps[0]:
+            self._trace = self._block.enter_context(longshore.trace(self._subject))
+        try:
+            yield
+        except BaseException:
+            self._block.close()
+            raise
+        if step == self._steps[-1]:
+            self._block.close()
+
+    def save(self) -> str:
+        """Write both files, and return the summary; training is over.
+
+        Raises:
+            CommandError: one cannot be written.
+        """
+        self._block.close()  # a signal ended the run in the middle
+        trace = self._trace
+        if trace is None:
+            return f"nothing was traced: the run ended before step {self._steps[0]}"
+        beside = json_beside(self._page)
+        save_file(self._page, trace.save_html, _OPTION)
+        save_file(beside, trace.save_chrome, _OPTION)
+        summary = trace.summary()
+        return (
+            f"traced: {plural(summary.steps, 'step')} from step {self._steps[0]}, rank {trace.rank}\n{summary}\n"
+            f"written to {self._page} and {beside}"
+        )
