@@ -140,7 +140,9 @@ def _checkpointed(run: Run) -> nn.Module:
     if importlib.util.find_spec("transformers") is None:
         raise NotAvailable("transformers is not installed: pip install transformers")
     model: Any = make_llama(run.size, run.device).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Its name from transformers 5 on, which warns of the old one; 4 knows only that.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     return model
 
 
