@@ -54,7 +54,7 @@ class Scale:
 _POINTS = (Point(1, 2, 5), Point(4, 2, 3), Point(16, 2, 3))
 SCALES = {
     "tiny": Scale(LlamaSize(64, 2, 128, 64), (Point(1, 2, 3), Point(4, 2, 2)), 5, 10, 300),
-    "1.2b": Scale(LlamaSize(2048, 22, 5632, 4096), _POINTS, 200, 40, 150),
+    "1.2b": Scale(LlamaSize(2048, 22, 5632, 4096), _POINTS, 200, 40, 200),
     "3b": Scale(LlamaSize(3072, 26, 8192, 4096), _POINTS, 200, 40, 300),
 }
 

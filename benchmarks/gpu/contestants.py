@@ -247,9 +247,9 @@ def _fsdp2(model: nn.Module, way: Way) -> Training:
     }
     layers: Any = model.get_submodule("model.layers")
     for module in [*layers, model]:
-        # Its parameters are the masters; those of layers sharded before are on the CPU already, and float32.
-        for parameter in module.parameters():
-            parameter.data = parameter.data.float()
+        for parameter in module.parameters():  # they are the masters
+            if parameter.dtype != torch.float32:  # those of the layers are sharded already
+                parameter.data = parameter.data.float()
         fully_shard(module, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=way.learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     norm: Any = torch.zeros(())

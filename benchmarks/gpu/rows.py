@@ -53,7 +53,7 @@ def _note(run: Mapping[str, Any], by_hand: Mapping[int, float]) -> str:
     parts.append("host " + " / ".join(host))
     norms = [norm for norm in run["grad_norms"] if norm is not None]
     if norms:
-        parts.append(f"{sum(norm > MAX_NORM for norm in norms)} of {len(norms)} steps clipped")
+        parts.append(f"norm above {MAX_NORM} in {sum(norm > MAX_NORM for norm in norms)} of {len(norms)} steps")
     if run["stepped_ahead"] is not None:
         parts.append(f"{run['stepped_ahead']['kept']} tiles kept at the last")
     return ", ".join(filter(None, [*parts, REMARKS.get(run["contestant"], "")]))

@@ -142,7 +142,7 @@ def test_a_failure_is_a_row_and_the_others_go_on() -> None:
     ahead = table[f"16 tokens a step: {AHEAD}"]
     assert ahead.value == 1000.0
     for said in ("2.00 x no offload", "device 8.0 GiB (16.0 reserved)", "2.0 GiB resident", "1.0 counted",
-                 "1 of 2 steps clipped", "3 tiles kept"):  # fmt: skip
+                 "norm above 1.0 in 1 of 2 steps", "3 tiles kept"):  # fmt: skip
         assert said in ahead.note
     assert [row.verdict for row in table.values() if row.goal] == [MET, MET]
 
