@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
-import os
 import sys
 import time
 from enum import Enum
@@ -17,7 +15,7 @@ from rich.console import Console
 
 from benchmarks import engine, host_memory, host_step, machine, overlap, tracing, whole_step
 from benchmarks.child import PartFailed, measure_in_child
-from benchmarks.report import MISSED, Row, as_markdown, as_table, as_values
+from benchmarks.report import MISSED, Measured, Row, as_table, write_results
 from longshore.kernels import usable_cpus
 
 
@@ -125,25 +123,10 @@ def main(
     missed = [row.what for row in rows if row.verdict == MISSED]
     console.print(f"{len(missed)} goals missed; {time.monotonic() - started:.0f} s")
     if out is not None:
-        _write(out, described, results, rows)
+        stem = f"{datetime.date.today().isoformat()}-cpu-{machine.short_cpu_name()}"
+        write_results(out, stem, str(described["cpu"]), Measured(described, results, rows))
     if failed:
         raise typer.Exit(1)
-
-
-def _write(folder: Path, described: dict[str, Any], results: dict[str, Any], rows: list[Row]) -> None:
-    """``<date>-cpu-<name>.json`` and ``.md``; each appears whole or not at all."""
-    today = datetime.date.today().isoformat()
-    stem = f"{today}-cpu-{machine.short_cpu_name()}"
-    values = {"date": today, "machine": described, "rows": as_values(rows), "parts": results}
-    heading = f"Benchmarks, {today}, {described['cpu']}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for suffix, text in (
-        (".json", json.dumps(values, indent=1) + "\n"),
-        (".md", as_markdown(rows, described, heading)),
-    ):
-        temporary = folder / f".{stem}{suffix}.partial"
-        temporary.write_text(text)
-        os.replace(temporary, folder / f"{stem}{suffix}")
 
 
 if __name__ == "__main__":

@@ -76,25 +76,28 @@ def prepare(name: str) -> None:
         NotAvailable: a package is missing.
     """
     if name == DEEPSPEED:
-        _deepspeed().init_distributed(dist_backend="gloo", verbose=False)
+        load_deepspeed("cpu").init_distributed(dist_backend="gloo", verbose=False)
     else:
         importlib.import_module("longshore")
 
 
-def zero_config(setup: Setup) -> dict[str, Any]:
-    """The same file for both engines. DeepSpeed is spared its check for overflows, which ours does not make either."""
+def zero_config(bucket_numel: int, learning_rate: float = LEARNING_RATE, backwards: int = 1) -> dict[str, Any]:
+    """The same file for both engines, ``backwards`` to a step.
+
+    DeepSpeed is spared its check for overflows, which ours does not make either.
+    """
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": backwards,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
+            "params": {"lr": learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
         },
         "zero_optimization": {
             "stage": 2,
             "offload_optimizer": {"device": "cpu"},
-            "reduce_bucket_size": setup.bucket_numel,
-            "allgather_bucket_size": setup.bucket_numel,
+            "reduce_bucket_size": bucket_numel,
+            "allgather_bucket_size": bucket_numel,
             "overlap_comm": True,
         },
         "bf16": {"enabled": True, "check_grad_overflow": False},
@@ -129,24 +132,27 @@ def _engine(model: nn.Module, setup: Setup, simulated: bool = False) -> Training
     transfer = longshore.SimulatedTransfer() if simulated else None
     offload = longshore.Offload(threads=setup.threads, transfer=transfer)
     engine, *_ = longshore.initialize(
-        model=model, model_parameters=model.parameters(), config=zero_config(setup), offload=offload
+        model=model, model_parameters=model.parameters(), config=zero_config(setup.bucket_numel), offload=offload
     )
     return _training_of(engine, setup)
 
 
 def _start_deepspeed(model: nn.Module, setup: Setup) -> Training:
-    deepspeed = _deepspeed()
+    deepspeed = load_deepspeed("cpu")
     try:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=zero_config(setup))
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=zero_config(setup.bucket_numel)
+        )
     except Exception as failure:
         raise NotAvailable(f"DeepSpeed does not start: {type(failure).__name__}: {failure}"[:300]) from failure
     return _training_of(engine, setup)
 
 
-def _deepspeed() -> Any:
+def load_deepspeed(accelerator: str) -> Any:
+    """The package, told to use this accelerator (``cpu`` or ``cuda``); raises NotAvailable where there is none."""
     if importlib.util.find_spec("deepspeed") is None:
-        raise NotAvailable("not installed: DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install deepspeed")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        raise NotAvailable(f"not installed: DS_BUILD_OPS=0 DS_ACCELERATOR={accelerator} pip install deepspeed")
+    os.environ.setdefault("DS_ACCELERATOR", accelerator)
     # Its extension is built at first use, by the ninja of this environment.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     warnings.simplefilter("ignore")

@@ -20,8 +20,8 @@ class LlamaSize:
     max_tokens: int
 
 
-def make_llama(size: LlamaSize) -> nn.Module:
-    """In bfloat16; the same weights every time. Needs transformers."""
+def make_llama(size: LlamaSize, device: str = "cpu") -> nn.Module:
+    """In bfloat16, made on ``device``; the same weights every time. Needs transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -34,7 +34,8 @@ def make_llama(size: LlamaSize) -> nn.Module:
         max_position_embeddings=size.max_tokens,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).bfloat16()
+    with torch.device(device):
+        return LlamaForCausalLM(config).bfloat16()
 
 
 def make_tokens(tokens: int) -> Tensor:

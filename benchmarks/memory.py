@@ -88,3 +88,60 @@ class Peak:
     @property
     def grown_bytes(self) -> int:
         return self._most - self._start
+
+
+class PeakResident:
+    """The most that is resident, of this process and of those that it starts, over what is at the beginning.
+
+    What several processes share counts in each. Linux remembers the peak; where it does not let it be reset,
+    only what is seen by :meth:`look` counts.
+    """
+
+    def __init__(self) -> None:
+        self._start = resident_bytes()
+        self._seen = 0
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+            self._remembered = "VmHWM"
+        except OSError:
+            self._remembered = "VmRSS"
+
+    def look(self) -> None:
+        """Processes that have ended are only counted if somebody looked while they ran."""
+        self._seen = max(
+            self._seen, sum(_status_bytes(Path(f"/proc/{pid}/status"), self._remembered) for pid in _family())
+        )
+
+    @property
+    def grown_bytes(self) -> int:
+        self.look()
+        return self._seen - self._start
+
+
+def _family() -> set[int]:
+    """This process and all that descend from it."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # pid (name) state parent ...; a name may hold spaces and brackets
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
+
+
+def available_bytes() -> int:
+    """Memory of this machine that anybody could still have without swapping."""
+    return _status_bytes(Path("/proc/meminfo"), "MemAvailable")
+
+
+def _status_bytes(path: Path, key: str) -> int:
+    """0 where the file or the line is missing."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)

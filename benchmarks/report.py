@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import datetime
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.table import Column, Table
 from rich.text import Text
@@ -67,7 +72,7 @@ def as_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def as_markdown(rows: Sequence[Row], machine: dict[str, object], heading: str) -> str:
+def as_markdown(rows: Sequence[Row], machine: Mapping[str, object], heading: str) -> str:
     """The same for docs/results."""
     lines = [f"# {heading}", ""]
     lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in machine.items()]
@@ -78,3 +83,34 @@ def as_markdown(rows: Sequence[Row], machine: dict[str, object], heading: str) -
             lines += ["", f"## {part}", "", "| measured | value | goal | | |", "|---|--:|--:|---|---|"]
         lines.append(f"| {row.what} | {row.shown_value} | {row.goal} | {row.verdict} | {row.note} |")
     return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``machine``: on what; ``parts``: all that was measured, by part; ``rows``: the figures of the table."""
+
+    machine: Mapping[str, object]
+    parts: Mapping[str, Any]
+    rows: Sequence[Row]
+
+
+def write_results(folder: Path, stem: str, hardware: str, measured: Measured) -> None:
+    """``<stem>.json`` and ``<stem>.md`` in ``folder``; each appears whole or not at all."""
+    today = datetime.date.today().isoformat()
+    values = {
+        "date": today,
+        "machine": measured.machine,
+        "rows": as_values(measured.rows),
+        "parts": measured.parts,
+    }
+    write_whole(folder / f"{stem}.json", (json.dumps(values, indent=1) + "\n").encode())
+    markdown = as_markdown(measured.rows, measured.machine, f"Benchmarks, {today}, {hardware}")
+    write_whole(folder / f"{stem}.md", markdown.encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Make or replace a file; whoever reads it finds the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

@@ -40,12 +40,12 @@ class Team:
         python: str = sys.executable,
     ) -> None:
         command = [python, "-m", "benchmarks.rank", job, json.dumps(asdict(setup)), json.dumps(list(contestants))]
-        port = _free_port()
+        port = free_port()
         self._folder = tempfile.TemporaryDirectory()
         self._printed = [Path(self._folder.name) / f"rank-{rank}.txt" for rank in range(world_size)]
         self._ranks: list[subprocess.Popen[str]] = []
         for rank, path in enumerate(self._printed):
-            environment = {**os.environ, **_environment(rank, world_size, port, setup.threads)}
+            environment = {**os.environ, **rank_environment(rank, world_size, port, setup.threads)}
             with path.open("w") as printed:
                 process = subprocess.Popen(
                     command,
@@ -105,7 +105,7 @@ class Team:
         self.close()
 
 
-def _environment(rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
     """torchrun's variables, and threads for both OpenMP runtimes of a process: torch's own, and that of extensions."""
     return {
         "RANK": str(rank),
@@ -118,7 +118,7 @@ def _environment(rank: int, world_size: int, port: int, threads: int) -> dict[st
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]

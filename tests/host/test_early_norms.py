@@ -3,11 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longshore.host.early_norms import EarlyNorms, sum_of_squares
+from longshore.host import HostStore
+from longshore.host.early_norms import EarlyNorms
 from longshore.host.tile import Tile
 from longshore.host.tile_state import TileEvent
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.layout import plan_tiles
+from longshore.transfer import DirectTransfer
 
 HALVED = Scale(0.5)
 NUMELS = {0: 30, 1: 70, 2: 20}
@@ -70,14 +72,16 @@ def test_a_norm_holds_at_its_scale_until_something_arrives(kernels: HostKernels)
     assert window.norms.known(UNSCALED).keys() == {index for index in NUMELS if index not in tile.segments}
 
 
-@pytest.mark.parametrize("measured", [{0}, {2, 4}, {0, 1, 2, 3, 4}])
-def test_squares_are_added_in_the_order_of_the_kernels(kernels: HostKernels, measured: set[int]) -> None:
-    """One 2**-54 after the other is lost beside 1; all of them before it are not."""
-    pieces = {index: [torch.tensor([2.0**-27 if index else 1.0])] for index in range(5)}
-    whole, other_way = (
-        kernels.sum_of_squares(list(given), UNSCALED) for given in (pieces.values(), reversed(pieces.values()))
-    )
-    assert whole == 1.0 < other_way
-    known = {index: kernels.block_sums([pieces[index]], UNSCALED)[0] for index in measured}
-    rest = {index: pieces[index] for index in pieces if index not in measured}
-    assert sum_of_squares(kernels, pieces, known, rest, UNSCALED) == whole
+@pytest.mark.parametrize("known", [set(), {0}, {2, 4}, {0, 1, 2, 3, 4}])
+def test_squares_are_added_in_the_order_of_the_parameters(
+    kernels: HostKernels, known: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was measured before. One 2**-54 after the other is lost beside 1; all of them before it are not."""
+    values = {index: torch.tensor([2.0**-27 if index else 1.0]) for index in range(5)}
+    store = HostStore(DirectTransfer(), kernels, 40, hold_gradients=True)
+    store.add_parameters((index, 1, torch.float32) for index in values)
+    blocks = {index: [float(values[index].double() ** 2)] for index in known}
+    monkeypatch.setattr(store.speculator, "known_squares", lambda scale: blocks)
+    assert store.sum_of_squares(dict(values), UNSCALED) == 1.0
+    assert store.sum_of_squares(dict(reversed(values.items())), UNSCALED) > 1.0
+    store.close()

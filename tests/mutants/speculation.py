@@ -2,9 +2,65 @@
 
 from __future__ import annotations
 
-from mutants.mutant import NORMS, SPECULATION, STEPPING, Mutant
+from mutants.mutant import NORMS, SPECULATION, SPLIT, STEPPING, Mutant
 
 MUTANTS = [
+    Mutant(
+        "what is measured for the verdict waits for passes",
+        "host/speculation.py",
+        "        if self._holding:\n",
+        "        if False:\n",
+        (SPECULATION,),
+    ),
+    Mutant(
+        "passes that were put off are forgotten",
+        "host/speculation.py",
+        "            self._worker.submit(lambda bet=bet: self._run(bet), 0)\n",
+        "",
+        (SPECULATION,),
+    ),
+    Mutant(
+        "a pass that was put off counts as run",
+        "host/speculation.py",
+        "if not bet.open or bet.held:",
+        "if not bet.open:",
+        (SPECULATION,),
+    ),
+    Mutant(
+        "one part is stepped where the other cannot be",
+        "host/split.py",
+        "            store.settle()  # neither steps unless both can\n",
+        "            pass\n",
+        (SPLIT,),
+    ),
+    Mutant(
+        "a parameter is cut anywhere",
+        "host/split.py",
+        "left // NORM_BLOCK_NUMEL * NORM_BLOCK_NUMEL",
+        "left",
+        (SPLIT,),
+    ),
+    Mutant(
+        "what comes first goes to the host",
+        "host/split.py",
+        "        self.device.add_parameters(on_device)\n        self.host.add_parameters(on_host)\n",
+        "        self.device.add_parameters(on_host)\n        self.host.add_parameters(on_device)\n",
+        (SPLIT,),
+    ),
+    Mutant(
+        "the device's part keeps a discarded window",
+        "host/split.py",
+        "for store in self._stores if parameter is None else",
+        "for store in [self.host] if parameter is None else",
+        (SPLIT,),
+    ),
+    Mutant(
+        "half a step is forgotten",
+        "host/split.py",
+        "            self._broken = failure  # the device's part",
+        "            pass  # the device's part",
+        (SPLIT,),
+    ),
     Mutant(
         "a tile that waits for gradients is stepped ahead",
         "host/speculation.py",
@@ -192,9 +248,9 @@ MUTANTS = [
     ),
     Mutant(
         "squares are added in another order",
-        "host/early_norms.py",
-        "    for parameter in order:  # the bits",
-        "    for parameter in sorted(order, reverse=True):  # the bits",
+        "host/store.py",
+        "{one: known[one] if one in known else measured[one] for one in gradients}",
+        "{**measured, **known}",
         (NORMS,),
     ),
     Mutant(

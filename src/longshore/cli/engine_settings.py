@@ -99,10 +99,11 @@ def with_engine(
             f"the command line contradicts {source}: {'; '.join(contradictions)}: change one, or leave the option out"
         )
     config = _resolved(loaded.config, asked, ranks, source)
-    if "speculation_memory" in given and config.speculation_memory and config.stage < 2 and ranks > 1:
+    in_step = config.stage < 2 and not config.overlap_comm
+    if "speculation_memory" in given and config.speculation_memory and in_step and ranks > 1:
         raise SettingsError(
-            f"--speculation-memory is for stepping during backward, and with {ranks} ranks stage {config.stage} brings "
-            "gradients to the host in the step: use --stage 2, or leave it out"
+            f"--speculation-memory is for stepping during backward, and with {ranks} ranks, stage {config.stage} and "
+            "overlap_comm false gradients are reduced in the step: leave overlap_comm or --speculation-memory out"
         )
     if loaded.config.steps_per_print is not None:
         settings = replace(settings, loop=replace(settings.loop, log_every=loaded.config.steps_per_print))

@@ -1,0 +1,101 @@
+"""``python -m benchmarks.gpu``: measure, print the table, write the results and the pictures."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks import machine
+from benchmarks.child import Progress
+from benchmarks.gpu.contest import Contest, Settings
+from benchmarks.gpu.figures import draw
+from benchmarks.gpu.rows import PART, rows
+from benchmarks.report import MISSED, Measured, as_table, write_results, write_whole
+from longshore.kernels import usable_cpus
+
+
+class Size(str, Enum):
+    """Of the model, in parameters. ``tiny`` has sequences of 64 tokens, the others of 4096."""
+
+    tiny = "tiny"
+    small = "1.2b"
+    large = "3b"
+
+
+class Device(str, Enum):
+    """Where parameters are."""
+
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+def main(
+    size: Annotated[Size, typer.Option(help="Parameters of the Llama.")] = Size.small,
+    device: Annotated[Device, typer.Option(help="cpu shows that it runs, at size tiny.")] = Device.cuda,
+    threads: Annotated[int, typer.Option(min=1, help="Host threads of every contestant.")] = len(usable_cpus()),
+    out: Annotated[Path | None, typer.Option(help="Folder for the results: JSON, table and pictures.")] = None,
+    deepspeed_python: Annotated[
+        str,
+        typer.Option(
+            envvar="LONGSHORE_BENCH_DEEPSPEED_PYTHON",
+            help="Interpreter that has deepspeed and transformers, where another one does.",
+        ),
+    ] = sys.executable,
+) -> None:
+    """Train a Llama on one GPU: longshore, no offload, DeepSpeed, torchao and FSDP2, each in a process of its own."""
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device; --size tiny --device cpu shows that it runs")
+    if device is Device.cpu and size is not Size.tiny:
+        raise typer.BadParameter(f"--size {size.value} is for a GPU; on the CPU give --size tiny")
+    console, started = Console(), time.monotonic()
+    if not console.is_terminal:
+        console.width = 200
+    described = {**machine.describe(), "threads": threads, **_accelerator(device)}
+    hardware = str(described.get("gpu", described["cpu"]))
+    short = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-") if "gpu" in described else machine.short_cpu_name()
+    stem = f"{datetime.date.today().isoformat()}-training-{size.value}-{device.value}-{short}"
+
+    def save(results: dict[str, Any]) -> None:
+        if out is not None:
+            write_results(out, stem, hardware, Measured(described, {"training": results}, rows(results)))
+
+    progress = Progress(PART)
+    settings = Settings(size.value, device.value, threads, deepspeed_python)
+    results = Contest(settings, progress, save).measure()
+    progress.end()
+    table = rows(results)
+    console.print(as_table(table))
+    if out is not None:
+        pictures, reason = draw(results)
+        for name, content in pictures.items():
+            write_whole(out / f"{stem}-{name}.png", content)
+        if reason:
+            console.print(reason, highlight=False, markup=False)
+    missed = sum(row.verdict == MISSED for row in table)
+    console.print(f"{missed} goals missed; {time.monotonic() - started:.0f} s")
+    if "failed" in results["preparation"]:
+        raise typer.Exit(1)
+
+
+def _accelerator(device: Device) -> dict[str, object]:
+    if device is Device.cpu:
+        return {}
+    gpu = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpu_memory_gib": round(gpu.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
