@@ -345,10 +345,12 @@ class TestTwoRanks:
         assert "2 ranks were started, and nothing says how they share the work: add --stage" in ranks[0][2]
         assert ranks[1][2] == ""
 
-    def test_stepping_ahead_needs_stage_2(self, two_ranks, micro):
-        ranks = two_ranks(command, [*micro, "--stage", "1", "--speculation-memory", "0.5"])
+    def test_stepping_ahead_needs_gradients_before_the_step(self, two_ranks, micro, config):
+        zero = {"stage": 1, "overlap_comm": False, "offload_optimizer": {"device": "cpu"}}
+        options = ["--config", str(config(zero_optimization=zero)), "--speculation-memory", "0.5"]
+        ranks = two_ranks(command, [*micro, *options])
         assert [rank[0] for rank in ranks] == [2, 2]
-        assert "with 2 ranks stage 1 brings gradients to the host in the step: use --stage 2" in ranks[0][2]
+        assert "with 2 ranks, stage 1 and overlap_comm false gradients are reduced in the step: leave" in ranks[0][2]
 
     def test_what_one_rank_refuses_ends_both(self, two_ranks, micro, trained):
         """Only rank 0 looks at --out."""

@@ -48,7 +48,7 @@ class Stubborn(Predictor):
         return True
 
 
-def _step_ahead(store: Any, ahead: str) -> None:
+def step_ahead(store: Any, ahead: str) -> None:
     inner = getattr(store, "inner", store)
     speculator = getattr(inner, "host", inner).speculator
     if isinstance(speculator, Ahead):
@@ -97,7 +97,7 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
     oracle = Oracle(scenario, dtype, world_size, stage, **OPTIONS)
     base = [group["lr"] for group in oracle.loop.optimizer.param_groups]
     clipped = kept = redone = 0
-    _step_ahead(engine.optimizer.store, ahead)
+    step_ahead(engine.optimizer.store, ahead)
     try:
         for step in range(scenario.steps):
             window = scenario.plan(step)

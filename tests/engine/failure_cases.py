@@ -18,7 +18,9 @@ OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
 
 def make_engine(stage: int, **config: Any) -> Any:
     model = make_model(torch.float32)
-    settings = longshore.Config(stage=stage, reduce_bucket_numel=500, optimizer={"type": "AdamW", **OPTIONS}, **config)
+    settings = longshore.Config(
+        **{"stage": stage, "reduce_bucket_numel": 500, "optimizer": {"type": "AdamW", **OPTIONS}, **config}
+    )
     return longshore.initialize(model=model, config=settings, offload=longshore.Offload(100, threads=1)).engine
 
 
@@ -82,14 +84,19 @@ def failing_backward(stage: int, failing: list[int]) -> list[str]:
     return said
 
 
-def failing_backward_discarded_at_once(stage: int) -> list[str]:
-    """Rank 0 catches its error and goes on with the next batch; rank 1 learns of it in step()."""
+def failing_backward_discarded_at_once(stage: int, failing: list[int], slow: bool) -> list[str]:
+    """Rank 0 (or both) catches its error and goes on with the next batch; rank 1 learns of it in step().
+
+    ``slow``: rank 0 discards while the failed backward's round has still to take place.
+    """
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    engine = make_engine(stage)
+    engine = make_engine(stage, reduce_bucket_numel=100_000)  # one bucket: no hook waits for the round
+    if slow and rank == 0:
+        engine.optimizer.store.lane.submit(lambda: time.sleep(0.4))
     said = []
-    if rank == 0:
+    if rank in failing:
         said.append(raised_by(lambda: explode(engine, 0, rank)))
     else:
         backward(engine, 0, rank)

@@ -175,6 +175,9 @@ SCENARIOS: dict[str, Scenario] = {
         lambda step: Window((Backward(raw=True), Backward((("b",),), raw=True), Backward((("a", "c"),))))
     ),
     "no_sync": Scenario(lambda step: Window((Backward(unsynchronized=True), Backward((("a",),))))),
+    "backwards that stay, then raw ones": Scenario(
+        lambda step: Window((Backward(unsynchronized=True), Backward((("a",),), raw=True), Backward(raw=True)))
+    ),
     "groups that differ in everything": Scenario(groups=_different_groups),
     "a schedule": Scenario(schedule=lambda step: 1.0 / (1 + step), groups=_trunk_and_heads),
     "frozen parameters": Scenario(prepare=_freeze_some),

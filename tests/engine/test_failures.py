@@ -26,11 +26,17 @@ def test_after_an_exception_in_backward_zero_grad_makes_the_engine_usable(
             assert "zero_grad()" in said[rank][1]
 
 
-@pytest.mark.parametrize("stage", [2])
-def test_a_rank_that_gives_up_its_window_alone_is_met_again(stage: int, two_ranks: Ranks) -> None:
-    said = two_ranks(failure_cases.failing_backward_discarded_at_once, stage)
-    assert said[0] == ["RuntimeError: exploded on purpose"]
-    assert said[1][0].startswith("GradientError: rank 0 failed in this window")
+@STAGES
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("failing", [[0], [0, 1]], ids=str)
+def test_ranks_that_give_up_their_window_at_once_meet_again(
+    stage: int, failing: list[int], slow: bool, two_ranks: Ranks
+) -> None:
+    said = two_ranks(failure_cases.failing_backward_discarded_at_once, stage, failing, slow)
+    for rank in failing:
+        assert said[rank] == ["RuntimeError: exploded on purpose"]
+    if failing == [0]:
+        assert said[1][0].startswith("GradientError: rank 0 failed in this window")
 
 
 @STAGES

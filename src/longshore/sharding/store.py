@@ -163,15 +163,15 @@ class ShardedStore(ParameterStore):
         if parameter is not None:
             self._window.forget(parameter)
             return
-        if self._window.failure is not None:
-            # The others may not know; those that do not will be told when they meet this rank.
-            self.lane.give_up_window()
-            self._windows += 1
         try:
-            self.lane.drain()
+            self.lane.drain()  # a round that is still to take place belongs to this window, not to the next
         except GradientError:
             pass  # another rank gave up the same window
         finally:
+            if self._window.failure is not None:
+                # The others may not know; those that do not will be told when they meet this rank.
+                self.lane.give_up_window()
+                self._windows += 1
             self.inner.discard()
             self._window.begin()
 

@@ -82,6 +82,8 @@ class WindowGradients:
         self._in_rounds: set[int] = set()
         self._deferred: list[Contributions] = []
         self._deferred_open = False
+        self._open_stays = False
+        """What was kept last came in a backward whose gradients stay."""
         self._taken = False
         self._round: Round | None = None
         self.closing: Round | None = None
@@ -161,8 +163,12 @@ class WindowGradients:
             if by_hook and self._round is not None and self._round.take(bucket.index, parameter, gradient):
                 self._in_rounds.add(parameter)
                 return
+            raw = by_hook and self._round is None and self._settings.each_backward and not self.unsynchronized
+            if raw and self._open_stays:
+                self._deferred_open = False  # what stayed on this rank is one reduction, this backward another
+            self._open_stays = self.unsynchronized
             self._defer(parameter, gradient)
-            if by_hook and self._round is None and self._settings.each_backward and not self.unsynchronized:
+            if raw:
                 self._raw.arrived()
 
     def _defer(self, parameter: int, gradient: Tensor) -> None:
