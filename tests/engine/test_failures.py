@@ -82,7 +82,7 @@ def test_a_step_that_fails_half_way_on_one_rank_breaks_all(stage: int, two_ranks
     assert said[0][0].startswith("BrokenStateError: rank 1 failed")
     assert said[1][0] == "MemoryError: no memory on purpose"
     for rank in (0, 1):
-        assert said[rank][1].startswith("BrokenStateError: an earlier step failed on this or another rank")
+        assert said[rank][1].startswith("BrokenStateError: an earlier step failed half way on this or another rank")
 
 
 @STAGES
@@ -119,4 +119,4 @@ def test_a_rank_killed_while_it_publishes_is_noticed_within_seconds(
     assert first.startswith("RankError: rank 0: a collective failed (")
     assert float(seconds) < 10  # the timeout of the group is 20
     for later in (state, step):
-        assert later.startswith("BrokenStateError: an earlier step failed on this or another rank")
+        assert later.startswith("BrokenStateError: an earlier step failed half way on this or another rank")

@@ -137,7 +137,7 @@ def test_each_tile_arrives_is_stepped_and_published_in_this_order(transfer: str,
     assert all(event.lane.startswith("longshore-host") for event in ahead), "on the worker"
 
 
-def test_a_kept_tile_was_stepped_ahead_before_step(traced: Trace) -> None:
+def test_a_kept_tile_was_stepped_ahead_of_the_verdict(traced: Trace) -> None:
     for events in windows_of(traced):
         (step,) = named(events, STEP)
         (backward,) = named(events, BACKWARD)
@@ -149,7 +149,8 @@ def test_a_kept_tile_was_stepped_ahead_before_step(traced: Trace) -> None:
         for kept in named(events, KEPT):
             assert kept.tile is not None
             (ahead,) = of_tile(events, kept.tile, STEP_AHEAD)
-            assert ahead.end_ns <= step.begin_ns <= kept.begin_ns <= step.end_ns
+            assert backward.begin_ns < ahead.end_ns <= kept.begin_ns
+            assert step.begin_ns <= kept.begin_ns <= step.end_ns
 
 
 def test_a_verdict_that_was_another_is_redone_in_place() -> None:
