@@ -98,24 +98,26 @@ class PeakResident:
     """
 
     def __init__(self) -> None:
-        self._start = resident_bytes()
         self._seen = 0
         try:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
             self._remembered = "VmHWM"
         except OSError:
             self._remembered = "VmRSS"
+        self._start = _of_family(self._remembered)  # there may be some already
 
     def look(self) -> None:
         """Processes that have ended are only counted if somebody looked while they ran."""
-        self._seen = max(
-            self._seen, sum(_status_bytes(Path(f"/proc/{pid}/status"), self._remembered) for pid in _family())
-        )
+        self._seen = max(self._seen, _of_family(self._remembered))
 
     @property
     def grown_bytes(self) -> int:
         self.look()
         return self._seen - self._start
+
+
+def _of_family(name: str) -> int:
+    return sum(_status_bytes(Path(f"/proc/{pid}/status"), name) for pid in _family())
 
 
 def _family() -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -208,8 +209,16 @@ def test_without_matplotlib_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_peak_resident_counts_what_is_held() -> None:
-    peak = PeakResident()
-    held = torch.ones(1 << 24)  # 64 MiB
-    peak.look()
-    del held
-    assert 60 << 20 <= peak.grown_bytes < 200 << 20
+    """And not the processes that were there at the beginning."""
+    program = "import torch, time; held = torch.ones(1 << 24); print('ready', flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        peak = PeakResident()
+        held = torch.ones(1 << 24)  # 64 MiB
+        peak.look()
+        del held
+        assert 60 << 20 <= peak.grown_bytes < 200 << 20
+    finally:
+        child.kill()
+        child.communicate()
