@@ -179,7 +179,9 @@ class ShardedStore(ParameterStore):
 
     def _launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
         ready = self.transfer.mark()
-        held_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
+        held_bytes = 0  # where gradients stay anyway, nobody waits for memory
+        if current is not self._window.closing:
+            held_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
 
         def reduce() -> None:
             if not current.failed:
