@@ -17,11 +17,12 @@ def trained(
     stage: int,
     dtype: torch.dtype = torch.float32,
     taken_out: str | None = None,
+    by: Sequence[int] = (0, 1),
     **keys: Any,
 ) -> list[tuple[int, int]]:
     """Each rank makes its own calls, one plan for each; raises where a weight is not the plain loop's on the first.
 
-    ``taken_out`` names a parameter whose ``.grad`` is set to None before every step.
+    ``taken_out`` names a parameter whose ``.grad`` is set to None before every step, ``by`` some ranks.
 
     Returns:
         For each window, how many buckets were reduced before ``step()``, and how many in it.
@@ -42,7 +43,7 @@ def trained(
         reduced, agree, early = Counted(store, "_reduce"), store.agree, []
 
         def observed(collect: Any) -> Any:
-            if taken_out is not None:
+            if taken_out is not None and rank in by:
                 model.get_parameter(taken_out).grad = None
             if not early:
                 store.lane.drain()
@@ -57,10 +58,21 @@ def trained(
             expected = plans[0][step]
             gradients = oracle.gradients(expected, step, expected.accumulation or engine.gradient_accumulation_steps())
             if taken_out is not None:
-                gradients[names.index(taken_out)] = None
+                gradients[names.index(taken_out)] = _mean_without(by, oracle, expected, step, names.index(taken_out))
             oracle.loop.step(gradients)
             assert_same(model, oracle.model, f"step {step}")
     return found
+
+
+def _mean_without(by: Sequence[int], oracle: Oracle, window: Window, step: int, index: int) -> torch.Tensor | None:
+    """One parameter's gradient, in a window of one backward, where ranks ``by`` count as zero."""
+    (backward,) = window.backwards
+    total = None
+    for rank in {0, 1} - set(by):
+        gradient = oracle._backward(backward, 0, step, rank, 1)[index]
+        assert gradient is not None
+        total = gradient if total is None else total + gradient
+    return None if total is None else total * 0.5
 
 
 def one_rank_has_no_backward(stage: int) -> list[float]:

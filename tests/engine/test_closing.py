@@ -85,8 +85,9 @@ def test_without_overlap(stage: int, two_ranks: Ranks) -> None:
 
 
 @STAGES
-def test_a_gradient_that_is_taken_out(stage: int, two_ranks: Ranks) -> None:
-    """After it was reduced, and before the step."""
-    arguments: tuple[Any, ...] = (both(ONE, ONE), stage, torch.float32, "second.bias")
+@pytest.mark.parametrize("by", [(0, 1), (0,), (1,)], ids=str)
+def test_a_gradient_that_is_taken_out(stage: int, by: tuple[int, ...], two_ranks: Ranks) -> None:
+    """After it was reduced, and before the step; by one rank alone too, where the other knows of nothing."""
+    arguments: tuple[Any, ...] = (both(ONE, ONE), stage, torch.float32, "second.bias", by)
     for found in two_ranks(closing_cases.trained, *arguments):
         assert [early for early, _ in found] == [BUCKETS] * 2 and all(late > 0 for _, late in found)
