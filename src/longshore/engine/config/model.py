@@ -80,8 +80,8 @@ class Config(FrozenModel):
         allgather_bucket_numel: elements that are gathered together.
         overlap_comm: reduce while backward runs. The same bits either way.
         tile_numel, threads, cpu_set: as in :class:`longshore.Offload`.
-        cpu_share: the share, above 0 and up to 1, of the CPUs that this process
-            may use on which host threads run (the last ones); ``cpu_set`` names them instead.
+        cpu_share: host threads run on this share, from 0 (one CPU) to 1, of the
+            CPUs that this process may use: the last ones. ``cpu_set`` names them instead.
         speculation_memory, offload_ratio: as in :class:`longshore.Offload`
             (there ``ratio``); they need ``offload_optimizer`` cpu.
         dtype: parameters are cast to it when the engine is made; buffers keep
