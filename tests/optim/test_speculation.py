@@ -339,6 +339,28 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     assert record.kept == record.begun > 2
 
 
+def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile is stepped in place then."""
+    pair = Pair()
+    pair.train(3, clip=1e9)
+    store, gate = pair.ahead.store, threading.Event()
+    hold = store.speculator.hold
+
+    def holding() -> None:
+        hold()
+        gate.set()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    store._worker.submit(lambda: bool(gate.wait(20)), 0)
+    pair.backward()
+    monkeypatch.setattr(store.speculator, "hold", holding)
+    monkeypatch.setattr("longshore.host.speculation.run_speculation", fail)
+    record = pair.step(clip=1e9)
+    assert record.begun > 2 and record.kept == 0
+
+
 @pytest.mark.parametrize("memory", [1.0, 0.4])
 @pytest.mark.parametrize("clip", [1e9, 1e-3])
 def test_the_norm_is_measured_in_backward(memory: float, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import KIND_NAMES, KINDS, Kind, loss_of, same_weights, small_model
+from support import KIND_NAMES, KINDS, Kind, PlainLoop, loss_of, same_weights, small_model
 from torch import nn
 
 import longshore
@@ -185,6 +185,13 @@ def test_a_discarded_window_leaves_nothing_in_either_part() -> None:
     optimizer.zero_grad()
     optimizer.step()
     assert_same([parameter.detach() for parameter in model.parameters()], before)
+    twin = small_model()
+    loop = PlainLoop(twin.parameters(), lr=1e-2)
+    for each in (model, twin):
+        loss_of(each, 1).backward()
+    optimizer.step()
+    loop.step_on_grads()
+    assert same_weights(model, twin)
     optimizer.close()
 
 
