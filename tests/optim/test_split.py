@@ -175,7 +175,9 @@ def test_groups_that_come_later() -> None:
 
 def pair() -> tuple[Any, nn.Module]:
     model = small_model()
-    return longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=True, offload=offload(0.5)), model
+    optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=True, offload=offload(0.2))
+    assert split_store(optimizer).device.tiles and split_store(optimizer).host.tiles
+    return optimizer, model
 
 
 @pytest.mark.parametrize("step_between", [False, True])
@@ -184,6 +186,7 @@ def test_a_discarded_window_leaves_nothing_in_either_part(step_between: bool) ->
     before = [parameter.detach().clone() for parameter in model.parameters()]
     loss_of(model, 0).backward()
     optimizer.zero_grad()
+    assert {optimizer.store.arrivals(record.index) for record in optimizer.records} == {0}
     if step_between:
         optimizer.step()
     assert_same([parameter.detach() for parameter in model.parameters()], before)
