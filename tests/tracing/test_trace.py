@@ -383,6 +383,8 @@ def test_the_page_stands_alone(traced: Trace, tmp_path: Path) -> None:
     assert shapes == len(traced.events)
     for lane in {event.lane for event in traced.events}:
         assert f"<div>{lane}</div>" in page
+    explained = re.findall(r"</i><b>(.+?)</b>: \w", page)
+    assert sorted(explained) == sorted({event.name for event in traced.events} | {"exposed"})
     assert str(traced.summary()) in page
 
 
