@@ -120,8 +120,9 @@ def main(
     for key, value in described.items():
         console.print(f"{key.replace('_', ' ')}: {value}", highlight=False, markup=False)
     console.print(as_table(rows))
-    missed = [row.what for row in rows if row.verdict == MISSED]
-    console.print(f"{len(missed)} goals missed; {time.monotonic() - started:.0f} s")
+    missed = sum(row.verdict == MISSED for row in rows)
+    judged = "--quick: too small to say anything, no goal is judged" if quick else f"{missed} goals missed"
+    console.print(f"{judged}; {time.monotonic() - started:.0f} s")
     if out is not None:
         stem = f"{datetime.date.today().isoformat()}-cpu-{machine.short_cpu_name()}"
         write_results(out, stem, str(described["cpu"]), Measured(described, results, rows))

@@ -69,6 +69,22 @@ def test_it_needs_the_state_on_the_host() -> None:
         load_config(file(zero_optimization={"stage": 2, "offload_optimizer": {"super_offload": True}}))
 
 
+def test_a_device_that_is_refused_is_one_problem() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "super_offload": True}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(file(zero_optimization=zero))
+    assert [problem.path for problem in caught.value.problems] == ["zero_optimization.offload_optimizer.device"]
+
+
+def test_what_a_number_means_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"at most 1 \(a share\), or an integer of at least 2 \(bytes\)"):
+        load_config(file(zero_optimization=AHEAD, longshore={"speculation_memory": "8GB"}))
+    for key in ("cpuadam_cores_perc", "ratio"):
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True, key: 90}}
+        with pytest.raises(ConfigError, match=rf"{key} = 90: must be a number .* at most 1 \(a share: 0\.9 for 90 %\)"):
+            load_config(file(zero_optimization=zero))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("overlap", [None, True, False])
 def test_where_gradients_are_reduced_in_step_it_says_so(stage: int, overlap: bool | None) -> None:
@@ -118,10 +134,16 @@ def test_host_threads_run_on_their_share(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_cpus_are_chosen_once() -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True, "cpuadam_cores_perc": 0.5}}
+    for keys, path in (({"threads": 2}, "longshore.threads"), ({"cpu_set": [0]}, "longshore.cpu_set")):
+        with pytest.raises(ConfigError) as caught:
+            load_config(file(zero_optimization=zero, longshore=keys))
+        (problem,) = caught.value.problems
+        assert problem.path == "zero_optimization.offload_optimizer.cpuadam_cores_perc"
+        assert f"excludes {path}, which chooses host threads too; leave one of them out" in problem.what
     with pytest.raises(
         ConfigError, match=r"cpu_share 0\.5 chooses host threads and their CPUs, and threads or cpu_set"
     ):
-        load_config(file(zero_optimization=zero))
+        longshore.Config(train_batch_size=1, cpu_share=0.5, threads=2)
     zero["offload_optimizer"]["super_offload"] = False  # then nobody reads it
     assert load_config(file(zero_optimization=zero)).config.cpu_share is None
 

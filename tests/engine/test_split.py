@@ -41,6 +41,15 @@ def test_ratio(ratio: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert ("40% of optimizer state on the host, the rest on the device" in said) == (ratio == 0.4)
 
 
+def test_with_the_model_in_host_memory_nothing_is_split(capsys: pytest.CaptureFixture[str]) -> None:
+    with started(file(zero_optimization=offloaded(ratio=0.4))) as engine:
+        train(engine, [loss_of(engine, 0)])
+        explanation = engine.explain()
+    assert explanation.ratio == 1.0 and "pages" not in explanation.device_bytes
+    said = capsys.readouterr().out
+    assert "optimizer state on the host" in said and "the rest on the device" not in said
+
+
 def test_it_needs_some_state_on_the_host() -> None:
     with pytest.raises(ConfigError, match=r"ratio.* must agree with .*offload_optimizer\.device, which is none"):
         load_config(file(zero_optimization={"stage": 2, "offload_optimizer": {"ratio": 0.5}}))

@@ -194,6 +194,12 @@ def test_backwards_that_are_announced(pair: Pair) -> None:
     assert record.kept == record.begun > 2
 
 
+@pytest.mark.parametrize("backwards", [0, -1, 1.5, "2", None, True])
+def test_what_cannot_be_expected(pair: Pair, backwards: Any) -> None:
+    with pytest.raises(ValueError, match=rf"number of backwards, at least 1, not {backwards!r}"):
+        pair.ahead.expect_backwards(backwards)
+
+
 def test_an_option_changed_between_backward_and_step(pair: Pair) -> None:
     pair.backward()
     for optimizer in pair.optimizers:

@@ -304,13 +304,27 @@ def test_the_bits_are_the_same(transfer: str, clip: float | None) -> None:
 
 def test_what_cannot_be_traced_is_named() -> None:
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
-    with pytest.raises(TypeError, match="not SGD"), longshore.trace(plain):
+    with pytest.raises(TypeError, match=r"not torch\.optim\.sgd\.SGD"), longshore.trace(plain):
         pass
     training = Training()
     with longshore.trace(training.optimizer):
         with pytest.raises(LongshoreError, match="being traced already"), longshore.trace(training.optimizer):
             pass
         assert all(tile.recorder is not NO_RECORDER for tile in training.optimizer.store.tiles)
+
+
+def test_it_is_read_after_the_block(tmp_path: Path) -> None:
+    training = Training()
+    with longshore.trace(training.optimizer) as trace:
+        training.train(1)
+        for read in (
+            trace.summary,
+            lambda: trace.save_chrome(tmp_path / "trace.json"),
+            lambda: trace.save_html(tmp_path / "trace.html"),
+        ):
+            with pytest.raises(LongshoreError, match="still being recorded; read and save it after the block"):
+                read()
+    assert trace.summary().steps == 1 and not list(tmp_path.iterdir())
 
 
 def test_an_engine() -> None:
@@ -369,6 +383,8 @@ def test_the_page_stands_alone(traced: Trace, tmp_path: Path) -> None:
     assert shapes == len(traced.events)
     for lane in {event.lane for event in traced.events}:
         assert f"<div>{lane}</div>" in page
+    explained = re.findall(r"</i><b>(.+?)</b>: \w", page)
+    assert sorted(explained) == sorted({event.name for event in traced.events} | {"exposed"})
     assert str(traced.summary()) in page
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longshore.engine.wording import byte_count
-from longshore.host import SpeculationRecord
+from longshore.host import SpeculationRecord, SplitStore
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.sharding import ShardedStore
 
@@ -58,7 +58,7 @@ class Explanation:
     world_size: int
     offload: str
     ratio: float
-    """The share of the optimizer's state that is offloaded, where it is."""
+    """The share of the optimizer's state that is offloaded, where it is; 1.0 with parameters in host memory."""
     buckets: tuple[BucketRow, ...]
     tiles: int
     tile_numel: int
@@ -152,7 +152,7 @@ def explain(engine: Any) -> Explanation:
         rank=engine.ranks.rank,
         world_size=engine.ranks.world_size,
         offload=engine.config.offload_optimizer,
-        ratio=engine.config.offload_ratio,
+        ratio=engine.config.offload_ratio if isinstance(sharded.inner if sharded else store, SplitStore) else 1.0,
         buckets=tuple(buckets),
         tiles=len(tiles),
         tile_numel=max((tile.layout.numel for tile in tiles), default=0),

@@ -28,3 +28,14 @@ class OptimizerForecast(Forecast):
     def rules(self) -> Mapping[int, HostRule]:
         rules = self._rules()
         return {} if rules is None else rules()
+
+
+def checked_backwards(backwards: int) -> int:
+    """What a user expects of the window.
+
+    Raises:
+        ValueError: no integer of at least 1.
+    """
+    if isinstance(backwards, bool) or not isinstance(backwards, int) or backwards < 1:
+        raise ValueError(f"expect_backwards takes a number of backwards, at least 1, not {backwards!r}")
+    return backwards

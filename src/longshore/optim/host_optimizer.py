@@ -13,7 +13,7 @@ from longshore.host import ParameterStep, ParameterStore, SpeculationRecord
 from longshore.kernels import HostRule
 from longshore.optim.clipping import Clipping, gradient_norm
 from longshore.optim.family import History, RuleFamily
-from longshore.optim.forecast import OptimizerForecast
+from longshore.optim.forecast import OptimizerForecast, checked_backwards
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.ledger import Entry, balance
 from longshore.optim.loading import loadable_state, merged_group
@@ -194,8 +194,9 @@ class HostOptimizer(torch.optim.Optimizer):
     # -- gradients ------------------------------------------------------------
 
     def expect_backwards(self, backwards: int) -> None:
-        """The window under way will have so many; where nobody says, as many as the last. Only time depends on it."""
-        self._parts()[0].expect_backwards(backwards)
+        """The window under way will have so many (``ValueError`` below 1); where nobody says, as many as the last.
+        Only time depends on it."""
+        self._parts()[0].expect_backwards(checked_backwards(backwards))
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
         """For engines: a backward begins, on all ranks; see :meth:`ParameterStore.begin_backward`."""
@@ -299,7 +300,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @property
     def speculation(self) -> SpeculationRecord | None:
-        """What was stepped ahead in the last window; None where ``speculation_memory`` is 0."""
+        """What was stepped ahead in the last window; None without ``speculation_memory`` or ``release_gradients``."""
         return self._parts()[0].speculation
 
     # -- masters and memory ---------------------------------------------------
@@ -308,9 +309,8 @@ class HostOptimizer(torch.optim.Optimizer):
     def refresh_master(self) -> None:
         """Adopt writes that torch cannot see: ``p.data.copy_``, NumPy views, custom kernels.
 
-        Every element that is not the rounded master becomes the master. Other
-        writes (``load_state_dict``, initialisers, ``p.data = x``) are found by
-        themselves at the next step.
+        Every element that is not the rounded master becomes the master. Other writes (``load_state_dict``,
+        initialisers, ``p.data = x``) are found by themselves at the next step.
         """
         store, _ = self._parts()
         refresh_masters(store, self._records.values())

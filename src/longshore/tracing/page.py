@@ -41,6 +41,22 @@ _COLOURS = {
     DISCARD: "#000000",
 }
 
+_MEANINGS = {
+    BACKWARD: "from the first gradient of a step to the call of step()",
+    STEP: "the call of step()",
+    NORM: "the norm of all gradients is measured, or waited for",
+    ARRIVE: "a parameter's gradient is there",
+    ARRIVE_AGAIN: "one more gradient of a parameter, which is added",
+    COPY_TO_HOST: "a gradient on its way",
+    STEP_AHEAD: "a tile stepped before step(), into a spare page",
+    STEP_IN_PLACE: "a tile stepped inside step()",
+    PUBLISH: "new values on their way to a parameter",
+    KEPT: "what was stepped ahead counts",
+    REDONE: "stepped ahead, and again inside step(), because of a clip or another learning rate",
+    DROPPED: "stepped ahead for nothing: one more gradient came, or all were discarded",
+    DISCARD: "zero_grad() threw gradients away",
+}
+
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -49,7 +65,7 @@ _PAGE = """<!doctype html>
 <style>
 body {{ font: 14px system-ui, sans-serif; margin: 1.5em; color: #222; background: #fff; }}
 pre {{ background: #f4f5f7; padding: .8em; display: inline-block; }}
-.key {{ display: inline-block; margin-right: 1em; }}
+.key {{ display: block; line-height: 1.5; }}
 .key i {{ display: inline-block; width: .9em; height: .9em; margin-right: .3em; }}
 .chart {{ display: flex; border: 1px solid #ccc; margin-top: 1em; }}
 .names div {{ height: {lane_px}px; line-height: {lane_px}px; padding: 0 .6em; white-space: nowrap; }}
@@ -69,8 +85,9 @@ svg {{ display: block; position: relative; width: 100%; height: {height_px}px; }
 </html>
 """
 
-_CHART = """<p>{legend}<span class="key"><i style="background:{exposed}"></i>exposed: norm and step()</span></p>
-<label>wider <input id="zoom" type="range" min="0" max="8" step="0.1" value="0"></label>
+_CHART = """<p>{legend}<span class="key"><i style="background:{exposed}"></i><b>exposed</b>: training waits for
+the norm and for step()</span></p>
+<label>zoom <input id="zoom" type="range" min="0" max="8" step="0.1" value="0"></label>
 <div class="chart"><div class="names">{names}</div><div class="scroll"><div id="time"><div id="ticks"></div>
 <svg viewBox="0 0 {length_us} {height_px}" preserveAspectRatio="none">
 {shapes}
@@ -122,7 +139,7 @@ def _chart(events: Sequence[Event], begin_ns: int, height_px: int) -> str:
     found = {event.name for event in events}
     return _CHART.format(
         legend="".join(
-            f'<span class="key"><i style="background:{colour}"></i>{name}</span>'
+            f'<span class="key"><i style="background:{colour}"></i><b>{name}</b>: {_MEANINGS[name]}</span>'
             for name, colour in _COLOURS.items()
             if name in found
         ),

@@ -32,7 +32,7 @@ class Trace:
         self.rank = rank
         self.events: Sequence[Event] = ()
         self._begin_ns = begin_ns
-        self._spares = 0
+        self._spares: int | None = None
 
     def finish(self, events: Sequence[Event], spares: int) -> None:
         """Take what was recorded, and how many spares there are."""
@@ -40,11 +40,21 @@ class Trace:
         self._spares = spares
 
     def summary(self) -> Summary:
-        """Times and speeds; ``print`` it for a table."""
-        return summarize(self.events, self._begin_ns, self._spares)
+        """Times and speeds; ``print`` it for a table.
+
+        Raises:
+            LongshoreError: the block is not over; so do the two below.
+        """
+        return summarize(self.events, self._begin_ns, self._finished())
+
+    def _finished(self) -> int:
+        if self._spares is None:
+            raise LongshoreError("this trace is still being recorded; read and save it after the block")
+        return self._spares
 
     def save_chrome(self, path: str | os.PathLike[str]) -> None:
         """Write JSON for ui.perfetto.dev or chrome://tracing: a process for the rank, a thread for each lane."""
+        self._finished()
         document = {"traceEvents": chrome_events(self.events, self.rank, self._begin_ns), "displayTimeUnit": "ms"}
         Path(path).write_text(json.dumps(document), encoding="utf-8")
 
@@ -72,9 +82,10 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
     """
     optimizer = getattr(engine_or_optimizer, "optimizer", engine_or_optimizer)
     if not isinstance(optimizer, HostOptimizer):
+        found = type(engine_or_optimizer)
         raise TypeError(
             "longshore.trace takes an engine of longshore.initialize or a longshore optimizer, not "
-            f"{type(engine_or_optimizer).__name__}"
+            f"{found.__module__}.{found.__qualname__}"
         )
     store = optimizer.store
     if any(tile.recorder is not NO_RECORDER for tile in store.tiles):

@@ -141,6 +141,16 @@ def test_all_problems_at_once() -> None:
         ({"offload_optimizer": {}}, "offload_optimizer", "no key of the file's top level, but of zero_optimization;"),
         ({"optimizer": {"type": "SGD", "params": {"betas": [0, 0]}}}, "params.betas", "Adam and AdamW and Lion"),
         ({"wobble": 1}, "wobble", "nor of any other section; remove it"),
+        (
+            {"zero_optimization": {"super_offload": True}},  # "cpu_offload" is near
+            "super_offload",
+            "no key of zero_optimization, but of zero_optimization.offload_optimizer; move it there",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"speculation_memory": "auto"}}},  # "pin_memory" is near
+            "speculation_memory",
+            "but of longshore; move it there",
+        ),
         ({"grad_clipping": 1}, "grad_clipping", 'did you mean "gradient_clipping"?'),
         ({"learning_rate": 1e-4}, "learning_rate", 'did you mean "optimizer.params.lr"?'),
         ({"bf16": {"los_scale": 1}}, "bf16.los_scale", 'did you mean "fp16.loss_scale"'),

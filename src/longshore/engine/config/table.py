@@ -73,12 +73,13 @@ def unknown(section: str, name: object, of: str = "") -> str:
         return f"{said}; sections are objects in objects, so write {quoted(last)} inside {quoted(parent)}"
     if name in NOT_KEYS:
         return f"{said}; {NOT_KEYS[name]}"
+    elsewhere = _elsewhere(name, section)
     near = candidates(name, names_in(section, of))
-    if near:
+    # A name that is spelled right has the wrong place, however near a neighbour is.
+    if near and not elsewhere:
         return f"{said}; did you mean {' or '.join(map(quoted, near))}?"
     if of and (section, name) in KEYS:
         return f"{said}; {' and '.join(KEYS[section, name].of)} have it; remove it, or change the type"
-    elsewhere = _elsewhere(name, section)
     if elsewhere:
         return f"{said}, but of {elsewhere}; move it there"
     known = dict.fromkeys(key.name for key in TABLE)

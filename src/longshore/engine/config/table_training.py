@@ -242,6 +242,7 @@ HOST: tuple[Key, ...] = (
              _HOST, "threads"),
     honoured(_L, "cpu_set", CPU_SET, "Logical CPUs of those threads. Left out it is any.", _HOST, "cpu_set"),
     honoured(_L, "speculation_memory", SPECULATION_MEMORY,
-             "Host memory for stepping while backward runs. Left out it is 0: every step waits for the verdict.",
+             "Host memory for stepping while backward runs; as a share, 1 is a spare for every tile "
+             "(docs/stepping_ahead.md). Left out it is auto with super_offload and 0, none, without.",
              "tests/engine/test_speculation.py::test_the_setting_of_the_file", "speculation_memory", takes_auto=True),
 )

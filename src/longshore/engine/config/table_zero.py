@@ -111,10 +111,11 @@ OFFLOAD: tuple[Key, ...] = (
     accepted(_O, "pipeline_write", BOOLEAN, _NVME),
     accepted(_O, "fast_init", BOOLEAN, _NVME),
     honoured(_O, "ratio", FRACTION, "The share of the optimizer's state that is on the host. The rest, of which "
-             "gradients come last, stays on the device and is stepped there. The weights are the same bits.",
+             "gradients come last, stays on the device and is stepped there; DeepSpeed calls it Twin-Flow. The weights "
+             "are the same bits.",
              "tests/engine/test_split.py::test_ratio", "offload_ratio"),
     honoured(_O, "super_offload", BOOLEAN, "Steps on the host while backward runs: true is speculation_memory auto of "
-             "the section longshore. Clipping and rollback are exact.",
+             "the section longshore, where that is not given. Clipping and rollback are exact.",
              "tests/engine/test_speculation.py::test_super_offload"),
     honoured(_O, "cpuadam_cores_perc", FRACTION, "With super_offload (DeepSpeed reads it there only): the share of the "
              "CPUs on which host threads run. Left out it is all of them.",

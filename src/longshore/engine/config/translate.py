@@ -109,6 +109,8 @@ def offload_fields(reading: Reading) -> dict[str, Any]:
         f"{_OFFLOAD}.ratio": values.get(f"{_OFFLOAD}.ratio", 1.0) != 1.0,
     }
     device = values.get(f"{_OFFLOAD}.device", "none")
+    if any(asked.values()) and reading.has_problem(f"{_OFFLOAD}.device"):  # said already
+        return {"speculation_memory": 0, "offload_ratio": 1.0}
     if any(asked.values()) and device != "cpu":
         for path in (path for path, wanted in asked.items() if wanted):
             what = (
@@ -118,8 +120,14 @@ def offload_fields(reading: Reading) -> dict[str, Any]:
             reading.problem(path, what, values[path])
         return {"speculation_memory": 0, "offload_ratio": 1.0}
     fields = {"speculation_memory": values.get("longshore.speculation_memory", "auto")} if super_offload else {}
-    if super_offload and f"{_OFFLOAD}.cpuadam_cores_perc" in values:
-        fields["cpu_share"] = values[f"{_OFFLOAD}.cpuadam_cores_perc"]
+    cores = f"{_OFFLOAD}.cpuadam_cores_perc"
+    if super_offload and cores in values:
+        others = [path for path in ("longshore.threads", "longshore.cpu_set") if path in values]
+        if others:
+            what = f"excludes {' and '.join(others)}, which chooses host threads too; leave one of them out"
+            reading.problem(cores, what, values[cores])
+        else:
+            fields["cpu_share"] = values[cores]
     memory = fields.get("speculation_memory", asked["longshore.speculation_memory"])
     if (
         memory

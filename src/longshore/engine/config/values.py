@@ -56,15 +56,17 @@ class Boolean(Kind):
 
 @dataclass(frozen=True)
 class Integer(Kind):
-    """Floats are integers when they are whole: JSON writers turn 500000000 into 5e8."""
+    """Floats are integers when they are whole: JSON writers turn 500000000 into 5e8. ``of``: what it counts."""
 
     minimum: int | None = None
     maximum: int | None = None
+    of: str = ""
 
     def says(self) -> str:
+        of = f" ({self.of})" if self.of else ""
         if self.minimum is not None and self.maximum is not None:
-            return f"an integer from {self.minimum} to {self.maximum}"
-        return "an integer" + (f" of at least {self.minimum}" if self.minimum is not None else "")
+            return f"an integer from {self.minimum} to {self.maximum}{of}"
+        return "an integer" + (f" of at least {self.minimum}" if self.minimum is not None else "") + of
 
     def check(self, value: object) -> int:
         whole = _whole(value)
@@ -87,12 +89,13 @@ def _whole(value: object) -> int | None:
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A finite number. ``above`` and ``below`` are bounds that it may not reach."""
+    """A finite number. ``above`` and ``below`` are bounds that it may not reach; ``of`` says what it measures."""
 
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
+    of: str = ""
 
     def says(self) -> str:
         bounds = [
@@ -102,7 +105,7 @@ class Number(Kind):
             (self.below, "below"),
         ]
         said = " and ".join(f"{words} {bound:g}" for bound, words in bounds if bound is not None)
-        return f"a number {said}" if said else "a number"
+        return " ".join(part for part in ("a number", said, f"({self.of})" if self.of else "") if part)
 
     def check(self, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -283,7 +286,7 @@ AT_LEAST_0 = Integer(0)
 AT_LEAST_1 = Integer(1)
 NOT_NEGATIVE = Number(minimum=0)
 POSITIVE = Number(above=0)
-FRACTION = Number(minimum=0, maximum=1)
+FRACTION = Number(minimum=0, maximum=1, of="a share: 0.9 for 90 %")
 BETA = Number(minimum=0, below=1)
 BETAS = Items(BETA, 2)
 DTYPE = Dtype()
@@ -296,5 +299,5 @@ SCALE_POWER = Integer(0, 127)
 """Two to this power is a float32."""
 PER_GROUP = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
 """One for all parameter groups, or a list with one for each."""
-SPECULATION_MEMORY = Either((Choice(("auto",)), Number(minimum=0, maximum=1), Integer(2)))
+SPECULATION_MEMORY = Either((Choice(("auto",)), Number(minimum=0, maximum=1, of="a share"), Integer(2, of="bytes")))
 """A share of what a spare for every tile takes, or bytes."""
