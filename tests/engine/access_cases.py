@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 import longshore
@@ -94,6 +96,52 @@ def read_between_backwards(stage: int, raw: bool) -> None:
             oracle.loop.step(so_far)
             for (name, ours), theirs in zip(model.named_parameters(), oracle.model.parameters(), strict=True):
                 assert torch.equal(ours, theirs), name
+    finally:
+        engine.optimizer.close()
+
+
+def write_while_gradients_travel(stage: int) -> int:
+    """A moment is written between backward and ``step()``, while reductions are under way that step tiles ahead.
+
+    Returns:
+        How many tiles were stepped ahead, and kept, in the windows with a write.
+    """
+    import torch.distributed as dist
+
+    rank, dtype = dist.get_rank(), torch.float32
+    model = make_model(dtype)
+    config = longshore.Config(
+        stage=stage, offload_optimizer="cpu", reduce_bucket_numel=600, optimizer={"type": "AdamW", **OPTIONS}
+    )
+    offload = longshore.Offload(100, threads=1, transfer=longshore.SimulatedTransfer(rank, 0.0), speculation_memory=1.0)
+    engine = longshore.initialize(model=model, config=config, offload=offload).engine
+    oracle = Oracle(Scenario(), dtype, 2, stage, **OPTIONS)
+    weight = model.second.weight
+    place = [id(parameter) for parameter in model.parameters()].index(id(weight))
+    store = engine.optimizer.store
+    void, kept = store.inner._void, 0
+
+    def slowly(parameter: int) -> None:
+        """The worst moment: passes end after they were voided, and before the page is written."""
+        void(parameter)
+        store.lane._worker.idle_within(5.0)
+        store.inner._worker.drain()
+
+    try:
+        for step in range(4):
+            store.lane._worker._on_start = lambda: time.sleep(0.005)
+            engine.backward(engine(inputs(step, 0, rank, dtype), ("a", "b", "c")))
+            if step >= 2:
+                store.inner._void = slowly
+                utils.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 0.5), "exp_avg")
+                store.inner._void = void
+                oracle.loop.optimizer.state[oracle.loop.masters[place]]["exp_avg"][: weight.numel()] = 0.5
+            engine.step()
+            oracle.loop.step(oracle.gradients(Window(), step, 1))
+            for (name, ours), theirs in zip(model.named_parameters(), oracle.model.parameters(), strict=True):
+                assert torch.equal(ours, theirs), f"step {step}: {name}"
+            kept += engine.optimizer.speculation.kept if step >= 2 else 0
+        return kept
     finally:
         engine.optimizer.close()
 

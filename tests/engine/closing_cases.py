@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from support import PlainLoop
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.files import OPTIONS, assert_same, file, started
 from engine.reduction_cases import Counted
 from engine.scenarios import HEADS, Oracle, Scenario, Window, drive, inputs, make_model
+from longshore.errors import GradientError
+from longshore.utils import safe_get_full_grad
 
 
 def trained(
@@ -73,6 +79,88 @@ def _mean_without(by: Sequence[int], oracle: Oracle, window: Window, step: int, 
         assert gradient is not None
         total = gradient if total is None else total + gradient
     return None if total is None else total * 0.5
+
+
+class Repeated(nn.Module):
+    """One layer in two reentrant checkpoints: its gradients come twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(19, 33)
+        self.repeated = nn.Linear(33, 33)
+        self.last = nn.Linear(33, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(lambda hidden: torch.tanh(self.repeated(hidden)), x, use_reentrant=True)
+        return self.last(x).float().pow(2).sum()
+
+
+def repeated_layer(stage: int, bucket_numel: int, dtype: torch.dtype) -> bool:
+    """Raises where a weight differs from the plain loop's, which adds each rank's gradients in float32.
+
+    Returns:
+        Whether sums in ``dtype`` would have made other weights.
+    """
+    import torch.distributed as dist
+
+    model, rounded = Repeated().to(dtype), False
+    twin = Repeated().to(dtype)
+    loop = PlainLoop(list(twin.parameters()), **OPTIONS)
+    content = file(zero_optimization={"stage": stage, "reduce_bucket_size": bucket_numel})
+    content["bf16"] = {"enabled": dtype == torch.bfloat16, "check_grad_overflow": False}
+    with started(content, model) as engine:
+        for step in range(3):
+            engine.backward(engine(inputs(step, 0, dist.get_rank(), dtype)))
+            engine.step()
+            totals = [_each_arrival(twin, inputs(step, 0, rank, dtype)) for rank in range(2)]
+            loop.step([(mine + other) * 0.5 for mine, other in zip(*totals, strict=True)])
+            assert_same(model, twin, f"step {step}")
+            rounded |= any(not torch.equal(total, total.to(dtype).float()) for total in totals[0])
+    return rounded
+
+
+def _each_arrival(twin: nn.Module, batch: Tensor) -> list[Tensor]:
+    """The sums in float32 of what a backward brings."""
+    totals = [torch.zeros(parameter.shape) for parameter in twin.parameters()]
+
+    def take(parameter: Tensor, total: Tensor) -> None:
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter, total=total: take(parameter, total))
+        for parameter, total in zip(twin.parameters(), totals, strict=True)
+    ]
+    twin(batch).backward()
+    for hook in hooks:
+        hook.remove()
+    return totals
+
+
+def taken_out_after_a_reading(stage: int, unsynchronized: bool) -> str:
+    """Rank 0 sets a ``.grad`` to None that was reduced already, by a reading or with a later backward; then both ranks
+    go on. Returns what ``step()`` raises."""
+    import torch.distributed as dist
+
+    model, rank = make_model(torch.float32), dist.get_rank()
+    with started(file(zero_optimization={"stage": stage, "reduce_bucket_size": 600}), model) as engine:
+        with engine.no_sync() if unsynchronized else contextlib.nullcontext():
+            engine.backward(engine(inputs(0, 0, rank, torch.float32), ("a",)))
+        if unsynchronized:
+            engine.backward(engine(inputs(0, 1, rank, torch.float32), ("b",)))
+        else:
+            safe_get_full_grad(model.second.bias)
+        if rank == 0:
+            model.heads["a"].bias.grad = None
+        try:
+            engine.backward(engine(inputs(0, 2, rank, torch.float32), ("a",)))
+            engine.step()
+        except GradientError as failure:
+            return str(failure)
+        return ""
 
 
 def one_rank_has_no_backward(stage: int) -> list[float]:

@@ -23,6 +23,11 @@ def test_a_gradient_is_read_between_backwards(stage: int, raw: bool, two_ranks: 
     two_ranks(access_cases.read_between_backwards, stage, raw)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_state_is_written_while_gradients_travel(stage: int, two_ranks: Ranks) -> None:
+    assert min(two_ranks(access_cases.write_while_gradients_travel, stage)) > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("staged", [False, True])
 def test_one_rank_reads_and_writes(dtype: torch.dtype, staged: bool) -> None:

@@ -91,3 +91,23 @@ def test_a_gradient_that_is_taken_out(stage: int, by: tuple[int, ...], two_ranks
     arguments: tuple[Any, ...] = (both(ONE, ONE), stage, torch.float32, "second.bias", by)
     for found in two_ranks(closing_cases.trained, *arguments):
         assert [early for early, _ in found] == [BUCKETS] * 2 and all(late > 0 for _, late in found)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("bucket_numel", [600, 100_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_twice_in_one_backward(stage: int, bucket_numel: int, dtype: torch.dtype, two_ranks: Ranks) -> None:
+    """Before its bucket left, where it is large, or after it: sums travel as sums."""
+    found = two_ranks(closing_cases.repeated_layer, stage, bucket_numel, dtype)
+    assert found == [dtype == torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("unsynchronized", [False, True])
+def test_a_gradient_that_is_taken_out_after_it_was_reduced(stage: int, unsynchronized: bool, two_ranks: Ranks) -> None:
+    """By a reading, or with a backward after no_sync(): the other ranks have it, so it cannot be forgotten."""
+    mine, other = two_ranks(closing_cases.taken_out_after_a_reading, stage, unsynchronized)
+    if unsynchronized and stage < 2:
+        assert mine == other == ""  # nothing had to be reduced before step()
+    else:
+        assert mine.startswith("a gradient was taken out of .grad") and other.startswith("rank 0 failed")

@@ -256,6 +256,25 @@ def test_half_a_step_is_said_until_state_is_loaded(monkeypatch: pytest.MonkeyPat
     other.close()
 
 
+def test_an_interrupt_between_the_two_parts_is_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, model = pair()
+    loss_of(model, 0).backward()
+    device = split_store(optimizer).device
+    commit = device.commit
+
+    def interrupted(*args: Any) -> None:
+        commit(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    with pytest.raises(BrokenStateError, match="KeyboardInterrupt"):
+        optimizer.step()
+    optimizer.close()
+
+
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, True, "half", None])
 def test_what_is_no_share_is_refused(ratio: Any) -> None:
     with pytest.raises(ValueError, match=r"ratio is the share of the state that is on the host, from 0.0 to 1.0"):

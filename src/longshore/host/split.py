@@ -165,11 +165,14 @@ class SplitStore(ParameterStore):
             for part in self._parts[parameter]:
                 gradient = None if step.gradient is None else part.of(step.gradient)
                 own[part.store][parameter] = ParameterStep(step.rule, part.of(step.target), gradient)
-        self.device.commit(own[self.device], scale)  # which a CUDA device does while the host steps
+        stepped: list[HostStore] = []
         try:
+            # A CUDA device does its part while the host steps.
+            self.device.commit(own[self.device], scale, lambda: stepped.append(self.device))
             self.host.commit(own[self.host], scale, then)
         except BaseException as failure:
-            self._broken = failure  # the device's part is stepped, whatever became of the host's
+            if stepped:  # the device's part is, whatever became of the host's; Ctrl-C may come between the two
+                self._broken = failure
             raise
 
     # -- state ----------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from longshore.errors import LongshoreError, RankError
 from longshore.sharding.contributions import Contributions
@@ -98,3 +99,16 @@ def agree_on(lane: CollectiveLane, statement: Statement) -> Agreement:
         used=[any(row[_HEAD + orders + index] for row in rows) for index in range(used)],
         early=all(row[4] for row in rows),
     )
+
+
+def check_same(lane: CollectiveLane, values: Mapping[str, Tensor]) -> None:
+    """Raises RankError where tensors, by name, have other bits on some rank; in a job of the lane."""
+    sums = [int(tensor.contiguous().view(torch.uint8).long().sum()) for tensor in values.values()]
+    rows = lane.rows(torch.tensor(sums, dtype=torch.int64))
+    for name, column in zip(values, rows.T, strict=True):
+        differing = [rank for rank, found in enumerate(column.tolist()) if found != column[0]]
+        if differing:
+            raise RankError(
+                f"parameter {name} of rank {', '.join(map(str, differing))} differs from that of rank 0; "
+                "something wrote it on some ranks only"
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import KeysView
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,11 @@ class Contributions:
 
     def __len__(self) -> int:
         return len(self._gradients)
+
+    @property
+    def parameters(self) -> KeysView[int]:
+        """Those that have a gradient here."""
+        return self._gradients.keys()
 
     @property
     def summed(self) -> bool:

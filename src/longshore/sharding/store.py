@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, GradientError, LongshoreError, RankError
+from longshore.errors import BrokenStateError, GradientError, LongshoreError
 from longshore.host import (
     Forecast,
     HostStore,
@@ -23,7 +23,7 @@ from longshore.host import (
     debugging,
 )
 from longshore.kernels import Scale
-from longshore.sharding.agreement import Statement, agree_on
+from longshore.sharding.agreement import Statement, agree_on, check_same
 from longshore.sharding.bucket import Bucket, Piece
 from longshore.sharding.contributions import Contributions
 from longshore.sharding.lane import REFUSED, Action
@@ -230,7 +230,9 @@ class ShardedStore(ParameterStore):
 
         def settle() -> list[int]:
             self.lane.meet(Action.STEP, len(parameters), self._windows)
-            early = closing is not None and not closing.failed and not any(some.outdated for some in kept)
+            # A sum that arose within that backward (reentrant checkpointing) left in the dtype of its parameter.
+            early = closing is not None and not closing.failed
+            early = early and not any(some.outdated or (some.summed and not closing.sums) for some in kept)
             statement = Statement.of(kept, failure is not None, backwards, order, used, early)
             agreed = agree_on(self.lane, statement)
             agreed.check(self.lane.rank, failure, GradientError)
@@ -261,15 +263,7 @@ class ShardedStore(ParameterStore):
             raise
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
-        sums = [int(tensor.contiguous().view(torch.uint8).long().sum()) for tensor in values.values()]
-        rows = self.lane.run(lambda: self.lane.rows(torch.tensor(sums, dtype=torch.int64)))
-        for name, column in zip(values, rows.T, strict=True):
-            differing = [rank for rank, found in enumerate(column.tolist()) if found != column[0]]
-            if differing:
-                raise RankError(
-                    f"parameter {name} of rank {', '.join(map(str, differing))} differs from that of rank 0; "
-                    "something wrote it on some ranks only"
-                )
+        self.lane.run(lambda: check_same(self.lane, values))
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         pieces = {piece.index: None for parameter in gradients for piece in self.shards.owned(parameter)}
@@ -331,12 +325,21 @@ class ShardedStore(ParameterStore):
         self.inner.check_usable()
         check_not_broken(self._broken, " on this or another rank", " on every rank")
 
+    def _await_rounds(self) -> None:
+        """What is on the lane arrives before state is written: each arrival may begin a pass that reads it."""
+        try:
+            self.lane.drain()
+        except LongshoreError as failure:
+            self._window.fail(failure)
+
     def begin_load(self) -> None:
+        self._await_rounds()
         self.inner.begin_load()
         self._broken = None
         self._window.begin()
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
+        self._await_rounds()
         for piece, part in self._split(parameter, values):
             self.inner.adopt(piece.index, part, keep_matching=keep_matching)
 
@@ -379,10 +382,12 @@ class ShardedStore(ParameterStore):
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self._check_open()
+        self._await_rounds()
         for piece, part in self._split(parameter, values):
             self.inner.write_state(piece.index, which, part)
 
     def clear_state(self, parameter: int) -> None:
+        self._await_rounds()
         for piece in self.shards.owned(parameter):
             self.inner.clear_state(piece.index)
 

@@ -206,6 +206,8 @@ class WindowGradients:
 
     def _take(self) -> list[Contributions]:
         deferred, self._deferred, self._deferred_open = self._deferred, [], False
+        # Reduced from here on: what goes to the other ranks cannot be forgotten here.
+        self._in_rounds.update(parameter for kept in deferred for parameter in kept.parameters)
         self._taken, self.closing = True, None
         return deferred
 
