@@ -300,6 +300,13 @@ MUTANTS = [
         (CLOSING,),
     ),
     Mutant(
+        "a sum that arose in the last backward leaves rounded",
+        "sharding/window.py",
+        "some.outdated or (some.summed and not closing.sums)",
+        "some.outdated",
+        (CLOSING,),
+    ),
+    Mutant(
         "what was reduced in vain stays",
         "sharding/store.py",
         "                    self.inner.discard()  # some rank",

@@ -32,7 +32,7 @@ from longshore.sharding.reduction import Averaging, reduce_shard
 from longshore.sharding.rounds import Round
 from longshore.sharding.shards import Shards
 from longshore.sharding.steps import PieceForecast, number_of
-from longshore.sharding.window import ReductionSettings, WindowGradients
+from longshore.sharding.window import ReductionSettings, WindowGradients, reduced_early
 
 
 class ShardedStore(ParameterStore):
@@ -230,9 +230,7 @@ class ShardedStore(ParameterStore):
 
         def settle() -> list[int]:
             self.lane.meet(Action.STEP, len(parameters), self._windows)
-            # A sum that arose within that backward (reentrant checkpointing) left in the dtype of its parameter.
-            early = closing is not None and not closing.failed
-            early = early and not any(some.outdated or (some.summed and not closing.sums) for some in kept)
+            early = reduced_early(closing, kept)
             statement = Statement.of(kept, failure is not None, backwards, order, used, early)
             agreed = agree_on(self.lane, statement)
             agreed.check(self.lane.rank, failure, GradientError)

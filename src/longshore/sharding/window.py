@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -227,3 +228,11 @@ class WindowGradients:
             for bucket in self._shards.buckets
             if any(member.parameter in parameters for member in bucket.members)
         ]
+
+
+def reduced_early(closing: Round | None, kept: Sequence[Contributions]) -> bool:
+    """Whether the round of the last backward reduced all that was kept, as it is; with the lane behind that round."""
+    if closing is None or closing.failed:
+        return False
+    # A sum that arose within that backward (reentrant checkpointing) left in the dtype of its parameter.
+    return not any(some.outdated or (some.summed and not closing.sums) for some in kept)
