@@ -57,8 +57,8 @@ MUTANTS = [
     Mutant(
         "half a step is forgotten",
         "host/split.py",
-        "            self._broken = failure  # the device's part",
-        "            pass  # the device's part",
+        "                self._broken = failure\n",
+        "                pass\n",
         (SPLIT,),
     ),
     Mutant(

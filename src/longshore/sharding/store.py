@@ -228,9 +228,10 @@ class ShardedStore(ParameterStore):
 
         def settle() -> list[int]:
             self.lane.meet(Action.STEP, len(parameters), self._windows)
-            # A sum that arose within that backward (reentrant checkpointing) left in the dtype of its parameter.
-            early = closing is not None and not closing.failed
-            early = early and not any(some.outdated or (some.summed and not closing.sums) for some in kept)
+            early = False
+            if closing is not None and not closing.failed:
+                # A sum that arose within that backward (reentrant checkpointing) left in its parameter's dtype.
+                early = not any(some.outdated or (some.summed and not closing.sums) for some in kept)
             statement = Statement.of(kept, failure is not None, backwards, order, used, early)
             agreed = agree_on(self.lane, statement)
             agreed.check(self.lane.rank, failure, GradientError)
