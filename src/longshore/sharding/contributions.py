@@ -46,7 +46,7 @@ class Contributions:
         if held is None:
             self._gradients[parameter] = gradient
         elif parameter in self._summed and not lent:
-            held.add_(gradient)
+            held.add_(gradient.to(self._dtype))  # rounded first, as below: the same bits lent or not
         else:
             # Out of place: the first one may be the user's own tensor, and what was lent is being read.
             self._gradients[parameter] = held.to(self._dtype) + gradient.to(self._dtype)
