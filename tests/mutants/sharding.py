@@ -145,7 +145,7 @@ MUTANTS = [
     Mutant(
         "a later contribution is dropped",
         "sharding/contributions.py",
-        "            held.add_(gradient)\n",
+        "            held.add_(gradient.to(self._dtype))  # rounded first, as below: the same bits lent or not\n",
         "            pass\n",
         (ROUNDS,),
     ),
