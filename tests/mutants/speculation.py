@@ -22,7 +22,7 @@ MUTANTS = [
     Mutant(
         "a pass that was put off counts as run",
         "host/speculation.py",
-        "if not bet.open or bet.held:",
+        "if not bet.open or (bet.held and self._holding):",
         "if not bet.open:",
         (SPECULATION,),
     ),

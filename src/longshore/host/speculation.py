@@ -213,10 +213,11 @@ class Ahead(Speculator):
 
     def harvest(self) -> None:
         for bet in self._bets.values():
-            if not bet.open or bet.held:
+            if not bet.open or (bet.held and self._holding):
                 continue
             bet.open = False
-            if bet.failed and bet.tile.ticket == bet.speculation.ticket:
+            # One that is still held was put off when Ctrl-C ended the wait for it.
+            if (bet.failed or bet.held) and bet.tile.ticket == bet.speculation.ticket:
                 fail_speculation(bet.tile, bet.speculation, self._pages)
             elif not end_speculation(bet.tile, bet.speculation, self._pages):
                 self._count_dropped(bet.tile)
