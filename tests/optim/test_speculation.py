@@ -345,6 +345,26 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     assert record.kept == record.begun > 2
 
 
+def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Ctrl-C ends the wait for the worker before it has put the pass off."""
+    pair = Pair()
+    pair.train(3, clip=1e9)
+    store, gate = pair.ahead.store, threading.Event()
+    speculator = store.speculator
+    hold = speculator.hold
+
+    def holding() -> None:
+        hold()
+        gate.set()
+
+    store._worker.submit(lambda: bool(gate.wait(20)), 0)
+    pair.backward()
+    monkeypatch.setattr(speculator, "hold", holding)
+    monkeypatch.setattr(speculator, "resume", lambda: setattr(speculator, "_holding", False))
+    record = pair.step(clip=1e9)
+    assert record.begun > 2 and record.kept == 0
+
+
 def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tile is stepped in place then."""
     pair = Pair()
