@@ -151,6 +151,11 @@ def test_all_problems_at_once() -> None:
             "speculation_memory",
             "but of longshore; move it there",
         ),
+        (
+            {"torch_autocast": {"type": "bf16"}},
+            "type",
+            'but of optimizer and scheduler; move it there, or did you mean "dtype"?',
+        ),
         ({"grad_clipping": 1}, "grad_clipping", 'did you mean "gradient_clipping"?'),
         ({"learning_rate": 1e-4}, "learning_rate", 'did you mean "optimizer.params.lr"?'),
         ({"bf16": {"los_scale": 1}}, "bf16.los_scale", 'did you mean "fp16.loss_scale"'),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longshore.engine.config.keys import Key, joined
-from longshore.engine.config.names import alias_of, candidates, quoted
+from longshore.engine.config.names import alias_of, candidates, edits, quoted
 from longshore.engine.config.table_other import LOGGING, NOT_KEYS, OTHER
 from longshore.engine.config.table_training import (
     ACTIVATIONS,
@@ -75,13 +75,15 @@ def unknown(section: str, name: object, of: str = "") -> str:
         return f"{said}; {NOT_KEYS[name]}"
     elsewhere = _elsewhere(name, section)
     near = candidates(name, names_in(section, of))
-    # A name that is spelled right has the wrong place, however near a neighbour is.
-    if near and not elsewhere:
-        return f"{said}; did you mean {' or '.join(map(quoted, near))}?"
+    if elsewhere:  # spelled right, so it has the wrong place, unless a neighbour is one slip away
+        near = [known for known in near if edits(name, known) == 1]
+    meant = f"did you mean {' or '.join(map(quoted, near))}?" if near else ""
+    if meant and not elsewhere:
+        return f"{said}; {meant}"
     if of and (section, name) in KEYS:
         return f"{said}; {' and '.join(KEYS[section, name].of)} have it; remove it, or change the type"
     if elsewhere:
-        return f"{said}, but of {elsewhere}; move it there"
+        return f"{said}, but of {elsewhere}; move it there" + (f", or {meant}" if meant else "")
     known = dict.fromkeys(key.name for key in TABLE)
     called = alias_of(name, known)
     far = [
