@@ -567,5 +567,9 @@ def test_bad_budgets(memory: Any) -> None:
 
 def test_the_default_mode_has_nothing_to_bet_on() -> None:
     model = nn.Linear(4, 4)
-    optimizer = longshore.AdamW(model.parameters(), offload=longshore.Offload(speculation_memory=1.0))
-    assert optimizer.speculation is None
+    assert longshore.AdamW(model.parameters()).speculation is None
+    for memory in (1.0, 1 << 20, "auto"):
+        with pytest.raises(
+            ValueError, match=r"without release_gradients=True they are \.grad until step\(\): add it, or"
+        ):
+            longshore.AdamW(model.parameters(), offload=longshore.Offload(speculation_memory=memory))

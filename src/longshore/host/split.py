@@ -137,16 +137,11 @@ class SplitStore(ParameterStore):
         return self.host.speculation
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
-        return total_of_blocks(self.block_sums(gradients, scale).values())
-
-    def block_sums(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> Mapping[int, Sequence[float]]:
-        """By parameter; see :meth:`HostStore.block_sums`."""
         self.check_usable()
         found = {store: store.block_sums(self._mine(store, gradients), scale) for store in self._stores}
-        return {
-            parameter: [block for part in self._parts[parameter] for block in found[part.store][parameter]]
-            for parameter in gradients
-        }
+        return total_of_blocks(
+            found[part.store][parameter] for parameter in gradients for part in self._parts[parameter]
+        )
 
     def _mine(self, store: HostStore, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
         return {

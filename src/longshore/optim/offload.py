@@ -134,7 +134,16 @@ class Offload(Placement):
     def make_store(
         self, device: torch.device, hold_gradients: bool, gradient_dtype: torch.dtype | None = None
     ) -> HostStore | SplitStore:
-        """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters."""
+        """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters.
+
+        Raises:
+            ValueError: memory for stepping during backward, where gradients do not arrive before the step.
+        """
+        if self.speculation_memory and not hold_gradients:
+            raise ValueError(
+                "speculation_memory is for stepping while backward brings gradients to the host, and without "
+                "release_gradients=True they are .grad until step(): add it, or leave speculation_memory out"
+            )
         if self.ratio == 1.0 or not self.transfer_to(device).staged:
             return self._make_one(device, hold_gradients, gradient_dtype)
         on_device = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)

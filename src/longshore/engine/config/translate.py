@@ -109,10 +109,9 @@ def offload_fields(reading: Reading) -> dict[str, Any]:
         f"{_OFFLOAD}.ratio": values.get(f"{_OFFLOAD}.ratio", 1.0) != 1.0,
     }
     device = values.get(f"{_OFFLOAD}.device", "none")
-    if any(asked.values()) and reading.has_problem(f"{_OFFLOAD}.device"):  # said already
-        return {"speculation_memory": 0, "offload_ratio": 1.0}
     if any(asked.values()) and device != "cpu":
-        for path in (path for path, wanted in asked.items() if wanted):
+        said = reading.has_problem(f"{_OFFLOAD}.device")
+        for path in (path for path, wanted in asked.items() if wanted and not said):
             what = (
                 f"must agree with {_OFFLOAD}.device, which is {device}: it is about optimizer state on the host; set "
                 "that to cpu, or leave this out"
