@@ -20,6 +20,8 @@ TABLE = "tests/engine/test_table.py"
 FAILURES = "tests/engine/test_failures.py"
 REDUCTION = "tests/engine/test_reduction.py"
 CLOSING = "tests/engine/test_closing.py"
+CONTRIBUTIONS = "tests/sharding/test_contributions.py"
+FULLY_SHARDED = "tests/engine/test_fully_sharded.py"
 SPLIT = "tests/optim/test_split.py"
 
 

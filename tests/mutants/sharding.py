@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import CLOSING, FAILURES, LANE, REDUCTION, ROUNDS, TABLE, Mutant
+from mutants.mutant import CLOSING, CONTRIBUTIONS, FAILURES, LANE, REDUCTION, ROUNDS, TABLE, Mutant
 
 MUTANTS = [
     # -- reduction.py ---------------------------------------------------------
@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant(
         "what was kept is not reduced",
         "sharding/store.py",
-        "            self._reduce_kept(kept, agreed.deferred, self._window.buckets_of(set(active)), ready)\n",
+        "            self._reducer.reduce_kept(kept, agreed.deferred, self._window.buckets_of(set(active)), ready)\n",
         "",
         (TABLE,),
     ),
@@ -266,16 +266,16 @@ MUTANTS = [
     Mutant(
         "a rank leaves its window without a word",
         "sharding/store.py",
-        "            self.lane.give_up_window()\n",
+        "                self.lane.give_up_window()\n",
         "",
         (FAILURES,),
     ),
     Mutant(
         "a round runs although the ranks did not meet",
         "sharding/store.py",
-        "self._reduce_kept(kept, rounds, buckets, ready)\n"
+        "self._reducer.reduce_kept(kept, rounds, buckets, ready)\n"
         "        except BaseException:\n            current.failed = True\n",
-        "self._reduce_kept(kept, rounds, buckets, ready)\n        except BaseException:\n            pass\n",
+        "self._reducer.reduce_kept(kept, rounds, buckets, ready)\n        except BaseException:\n            pass\n",
         (FAILURES,),
     ),
     Mutant(
@@ -287,7 +287,7 @@ MUTANTS = [
     ),
     Mutant(
         "sums travel in the dtype of one gradient",
-        "sharding/store.py",
+        "sharding/reducer.py",
         "dtype = torch.promote_types(dtype, self._settings.sum_dtype)",
         "pass",
         (REDUCTION,),
@@ -339,7 +339,7 @@ MUTANTS = [
         "sharding/contributions.py",
         "        self.outdated = self.outdated or lent\n",
         "",
-        (CLOSING,),
+        (CLOSING, CONTRIBUTIONS),
     ),
     Mutant(
         "what is taken out after its bucket left is not noticed",
@@ -439,7 +439,7 @@ MUTANTS = [
         "sharding/lane.py",
         "        if self._dead is not None:\n            raise self._dead\n        job()\n",
         "        job()\n",
-        (FAILURES,),
+        (LANE,),
     ),
     Mutant(
         "what is gathered is not waited for",

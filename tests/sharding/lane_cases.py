@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from longshore.errors import RankError
 from longshore.sharding import lane as lane_module
 from longshore.sharding import reduction as module
 from longshore.sharding.agreement import Statement, agree_on
@@ -96,6 +98,10 @@ def met_again() -> list[str]:
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
         lane.run(lambda: lane.meet(Action.BACKWARD, 1, 1))
+    try:  # told once is enough
+        lane.run(lambda: lane.meet(Action.STEP if lane.rank == 0 else Action.READ, 5, 1))
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {str(error).partition(';')[0]}")
     lane.close()
     return said
 
@@ -151,7 +157,7 @@ def gathering(chunk_numel: int, numels: list[int]) -> None:
 
 
 def rank_that_ends(rank_to_end: int) -> str:
-    """One rank dies; the other is told within seconds."""
+    """One rank dies; the other is told within seconds, and nothing runs on its lane any more."""
     lane = make_lane()
     if lane.rank == rank_to_end:
         import os
@@ -160,9 +166,15 @@ def rank_that_ends(rank_to_end: int) -> str:
     try:
         for number in range(100):
             lane.run(lambda number=number: lane.meet(Action.BACKWARD, number, 0))
-        return "nothing"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        raise AssertionError("nothing was noticed")
+    except RankError as error:
+        said = str(error)
+    ran: list[int] = []
+    lane.submit(lambda: ran.append(1))
+    with contextlib.suppress(RankError):
+        lane.drain()
+    assert ran == []
+    return said
 
 
 def twins(timeout_s: float) -> tuple[float, float]:
