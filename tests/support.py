@@ -74,6 +74,11 @@ KIND_NAMES = [kind.name if kind.states or kind.name != "SGD" else "SGD_without_m
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 
 
+def whole(parameter: Tensor) -> Tensor:
+    """All of a parameter, of which this rank may have a shard only; every rank has to ask."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # pyright: ignore
+
+
 class PlainLoop:
     """Plain PyTorch: one of torch's CPU optimizers on float32 masters; the fused one where there is one.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from support import whole
 
 import longshore
 from engine.scenarios import SCENARIOS, Oracle, drive, make_model, norm_of
@@ -66,7 +67,7 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
     model = make_model(dtype, scenario.tied)
     scenario.prepare(model)
     # At stage 2 a bucket has half of what is asked for: another is on its way meanwhile.
-    bucket_numel = BUCKETS[bucket] * (2 if stage == 2 else 1)
+    bucket_numel = BUCKETS[bucket] * (2 if stage >= 2 else 1)
     config = longshore.Config(
         stage=stage,
         offload_optimizer="none" if place == "none" else "cpu",
@@ -87,11 +88,13 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
         ratio=0.6 if place == "split" else 1.0,
     )
     schedule = scenario.schedule
+    units = ("first", "heads.a", "heads.b", *(() if scenario.tied else ("second",)))
     engine, _, _, _ = longshore.initialize(
         model=model,
         model_parameters=scenario.groups(model) if scenario.groups else list(model.parameters()),
         config=config,
         offload=offload,
+        wrap_policy=(lambda fqn, _: fqn in units) if stage == 3 else None,
         lr_scheduler=(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)) if schedule else None,
     )
     oracle = Oracle(scenario, dtype, world_size, stage, **OPTIONS)
@@ -116,7 +119,7 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
                 clipped += coefficient < 1.0
             oracle.loop.step(gradients, coefficient)
             for (fqn, ours), theirs in zip(model.named_parameters(), oracle.model.parameters(), strict=True):
-                assert torch.equal(ours, theirs), f"step {step}: {fqn} differs"
+                assert torch.equal(whole(ours), theirs), f"step {step}: {fqn} differs"
             if (record := engine.optimizer.speculation) is not None:
                 kept, redone = kept + record.kept, redone + record.redone
             for entry, parameter in zip(engine.explain(False).parameters, oracle.loop.parameters, strict=True):
@@ -142,7 +145,9 @@ def distance(name: str, stage: int, world_size: int) -> float:
             drive(engine, scenario.plan(step), step, dist.get_rank(), torch.float32)
             accumulation = engine.gradient_accumulation_steps()
             oracle.loop.step(oracle.gradients(scenario.plan(step), step, accumulation))
-        pairs = list(zip(model.parameters(), oracle.model.parameters(), strict=True))
+        pairs = [
+            (whole(ours), theirs) for ours, theirs in zip(model.parameters(), oracle.model.parameters(), strict=True)
+        ]
         largest = max(float(theirs.detach().abs().max()) for _, theirs in pairs if theirs.numel())
         return max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs if ours.numel()) / largest
     finally:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from support import whole
 
 from engine.failure_cases import backward, make_engine, raised_by
 from engine.scenarios import HEADS, inputs
@@ -29,7 +30,7 @@ def after_destroy(stage: int) -> dict[str, str]:
     assert {entry.step for entry in engine.explain(False).parameters if entry.numel} == {1}
 
     # The parameters are ordinary ones.
-    weights = [each.detach().clone() for each in model.parameters()]
+    weights = [whole(each.detach()).clone() for each in model.parameters()]
     engine(inputs(2, 0, rank, torch.float32), HEADS).backward()
     assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters() if each.numel())
 
@@ -54,7 +55,7 @@ def after_destroy(stage: int) -> dict[str, str]:
     }
     said = {name: raised_by(call) for name, call in calls.items()}
     for ours, old in zip(model.parameters(), weights, strict=True):
-        assert torch.equal(ours, old)
+        assert torch.equal(whole(ours), old)
     return said
 
 

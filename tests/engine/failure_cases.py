@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+from support import whole
 
 import longshore
 from engine.scenarios import HEADS, Oracle, Scenario, Window, drive, inputs, make_model
@@ -55,7 +56,7 @@ def check_trains_on(engine: Any, stage: int, rank: int, steps: range) -> None:
         drive(engine, Window(), step, rank, torch.float32)
         oracle.loop.step(oracle.gradients(Window(), step, 1))
     for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+        assert torch.equal(whole(ours), theirs)
 
 
 def raised_by(call: Any) -> str:
@@ -158,11 +159,11 @@ def bad_group_on_one_rank() -> str:
     rank = dist.get_rank()
     if rank == 1:
         engine.optimizer.param_groups[0]["lr"] = -1.0
-    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    before = [whole(parameter.detach()).clone() for parameter in engine.module.parameters()]
     backward(engine, 0, rank)
     said = raised_by(engine.step)
     for parameter, old in zip(engine.module.parameters(), before, strict=True):
-        assert torch.equal(parameter, old)
+        assert torch.equal(whole(parameter), old)
     engine.optimizer.param_groups[0]["lr"] = OPTIONS["lr"]
     engine.zero_grad()
     check_trains_on(engine, 1, rank, range(2))
@@ -176,12 +177,12 @@ def gradient_taken_out(stage: int, ranks: list[int]) -> str:
 
     engine = make_engine(stage)
     rank = dist.get_rank()
-    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    before = [whole(parameter.detach()).clone() for parameter in engine.module.parameters()]
     backward(engine, 0, rank)
     if rank in ranks:
         engine.module.second.bias.grad = None
     said = raised_by(engine.step)
-    changed = not all(map(torch.equal, engine.module.parameters(), before))
+    changed = not all(map(torch.equal, map(whole, engine.module.parameters()), before))
     assert changed == (not said)
     if said:
         engine.zero_grad()
@@ -219,14 +220,14 @@ def overflow_on_one_rank(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     engine = make_engine(stage, loss_scaling={"initial_scale_power": 4, "hysteresis": 1, "window": 2})
     backward(engine, 0, rank)
     engine.step()
-    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    before = [whole(parameter.detach()).clone() for parameter in engine.module.parameters()]
     state = engine.optimizer.state_dict()["state"]
     scale = engine.loss_scale
     loss = engine(inputs(1, 0, rank, torch.float32), HEADS)
     engine.backward(loss * (torch.inf if rank == 1 else 1.0))
     engine.step()
     for parameter, old in zip(engine.module.parameters(), before, strict=True):
-        assert torch.equal(parameter, old)
+        assert torch.equal(whole(parameter), old)
     after = engine.optimizer.state_dict()["state"]
     for key, entries in state.items():
         for name, value in entries.items():
@@ -261,12 +262,12 @@ def other_learning_rate(stage: int) -> str:
 
     rank = dist.get_rank()
     engine = make_engine(stage)
-    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    before = [whole(parameter.detach()).clone() for parameter in engine.module.parameters()]
     engine.optimizer.param_groups[0]["lr"] = 1e-3 + rank
     backward(engine, 0, rank)
     said = raised_by(engine.step)
     for parameter, old in zip(engine.module.parameters(), before, strict=True):
-        assert torch.equal(parameter, old)
+        assert torch.equal(whole(parameter), old)
     engine.optimizer.close()
     return said
 

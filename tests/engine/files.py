@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from support import PlainLoop, loss_of, small_model
+from support import PlainLoop, loss_of, small_model, whole
 from torch import Tensor, nn
 
 import longshore
@@ -85,7 +85,7 @@ def norm_of(gradients: Iterable[Tensor]) -> float:
 
 def assert_same(model: nn.Module, twin: nn.Module, when: object = "") -> None:
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours, theirs), f"{name} differs, {when}"
+        assert torch.equal(whole(ours), theirs), f"{name} differs, {when}"
 
 
 def assert_trains_like(

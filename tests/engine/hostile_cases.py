@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import whole
 from torch import nn
 
 import longshore
@@ -94,7 +95,7 @@ def thawed(stage: int, dtype: torch.dtype, accumulation: int) -> list[str]:
         oracle.loop.step(oracle.gradients(window, step, accumulation))
     engine.optimizer.close()
     pairs = zip(model.named_parameters(), oracle.model.parameters(), strict=True)
-    return [name for (name, ours), theirs in pairs if not torch.equal(ours, theirs)]
+    return [name for (name, ours), theirs in pairs if not torch.equal(whole(ours), theirs)]
 
 
 class Synchronized(torch.autograd.Function):
@@ -139,11 +140,11 @@ def unseen_write_in_one_shard() -> list[str]:
         weight = engine.module.first.weight
         with torch.no_grad():
             weight.data.view(-1)[0] += 1.0
-        before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+        before = [whole(parameter.detach()).clone() for parameter in engine.module.parameters()]
         backward(engine, 1, rank)
         said = [raised_by(engine.step)]
         for parameter, old in zip(engine.module.parameters(), before, strict=True):
-            assert torch.equal(parameter, old)
+            assert torch.equal(whole(parameter), old)
         engine.optimizer.refresh_master()
         said.append(raised_by(engine.step))
         engine.optimizer.close()
@@ -176,6 +177,6 @@ def unsynchronized(stage: int) -> int:
         drive(engine, window, step, rank, torch.float32)
         oracle.loop.step(oracle.gradients(window, step, 1))
     for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+        assert torch.equal(whole(ours), theirs)
     engine.optimizer.close()
     return kept

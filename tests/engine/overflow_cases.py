@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from support import PlainLoop
+from support import PlainLoop, whole
 from torch import Tensor, nn
 
 import longshore
@@ -60,7 +60,7 @@ def overflowing(parameter: nn.Parameter, overflow: Overflow) -> Iterator[None]:
 
 def bits_of(engine: Any) -> dict[str, Tensor]:
     """Everything that a step changes: parameters, masters, moments and step counts."""
-    held = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    held = {name: whole(parameter.detach()).clone() for name, parameter in engine.module.named_parameters()}
     for key, entries in engine.optimizer.state_dict()["state"].items():
         held.update({f"{key}.{name}": torch.as_tensor(value).clone() for name, value in entries.items()})
     held.update({f"steps of {record.name}": torch.tensor(record.step) for record in engine.optimizer.records})
@@ -79,7 +79,7 @@ def mean_gradients(twin: nn.Module, setup: Setup, step: int, accumulation: int, 
 
     brought = [[one(micro, rank) for rank in range(setup.world_size)] for micro in range(accumulation)]
     ranks, micros = range(setup.world_size), range(accumulation)
-    if setup.stage == 2:
+    if setup.stage >= 2:
         return [
             _sum([_mean([brought[micro][rank][index] for rank in ranks]) for micro in micros])
             for index in range(len(parameters))

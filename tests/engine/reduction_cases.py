@@ -84,7 +84,7 @@ def reduces(config: dict[str, Any], dtype: torch.dtype, arithmetic: Arithmetic) 
     with started(file(**config), model) as engine:
         for step in range(3):
             train(engine, (engine(inputs(step, micro, rank, dtype), HEADS) for micro in range(backwards)))
-            each = engine.zero_optimization_stage() == 2
+            each = engine.zero_optimization_stage() >= 2
             window = window_of(twin, step, backwards, each, arithmetic)
             default = window_of(twin, step, backwards, each, Arithmetic())
             differs |= any(

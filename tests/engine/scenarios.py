@@ -231,7 +231,7 @@ class Oracle:
         self.model = make_model(dtype, scenario.tied)
         scenario.prepare(self.model)
         self._dtype, self._world_size = dtype, world_size
-        self._each_backward = stage == 2
+        self._each_backward = stage >= 2
         groups = scenario.groups(self.model) if scenario.groups else list(self.model.parameters())
         if groups and isinstance(groups[0], dict):
             groups = [group for group in groups if group["params"]]

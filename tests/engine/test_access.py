@@ -10,20 +10,20 @@ from engine.scenarios import make_model
 from longshore import utils
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("staged", [False, True])
 def test_two_ranks_read_and_write_whole_values(stage: int, dtype: torch.dtype, staged: bool, two_ranks: Ranks) -> None:
     two_ranks(access_cases.read_and_write, stage, dtype, 2, staged)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_gradient_is_read_between_backwards(stage: int, raw: bool, two_ranks: Ranks) -> None:
     two_ranks(access_cases.read_between_backwards, stage, raw)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_state_is_written_while_gradients_travel(stage: int, two_ranks: Ranks) -> None:
     assert min(two_ranks(access_cases.write_while_gradients_travel, stage)) > 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import Ranks
+from ranks import RankFailure, Ranks
 
 from engine.create_graph_cases import LOOPS, trains
 from engine.failure_cases import make_engine
@@ -12,11 +12,19 @@ from engine.scenarios import HEADS, inputs
 from longshore.errors import LongshoreError
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", list(LOOPS))
 @pytest.mark.parametrize("by_engine", [False, True])
 def test_two_ranks_train_like_plain_torch(stage: int, name: str, by_engine: bool, two_ranks: Ranks) -> None:
-    two_ranks(trains, stage, name, by_engine, 0.01 if by_engine else None)
+    arguments = (trains, stage, name, by_engine, 0.01 if by_engine else None)
+    if stage == 3 and name.startswith("penalty"):
+        # FSDP2 has let go of the parameters that a second derivative needs; some kernels of torch crash then.
+        with pytest.raises(
+            RankFailure, match=r"RuntimeError: setStorage: .* out of bounds for storage of size 0|ended"
+        ):
+            two_ranks(*arguments)
+    else:
+        two_ranks(*arguments)
 
 
 @pytest.mark.parametrize("name", list(LOOPS))

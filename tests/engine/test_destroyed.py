@@ -7,7 +7,7 @@ from ranks import Ranks
 
 from engine import destroyed_cases
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 @STAGES

@@ -10,7 +10,7 @@ from ranks import RankFailure, Ranks
 
 from engine import failure_cases
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 @STAGES
@@ -105,7 +105,7 @@ def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_
         assert text.count("RuntimeError: ") == 1, text
         assert text.count("gloo/transport") == 1, text  # the whole of what torch said is in the cause alone
         assert text.count('lane.py"') == 2, text  # run() and drain(); nothing of the thread of the lane
-        assert len(lines) < 40, text
+        assert len(lines) < (40 if stage < 3 else 80), text  # torch's own hooks gather parameters
 
 
 @pytest.mark.parametrize("stage, gathering", [(0, None), (1, None), (1, 1), (2, None), (2, 1), (2, 5)])

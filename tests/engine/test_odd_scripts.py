@@ -80,7 +80,7 @@ def test_ranks_that_are_set_up_differently(what: str, two_ranks: Ranks) -> None:
         assert said.startswith(f"RankError: the {what} of rank 1 is not that of rank 0")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_learning_rates_that_differ_are_found_before_any_step(stage: int, two_ranks: Ranks) -> None:
     for said in two_ranks(failure_cases.other_learning_rate, stage):
         assert said.startswith("RankError: the ranks are about to step differently")

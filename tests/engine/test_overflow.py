@@ -15,7 +15,7 @@ WHO = [(1, 0), (2, 0), (2, 1)]
 """Number of ranks, and which of them overflows."""
 WHEN = [(accumulation, micro) for accumulation in (1, 2, 3) for micro in range(accumulation)]
 COLUMNS: dict[str, list[Any]] = {
-    "stage": [0, 1, 2],
+    "stage": [0, 1, 2, 3],
     "place": ["none", "cpu", "simulated"],
     "who": WHO,
     "scaling": list(SCALINGS),
@@ -27,7 +27,7 @@ COLUMNS: dict[str, list[Any]] = {
     "begin with good": [False, True],
 }
 _AT_A_TIME = 8
-SETUPS = itertools.product([0, 1, 2], ["none", "cpu"], WHO, SCALINGS)
+SETUPS = itertools.product([0, 1, 2, 3], ["none", "cpu"], WHO, SCALINGS)
 
 
 def check(setup: Setup, overflows: list[Overflow], begin_with_good: bool, two_ranks: Ranks) -> None:

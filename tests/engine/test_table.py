@@ -15,7 +15,7 @@ from engine.scenarios import SCENARIOS
 COLUMNS = {
     "scenario": list(SCENARIOS),
     "world_size": [1, 2],
-    "stage": [0, 1, 2],
+    "stage": [0, 1, 2, 3],
     "place": ["none", "cpu", "simulated", "split"],
     "bucket": list(cases.BUCKETS),
     "dtype": list(cases.DTYPES),
@@ -70,7 +70,7 @@ def test_the_pairs_are_all_there() -> None:
         assert {(row[a], row[b]) for row in FEW} == set(itertools.product(first, second))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_four_ranks_within_a_bound(stage: int, four_ranks: Ranks) -> None:
     """Four numbers may be added in another order than the plain loop's: a few units in the last place."""
     for difference in four_ranks(cases.distance, "accumulation of 4", stage, 4):

@@ -34,7 +34,8 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
         return None
     optimizer, record = found
     if not record.has_master or record.changed:
-        return param.detach().to(device="cpu", dtype=torch.float32, copy=True)
+        values = optimizer.store.read_values(record.index, record.values())
+        return values.detach().to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
     return optimizer.store.read_state(record.index, MASTER).view(record.shape)
 
 
@@ -47,7 +48,9 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     optimizer, record = _found(param)
     _check_shape(value, record)
     with torch.no_grad():
-        param.copy_(value)
+        part = optimizer.store.part_to_hold(record.index, flat(value))
+        record.held.copy_(part.view(record.held.shape))
+        torch.autograd.graph.increment_version(param)
     if record.index in optimizer.store:
         optimizer.store.write_state(record.index, MASTER, flat(value.detach().to(device="cpu", dtype=torch.float32)))
         record.has_master = True
@@ -114,12 +117,24 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
     if not isinstance(param, Tensor):
         raise TypeError(f"expected a parameter, not {type(param).__name__}")
-    reference = _STEPPED_BY.get(param)
+    reference = _STEPPED_BY.get(param) or _gathered(param)
     optimizer = reference() if reference is not None else None
     if optimizer is None:
         return None
     optimizer.store.check_usable()
-    return optimizer, next(record for record in optimizer.records if record.parameter is param)
+    return optimizer, next(
+        record for record in optimizer.records if param is record.parameter or param is record.leaf()
+    )
+
+
+def _gathered(param: Tensor) -> weakref.ref[HostOptimizer] | None:
+    """Between forward and backward FSDP2 has what it gathered stand in the model, in place of the parameter."""
+    optimizers = {id(alive): reference for reference in _STEPPED_BY.values() if (alive := reference()) is not None}
+    for reference in optimizers.values():
+        optimizer = reference()
+        if optimizer is not None and any(param is record.leaf() for record in optimizer.records):
+            return reference
+    return None
 
 
 def _found(param: Tensor) -> tuple[HostOptimizer, ParameterRecord]:

@@ -97,7 +97,11 @@ class Engine(nn.Module):
         """The model's forward, under the configured autocast."""
         with self._line.timing("forward"), self._precision.entered():
             inputs, kwargs = self._precision.cast((inputs, kwargs))
-            return self.module(*inputs, **kwargs)
+            try:
+                return self.module(*inputs, **kwargs)
+            except BaseException:
+                self.optimizer.store.forward_failed()
+                raise
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale, for a ``loss.backward()`` of your own."""

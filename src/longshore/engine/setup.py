@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from longshore.engine.engine import Engine
 from longshore.engine.given_schedule import adopt_schedule
 from longshore.engine.host_cpus import host_cpus
 from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from longshore.engine.model_sharding import WrapPolicy, check_already_sharded, materialized, shard_model
 from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, expected_world_size, join
@@ -32,6 +33,9 @@ from longshore.optim import Offload
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Placement
 from longshore.sharding import ReductionSettings, ShardedPlacement
+
+if TYPE_CHECKING:
+    from longshore.sharding.fully_sharded import FullyShardedModel
 
 
 class Initialized(NamedTuple):
@@ -59,6 +63,7 @@ def initialize(
     config_params: Any = None,
     *,
     offload: Offload | None = None,
+    wrap_policy: WrapPolicy | None = None,
 ) -> Initialized:
     """Make an engine; the signature is ``deepspeed.initialize``'s.
 
@@ -79,6 +84,8 @@ def initialize(
         config: a path to a DeepSpeed JSON file, its content, or our own :class:`Config`.
         config_params: the old name of ``config``.
         offload: settings of the host side beyond the configuration's (tests pass a simulated transfer).
+        wrap_policy: at stage 3, which modules are gathered as a whole: ``"auto"``, names of classes, a number of
+            elements, or a function of name and module. None: the configuration's ``longshore.wrap_policy``.
 
     Returns:
         Engine, its optimizer, the loader or None, the scheduler or None.
@@ -89,9 +96,7 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
+    _refuse_model_parallelism(mpu=mpu, mesh_param=mesh_param)
     chosen = _chosen_config(args, config, config_params)
     environ = _environ(distributed_port, dist_init_required)
     # Before the ranks meet: they would meet, or wait for each other in vain, only to hear of a mistake in a file.
@@ -103,19 +108,19 @@ def initialize(
             for note in loaded.notes:
                 warnings.warn(note, stacklevel=2)
         precision = _place(model, settings, ranks)
-        client = client_optimizer(model, optimizer, model_parameters, settings)
-        made = make_optimizer(model, client, model_parameters, settings, _placement(settings, ranks, offload))
+        listed = materialized(model_parameters)
+        client = client_optimizer(model, optimizer, listed, settings)
+        sharded, present = shard_model(model, wrap_policy, settings, ranks, client, listed)
+        made = make_optimizer(model, client, present, settings, _placement(settings, ranks, offload, sharded))
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         check_same_parameters(made, ranks)
         _discard_left_over(made)
         register(made)
+        if sharded is not None:
+            sharded.when_gathered(made.look_again)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
-        if training_data is not None:
-            assert settings.micro_batch_size is not None
-            engine.training_dataloader = make_loader(
-                training_data, settings.micro_batch_size, ranks, collate_fn, settings.drop_last
-            )
+        engine.training_dataloader = _loader(training_data, settings, ranks, collate_fn)
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
@@ -125,13 +130,22 @@ def initialize(
 def _place(model: nn.Module, settings: Config, ranks: Ranks) -> Precision:
     """The model in its dtype, on this rank's device, with rank 0's weights."""
     precision = Precision.of(settings, ranks.device)
-    precision.convert(model)
-    model.to(ranks.device)
+    sharded = check_already_sharded(model, settings, ranks, precision)
+    if not sharded:
+        precision.convert(model)
+        model.to(ranks.device)
     check_same_setup(model, settings, ranks)
-    _broadcast(model, ranks)
+    if not sharded:
+        _broadcast(model, ranks)
     if settings.cpu_checkpointing and not is_configured():
         install(CheckpointingSettings(cpu_checkpointing=True))
     return precision
+
+
+def _refuse_model_parallelism(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -169,7 +183,7 @@ def _broadcast(model: nn.Module, ranks: Ranks) -> None:
             once.copy_(values)
 
 
-def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placement:
+def _placement(config: Config, ranks: Ranks, offload: Offload | None, sharded: FullyShardedModel | None) -> Placement:
     """The strategy, chosen once: one rank keeps everything, several share it."""
     if offload is None:
         offload = _offload(config, ranks)
@@ -184,7 +198,7 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None) -> Placeme
         sum_dtype=DTYPES[config.accumulation_dtype],
         predivide=predivide,
     )
-    return ShardedPlacement(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel)
+    return ShardedPlacement(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel, sharded)
 
 
 def _offload(config: Config, ranks: Ranks) -> Offload:
@@ -204,6 +218,13 @@ def _offload(config: Config, ranks: Ranks) -> Offload:
         speculation_memory=ahead,
         ratio=config.offload_ratio,
     )
+
+
+def _loader(data: Any, config: Config, ranks: Ranks, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+    if data is None:
+        return None
+    assert config.micro_batch_size is not None
+    return make_loader(data, config.micro_batch_size, ranks, collate_fn, config.drop_last)
 
 
 def _discard_left_over(optimizer: HostOptimizer) -> None:

@@ -100,6 +100,10 @@ class ParameterStore(ABC):
         """The backward that began is over; ``failure`` is what it raised."""
         return
 
+    def forward_failed(self) -> None:
+        """A forward raised."""
+        return
+
     @abstractmethod
     def arrive(self, parameter: int, gradient: Tensor) -> None:
         """Take one more gradient of ``parameter`` (flat, on the device) into the window; the
@@ -208,6 +212,14 @@ class ParameterStore(ABC):
     @abstractmethod
     def read_state(self, parameter: int, which: str) -> Tensor:
         """A copy of one array of the parameter, by name: float32, flat, on the host."""
+
+    def read_values(self, parameter: int, held: Tensor) -> Tensor:
+        """The whole parameter, flat, where ``held`` is what this process has of it on its device."""
+        return held
+
+    def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
+        """Of the whole parameter, flat, what this process has on its device."""
+        return values
 
     @abstractmethod
     def read_gradient(self, parameter: int) -> Tensor | None:

@@ -151,10 +151,14 @@ class ReleasedGradients(GradientSource):
         self.watch(trainable)
         me: weakref.ref[ReleasedGradients] = weakref.ref(self)
         for record in trainable:
+            leaf = record.leaf()
+            if leaf is None:
+                continue  # it was never gathered; whoever gathers it says so
             # The hooks must not refer to the parameter: torch could not collect it.
             index = record.index
             self._hooks[index] = ReleaseHooks(
                 record.parameter,
+                leaf,
                 before=lambda index=index: _call(me, ReleasedGradients._before, index),
                 after=lambda index=index: _call(me, ReleasedGradients._after, index),
             )
@@ -165,15 +169,19 @@ class ReleasedGradients(GradientSource):
         held, gradient = self._resolve(record)
         if not isinstance(gradient, ReleasedGradient):
             return
-        record.parameter.grad = None  # autograd must not add to a placeholder, whosever it is
+        in_the_way = record.leaf() is record.parameter
+        if in_the_way:
+            record.parameter.grad = None  # autograd must not add to a placeholder, whosever it is
         if held:
-            self._lifted.add(index)
+            self._lifted.update([index] if in_the_way else [])
         elif gradient is not self._placeholders.get(index):
             raise _foreign(record)
 
     def _after(self, index: int) -> None:
         record = self.records[index]
-        gradient = record.parameter.grad
+        leaf = record.leaf()
+        assert leaf is not None
+        gradient = leaf.grad
         if gradient is None or gradient is self._placeholders.get(index):
             return  # a backward that brought nothing here
         if isinstance(gradient, ReleasedGradient):
@@ -185,10 +193,12 @@ class ReleasedGradients(GradientSource):
         if index in self._entered:
             self._entered.discard(index)
         else:
-            self._hooks[index].follow(record.parameter)  # the node that was hooked is no longer the parameter's
+            self._hooks[index].follow(leaf)  # the node that was hooked is no longer the parameter's
         self.store.arrive(index, self.found(record, gradient))
         self._produced[index] = self._produced.get(index, 0) + 1
         self._lifted.discard(index)
+        if leaf is not record.parameter:
+            leaf.grad = None
         record.parameter.grad = self._placeholder(record)
 
     def _placeholder(self, record: ParameterRecord) -> ReleasedGradient:
@@ -236,6 +246,11 @@ class ReleasedGradients(GradientSource):
                 found[index] = None
             elif isinstance(gradient, ReleasedGradient):
                 raise _foreign(record)
+            elif gradient is not None and record.leaf() is not record.parameter:
+                raise GradientError(
+                    f"the .grad of parameter {record.name}, of which each rank has a shard, was not brought by a "
+                    "backward of this engine's model; to set a gradient use longshore.safe_set_full_grad()"
+                )
             elif gradient is not None:
                 # torch.autograd.grad, .grad assigned by hand, or frozen until now.
                 flat_gradient = self.found(record, gradient)

@@ -48,6 +48,8 @@ class HostOptimizer(torch.optim.Optimizer):
         self._source: GradientSource | None = None
         self._records: dict[int, ParameterRecord] = {}
         """By ``id(parameter)``; each record keeps its parameter alive."""
+        self._parameters: dict[int, Tensor] = {}
+        """By the index of the record."""
         # Change with each window.
         self._clipping = Clipping()
         self.ledger: Mapping[int, Entry] = {}  # of the last window's gradients
@@ -89,9 +91,9 @@ class HostOptimizer(torch.optim.Optimizer):
         device = self._device
         for position, parameter in enumerate(group["params"]):
             name = names[position] if names else f"{len(self.param_groups) - 1}.{position}"
-            check_parameter(parameter, name, device)
+            check_parameter(parameter, name, device, self._offload.takes_shards)
             device = parameter.device
-            records.append(ParameterRecord(len(self._records) + position, name, parameter))
+            records.append(ParameterRecord(len(self._records) + position, name, parameter, self._offload.leaf_of))
         if self._waiting is None:
             check_no_shared_memory([*self._records.values(), *records])
             self._lay_out(records)
@@ -103,8 +105,9 @@ class HostOptimizer(torch.optim.Optimizer):
     def _lay_out(self, records: list[ParameterRecord]) -> None:
         if not records:
             return
+        self._parameters.update((record.index, record.parameter) for record in records)
         if self._store is None or self._source is None:
-            self._store = self._offload.make_store(records[0].device, self._release_gradients)
+            self._store = self._offload.make_store(records[0].device, self._release_gradients, self._parameters)
             self._source = (ReleasedGradients if self._release_gradients else KeptGradients)(self._store)
             self._store.foresee(OptimizerForecast(self._clipping, self._planned_rules))
         name_states(self._store, self._family, self.param_groups)
@@ -170,8 +173,7 @@ class HostOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._family.check_group(group)
             records_of(group, self._records)
-        _, source = self._parts()
-        gradients = source.collect()
+        gradients = self._parts()[1].collect()
         for record in self._records.values():
             if record.parameter.requires_grad or record.index in gradients:
                 record.check()
@@ -198,11 +200,14 @@ class HostOptimizer(torch.optim.Optimizer):
         Only time depends on it."""
         self._parts()[0].expect_backwards(checked_backwards(backwards))
 
+    def look_again(self) -> None:
+        """For engines: take up parameters that were frozen, or not gathered, until now."""
+        self._parts()[1].look_again()
+
     def begin_backward(self, reduce: bool, last: bool) -> None:
         """For engines: a backward begins, on all ranks; see :meth:`ParameterStore.begin_backward`."""
-        store, source = self._parts()
-        source.look_again()
-        store.begin_backward(reduce, last)
+        self.look_again()
+        self._parts()[0].begin_backward(reduce, last)
 
     @property
     def gradients_arrived(self) -> int:
@@ -241,8 +246,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
         Squares are added in float64 and the root is rounded once.
         """
-        store, source = self._parts()
-        gradients = self.window_gradients()
+        gradients, (store, source) = self.window_gradients(), self._parts()
         return gradient_norm(store, gradients, self._clipping.scale_for(source.fingerprint))
 
     @torch.no_grad()
@@ -262,13 +266,12 @@ class HostOptimizer(torch.optim.Optimizer):
             raise ValueError(f"clip_grad_norm_ clips the 2-norm, not norm_type={norm_type}")
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, and is {max_norm}")
-        _, source = self._parts()
         norm = self.grad_norm()
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}; set error_if_nonfinite=False to clip with it anyway"
             )
-        self._clipping.clip(norm, float(max_norm), source.fingerprint())
+        self._clipping.clip(norm, float(max_norm), self._parts()[1].fingerprint())
         return norm
 
     def set_loss_scale(self, loss_scale: float) -> None:
@@ -312,19 +315,16 @@ class HostOptimizer(torch.optim.Optimizer):
         Every element that is not the rounded master becomes the master. Other writes (``load_state_dict``,
         initialisers, ``p.data = x``) are found by themselves at the next step.
         """
-        store, _ = self._parts()
-        refresh_masters(store, self._records.values())
+        refresh_masters(self._parts()[0], self._records.values())
 
     def host_bytes(self) -> dict[str, int]:
         """Counted host memory by kind, in bytes: ``pages`` (masters and states), ``gradients``, ``accumulators``."""
-        store, _ = self._parts()
-        return store.host_bytes()
+        return self._parts()[0].host_bytes()
 
     def close(self) -> None:
         """Wait for what is under way, remove the hooks, and let go of threads and lanes."""
-        store, source = self._parts()
-        source.close()
-        store.close()
+        for part in reversed(self._parts()):
+            part.close()
 
     # -- state ----------------------------------------------------------------
 

@@ -57,13 +57,15 @@ def refresh_masters(store: ParameterStore, records: Collection[ParameterRecord])
 
 def publish(record: ParameterRecord, step: ParameterStep, history: History) -> None:
     """The parameter has the new values (law 4), and this history."""
-    parameter = record.parameter
-    if step.target.data_ptr() != parameter.data_ptr() and parameter.numel() > 0:
-        parameter.copy_(step.target.view(record.shape))  # it is not contiguous
+    held, leaf = record.held, record.leaf()
+    if step.target.data_ptr() != held.data_ptr() and held.numel() > 0:
+        held.copy_(step.target.view(held.shape))  # it is not contiguous
     else:
         # A graph that was recorded before must not run backward on new
         # weights: torch's own check finds the version changed.
-        torch.autograd.graph.increment_version(parameter)
+        torch.autograd.graph.increment_version(record.parameter)
+    if leaf is not None and leaf is not record.parameter:
+        torch.autograd.graph.increment_version(leaf)
     record.history = history
     record.has_state = True
     record.mark_published()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from longshore.host import HostStore, ParameterStore, SpeculationMemory, SplitStore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
@@ -24,9 +25,19 @@ class Placement(ABC):
     def leaves_on_device(self) -> bool:
         """Whether any of the state stays where the parameters are."""
 
+    takes_shards: bool = False
+    """Whether parameters may be DTensors, of which this process has a part."""
+
     @abstractmethod
-    def make_store(self, device: torch.device, hold_gradients: bool) -> ParameterStore:
-        """A store for parameters on ``device``; ``hold_gradients``: they arrive during backward."""
+    def make_store(
+        self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]
+    ) -> ParameterStore:
+        """A store for parameters on ``device``; ``hold_gradients``: their gradients arrive during backward;
+        ``parameters``: all that there are by index, also those that come later."""
+
+    def leaf_of(self, parameter: Tensor) -> Tensor | None:
+        """What autograd accumulates its gradient into; see :meth:`ParameterRecord.leaf`."""
+        return parameter
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,11 @@ class Offload(Placement):
         return DeviceKernels(device)
 
     def make_store(
-        self, device: torch.device, hold_gradients: bool, gradient_dtype: torch.dtype | None = None
+        self,
+        device: torch.device,
+        hold_gradients: bool,
+        parameters: Mapping[int, Tensor],
+        gradient_dtype: torch.dtype | None = None,
     ) -> HostStore | SplitStore:
         """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +23,28 @@ class Identity(NamedTuple):
     refers to is not confused with a later one.
     """
 
-    version: int
+    versions: tuple[int, int]
     data_ptr: int
     strides: tuple[int, ...]
     storage: StorageWeakRef
 
     @classmethod
     def of(cls, tensor: Tensor) -> Identity:
-        storage = StorageWeakRef(tensor.untyped_storage())
-        return cls(tensor._version, tensor.data_ptr(), tensor.stride(), storage)
+        held = held_part(tensor)
+        storage = StorageWeakRef(held.untyped_storage())
+        # Writing a DTensor changes its own version, and not that of the shard.
+        return cls((tensor._version, held._version), held.data_ptr(), held.stride(), storage)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a ``DTensor``; where its module was never imported there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def held_part(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor: its shard of a ``DTensor``, all of any other; the same memory."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -45,13 +59,21 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 class ParameterRecord:
-    """What the optimizer knows of one parameter besides its pages."""
+    """What the optimizer knows of one parameter besides its pages.
 
-    def __init__(self, index: int, name: str, parameter: Tensor) -> None:
+    Args:
+        index: counts the parameters of the optimizer.
+        name: in messages.
+        parameter: the user's.
+        leaf_of: what :meth:`leaf` asks.
+    """
+
+    def __init__(self, index: int, name: str, parameter: Tensor, leaf_of: Callable[[Tensor], Tensor | None]) -> None:
         # Fixed.
         self.index = index
         self.name = name
         self.parameter = parameter
+        self._leaf_of = leaf_of
         self.device = parameter.device
         self.dtype = parameter.dtype
         self.shape = parameter.shape
@@ -62,6 +84,11 @@ class ParameterRecord:
         self.has_master = False
         self.published: Identity | None = None
         """The parameter as this optimizer left it; None: not by us."""
+
+    def leaf(self) -> Tensor | None:
+        """What autograd accumulates the gradient into: the parameter itself, or, where its shards are gathered for
+        each forward, what they are gathered into; None before the first time."""
+        return self._leaf_of(self.parameter)
 
     @property
     def step(self) -> int:
@@ -76,9 +103,14 @@ class ParameterRecord:
     def mark_published(self) -> None:
         self.published = Identity.of(self.parameter)
 
+    @property
+    def held(self) -> Tensor:
+        """What this process has of the parameter."""
+        return held_part(self.parameter)
+
     def values(self) -> Tensor:
-        """The parameter's elements in logical order, flat and contiguous: a view where it can be."""
-        return flat(self.parameter)
+        """The elements that this process has, in logical order, flat and contiguous: a view where it can be."""
+        return flat(self.held)
 
     def check(self) -> None:
         """The parameter is still the one that was laid out.
@@ -119,13 +151,13 @@ class ParameterRecord:
             )
 
 
-def check_parameter(parameter: Tensor, name: str, device: torch.device | None) -> None:
-    """Refuse, before training starts, a parameter that cannot be stepped.
+def check_parameter(parameter: Tensor, name: str, device: torch.device | None, shards: bool = False) -> None:
+    """Refuse, before training starts, a parameter that cannot be stepped; ``shards``: a DTensor can.
 
     Raises:
         ValueError: its kind, dtype, device or memory layout is not supported.
     """
-    kind = type(parameter.detach())
+    kind = type(held_part(parameter).detach() if shards else parameter.detach())
     if kind is not Tensor:
         raise ValueError(
             f"parameter {name} is a {kind.__name__}; longshore steps plain tensors on one device "
@@ -172,7 +204,7 @@ def check_no_shared_memory(records: Sequence[ParameterRecord]) -> None:
     """
     extents = []
     for position, record in enumerate(records):
-        parameter = record.parameter
+        parameter = record.held
         if parameter.numel() > 0:
             last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
             start = parameter.data_ptr()
@@ -181,7 +213,7 @@ def check_no_shared_memory(records: Sequence[ParameterRecord]) -> None:
     for start, end, position in sorted(extents):
         reaching = [(other_end, other) for other_end, other in reaching if other_end > start]
         for _, other in reaching:
-            if _overlap(records[other].parameter, records[position].parameter):
+            if _overlap(records[other].held, records[position].held):
                 raise ValueError(
                     f"parameters {records[other].name} and {records[position].name} are different tensors over the "
                     "same memory; tie them by using one nn.Parameter in both places"

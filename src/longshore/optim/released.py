@@ -83,16 +83,16 @@ class ReleaseHooks:
     because ``torch.autograd.grad`` runs tensor hooks without accumulating.
     """
 
-    def __init__(self, parameter: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(self, parameter: Tensor, leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._parameter = weakref.ref(parameter)
         self._before = before
-        self._after_handle = parameter.register_post_accumulate_grad_hook(lambda _parameter: after())
+        self._after_handle = leaf.register_post_accumulate_grad_hook(lambda _leaf: after())
         self._node: Node | None = None
-        self.follow(parameter)
+        self.follow(leaf)
 
-    def follow(self, parameter: Tensor) -> None:
-        """Hook the parameter's present node: converting a model there and back makes a new one."""
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    def follow(self, leaf: Tensor) -> None:
+        """Hook the leaf's present node: converting a model there and back makes a new one."""
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
         if node is self._node:
             return
         before = self._before

@@ -9,7 +9,7 @@ lies in one shard: what one rank owns of it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longshore.layout import align
@@ -78,6 +78,51 @@ def plan_buckets(
         raise ValueError(f"a bucket has at least one element, not {bucket_numel}")
     if world_size < 1:
         raise ValueError(f"a bucket is shared by at least one rank, not {world_size}")
+    buckets: list[Bucket] = []
+    for members in _filled(parameters, bucket_numel):
+        bucket = _cut(first_bucket + len(buckets), members, world_size, first_piece)
+        first_piece += sum(len(pieces) for pieces in bucket.pieces)
+        buckets.append(bucket)
+    return tuple(buckets)
+
+
+def plan_shards(
+    parameters: Iterable[tuple[int, int, Hashable]],
+    bucket_numel: int,
+    shards: Mapping[int, Sequence[tuple[int, int]]],
+    first_bucket: int = 0,
+    first_piece: int = 0,
+) -> tuple[Bucket, ...]:
+    """As :func:`plan_buckets`, where each parameter is cut already.
+
+    Args:
+        parameters: as there.
+        bucket_numel: as there.
+        shards: by parameter, ``(offset, numel)`` of what each rank has of it.
+        first_bucket: as there.
+        first_piece: as there.
+    """
+    buckets: list[Bucket] = []
+    for filling in _filled(parameters, bucket_numel):
+        by_rank: list[tuple[Piece, ...]] = []
+        lengths = []
+        for rank in range(len(shards[filling[0][0]])):
+            pieces, end = [], 0
+            for parameter, _ in filling:
+                offset, numel = shards[parameter][rank]
+                if numel > 0:
+                    pieces.append(Piece(first_piece, parameter, offset, end, numel))
+                    first_piece += 1
+                    end += numel
+            by_rank.append(tuple(pieces))
+            lengths.append(end)
+        index = first_bucket + len(buckets)
+        buckets.append(Bucket(index, _members(filling), align(max(lengths)), tuple(by_rank)))
+    return tuple(buckets)
+
+
+def _filled(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: int) -> list[list[tuple[int, int]]]:
+    """``(index, numel)`` of the members of each bucket."""
     entries = list(parameters)
     for parameter, numel, _ in entries:
         if numel < 0:
@@ -93,19 +138,20 @@ def plan_buckets(
             filled.append(members)
         members.append((parameter, numel))
         open_buckets[kind] = (members, total + numel)
-    buckets: list[Bucket] = []
-    for members in filled:
-        bucket = _cut(first_bucket + len(buckets), members, world_size, first_piece)
-        first_piece += sum(len(pieces) for pieces in bucket.pieces)
-        buckets.append(bucket)
-    return tuple(buckets)
+    return filled
 
 
-def _cut(index: int, parameters: list[tuple[int, int]], world_size: int, next_piece: int) -> Bucket:
+def _members(parameters: list[tuple[int, int]]) -> tuple[Member, ...]:
     members, end = [], 0
     for parameter, numel in parameters:
         members.append(Member(parameter, end, numel))
         end += numel
+    return tuple(members)
+
+
+def _cut(index: int, parameters: list[tuple[int, int]], world_size: int, next_piece: int) -> Bucket:
+    members = _members(parameters)
+    end = members[-1].offset + members[-1].numel
     shard_numel = align(-(-end // world_size))
     shards = []
     for rank in range(world_size):
@@ -117,4 +163,4 @@ def _cut(index: int, parameters: list[tuple[int, int]], world_size: int, next_pi
                 pieces.append(Piece(next_piece, member.parameter, first - member.offset, first - start, last - first))
                 next_piece += 1
         shards.append(tuple(pieces))
-    return Bucket(index, tuple(members), shard_numel, tuple(shards))
+    return Bucket(index, members, shard_numel, tuple(shards))

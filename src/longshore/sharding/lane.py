@@ -39,6 +39,7 @@ class Action(IntEnum):
     COMMIT = 3
     READ = 4
     CLOSE = 5
+    GATHER = 6
 
     @property
     def words(self) -> str:
@@ -48,6 +49,7 @@ class Action(IntEnum):
             Action.COMMIT: "about to step",
             Action.READ: "reading optimizer state",
             Action.CLOSE: "in the last backward",
+            Action.GATHER: "gathering parameters",
         }[self]
 
 
@@ -72,14 +74,23 @@ class CollectiveLane:
         device: where tensors that are communicated have to be.
         limit_bytes: of gradients that may wait for their bucket's turn.
         owns_group: :meth:`close` destroys the group.
+        words: what to call an action and its number.
     """
 
-    def __init__(self, group: Any, device: torch.device, limit_bytes: int, owns_group: bool = False) -> None:
+    def __init__(
+        self,
+        group: Any,
+        device: torch.device,
+        limit_bytes: int,
+        owns_group: bool = False,
+        words: Callable[[Action, int], str] | None = None,
+    ) -> None:
         # Fixed.
         self._owns_group = owns_group
+        self._words = words or _words
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
-        self._group = group
+        self.group = group
         self.device = device
         self._peers = [dist.get_global_rank(group, rank) if group else rank for rank in range(self.world_size)]
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
@@ -162,7 +173,7 @@ class CollectiveLane:
             self._worker.close()
         if self._owns_group and dist.is_initialized():
             self._owns_group = False
-            dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self.group)
 
     # -- collectives, from jobs -----------------------------------------------
 
@@ -191,7 +202,7 @@ class CollectiveLane:
         """
         while True:
             told, self._untold = self._untold, False
-            self._meeting = meeting = _Meeting(f"{_words(action, number)} (window {window})")
+            self._meeting = meeting = _Meeting(f"{self._words(action, number)} (window {window})")
             try:
                 rows = self.rows(torch.tensor([action, number, window, told], dtype=torch.int64)).tolist()
             finally:
@@ -220,7 +231,8 @@ class CollectiveLane:
     def _differ(self, doing: Sequence[tuple[Action, int]]) -> None:
         """The ranks met, and not for the same thing. Returns where this rank knows why: it refused the step."""
         if any(action is not Action.COMMIT for action, _ in doing):
-            raise RankError(f"the ranks do different things: {_list(doing)}; {_ADVICE}")
+            said = ", ".join(f"rank {rank} is {self._words(*each)}" for rank, each in enumerate(doing))
+            raise RankError(f"the ranks do different things: {said}; {_ADVICE}")
         refusing = [rank for rank, (_, number) in enumerate(doing) if number == REFUSED]
         if not refusing:
             raise RankError(
@@ -237,7 +249,7 @@ class CollectiveLane:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         rows = torch.empty((self.world_size * row.numel(),), dtype=row.dtype, device=self.device)
         with self._communicating():
-            gather(rows, mine.reshape(-1), group=self._group)
+            gather(rows, mine.reshape(-1), group=self.group)
         return rows.view(self.world_size, *row.shape).cpu()
 
     def exchange(self, chunks: Tensor) -> Tensor:
@@ -251,31 +263,35 @@ class CollectiveLane:
         """
         received = self.buffer("received", chunks.numel(), chunks.device).view(chunks.shape)
         with self._communicating():
-            dist.all_to_all_single(received.view(-1), chunks.view(-1), group=self._group)
+            dist.all_to_all_single(received.view(-1), chunks.view(-1), group=self.group)
         return received
 
     def gather(self, chunk: Tensor) -> Tensor:
         """Every rank's ``chunk``: uint8 ``[chunk_bytes]`` -> ``[world_size, chunk_bytes]``, until the next call."""
         received = self.buffer("received", self.world_size * chunk.numel(), chunk.device).view(self.world_size, -1)
         received[self.rank].copy_(chunk)
+        self.complete(received)
+        return received
+
+    def complete(self, rows: Tensor) -> None:
+        """Row ``k`` of ``rows`` comes from rank ``k``; this rank's own is there."""
         # Sent and received directly: gloo's own all-gather takes several times as long.
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        work = [dist.P2POp(dist.isend, chunk, self._peers[rank], self._group) for rank in others]
-        work += [dist.P2POp(dist.irecv, received[rank], self._peers[rank], self._group) for rank in others]
+        work = [dist.P2POp(dist.isend, rows[self.rank], self._peers[rank], self.group) for rank in others]
+        work += [dist.P2POp(dist.irecv, rows[rank], self._peers[rank], self.group) for rank in others]
         with self._communicating():
             for request in dist.batch_isend_irecv(work) if work else ():
                 request.wait()
-        return received
 
 
-def twin_of(group: Any, device: torch.device) -> Any:
-    """A process group of the same ranks for one lane alone; all ranks have to call.
+def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any:
+    """A process group of the same ranks for one lane alone; all ranks have to call. ``backend``: other than theirs.
 
     Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those
     of a second engine, run while the lane's are under way: in one group they would be taken for each other.
     """
     group = dist.group.WORLD if group is None else group
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout_of(group, device))
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout_of(group, device), backend=backend)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
@@ -297,10 +313,6 @@ def _essence(failure: Exception) -> str:
     """The first sentence, without the line of C++ that it comes from."""
     first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
     return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
-
-
-def _list(doing: Sequence[tuple[Action, int]]) -> str:
-    return ", ".join(f"rank {rank} is {_words(action, number)}" for rank, (action, number) in enumerate(doing))
 
 
 def _words(action: Action, number: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longshore.sharding.bucket import Bucket, Piece
+from longshore.sharding.bucket import Bucket, Piece, plan_buckets
 from longshore.sharding.lane import Action, CollectiveLane
 from longshore.sharding.reduction import parts, slices
 
@@ -21,6 +21,43 @@ class Ownership(ABC):
 
     def __init__(self, lane: CollectiveLane) -> None:
         self.lane = lane
+
+    replicates = True
+    """Whether every rank has all of each parameter on its device."""
+
+    def plan(
+        self,
+        parameters: Sequence[tuple[int, int, torch.dtype]],
+        bucket_numel: int,
+        first_bucket: int,
+        first_piece: int,
+    ) -> tuple[Bucket, ...]:
+        """Buckets of new parameters, given as ``(index, numel, dtype)``; see :func:`plan_buckets`."""
+        return plan_buckets(parameters, bucket_numel, self.lane.world_size, first_bucket, first_piece)
+
+    def place(self, piece: Piece) -> slice:
+        """Where an owned piece lies in what this rank has of its parameter on the device, flat."""
+        return slice(piece.parameter_offset, piece.parameter_offset + piece.numel)
+
+    def held(self, parameter: int, values: Tensor) -> Tensor:
+        """Of a whole parameter, flat, what this rank has on the device."""
+        return values
+
+    def outside_of_the_model(self, failed: bool) -> None:
+        """No rank is in a forward or a backward; all have to call. ``failed``: this one gave up its window."""
+        return
+
+    def close(self) -> None:
+        """Leave the model as an ordinary one."""
+        return
+
+    def before_publishing(self) -> None:
+        """Parameters on the device are about to change."""
+        return
+
+    def interrupted(self) -> None:
+        """A forward or a backward raised, and nothing of it goes on."""
+        return
 
     @abstractmethod
     def owned(self, bucket: Bucket) -> Sequence[Piece]:

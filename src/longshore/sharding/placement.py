@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
@@ -15,6 +16,9 @@ from longshore.sharding.ownership import Ownership, Replicated, Sharded
 from longshore.sharding.store import ShardedStore
 from longshore.sharding.window import ReductionSettings
 
+if TYPE_CHECKING:
+    from longshore.sharding.fully_sharded import FullyShardedModel
+
 _LARGEST_ITEM_BYTES = 4
 """Of a gradient's element: a float32 bucket, or two in 16 bits, may wait to be sent."""
 
@@ -22,15 +26,8 @@ _LARGEST_ITEM_BYTES = 4
 class Strategy(NamedTuple):
     """What a ZeRO stage means here."""
 
-    ownership: Callable[[CollectiveLane, int], Ownership]
+    ownership: Callable[[ShardedPlacement, CollectiveLane, Mapping[int, Tensor]], Ownership]
     each_backward: bool
-
-
-STRATEGIES: Mapping[int, Strategy] = {
-    0: Strategy(lambda lane, _: Replicated(lane), each_backward=False),
-    1: Strategy(Sharded, each_backward=False),
-    2: Strategy(Sharded, each_backward=True),
-}
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,10 @@ class ShardedPlacement(Placement):
     Attributes:
         offload: how each rank keeps its part.
         group: of ranks; None: all of them.
-        stage: 0, 1 or 2.
+        stage: 0, 1, 2 or 3.
         settings: how gradients are reduced; ``each_backward`` is the stage's.
-        gather_numel: elements of parameters that are gathered together.
+        gather_numel: elements of parameters that are gathered together (stages 1 and 2).
+        sharded: the model, at stage 3.
     """
 
     offload: Offload
@@ -50,12 +48,20 @@ class ShardedPlacement(Placement):
     stage: int
     settings: ReductionSettings
     gather_numel: int
+    sharded: FullyShardedModel | None = None
+
+    @property
+    def takes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.sharded is not None
+
+    def leaf_of(self, parameter: Tensor) -> Tensor | None:
+        return parameter if self.sharded is None else self.sharded.leaf_of(parameter)
 
     @property
     def leaves_on_device(self) -> bool:
         return self.offload.leaves_on_device
 
-    def make_store(self, device: torch.device, hold_gradients: bool) -> ShardedStore:
+    def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> ShardedStore:
         strategy = STRATEGIES[self.stage]
         settings = replace(self.settings, each_backward=strategy.each_backward)
         if settings.early and settings.each_backward:
@@ -68,5 +74,21 @@ class ShardedPlacement(Placement):
         in_backward = settings.each_backward or settings.early
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
         # What comes out of a reduction is float32, whatever went in.
-        inner = offload.make_store(device, hold_gradients=True, gradient_dtype=torch.float32)
-        return ShardedStore(inner, strategy.ownership(lane, self.gather_numel), settings)
+        inner = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
+        return ShardedStore(inner, strategy.ownership(self, lane, parameters), settings)
+
+
+def _fully_sharded(placement: ShardedPlacement, lane: CollectiveLane, parameters: Mapping[int, Tensor]) -> Ownership:
+    # Imported here: it imports torch's FSDP2, which takes a while.
+    from longshore.sharding.fully_sharded import FullySharded
+
+    assert placement.sharded is not None
+    return FullySharded(lane, placement.sharded, parameters)
+
+
+STRATEGIES: Mapping[int, Strategy] = {
+    0: Strategy(lambda _, lane, __: Replicated(lane), each_backward=False),
+    1: Strategy(lambda placement, lane, _: Sharded(lane, placement.gather_numel), each_backward=False),
+    2: Strategy(lambda placement, lane, _: Sharded(lane, placement.gather_numel), each_backward=True),
+    3: Strategy(_fully_sharded, each_backward=True),
+}

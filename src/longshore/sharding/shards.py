@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from longshore.sharding.bucket import Bucket, Piece, plan_buckets
+from longshore.sharding.bucket import Bucket, Piece
 from longshore.sharding.ownership import Ownership
 
 
@@ -32,8 +32,7 @@ class Shards:
     def add(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> list[tuple[int, int, torch.dtype]]:
         """Lay out ``(index, numel, dtype)``; returns this rank's new pieces in the same form and order."""
         entries = list(parameters)
-        world_size = self.ownership.lane.world_size
-        added = plan_buckets(entries, self._bucket_numel, world_size, len(self.buckets), self._next_piece)
+        added = self.ownership.plan(entries, self._bucket_numel, len(self.buckets), self._next_piece)
         for parameter, _, dtype in entries:
             self.dtypes[parameter] = dtype
             self._owned[parameter] = []

@@ -28,7 +28,7 @@ from longshore.sharding.bucket import Bucket, Piece
 from longshore.sharding.contributions import Contributions
 from longshore.sharding.lane import REFUSED, Action
 from longshore.sharding.ownership import Ownership
-from longshore.sharding.reduction import Averaging, reduce_shard
+from longshore.sharding.reducer import Reducer
 from longshore.sharding.rounds import Round
 from longshore.sharding.shards import Shards
 from longshore.sharding.steps import PieceForecast, number_of
@@ -55,9 +55,9 @@ class ShardedStore(ParameterStore):
         self.lane = ownership.lane
         self._ownership = ownership
         self._settings = settings
-        self._averaging = Averaging.over(self.lane.world_size, settings.predivide)
         # Grow with parameters.
         self.shards = Shards(ownership, settings.bucket_numel)
+        self._reducer = Reducer(inner, self.shards, settings)
         # Change with each window.
         self._window = WindowGradients(self.shards, settings, self._launch)
         self._windows = 0
@@ -128,7 +128,7 @@ class ShardedStore(ParameterStore):
         try:
             self.lane.meet(Action.BACKWARD, current.number, self._windows)
             rounds = agree_on(self.lane, Statement.of(kept)).deferred
-            self._reduce_kept(kept, rounds, buckets, ready)
+            self._reducer.reduce_kept(kept, rounds, buckets, ready)
         except BaseException:
             current.failed = True
             raise
@@ -142,6 +142,9 @@ class ShardedStore(ParameterStore):
         except BaseException:
             current.failed = True
             raise
+
+    def forward_failed(self) -> None:
+        self._ownership.interrupted()
 
     def arrive(self, parameter: int, gradient: Tensor) -> None:
         self.check_usable()
@@ -169,6 +172,7 @@ class ShardedStore(ParameterStore):
             pass  # another rank gave up the same window
         finally:
             if self._window.failure is not None:
+                self._ownership.interrupted()
                 # The others may not know; those that do not will be told when they meet this rank.
                 self.lane.give_up_window()
                 self._windows += 1
@@ -186,30 +190,10 @@ class ShardedStore(ParameterStore):
         def reduce() -> None:
             if not current.failed:
                 with self.transfer.aside(ready):
-                    self._reduce(bucket, gradients, current.sums)
+                    self._reducer.reduce(bucket, gradients, current.sums)
             gradients.clear()  # of a round that did not take place
 
         self.lane.submit(reduce, held_bytes)
-
-    def _reduce_kept(
-        self, kept: list[Contributions], rounds: Sequence[bool], buckets: Sequence[Bucket], ready: Any
-    ) -> None:
-        """Run agreed rounds on what was kept; ``rounds`` says of each whether any rank brings sums."""
-        for number, summed in enumerate(rounds):
-            contributions = kept[number] if number < len(kept) else Contributions(torch.float32)
-            for bucket in buckets:
-                gradients = contributions.take([member.parameter for member in bucket.members])
-                with self.transfer.aside(ready):
-                    self._reduce(bucket, gradients, summed)
-
-    def _reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool) -> None:
-        """``sums``: some of the gradients, of any rank, may be sums, which their parameter's dtype may not hold."""
-        dtype = self.shards.dtype_of(bucket)
-        if sums:  # one that holds both, so that no bit depends on who else brings a sum
-            dtype = torch.promote_types(dtype, self._settings.sum_dtype)
-        reduced = reduce_shard(self.lane, bucket, gradients, self._settings.wire_dtype or dtype, self._averaging)
-        for piece, values in self._ownership.arrivals(bucket, reduced):
-            self.inner.arrive(piece.index, values)
 
     # -- the end of a window --------------------------------------------------
 
@@ -241,10 +225,11 @@ class ShardedStore(ParameterStore):
             if not agreed.early:
                 if closing is not None:
                     self.inner.discard()  # some rank has more, or other gradients than those that were reduced
-                self._reduce_kept(kept, agreed.deferred, self._window.buckets_of(set(active)), ready)
+                self._reducer.reduce_kept(kept, agreed.deferred, self._window.buckets_of(set(active)), ready)
             return active
 
         try:
+            self._ownership.outside_of_the_model(failure is not None)
             self._window.active = self.lane.run(settle)
         except BaseException as error:
             self._window.fail(error)
@@ -261,7 +246,8 @@ class ShardedStore(ParameterStore):
             raise
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
-        self.lane.run(lambda: check_same(self.lane, values))
+        if self._ownership.replicates:
+            self.lane.run(lambda: check_same(self.lane, values))
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         pieces = {piece.index: None for parameter in gradients for piece in self.shards.owned(parameter)}
@@ -274,10 +260,10 @@ class ShardedStore(ParameterStore):
         own: dict[int, ParameterStep] = {}
         for parameter, step in steps.items():
             for piece in self.shards.owned(parameter):
-                target = step.target[piece.parameter_offset : piece.parameter_offset + piece.numel]
-                own[piece.index] = ParameterStep(step.rule, target, None)
+                own[piece.index] = ParameterStep(step.rule, step.target[self._ownership.place(piece)], None)
         failure: BaseException | None = None
         try:
+            self._ownership.before_publishing()
             self.inner.commit(own, scale)
         except Exception as error:
             failure = error  # the others are told below
@@ -338,11 +324,12 @@ class ShardedStore(ParameterStore):
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self._await_rounds()
-        for piece, part in self._split(parameter, values):
-            self.inner.adopt(piece.index, part, keep_matching=keep_matching)
+        for piece in self.shards.owned(parameter):
+            self.inner.adopt(piece.index, values[self._ownership.place(piece)], keep_matching=keep_matching)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
-        return sum(self.inner.count_differing(piece.index, part) for piece, part in self._split(parameter, values))
+        owned = self.shards.owned(parameter)
+        return sum(self.inner.count_differing(piece.index, values[self._ownership.place(piece)]) for piece in owned)
 
     def _split(self, parameter: int, values: Tensor) -> list[tuple[Piece, Tensor]]:
         return [
@@ -354,6 +341,15 @@ class ShardedStore(ParameterStore):
         """A copy of the whole array, from all ranks; every rank has to ask."""
         self.check_usable()
         return self._assemble(parameter, lambda piece: self.inner.read_state(piece, which))
+
+    def read_values(self, parameter: int, held: Tensor) -> Tensor:
+        if self._ownership.replicates:
+            return held
+        places = {piece.index: self._ownership.place(piece) for piece in self.shards.owned(parameter)}
+        return self._assemble(parameter, lambda piece: held[places[piece]].float())
+
+    def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
+        return self._ownership.held(parameter, values)
 
     def read_gradient(self, parameter: int) -> Tensor | None:
         """The reduced gradient of the window, from all ranks; after :meth:`agree`."""
@@ -391,5 +387,6 @@ class ShardedStore(ParameterStore):
 
     def close(self) -> None:
         self._closed = True
+        self._ownership.close()
         self.lane.close()
         self.inner.close()

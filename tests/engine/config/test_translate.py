@@ -97,7 +97,7 @@ def test_names_of_other_libraries_are_known(section: str, kind: str, given: str,
 def test_all_problems_at_once() -> None:
     file = json.loads(USERS_BLOCK)
     file["zero_optimization"]["offload_optimizer"]["devise"] = "cpu"
-    file["zero_optimization"] |= {"stage": 3, "reduce_bucket_size": "5e8", "zenflow": {"topk_ratio": 0.1}}
+    file["zero_optimization"] |= {"stage": 4, "reduce_bucket_size": "5e8", "zenflow": {"topk_ratio": 0.1}}
     file["optimizer"]["type"] = "Muon"
     file["scheduler"] = {"type": "WarmupDecayLR", "params": {}}
     file["fp16"]["enabled"] = file["bf16"]["enabled"] = True
@@ -122,7 +122,7 @@ def test_all_problems_at_once() -> None:
     assert found["zero_optimization.reduce_bucket_size"].value == "5e8"
     for line in (
         'devise = "cpu": "devise" is no key of zero_optimization.offload_optimizer; did you mean "device"?',
-        "zero_optimization.stage = 3: is not supported: stage 3 arrives with ZeRO-3",
+        "zero_optimization.stage = 4: must be one of 0, 1, 2",
         'zero_optimization.reduce_bucket_size = "5e8": must be an integer of at least 1',
         'optimizer.type = "Muon": is not supported: it looks at shapes',
         "scheduler.params.total_num_steps: is missing",

@@ -22,6 +22,7 @@ from longshore.engine.config.values import (
     SCALE_POWER,
     SPECULATION_MEMORY,
     STAGE,
+    WRAP_POLICY,
     Items,
     checked,
 )
@@ -72,13 +73,16 @@ class Config(FrozenModel):
         gradient_accumulation_steps: backwards a step. None, for any of the
             three: see :meth:`resolved`.
         drop_last: the loader leaves out the last batch if it is not full.
-        stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too.
+        stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
         offload_optimizer: where optimizer state lives and is stepped.
         reduce_bucket_numel: elements whose gradients are reduced together;
             at stage 2 with ``overlap_comm`` half of them, so that one half
             fills while the other is on its way.
         allgather_bucket_numel: elements that are gathered together.
         overlap_comm: reduce while backward runs. The same bits either way.
+        wrap_policy: at stage 3, the modules that are gathered as a whole: the
+            transformer blocks (``"auto"``), those of the named classes, or
+            those with at least so many elements.
         tile_numel, threads, cpu_set: as in :class:`longshore.Offload`.
         cpu_share: host threads run on this share, from 0 (one CPU) to 1, of the
             CPUs that this process may use: the last ones. ``cpu_set`` names them instead.
@@ -118,11 +122,12 @@ class Config(FrozenModel):
     gradient_accumulation_steps: _MaybeCount = None
     drop_last: bool = False
 
-    stage: Annotated[Literal[0, 1, 2], checked(STAGE)] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], checked(STAGE)] = 0
     offload_optimizer: Annotated[Literal["none", "cpu"], checked(DEVICE)] = "none"
     reduce_bucket_numel: _Count = 500_000_000
     allgather_bucket_numel: _Count = 500_000_000
     overlap_comm: bool = True
+    wrap_policy: Annotated[int | str | tuple[str, ...], checked(WRAP_POLICY)] = "auto"
 
     tile_numel: _Count | None = None
     threads: _MaybeCount = None

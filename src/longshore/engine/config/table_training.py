@@ -19,6 +19,7 @@ from longshore.engine.config.values import (
     SCALE_POWER,
     SPECULATION_MEMORY,
     TEXT,
+    WRAP_POLICY,
     Choice,
     Integer,
     Items,
@@ -245,4 +246,8 @@ HOST: tuple[Key, ...] = (
              "Host memory for stepping while backward runs; as a share, 1 is a spare for every tile "
              "(docs/stepping_ahead.md). Left out it is auto with super_offload and 0, none, without.",
              "tests/engine/test_speculation.py::test_the_setting_of_the_file", "speculation_memory", takes_auto=True),
+    honoured(_L, "wrap_policy", WRAP_POLICY,
+             "At stage 3, the modules that are gathered as a whole: auto (the transformer blocks), a list of classes, "
+             "or a number: modules with at least so many elements. Left out it is auto.",
+             "tests/engine/test_fully_sharded.py::test_wrap_policy", "wrap_policy", takes_auto=True),
 )

@@ -291,7 +291,7 @@ BETA = Number(minimum=0, below=1)
 BETAS = Items(BETA, 2)
 DTYPE = Dtype()
 LOW_DTYPE = Dtype(("bf16", "fp16"))
-STAGE = Choice((0, 1, 2), {3: "stage 3 arrives with ZeRO-3; use stage 2 with offload_optimizer device cpu until then"})
+STAGE = Choice((0, 1, 2, 3))
 DEVICE = Choice(
     ("none", "cpu"), {"nvme": 'optimizer state on NVMe is not kept by longshore; use "cpu", whose state is sharded'}
 )
@@ -299,5 +299,7 @@ SCALE_POWER = Integer(0, 127)
 """Two to this power is a float32."""
 PER_GROUP = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
 """One for all parameter groups, or a list with one for each."""
+WRAP_POLICY = Either((Choice(("auto",)), Integer(1, of="elements"), Items(TEXT)))
+"""What is gathered as a whole at stage 3."""
 SPECULATION_MEMORY = Either((Choice(("auto",)), Number(minimum=0, maximum=1, of="a share"), Integer(2, of="bytes")))
 """A share of what a spare for every tile takes, or bytes."""

@@ -1,0 +1,270 @@
+"""Stage 3: the model on torch's FSDP2, unit by unit, and the user's parameters replaced by their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from longshore.engine.config import Config
+from longshore.engine.precision import Precision
+from longshore.engine.ranks import Ranks
+from longshore.optim.parameters import is_sharded
+
+if TYPE_CHECKING:
+    from longshore.sharding.fully_sharded import FullyShardedModel
+
+WrapPolicy = str | int | Sequence[str] | Callable[[str, nn.Module], bool]
+"""Which modules are gathered as a whole: see :func:`units_of`."""
+
+_OLDEST_TORCH = (2, 13)
+
+
+def shard_model(
+    model: nn.Module,
+    wrap_policy: WrapPolicy | None,
+    config: Config,
+    ranks: Ranks,
+    client: Optimizer | None,
+    model_parameters: Any,
+) -> tuple[FullyShardedModel | None, Any]:
+    """Apply FSDP2 where the configuration asks for it; all ranks have to call.
+
+    Args:
+        model: on its device, with rank 0's weights. Its parameters become DTensors.
+        wrap_policy: as in :func:`units_of`; None: the configuration's.
+        config: of the stage.
+        ranks: of the run. One rank has nothing to shard.
+        client: the user's optimizer, if there is one; its parameters are replaced.
+        model_parameters: as :func:`materialized` gives them.
+
+    Returns:
+        The sharded model, or None; and ``model_parameters`` as they are now.
+
+    Raises:
+        ValueError: an older torch, or a parameter or policy that cannot be honoured, by name.
+    """
+    if config.stage < 3 or ranks.world_size == 1:
+        if wrap_policy is not None and config.stage < 3:
+            raise ValueError(f"wrap_policy is for stage 3, and the stage is {config.stage}; leave it out")
+        return None, model_parameters
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
+        raise ValueError(
+            f"stage 3 needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, and this is {torch.__version__}; "
+            "upgrade torch, or use stage 2"
+        )
+    # Imported here: FSDP2 takes a while to import, and only stage 3 needs it.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    from longshore.sharding.fully_sharded import FullyShardedModel
+
+    replacement = Replacement(model)
+    if not isinstance(model, FSDPModule):
+        units = units_of(model, config.wrap_policy if wrap_policy is None else wrap_policy)
+        _check_scalars(model)
+        mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+        for module in (*units, model):
+            fully_shard(module, mesh=mesh)
+    return FullyShardedModel(model), replacement.made(client, model_parameters)
+
+
+def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, precision: Precision) -> bool:
+    """Whether the user applied ``fully_shard`` to the model.
+
+    Raises:
+        ValueError: and the configuration asks for something else, or for a dtype that its parameters do not have.
+    """
+    sharded = [(name, parameter) for name, parameter in model.named_parameters() if is_sharded(parameter)]
+    if not sharded:
+        return False
+    plain = [name for name, parameter in model.named_parameters() if not is_sharded(parameter)]
+    if plain:
+        raise ValueError(
+            f"fully_shard was applied to a part of the model, and parameter {plain[0]} is not in it; apply it to the "
+            "whole model last, or leave all of it to initialize()"
+        )
+    if config.stage < 3:
+        raise ValueError(
+            f"parameter {sharded[0][0]} is a DTensor: fully_shard was applied to the model, and the stage is "
+            f"{config.stage}; set it to 3"
+        )
+    if ranks.world_size == 1:
+        raise ValueError(
+            f"parameter {sharded[0][0]} is a DTensor, and there is one rank; leave fully_shard out with one rank"
+        )
+    for name, parameter in sharded:
+        wanted = precision.parameters
+        if wanted is not None and parameter.is_floating_point() and parameter.dtype != wanted:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} and the configuration wants {wanted}; convert the model before "
+                "fully_shard"
+            )
+    return True
+
+
+def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+    """The modules that are gathered, each as a whole, for their forward and backward; inner ones first.
+
+    What no unit holds is gathered with the model itself, and stays until the end of backward.
+
+    Args:
+        model: is never one of them.
+        policy: ``"auto"``: the model's transformer blocks, by ``_no_split_modules`` where it names them (as those of
+            transformers do), otherwise the modules that repeat in an ``nn.ModuleList`` or ``nn.Sequential``.
+            Names of classes. A number: modules that have at least so many elements outside of smaller units.
+            A function of name and module: whether it is a unit.
+
+    Raises:
+        ValueError: a class that no module has, or something that is no policy.
+    """
+    # Children come behind their parents; so, backwards, they come first. The root is not among them.
+    inner = [(name, module) for name, module in list(model.named_modules())[:0:-1] if _stands_alone(module, model)]
+    if callable(policy):
+        return [module for name, module in inner if policy(name, module)]
+    if isinstance(policy, bool) or (isinstance(policy, int) and policy < 1):
+        raise ValueError(f"wrap_policy counts elements from 1 on, and is {policy!r}")
+    if isinstance(policy, int):
+        return _by_size(model, policy)
+    if isinstance(policy, str) and policy != "auto":
+        policy = (policy,)
+    if policy == "auto":
+        names = _no_split(model)
+        if not names:
+            return _repeated(model)
+    else:
+        names = frozenset(policy)
+        unknown = names - {type(module).__name__ for _, module in inner}
+        if unknown:
+            raise ValueError(
+                f"wrap_policy names {', '.join(sorted(unknown))}, and the model has no module of that class; its "
+                f"classes: {', '.join(sorted({type(module).__name__ for _, module in inner}))}"
+            )
+    return [module for _, module in inner if type(module).__name__ in names]
+
+
+def _stands_alone(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a module can be gathered as a whole: it has a forward, and parameters that no other part of the model
+    has too (one that is tied is gathered with the model itself)."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    mine = {id(each) for each in module.modules()}
+    own = {id(parameter) for parameter in module.parameters()}
+    others = (
+        id(parameter)
+        for other in model.modules()
+        if id(other) not in mine
+        for parameter in other.parameters(recurse=False)
+    )
+    return bool(own) and own.isdisjoint(others)
+
+
+def _no_split(model: nn.Module) -> frozenset[str]:
+    found: set[str] = set()
+    for module in model.modules():
+        found.update(getattr(module, "_no_split_modules", None) or ())
+    return frozenset(found & {type(module).__name__ for module in model.modules()})
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    """Members of lists that hold a class twice or more; where such a list is inside such a member, the outer ones."""
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        children = list(module.children())
+        kinds = [type(child) for child in children]
+        for child, kind in zip(children, kinds, strict=True):
+            repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds.count(kind) > 1
+            if repeats and _stands_alone(child, model):
+                units.append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return units
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    units: list[nn.Module] = []
+    taken: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        mine = [parameter for parameter in module.parameters() if id(parameter) not in taken]
+        enough = sum(parameter.numel() for parameter in mine) >= least
+        if module is not model and enough and _stands_alone(module, model):
+            units.append(module)
+            taken.update(map(id, mine))
+
+    visit(model)
+    return units
+
+
+def _check_scalars(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise ValueError(f"parameter {name} is a single number, which FSDP2 cannot shard; give it the shape [1]")
+
+
+class Replacement:
+    """What the user named before the model was sharded, and what stands there now.
+
+    Args:
+        model: not sharded yet.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._former = dict(model.named_parameters())
+
+    def made(self, client: Optimizer | None, model_parameters: Any) -> Any:
+        """The model is sharded now. Replaces in the user's optimizer, and returns ``model_parameters`` with what stands
+        there now; memory of the former parameters is let go of, whoever still has them."""
+        self._present = dict(self._model.named_parameters())
+        if client is not None:
+            self._in_optimizer(client)
+        if isinstance(model_parameters, list):
+            model_parameters = self._in_entries(model_parameters)
+        for name, parameter in self._former.items():
+            if parameter is not self._present[name]:
+                # A stale copy of the weights, found in time: its shape fits nothing.
+                parameter.data = parameter.data.new_empty(0)
+        self._former.clear()
+        return model_parameters
+
+    def _of(self, parameter: Any) -> Any:
+        """The parameter that stands where ``parameter`` stood."""
+        return self._present.get(self._names.get(id(parameter), ""), parameter)
+
+    def _in_entries(self, entries: Iterable[Any]) -> list[Any]:
+        """In parameters, ``(name, parameter)`` or groups of them."""
+        return [self._in_entry(entry) for entry in entries]
+
+    def _in_entry(self, entry: Any) -> Any:
+        if isinstance(entry, Mapping):
+            params = entry.get("params", [])
+            return {**entry, "params": self._in_entries([params] if isinstance(params, Tensor) else params)}
+        if isinstance(entry, tuple):
+            return (entry[0], self._of(entry[1]))
+        return self._of(entry)
+
+    def _in_optimizer(self, optimizer: Optimizer) -> None:
+        """In its groups and its state."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._of(parameter) for parameter in group["params"]]
+        for parameter in list(optimizer.state):
+            present = self._of(parameter)
+            if present is not parameter:
+                optimizer.state[present] = optimizer.state.pop(parameter)
+
+
+def materialized(model_parameters: Any) -> Any:
+    """A generator of parameters as a list, before the model's are replaced."""
+    if isinstance(model_parameters, (nn.Module, Tensor, type(None))):
+        return model_parameters
+    return list(model_parameters)

@@ -1,0 +1,188 @@
+"""ZeRO-3: parameters on torch's FSDP2, which gathers them for each forward and backward.
+
+The one place that knows FSDP2 from within (torch 2.13). It owns gathering and
+prefetch. What longshore takes is the gradient of the gathered parameter, where
+autograd accumulates it, before FSDP2 would reduce it. So gradients of stage 3
+go the way of stage 2's: in rounds, counted, added up in float32 in the order of
+the ranks, with what was not used known as such. FSDP2 finds none left to
+reduce, and its own reduction (which needs every parameter used on every rank,
+and rounds to the parameters' dtype) never runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
+
+from longshore.sharding.bucket import Bucket, Piece, plan_shards
+from longshore.sharding.gathering import GatheringLane
+from longshore.sharding.lane import Action, CollectiveLane
+from longshore.sharding.ownership import Sharded
+
+
+class FullyShardedModel:
+    """A model to which ``fully_shard`` was applied.
+
+    Args:
+        model: its root, to which it was applied too.
+
+    Raises:
+        ValueError: a way of sharding that cannot be honoured, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Fixed.
+        self.model = model
+        named = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        self.modules: list[FSDPModule] = [module for _, module in named]
+        self.names = [name or "the model" for name, _ in named]
+        self._by_id: dict[int, Any] = {}
+        self.group_of: dict[int, int] = {}
+        """By ``id(parameter)``: which parameters are gathered together."""
+        for number, group in enumerate(self._groups()):
+            for member in group.fsdp_params:
+                self._by_id[id(member.sharded_param)] = member
+                self.group_of[id(member.sharded_param)] = number
+        for name, parameter in model.named_parameters():
+            self._check(name, parameter)
+        model.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, *_: object) -> None:
+        # FSDP2 keeps the root's parameters for a backward. After an evaluation there is none: they would take memory,
+        # and stand in the model in place of those that are stepped.
+        if not torch.is_grad_enabled():
+            self.reshard()
+
+    def _groups(self) -> Iterator[Any]:
+        for module in self.modules:
+            yield from module._get_fsdp_state()._fsdp_param_groups
+
+    def _check(self, name: str, parameter: Tensor) -> None:
+        if id(parameter) not in self._by_id:
+            raise ValueError(
+                f"parameter {name} is in no module that fully_shard was applied to; apply it to the whole model last"
+            )
+        assert isinstance(parameter, DTensor)
+        if parameter.device_mesh.ndim != 1 or parameter.placements != (Shard(0),):
+            raise ValueError(
+                f"parameter {name} is placed as {parameter.placements} on a mesh of {parameter.device_mesh.ndim} "
+                "dimensions; longshore steps parameters that are sharded along their first dimension over all ranks"
+            )
+
+    def leaf_of(self, parameter: Tensor) -> Tensor | None:
+        """What the parameter is gathered into, always the same tensor; None before the first time."""
+        return getattr(self._by_id[id(parameter)], "_unsharded_param", None)
+
+    def when_gathered(self, call: Callable[[], None]) -> None:
+        """``call`` after each module's first forward, when its parameters have been gathered and no backward has
+        reached them."""
+
+        handles: dict[nn.Module, RemovableHandle] = {}
+
+        def once(module: nn.Module, *_: object) -> None:
+            handles.pop(module).remove()
+            call()
+
+        for module in self.modules:
+            assert isinstance(module, nn.Module)
+            handles[module] = module.register_forward_hook(once)
+
+    def gather_by(self, how: Callable[[int], AllGather]) -> None:
+        """Gather the parameters of module number ``n`` by ``how(n)``, but where the user chose a way."""
+        for number, module in enumerate(self.modules):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                if isinstance(group._all_gather_comm, DefaultAllGather):
+                    group._all_gather_comm = how(number)
+
+    def reshard(self) -> None:
+        """Let go of what is gathered: the root's parameters stay after a forward without a backward, and would be
+        stale."""
+        for module in self.modules:
+            module.reshard()
+
+    def reset(self) -> None:
+        """After a forward or backward that raised: otherwise later ones would run no hooks."""
+        root = self.model
+        assert isinstance(root, FSDPModule)
+        if root._get_fsdp_state()._is_root is not None:  # None: there was no forward yet
+            root.reset_iter_state()
+
+    def shards_of(self, parameter: Tensor, world_size: int) -> list[tuple[int, int]]:
+        """``(offset, numel)`` of each rank's part in the flat parameter: FSDP2 cuts as ``torch.chunk`` does."""
+        rows = parameter.shape[0]
+        row_numel = parameter.numel() // rows if rows else 0
+        step = -(-rows // world_size)
+        starts = [min(rank * step, rows) for rank in range(world_size + 1)]
+        return [(start * row_numel, (stop - start) * row_numel) for start, stop in itertools.pairwise(starts)]
+
+
+class FullySharded(Sharded):
+    """Each rank steps the shards of the parameters that it has.
+
+    Args:
+        lane: the ranks.
+        sharded: the model.
+        parameters: by index, also those that come later.
+    """
+
+    replicates = False
+
+    def __init__(self, lane: CollectiveLane, sharded: FullyShardedModel, parameters: Mapping[int, Tensor]) -> None:
+        super().__init__(lane, gather_numel=1)
+        self._sharded = sharded
+        self._parameters = parameters
+        self._gathering = GatheringLane(lane, sharded.names)
+        sharded.gather_by(self._gathering.of)
+
+    def plan(
+        self,
+        parameters: Sequence[tuple[int, int, torch.dtype]],
+        bucket_numel: int,
+        first_bucket: int,
+        first_piece: int,
+    ) -> tuple[Bucket, ...]:
+        shards = {
+            index: self._sharded.shards_of(self._parameters[index], self.lane.world_size) for index, _, _ in parameters
+        }
+        # What is gathered together gets its gradients together.
+        kinds = [
+            (index, numel, (dtype, self._sharded.group_of[id(self._parameters[index])]))
+            for index, numel, dtype in parameters
+        ]
+        return plan_shards(kinds, bucket_numel, shards, first_bucket, first_piece)
+
+    def place(self, piece: Piece) -> slice:
+        return slice(0, piece.numel)
+
+    def held(self, parameter: int, values: Tensor) -> Tensor:
+        shards = self._sharded.shards_of(self._parameters[parameter], self.lane.world_size)
+        offset, numel = shards[self.lane.rank]
+        return values[offset : offset + numel]
+
+    def outside_of_the_model(self, failed: bool) -> None:
+        if failed:
+            self._gathering.give_up()  # others may still be in the model, and would wait there for this rank
+        self._gathering.meet(Action.STEP)
+
+    def close(self) -> None:
+        self._sharded.gather_by(lambda _: DefaultAllGather())
+        self._gathering.close()
+
+    def before_publishing(self) -> None:
+        self._sharded.reshard()
+
+    def interrupted(self) -> None:
+        self._sharded.reset()
+        self._gathering.interrupted()
+
+    def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
+        return

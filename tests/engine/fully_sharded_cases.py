@@ -1,0 +1,381 @@
+"""Stage 3 on models of blocks, run on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import PlainLoop, whole
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import longshore
+from longshore import utils
+
+OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
+WIDTH, WORDS = 5, 13
+
+
+class Block(nn.Module):
+    """Rows that two ranks cannot share evenly, one row, and a parameter of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(nn.functional.gelu(self.up(x)))
+
+
+class Tower(nn.Module):
+    """An embedding and a head that is tied to it, blocks between them, and a head that is sometimes used."""
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.extra = nn.Linear(WIDTH, 3)
+        self.recompute = recompute
+        """With torch's checkpointing: reentrant, not reentrant, or not at all."""
+
+    def forward(
+        self, words: Tensor, extra: bool = False, leave_out: Sequence[int] = (), hidden: Tensor | None = None
+    ) -> Tensor:
+        x = self.embedding(words) if hidden is None else hidden
+        for number, block in enumerate(self.blocks):
+            if number in leave_out:
+                continue
+            if self.recompute is None:
+                x = block(x)
+            else:
+                found = checkpoint(block, x, use_reentrant=self.recompute)
+                assert isinstance(found, Tensor)
+                x = found
+        loss = self.head(x).float().pow(2).mean()
+        return loss + self.extra(x).float().sum() if extra else loss
+
+
+def make_tower(dtype: torch.dtype = torch.float32, recompute: bool | None = None) -> Tower:
+    torch.manual_seed(0)
+    return Tower(recompute).to(dtype)
+
+
+def words_of(step: int, rank: int) -> Tensor:
+    return torch.randint(0, WORDS, (2, 4), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def config_of(dtype: torch.dtype = torch.float32, **fields: Any) -> longshore.Config:
+    defaults: dict[str, Any] = {
+        "stage": 3,
+        "offload_optimizer": "cpu",
+        "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
+        "optimizer": {"type": "AdamW", **OPTIONS},
+    }
+    return longshore.Config(**{**defaults, **fields})
+
+
+class Beside:
+    """An engine at stage 3, and the plain loop that it has to equal."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, model: Any = None, **arguments: Any) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.model = make_tower(dtype) if model is None else model
+        arguments = {"config": config_of(dtype), "offload": longshore.Offload(20, threads=1), **arguments}
+        self.engine = longshore.initialize(model=self.model, **arguments).engine
+        self.twin = make_tower(dtype)
+        self.loop = PlainLoop(self.twin.parameters(), **OPTIONS)
+
+    def plain(self, losses: Callable[[Any, int], Sequence[Tensor]]) -> None:
+        """One step of the plain loop; ``losses(model, rank)``, one for each backward."""
+        totals: list[Tensor | None] = [None] * len(self.loop.parameters)
+        by_rank = [[self._gradients(loss) for loss in losses(self.twin, rank)] for rank in range(self.world_size)]
+        for backward in zip(*by_rank, strict=True):
+            for place, entries in enumerate(zip(*backward, strict=True)):
+                present = [entry for entry in entries if entry is not None]
+                if present:
+                    mean = torch.stack(present).sum(0) * (1.0 / self.world_size)
+                    held = totals[place]
+                    totals[place] = mean if held is None else held + mean
+        self.loop.step(totals)
+
+    def _gradients(self, loss: Tensor) -> list[Tensor | None]:
+        trainable = [parameter for parameter in self.loop.parameters if parameter.requires_grad]
+        found = dict(zip(map(id, trainable), torch.autograd.grad(loss, trainable, allow_unused=True), strict=True))
+        gradients = [found.get(id(parameter)) for parameter in self.loop.parameters]
+        return [None if gradient is None else gradient.float() for gradient in gradients]
+
+    def train(self, step: int, losses: Callable[[Any, int], Sequence[Tensor]] | None = None) -> None:
+        """One step of both, one backward for each loss, and compare."""
+        chosen = losses or (lambda model, rank: [model(words_of(step, rank))])
+        for loss in chosen(self.engine, self.rank):
+            self.engine.backward(loss)
+        self.engine.step()
+        self.plain(chosen)
+        self.check(f"step {step}")
+
+    def check(self, when: str) -> None:
+        for (name, ours), theirs in zip(self.model.named_parameters(), self.twin.parameters(), strict=True):
+            assert torch.equal(whole(ours), theirs), f"{when}: {name} differs"
+
+
+@contextlib.contextmanager
+def beside(*args: Any, **kwargs: Any) -> Iterator[Beside]:
+    pair = Beside(*args, **kwargs)
+    try:
+        yield pair
+    finally:
+        pair.engine.destroy()
+
+
+def raised_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# -- cases ---------------------------------------------------------------------
+
+
+def blocks_are_units(policy: Any) -> list[str]:
+    """Trains; returns what was gathered as a whole."""
+    from torch.distributed.fsdp import FSDPModule
+
+    with beside(config=config_of(wrap_policy=policy)) as pair:
+        for step in range(2):
+            pair.train(step)
+        return [name for name, module in pair.model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def used_on_one_rank(dtype: torch.dtype) -> None:
+    """The extra head: on rank 1 only, then nowhere, then on rank 0 in the second of two backwards."""
+    with beside(dtype) as pair:
+        pair.train(0, lambda model, rank: [model(words_of(0, rank), extra=rank == 1)])
+        pair.train(1)
+        pair.train(2, lambda model, rank: [model(words_of(2, rank)), model(words_of(3, rank), extra=rank == 0)])
+        rows = {row.name: row for row in pair.engine.explain(False).parameters}
+        assert rows["extra.weight"].applied and rows["extra.weight"].step == 2
+        assert rows["embedding.weight"].step == 3
+
+
+def left_out_on_one_rank(in_backward: bool) -> list[str]:
+    """A block that rank 1 leaves out; then all go on."""
+    with beside() as pair:
+        engine, rank = pair.engine, pair.rank
+
+        def window() -> None:
+            if in_backward:
+                # Both ranks run all blocks forward. The loss of rank 1 needs none of them.
+                loss = engine(words_of(0, rank))
+                if rank == 1:
+                    loss = engine.module.extra.weight.float().sum() * 0 + engine(words_of(0, 1), leave_out=(0, 1, 2))
+                engine.backward(loss)
+            else:
+                engine.backward(engine(words_of(0, rank), leave_out=(1,) if rank == 1 else ()))
+            engine.step()
+
+        said = raised_by(window)
+        engine.zero_grad()
+        for step in range(2):
+            pair.train(step)
+        return [said]
+
+
+def evaluated_between_steps() -> None:
+    with beside() as pair:
+        for step in range(3):
+            pair.train(step)
+            for model in (pair.engine, pair.model):
+                with torch.no_grad():
+                    found = model(words_of(50 + step, 0))
+                assert torch.equal(found, pair.twin(words_of(50 + step, 0)))
+        loss = pair.engine(words_of(60, 0))
+        assert not hasattr(pair.model.embedding.weight, "full_tensor")  # it is gathered, and known all the same
+        for model in (pair.model, pair.model.blocks[1]):
+            for name, parameter in model.named_parameters():
+                master = utils.safe_get_full_fp32_param(parameter)
+                assert master is not None, name
+        master = utils.safe_get_full_fp32_param(pair.model.embedding.weight)
+        assert master is not None and torch.equal(master, pair.twin.embedding.weight)
+        pair.engine.backward(loss)
+        pair.engine.step()
+        pair.plain(lambda model, rank: [model(words_of(60, 0))])
+        pair.check("after a look between forward and backward")
+
+
+def old_graph() -> str:
+    """A graph that is older than the weights."""
+    with beside() as pair:
+        pair.train(0)
+        old = pair.engine(words_of(1, pair.rank))
+        pair.train(1)
+        said = raised_by(lambda: pair.engine.backward(old))
+        pair.engine.zero_grad()
+        pair.train(2)
+        return said
+
+
+def discarded_between(forward_first: bool) -> None:
+    """``zero_grad()`` between forward and backward discards nothing of it."""
+    with beside() as pair:
+        pair.train(0)
+        if not forward_first:
+            pair.engine.backward(pair.engine(words_of(7, pair.rank)))
+        loss = pair.engine(words_of(1, pair.rank))
+        pair.engine.zero_grad()
+        pair.engine.backward(loss)
+        pair.engine.step()
+        pair.plain(lambda model, rank: [model(words_of(1, rank))])
+        pair.check("after")
+
+
+def failing(where: str, ranks: Sequence[int]) -> list[str]:
+    """A forward or a backward that raises on some ranks, in a block; all discard, and go on."""
+    with beside() as pair:
+        pair.train(0)
+        engine = pair.engine
+
+        def explode(*_: Any) -> None:
+            raise ArithmeticError("on purpose")
+
+        def window() -> None:
+            handle = None
+            if where == "forward" and pair.rank in ranks:
+                handle = pair.model.blocks[1].down.register_forward_hook(explode)
+            try:
+                loss = engine(words_of(1, pair.rank))
+            finally:
+                if handle is not None:
+                    handle.remove()
+            if where == "backward" and pair.rank in ranks:
+                loss = engine(words_of(1, pair.rank))
+                hidden = torch.zeros(2, 4, WIDTH, requires_grad=True)
+                hidden.register_hook(explode)
+                loss = engine(words_of(1, pair.rank), hidden=hidden * 1.0)
+            elif where == "backward":
+                loss = engine(words_of(1, pair.rank))
+                loss = engine(words_of(1, pair.rank), hidden=torch.zeros(2, 4, WIDTH))
+            engine.backward(loss)
+            engine.step()
+
+        said = raised_by(window)
+        engine.zero_grad()
+        for step in range(2, 4):
+            pair.train(step)
+        return [said]
+
+
+def recomputed(reentrant: bool, dtype: torch.dtype, backwards: int) -> None:
+    with beside(dtype, make_tower(dtype, reentrant)) as pair:
+        for step in range(3):
+            pair.train(
+                step, lambda model, rank, step=step: [model(words_of(9 * step + n, rank)) for n in range(backwards)]
+            )
+
+
+def prefetched(ahead: int) -> None:
+    """Each block gathers the next ones while its forward, and its backward, run."""
+    with beside() as pair:
+        blocks: list[Any] = list(pair.model.blocks)
+        for number, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+            block.set_modules_to_backward_prefetch(blocks[max(0, number - ahead) : number][::-1])
+        for step in range(3):
+            pair.train(step)
+            with torch.no_grad():
+                assert torch.equal(pair.engine(words_of(step, 0)), pair.twin(words_of(step, 0)))
+
+
+def compiled() -> None:
+    """Each block, with a backend that changes no arithmetic."""
+    model = make_tower()
+    with beside(model=model) as pair, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # torch's own
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        for step in range(3):
+            pair.train(step)
+
+
+def sharded_by_the_user(dtype: torch.dtype) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_tower(dtype)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):  # a second engine, behind the first
+        with beside(dtype, model) as pair:
+            pair.twin.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+            pair.loop = PlainLoop(pair.twin.parameters(), **OPTIONS)
+            for step in range(2):
+                pair.train(step)
+
+
+def frozen_and_thawed() -> None:
+    """The extra head and a block are frozen at first, and again at the end."""
+    model = make_tower()
+    model.extra.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    with beside(model=model, model_parameters=list(model.parameters())) as pair:
+        for step, trainable in enumerate((False, False, True, True, False, True)):
+            for each in (pair.model, pair.twin):
+                each.extra.requires_grad_(trainable)
+                each.blocks[1].requires_grad_(trainable)
+            pair.train(step, lambda model, rank, step=step: [model(words_of(step, rank), extra=True)])
+
+
+def old_parameters_are_empty() -> None:
+    """Whoever kept a parameter from before has nothing that could be taken for the weights."""
+    model = make_tower()
+    kept = list(model.parameters())
+    groups = [{"params": [("mine", kept[0])], "lr": 1e-3}, {"params": kept[1:]}]
+    engine = longshore.initialize(model=model, model_parameters=groups, config=config_of()).engine
+    try:
+        assert all(parameter.numel() == 0 for parameter in kept)
+        assert [len(group["params"]) for group in engine.optimizer.param_groups] == [1, len(kept) - 1]
+        found = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+        assert {id(parameter) for parameter in found} == {id(parameter) for parameter in model.parameters()}
+    finally:
+        engine.destroy()
+
+
+def refused(what: str) -> str:
+    model: Any = make_tower()
+    arguments: dict[str, Any] = {}
+    if what == "scalar":
+        model.temperature = nn.Parameter(torch.ones(()))
+    elif what == "class":
+        arguments["wrap_policy"] = ["Blok"]
+    elif what == "stage":
+        arguments["config"] = config_of(stage=2)
+        arguments["wrap_policy"] = "auto"
+    elif what in ("columns", "part", "dtype", "stage 2"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        if what == "columns":
+            model = nn.Linear(4, 4)
+            fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+        elif what == "part":
+            fully_shard(model.blocks[0], mesh=mesh)
+        else:
+            fully_shard(model, mesh=mesh)
+        arguments["config"] = config_of(
+            torch.bfloat16 if what == "dtype" else torch.float32, stage=2 if what == "stage 2" else 3
+        )
+    return raised_by(lambda: longshore.initialize(**{"model": model, "config": config_of(), **arguments}))

@@ -1,0 +1,161 @@
+"""Stage 3: what is true of it alone. What holds at every stage is in the other files, which run it too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+
+from engine import fully_sharded_cases as cases
+from longshore.engine.model_sharding import units_of
+
+BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.mark.parametrize(
+    "policy, units",
+    [
+        ("auto", BLOCKS),
+        (["Block"], BLOCKS),
+        (80, BLOCKS),
+    ],
+    ids=str,
+)
+def test_wrap_policy(policy: Any, units: list[str], two_ranks: Ranks) -> None:
+    for found in two_ranks(cases.blocks_are_units, policy):
+        assert found == units
+
+
+class Named(nn.Module):
+    """As models of transformers are: a class that must not be split, named by the part that has it."""
+
+    _no_split_modules = ("Block", "NotHere")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = cases.Block()
+        self.pair = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def test_units() -> None:
+    model = nn.ModuleDict({"inside": Named(), "outside": nn.Linear(2, 2)})
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def units(policy: Any, of: nn.Module = model) -> list[str]:
+        return [names[id(module)] for module in units_of(of, policy)]
+
+    assert units("auto") == ["inside.first"]
+    model["inside"]._no_split_modules = None
+    assert units("auto") == ["inside.pair.0", "inside.pair.1"]
+    model["outside"].weight = model["inside"].pair[1].weight  # tied: gathered with the model
+    assert units("auto") == ["inside.pair.0"]
+    model["outside"] = nn.Linear(2, 2)
+    names.update((id(module), name) for name, module in model.named_modules())
+    assert units(["Linear"]) == ["outside", "inside.pair.1", "inside.pair.0", "inside.first.down", "inside.first.up"]
+    assert units("Sequential") == ["inside.pair"]
+    assert units(20) == ["inside.first.up", "inside.first.down", "inside.pair"]
+    assert units(24) == ["inside.first.up", "inside.first.down", "inside.pair"]
+    assert units(25) == ["inside.first.up", "inside.first.down", "inside"]
+    assert units(10**6) == []
+    assert units(lambda name, module: name == "outside") == ["outside"]
+    with pytest.raises(
+        ValueError, match="wrap_policy names Blok, and the model has no module of that class; its classes: B"
+    ):
+        units(["Blok"])
+    for wrong in (0, True, -3):
+        with pytest.raises(ValueError, match="wrap_policy counts elements from 1 on"):
+            units(wrong)
+
+
+@DTYPES
+def test_a_parameter_used_on_one_rank(dtype: torch.dtype, two_ranks: Ranks) -> None:
+    two_ranks(cases.used_on_one_rank, dtype)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_block_that_one_rank_leaves_out_is_named(in_backward: bool, two_ranks: Ranks) -> None:
+    said = [found[0] for found in two_ranks(cases.left_out_on_one_rank, in_backward)]
+    assert any("gathering parameters of blocks." in each for each in said), said
+    assert all(
+        each.startswith(("RankError: the ranks do different things: rank 0 is", "GradientError")) for each in said
+    )
+
+
+def test_evaluation_between_steps(two_ranks: Ranks) -> None:
+    two_ranks(cases.evaluated_between_steps)
+
+
+def test_a_graph_older_than_the_weights_raises(two_ranks: Ranks) -> None:
+    for said in two_ranks(cases.old_graph):
+        assert "has been modified by an inplace operation" in said
+
+
+@pytest.mark.parametrize("forward_first", [True, False])
+def test_zero_grad_between_forward_and_backward(forward_first: bool, two_ranks: Ranks) -> None:
+    two_ranks(cases.discarded_between, forward_first)
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_training_goes_on(where: str, ranks: list[int], two_ranks: Ranks) -> None:
+    for rank, (said,) in enumerate(two_ranks(cases.failing, where, ranks)):
+        if rank in ranks:
+            assert said == "ArithmeticError: on purpose"
+        else:
+            assert said.startswith(f"GradientError: rank {ranks[0]} failed in this window and discarded it")
+
+
+@DTYPES
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool, backwards: int, dtype: torch.dtype, two_ranks: Ranks) -> None:
+    two_ranks(cases.recomputed, reentrant, dtype, backwards)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_prefetch(ahead: int, two_ranks: Ranks) -> None:
+    two_ranks(cases.prefetched, ahead)
+
+
+def test_compiled(two_ranks: Ranks) -> None:
+    two_ranks(cases.compiled)
+
+
+@DTYPES
+def test_a_model_that_the_user_sharded(dtype: torch.dtype, two_ranks: Ranks) -> None:
+    two_ranks(cases.sharded_by_the_user, dtype)
+
+
+def test_frozen_and_thawed(two_ranks: Ranks) -> None:
+    two_ranks(cases.frozen_and_thawed)
+
+
+def test_parameters_from_before_are_empty(two_ranks: Ranks) -> None:
+    two_ranks(cases.old_parameters_are_empty)
+
+
+@pytest.mark.parametrize(
+    "what, says",
+    [
+        ("scalar", "ValueError: parameter temperature is a single number, which FSDP2 cannot shard; give it the shape"),
+        ("class", "ValueError: wrap_policy names Blok, and the model has no module of that class"),
+        ("stage", "ValueError: wrap_policy is for stage 3, and the stage is 2; leave it out"),
+        ("columns", "ValueError: parameter weight is placed as (Shard(dim=1),) on a mesh of 1 dimensions"),
+        (
+            "part",
+            "ValueError: fully_shard was applied to a part of the model, and parameter embedding.weight is not",
+        ),
+        ("dtype", "ValueError: parameter embedding.weight is torch.float32 and the configuration wants torch.bfloat16"),
+        (
+            "stage 2",
+            "ValueError: parameter embedding.weight is a DTensor: fully_shard was applied to the model, and",
+        ),
+    ],
+)
+def test_refused(what: str, says: str, two_ranks: Ranks) -> None:
+    for said in two_ranks(cases.refused, what):
+        assert said.startswith(says), said
