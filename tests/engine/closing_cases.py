@@ -46,7 +46,7 @@ def trained(
     found = []
     with started(content, model) as engine:
         store = engine.optimizer.store
-        reduced, agree, early = Counted(store, "_reduce"), store.agree, []
+        reduced, agree, early = Counted(store._reducer, "reduce"), store.agree, []
 
         def observed(collect: Any) -> Any:
             if taken_out is not None and rank in by:

@@ -77,13 +77,13 @@ def test_gradient_predivide_factor(stage: int, two_ranks: Ranks) -> None:
 
 def test_stages(two_ranks: Ranks) -> None:
     """0: every rank steps everything; 1: each its part; 2: and each backward is reduced by itself."""
-    for stage in (None, 0, 1, 2):
+    for stage in (None, 0, 1, 2, 3):
         section = zero(0) if stage is None else zero(stage)
         if stage is None:
             section.pop("stage")
         for rank, found in enumerate(two_ranks(reduction_cases.shards, section, 3)):
             assert found["stage"] == (stage or 0)
-            rounds = 3 if stage >= 2 else 1
+            rounds = 3 if (stage or 0) >= 2 else 1
             reduced = {name: count for name, count in found["reduced"].items() if found["numels"][name]}
             assert set(reduced.values()) == {rounds}
             both = {name for name, owners in found["owners"].items() if len(owners) == 2}
