@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -142,6 +143,17 @@ def raised_by(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def live_bytes() -> int:
+    """Of all tensors' memory in this process, counted."""
+    storages = {}
+    for held in gc.get_objects():
+        # A DTensor's shard is a tensor of its own, and a placeholder of a gradient has no memory.
+        if type(held) in (Tensor, nn.Parameter) and held.device.type == "cpu":
+            storage = held.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
 
 
 # -- cases ---------------------------------------------------------------------
@@ -294,6 +306,49 @@ def prefetched(ahead: int) -> None:
             pair.train(step)
             with torch.no_grad():
                 assert torch.equal(pair.engine(words_of(step, 0)), pair.twin(words_of(step, 0)))
+
+
+def memory() -> dict[str, float]:
+    """How far a step grows beyond what stays, in blocks (a block's parameters, or its gradients); and what stays."""
+    width, count = 64, 12
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in range(count))
+    )
+    block_bytes = sum(parameter.nbytes for parameter in model[0].parameters())
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    # With a device of its own: without, what arrives on the host would be counted too.
+    offload = longshore.Offload(1 << 14, threads=1, transfer=longshore.SimulatedTransfer(dist.get_rank()))
+    engine = longshore.initialize(model=model, config=config_of(), offload=offload).engine
+    peak = 0
+
+    def look(*_: Any) -> None:
+        nonlocal peak
+        peak = max(peak, live_bytes())
+
+    def look_twice(_: nn.Module, __: Any, output: Tensor) -> None:
+        look()
+        output.register_hook(look)
+
+    try:
+        for step in range(3):
+            stays, peak = live_bytes(), 0
+            if step == 2:
+                for module in model.modules():
+                    if isinstance(module, nn.Linear):
+                        module.register_forward_hook(look_twice)
+            engine.backward(engine(torch.randn(1, width)).sum())
+            engine.step()
+        shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        host = sum(engine.optimizer.host_bytes().values())
+        return {
+            "blocks": (peak - stays) / block_bytes,
+            "shards": shards / (4 * numel),
+            "host": host / numel,
+            "device": engine.explain(False).device_bytes["parameters"] / (4 * numel),
+        }
+    finally:
+        engine.destroy()
 
 
 def compiled() -> None:

@@ -121,6 +121,17 @@ def test_prefetch(ahead: int, two_ranks: Ranks) -> None:
     two_ranks(cases.prefetched, ahead)
 
 
+def test_memory(two_ranks: Ranks) -> None:
+    """Beside its shards a rank has at most two blocks: their parameters, and their gradients."""
+    found = two_ranks(cases.memory)
+    assert sum(each["shards"] for each in found) == 1.0
+    assert sum(each["device"] for each in found) == 1.0
+    for each in found:
+        assert each["blocks"] <= 4.1, found
+    # Master, two moments and a gradient, each float32, of a rank's half.
+    assert sum(each["host"] for each in found) == pytest.approx(16.0, rel=0.01), found
+
+
 def test_compiled(two_ranks: Ranks) -> None:
     two_ranks(cases.compiled)
 

@@ -141,7 +141,7 @@ def explain(engine: Any) -> Explanation:
                 applied,
             )
         )  # fmt: skip
-    parameter_bytes = sum(record.parameter.numel() * record.parameter.element_size() for record in records)
+    parameter_bytes = sum(record.held.numel() * record.held.element_size() for record in records)
     held = [record.parameter.grad for record in records]
     gradient_bytes = sum(gradient.untyped_storage().nbytes() for gradient in held if gradient is not None)
     device_bytes = {"parameters": parameter_bytes, "gradients": gradient_bytes}

@@ -52,6 +52,10 @@ class FullyShardedModel:
             for member in group.fsdp_params:
                 self._by_id[id(member.sharded_param)] = member
                 self.group_of[id(member.sharded_param)] = number
+        self.largest_numel = max(
+            sum(member.sharded_param.numel() for member in group.fsdp_params) for group in self._groups()
+        )
+        """Elements of the parameters that are gathered together."""
         for name, parameter in model.named_parameters():
             self._check(name, parameter)
         model.register_forward_hook(self._after_forward)

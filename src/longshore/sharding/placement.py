@@ -67,9 +67,11 @@ class ShardedPlacement(Placement):
         if settings.early and settings.each_backward:
             # One bucket fills while another is on its way: together they are what was asked for.
             settings = replace(settings, bucket_numel=max(1, settings.bucket_numel // 2))
-        lane = CollectiveLane(
-            twin_of(self.group, device), device, settings.bucket_numel * _LARGEST_ITEM_BYTES, owns_group=True
-        )
+        waiting_numel = settings.bucket_numel
+        if self.sharded is not None:
+            # No more than what is gathered together: the device has no room for gradients of all modules either.
+            waiting_numel = min(waiting_numel, self.sharded.largest_numel)
+        lane = CollectiveLane(twin_of(self.group, device), device, waiting_numel * _LARGEST_ITEM_BYTES, owns_group=True)
         # Where gradients are reduced in step() there is no backward to step ahead in.
         in_backward = settings.each_backward or settings.early
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)

@@ -76,8 +76,9 @@ class Config(FrozenModel):
         stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
         offload_optimizer: where optimizer state lives and is stepped.
         reduce_bucket_numel: elements whose gradients are reduced together;
-            at stage 2 with ``overlap_comm`` half of them, so that one half
-            fills while the other is on its way.
+            at stages 2 and 3 with ``overlap_comm`` half of them, so that one
+            half fills while the other is on its way; at stage 3 no more than
+            what is gathered together.
         allgather_bucket_numel: elements that are gathered together.
         overlap_comm: reduce while backward runs. The same bits either way.
         wrap_policy: at stage 3, the modules that are gathered as a whole: the
