@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         RankError,
     )
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, Offload
+    from longshore.sharding import gather as gather
     from longshore.tracing import trace
     from longshore.transfer import SimulatedTransfer
 
@@ -39,6 +40,7 @@ __all__ = [
     "RankError",
     "SimulatedTransfer",
     "add_config_arguments",
+    "gather",
     "init_distributed",
     "initialize",
     "trace",
@@ -57,6 +59,7 @@ _HOMES = {
         "RankError",
     ),
     "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
+    "longshore.sharding": ("gather",),
     "longshore.tracing": ("trace",),
     "longshore.transfer": ("SimulatedTransfer",),
 }

@@ -24,8 +24,8 @@ def test_equal(cli, text, tmp_path):
     ran = cli("demo", "--data", text, *MICRO, "--out", tmp_path / "curves.png")
     assert (ran.code, ran.err) == (0, "")
     table = rows(ran.out)
-    ranks, exact = "fp32, 2 ranks, ZeRO-2", "fp32, plain, f64 norm"
-    assert list(table) == ["fp32, longshore", "fp32, plain", "bf16, longshore", "bf16, plain", ranks, exact]
+    ranks, exact = [f"fp32, 2 ranks, ZeRO-{stage}" for stage in (1, 2, 3)], "fp32, plain, f64 norm"
+    assert list(table) == ["fp32, longshore", "fp32, plain", "bf16, longshore", "bf16, plain", *ranks, exact]
     memory = {"fp32": (["8.00", "12.00"], ["16.00", "0.00"]), "bf16": (["4.00", "12.00"], ["20.00", "0.00"])}
     for dtype, (ours, plain) in memory.items():
         one, other = table[f"{dtype}, longshore"], table[f"{dtype}, plain"]
@@ -33,13 +33,19 @@ def test_equal(cli, text, tmp_path):
         assert one[-1] == "yes"
         assert (one[2:4], other[2:4]) == (ours, plain)
     assert table["fp32, longshore"][0] != table["bf16, longshore"][0]
-    one, other = table[ranks], table[exact]
-    assert one[:2] == other[:2] and one[-1] == "yes"
-    assert (one[2:4], other[2:4]) == (["4.00", "6.00"], ["16.00", "0.00"]), "half of the state on each rank"
-    assert "steps whose norm is the same number on 2 ranks and in one process: 3 of 3" in ran.out
-    assert "All weights are equal: torch.equal over 21 parameters in fp32, in bf16 and on 2 ranks." in ran.out
+    other = table[exact]
+    assert other[2:4] == ["16.00", "0.00"]
+    for stage, device in ((1, "4.00"), (2, "4.00"), (3, "2.00")):
+        one = table[f"fp32, 2 ranks, ZeRO-{stage}"]
+        assert one[:2] == other[:2] and one[-1] == "yes"
+        assert one[2:4] == [device, "6.00"], "half of the state on each rank, at stage 3 half of the weights too"
+        line = f"steps whose norm is the same number on 2 ranks at stage {stage} and in one process: 3 of 3"
+        assert line in ran.out
+    where = "in fp32, in bf16, at stage 1, at stage 2 and at stage 3."
+    assert f"All weights are equal: torch.equal over 21 parameters {where}" in ran.out
+    places = ("in fp32", "in bf16", *(f"at stage {stage}" for stage in (1, 2, 3)))
     clipped = re.search(
-        r"steps with clipped gradients: (\d) of 3 in fp32, (\d) of 3 in bf16, (\d) of 3 on 2 ranks", ran.out
+        "steps with clipped gradients: " + ", ".join(rf"(\d) of 3 {place}" for place in places), ran.out
     )
     assert clipped is not None and min(map(int, clipped.groups())) > 0
     with Image.open(tmp_path / "curves.png") as image:

@@ -285,7 +285,7 @@ class TestFile:
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--stage", "3"], "--stage must be 0, 1 or 2, not 3"),
+        (["--stage", "4"], "--stage must be 0, 1, 2 or 3, not 4"),
         (["--stage", "2", "--release-gradients"], "--release-gradients is what --stage and --config do in any case"),
         (
             ["--stage", "2", "--speculation-memory", "0.5", "--no-offload"],
@@ -306,7 +306,7 @@ def test_the_cpu_beside_cuda(train, monkeypatch):
 
 
 class TestTwoRanks:
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_equals_one_process(self, two_ranks, micro, trained, results, tmp_path, stage):
         """Each rank has every second batch of what one process has as two backwards; and the files are written once."""
         run = [*CLIPPING, "--eval-every", "2", "--eval-batches", "3", "--log-every", "1"]

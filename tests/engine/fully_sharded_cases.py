@@ -308,6 +308,49 @@ def prefetched(ahead: int) -> None:
                 assert torch.equal(pair.engine(words_of(step, 0)), pair.twin(words_of(step, 0)))
 
 
+def gathered(stage: int) -> None:
+    """Read, written by one rank, written by another than the one that is said to write, and left by an exception."""
+    with beside(config=config_of(stage=stage)) as pair:
+        pair.train(0)
+        block, twin = pair.model.blocks[1], pair.twin.blocks[1]
+        with longshore.gather([block.up.weight, block.scale]) as (weight, scale):
+            assert weight is block.up.weight and torch.equal(weight, twin.up.weight)
+            assert torch.equal(scale, twin.scale)
+        with longshore.gather(pair.model) as found:
+            assert len(found) == len(list(pair.twin.parameters()))
+            assert all(map(torch.equal, found, pair.twin.parameters()))
+        with torch.no_grad(), longshore.gather(block, modifier_rank=1) as found:
+            # Rank 1 writes; what rank 0 writes meanwhile does not count.
+            found[0].fill_(0.25 + pair.rank)
+            if pair.rank == 1:
+                block.up.bias.data.copy_(torch.arange(7.0))  # where torch does not see it
+                found[-1].mul_(1.5)
+        with torch.no_grad():
+            first, *_, last = twin.parameters()
+            first.fill_(1.25)
+            twin.up.bias.copy_(torch.arange(7.0))
+            last.mul_(1.5)
+        pair.check("written")
+        for index in range(len(pair.loop.parameters)):
+            pair.loop.refresh(index)
+        pair.train(1)
+        if stage == 3:
+            gathering = longshore.gather(block.up.weight, modifier_rank=0)
+            with contextlib.suppress(ArithmeticError), torch.no_grad(), gathering as (weight,):
+                weight.zero_()
+                raise ArithmeticError("on purpose")
+        pair.train(2)
+        said = [
+            raised_by(lambda: longshore.gather(block, modifier_rank=2).__enter__()),
+            raised_by(lambda: longshore.gather(["weight"]).__enter__()),  # pyright: ignore
+        ]
+        assert said[0] == "ValueError: modifier_rank is a rank from 0 to 1, or None, not 2"
+        assert said[1] == "TypeError: gather() takes parameters or a module, not str"
+    if stage == 3:
+        said = raised_by(lambda: longshore.gather(nn.Parameter(pair.model.head.weight.detach() + 1)).__enter__())
+        assert said.startswith("ValueError: a sharded parameter of shape [13, 5] belongs to no model that longshore.")
+
+
 def memory() -> dict[str, float]:
     """How far a step grows beyond what stays, in blocks (a block's parameters, or its gradients); and what stays."""
     width, count = 64, 12

@@ -121,6 +121,11 @@ def test_prefetch(ahead: int, two_ranks: Ranks) -> None:
     two_ranks(cases.prefetched, ahead)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gather(stage: int, two_ranks: Ranks) -> None:
+    two_ranks(cases.gathered, stage)
+
+
 def test_memory(two_ranks: Ranks) -> None:
     """Beside its shards a rank has at most two blocks: their parameters, and their gradients."""
     found = two_ranks(cases.memory)

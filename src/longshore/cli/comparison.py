@@ -34,7 +34,9 @@ _ACCUMULATION = RANKS
 _EVAL_BATCHES = 8
 _TRIAL_STEPS = 3  # for --seconds; the median leaves out the first, which warms up
 _DTYPES = ("fp32", "bf16")
-_RANKS_SHARE = 1.5  # of a trial on half the threads: that run itself, and as many tokens on all threads by the ranks
+_STAGES = (1, 2, 3)
+# Of a trial on half the threads: that run itself, and as many tokens on all threads by the ranks, at each stage.
+_RANKS_SHARE = 1.0 + 0.5 * len(_STAGES)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def run(settings: DemoSettings) -> int:
     )
     pairs = [_race(settings, steps, dtype, data, console) for dtype in _DTYPES]
     if settings.two_ranks:
-        pairs.append(_race_of_ranks(settings, steps, data, console))
+        pairs += _race_of_ranks(settings, steps, data, console)
     return _report(pairs, settings, steps, console)
 
 
@@ -121,16 +123,22 @@ def _race(settings: DemoSettings, steps: int, dtype: str, data: Data, console: C
     return pair
 
 
-def _race_of_ranks(settings: DemoSettings, steps: int, data: Data, console: Console) -> Pair:
-    """Two ranks, then one process that has their batches as two backwards a step. All have as many threads for a
-    backward, on which its sums depend."""
+def _race_of_ranks(settings: DemoSettings, steps: int, data: Data, console: Console) -> list[Pair]:
+    """Two ranks at each stage, then one process that has their batches as two backwards a step. All have as many
+    threads for a backward, on which its sums depend."""
     threads = max(1, torch.get_num_threads() // RANKS)
-    loop = settings.loop(steps)
-    ours = RanksContestant(loop, _optimizer(steps, True), settings.size, settings.data, threads)
-    pair = Pair(f"on {RANKS} ranks", ours, _exact(settings, steps, data))
+    loop, plain = settings.loop(steps), _exact(settings, steps, data)
+    pairs = [
+        Pair(
+            f"at stage {stage}",
+            RanksContestant(stage, loop, _optimizer(steps, True), settings.size, settings.data, threads),
+            plain,
+        )
+        for stage in _STAGES
+    ]
     former = set_threads(threads)
     try:
-        for contestant in pair[1:]:
+        for contestant in (*(pair.ours for pair in pairs), plain):
             with make_display(console, steps) as display:
                 for step in contestant.run():
                     if step is not None:
@@ -138,7 +146,7 @@ def _race_of_ranks(settings: DemoSettings, steps: int, data: Data, console: Cons
                 display.line(_ended(contestant))
     finally:
         set_threads(former)
-    return pair
+    return pairs
 
 
 def _ended(contestant: Contestant) -> str:
@@ -210,18 +218,21 @@ def _report(pairs: list[Pair], settings: DemoSettings, steps: int, console: Cons
         different += [f"{name} of {pair.ours.name}" for name in names]
         verdict = f"no: {len(names)} of {len(pair.ours.weights)}" if names else "yes"
         table.add_row(*_row(pair.ours, settings), verdict)
-        table.add_row(*_row(pair.plain, settings), "", end_section=True)
+        if pair is pairs[-1] or pair.plain is not pairs[pairs.index(pair) + 1].plain:
+            table.add_row(*_row(pair.plain, settings), "", end_section=True)
     console.print(table)
     clipped = ", ".join(f"{pair.ours.clipped} of {steps} {pair.what}" for pair in pairs)
     console.print(f"steps with clipped gradients: {clipped}", markup=False)
     for pair in pairs[len(_DTYPES) :]:
         console.print(
-            f"steps whose norm is the same number {pair.what} and in one process: {_same_norms(pair)} of {steps}",
+            f"steps whose norm is the same number on {RANKS} ranks {pair.what} and in one process: "
+            f"{_same_norms(pair)} of {steps}",
             markup=False,
         )
     if settings.out is not None:
         title = f"longshore demo, {settings.size}, {steps} steps"
-        series = [contestant.series() for pair in pairs for contestant in (pair.plain, pair.ours)]
+        contestants = dict.fromkeys(contestant for pair in pairs for contestant in (pair.plain, pair.ours))
+        series = [contestant.series() for contestant in contestants]
         write_file(settings.out, curve.loss_curves(series, title), "--out")
         console.print(f"loss curves: {settings.out}", markup=False)
     if different:

@@ -110,9 +110,10 @@ class LocalContestant(Contestant):
 
 
 class RanksContestant(Contestant):
-    """``torchrun -m longshore train --stage 2`` on two ranks, each with every second batch.
+    """``torchrun -m longshore train --stage N`` on two ranks, each with every second batch.
 
     Args:
+        stage: of ZeRO.
         loop: of one process with ``RANKS`` backwards a step.
         size: of the model.
         data: paths; none for the default text.
@@ -120,9 +121,16 @@ class RanksContestant(Contestant):
     """
 
     def __init__(
-        self, loop: LoopSettings, optimizer: OptimizerSettings, size: str, data: tuple[Path, ...], threads: int
+        self,
+        stage: int,
+        loop: LoopSettings,
+        optimizer: OptimizerSettings,
+        size: str,
+        data: tuple[Path, ...],
+        threads: int,
     ) -> None:
-        super().__init__(f"fp32, {RANKS} ranks, ZeRO-2", optimizer, ours=True)
+        super().__init__(f"fp32, {RANKS} ranks, ZeRO-{stage}", optimizer, ours=True)
+        self._stage = stage
         assert loop.accumulation == RANKS
         self._options: dict[str, Any] = {
             "size": size,
@@ -169,7 +177,7 @@ class RanksContestant(Contestant):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m", "longshore"]
         options = [part for name, value in self._options.items() for part in (f"--{name}", str(value))]
         data = [part for path in self._data for part in ("--data", str(path))]
-        return [sys.executable, *launcher, "train", "--stage", "2", *options, *data, "--out", str(out)]
+        return [sys.executable, *launcher, "train", "--stage", str(self._stage), *options, *data, "--out", str(out)]
 
     def _follow(self, process: subprocess.Popen[bytes], metrics: Path) -> Iterator[Step | None]:
         """What the run wrote so far, until it has ended."""

@@ -24,7 +24,7 @@ def demo(
         typer.Option(help="File or folder of plain text; repeatable. Default: Python's standard library."),
     ] = None,
     two_ranks: Annotated[
-        bool, typer.Option("--two-ranks/--no-two-ranks", help="Also train on two ranks, sharded by ZeRO-2.")
+        bool, typer.Option("--two-ranks/--no-two-ranks", help="Also train on two ranks, sharded by ZeRO-1, 2 and 3.")
     ] = True,
     out: Annotated[Path | None, typer.Option(help="Write the loss curves to this PNG file.")] = None,
 ) -> None:

@@ -77,12 +77,12 @@ def with_engine(
         if ranks > 1:
             raise SettingsError(
                 f"{ranks} ranks were started, and nothing says how they share the work: "
-                "add --stage 0, 1 or 2, or --config FILE"
+                "add --stage 0, 1, 2 or 3, or --config FILE"
             )
         _check_without_engine(settings)
         return settings
     if stage is not None and stage not in STAGES:
-        raise SettingsError(f"--stage must be 0, 1 or 2, not {stage}")
+        raise SettingsError(f"--stage must be 0, 1, 2 or 3, not {stage}")
     if settings.optimizer.release_gradients:
         raise SettingsError("--release-gradients is what --stage and --config do in any case: leave it out")
     asked = _Asked(settings, given, stage)

@@ -82,8 +82,9 @@ def run(settings: TrainSettings, given: Mapping[str, Any], stage: int | None, fi
         status = "diverged" if diverged else "interrupted" if stopped else "finished"
         if stopped:
             console.print(f"{stop.name}: ended after step {recorder.steps_done} of {settings.loop.steps}")
+        weights = team.guarded(lambda: model.whole_weights(prepared.model))
         # Together, since a launcher ends the rank that still writes when another one ends with an error.
-        team.together(lambda: recorder.finish({**description, "status": status}))
+        team.together(lambda: recorder.finish({**description, "status": status}, weights))
     # After an error the others may be gone, and nothing can be waited for: the end of the process does this.
     if isinstance(stepper, EngineStepper):
         stepper.engine.destroy()
@@ -183,13 +184,14 @@ class Recorder:
     def diverged(self, error: Diverged) -> None:
         self._write({"kind": "diverged", "step": error.step, "what": error.what, "value": str(error.value)})
 
-    def finish(self, description: dict[str, Any]) -> None:
+    def finish(self, description: dict[str, Any], weights: dict[str, Any]) -> None:
         """Weights first, since they are the dearest, then the curve, the metrics, how it ended, and the trace."""
         folder, trained = self._prepared.folder, self._prepared.model
         if folder is not None:
-            finite = all(bool(parameter.isfinite().all()) for parameter in trained.parameters())
+            finite = all(bool(weight.isfinite().all()) for weight in weights.values())
             if finite:
-                folder.write_folder(lambda beside: model.save_model(trained, self._prepared.tokenizer, beside))
+                tokenizer = self._prepared.tokenizer
+                folder.write_folder(lambda beside: model.save_model(trained, weights, tokenizer, beside))
             else:
                 warn("the weights hold NaN or infinity and are not written")
             title = f"longshore train, {quantity(description['parameters'])} parameters, {self._settings.model.dtype}"

@@ -161,9 +161,11 @@ class Loop:
             if self._stop():
                 break
             own = start + self._team.rank
+            # A rank that has none left runs the last one too: at stage 3 every forward takes all ranks.
+            batch = self._validation[min(own, len(self._validation) - 1)]
+            loss = self._loss(batch).item() * len(batch.inputs)
             if own < len(self._validation):
-                batch = self._validation[own]
-                totals[own] = self._loss(batch).item() * len(batch.inputs)
+                totals[own] = loss
         else:
             rows = sum(len(batch.inputs) for batch in self._validation)
             yield Validation(step, sum(self._team.sums(totals)) / rows)

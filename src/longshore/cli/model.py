@@ -12,6 +12,7 @@ from torch import nn
 from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
 from longshore.cli.failure import CommandError, one_line
 from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings
+from longshore.optim.parameters import is_sharded
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -86,9 +87,19 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_model(model: nn.Module, tokenizer: Any | None, folder: Path) -> None:
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """By name; of a sharded model on the CPU, and there on rank 0 alone. All ranks have to call."""
+    if not any(is_sharded(parameter) for parameter in model.parameters()):
+        return dict(model.state_dict())
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def save_model(model: nn.Module, weights: dict[str, Any], tokenizer: Any | None, folder: Path) -> None:
     """Weights as safetensors, the configuration and the tokenizer, as ``from_pretrained`` reads them."""
-    model.save_pretrained(folder, max_shard_size="1000TB")  # pyright: ignore[reportCallIssue]
+    save: Any = model.save_pretrained
+    save(folder, state_dict=weights, max_shard_size="1000TB")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore.cli.settings import OptimizerSettings
+from longshore.optim.parameters import held_part
 
 
 class Memory(NamedTuple):
@@ -71,8 +72,9 @@ def device_memory(model: nn.Module, state_bytes: int) -> int:
     device = next(model.parameters()).device
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    gradients = (parameter.grad for parameter in model.parameters())
-    return state_bytes + nbytes(model.parameters()) + nbytes(gradients)
+    parameters = list(model.parameters())
+    gradients = (parameter.grad for parameter in parameters)
+    return state_bytes + nbytes(map(held_part, parameters)) + nbytes(gradients)
 
 
 def nbytes(tensors: Iterable[Tensor | None]) -> int:

@@ -42,7 +42,7 @@ SIZES = {
 DTYPES = ("fp32", "bf16", "fp16")
 SCHEDULES = ("constant", "linear", "cosine")
 DEVICES = ("auto", "cpu", "cuda")
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)

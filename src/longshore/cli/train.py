@@ -138,7 +138,7 @@ def train(
             _ENGINE,
             "--stage",
             help="Train by longshore.initialize, also on several ranks (torchrun -m longshore train ...), which share "
-            "nothing (0), optimizer state (1), or gradients too (2).",
+            "nothing (0), optimizer state (1), gradients too (2), or parameters too (3).",
         ),
     ] = None,
     config: Annotated[

@@ -11,7 +11,9 @@ and rounds to the parameters' dtype) never runs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +25,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
+from longshore.optim.parameters import flat, held_part
 from longshore.sharding.bucket import Bucket, Piece, plan_shards
 from longshore.sharding.gathering import GatheringLane
 from longshore.sharding.lane import Action, CollectiveLane
 from longshore.sharding.ownership import Sharded
+
+_MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 
 
 class FullyShardedModel:
@@ -59,6 +64,7 @@ class FullyShardedModel:
         for name, parameter in model.named_parameters():
             self._check(name, parameter)
         model.register_forward_hook(self._after_forward)
+        _MODELS.add(self)
 
     def _after_forward(self, *_: object) -> None:
         # FSDP2 keeps the root's parameters for a backward. After an evaluation there is none: they would take memory,
@@ -85,6 +91,35 @@ class FullyShardedModel:
     def leaf_of(self, parameter: Tensor) -> Tensor | None:
         """What the parameter is gathered into, always the same tensor; None before the first time."""
         return getattr(self._by_id[id(parameter)], "_unsharded_param", None)
+
+    def leaf_of_id(self, key: int) -> Tensor:
+        """The same by ``id``, of one that is gathered."""
+        return self._by_id[key]._unsharded_param
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether it is one of this model's."""
+        member = self._by_id.get(id(parameter))
+        return member is not None and member.sharded_param is parameter
+
+    def ids_of_modules(self) -> list[set[int]]:
+        """Of the parameters that each of the modules gathers, by their number."""
+        return [
+            {
+                id(member.sharded_param)
+                for group in module._get_fsdp_state()._fsdp_param_groups
+                for member in group.fsdp_params
+            }
+            for module in self.modules
+        ]
+
+    def take_shard(self, parameter: Tensor, whole: Tensor) -> None:
+        """Write this rank's part of ``whole`` into its shard."""
+        assert isinstance(parameter, DTensor)
+        mesh = parameter.device_mesh
+        offset, numel = self.shards_of(parameter, mesh.size())[mesh.get_local_rank()]
+        held = held_part(parameter)
+        held.copy_(flat(whole)[offset : offset + numel].view(held.shape))
+        torch.autograd.graph.increment_version(parameter)
 
     def when_gathered(self, call: Callable[[], None]) -> None:
         """``call`` after each module's first forward, when its parameters have been gathered and no backward has
@@ -127,6 +162,42 @@ class FullyShardedModel:
         step = -(-rows // world_size)
         starts = [min(rank * step, rows) for rank in range(world_size + 1)]
         return [(start * row_numel, (stop - start) * row_numel) for start, stop in itertools.pairwise(starts)]
+
+
+@contextlib.contextmanager
+def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[int, Tensor]]:
+    """Gather these parameters: whole ones by ``id`` of the sharded ones; all ranks have to call.
+
+    ``write_back``: at the end each rank takes its shards from what it has then.
+
+    Raises:
+        ValueError: a parameter of no model that is known here.
+    """
+    models = {id(parameter): model for model in _MODELS for parameter in parameters if model.has(parameter)}
+    for parameter in parameters:
+        if id(parameter) not in models:
+            raise ValueError(
+                f"a sharded parameter of shape {list(parameter.shape)} belongs to no model that longshore.initialize() "
+                "was given, or its engine is gone"
+            )
+    modules = [
+        module
+        for model in dict.fromkeys(models.values())
+        for module, ids in zip(model.modules, model.ids_of_modules(), strict=True)
+        if not ids.isdisjoint(models)
+    ]
+    try:
+        for module in modules:
+            module.unshard()
+        whole = {key: model.leaf_of_id(key) for key, model in models.items()}
+        yield whole
+        if write_back:
+            with torch.no_grad():
+                for parameter in parameters:
+                    models[id(parameter)].take_shard(parameter, whole[id(parameter)])
+    finally:
+        for module in modules:
+            module.reshard()
 
 
 class FullySharded(Sharded):

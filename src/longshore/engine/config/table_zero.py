@@ -39,8 +39,8 @@ ZERO: tuple[Key, ...] = (
              "0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too. Left out it is 0.",
              f"{_REDUCTION}test_stages", "stage"),
     honoured(_Z, "reduce_bucket_size", AT_LEAST_1,
-             f"Elements whose gradients are reduced together; at stages 2 and 3 with overlap_comm half of them, so that "
-             f"one half fills while the other is on its way. {_BUCKET}",
+             f"Elements whose gradients are reduced together; at stages 2 and 3 with overlap_comm half of them, so "
+             f"that one half fills while the other is on its way. {_BUCKET}",
              f"{_REDUCTION}test_bucket_sizes", "reduce_bucket_numel", absent_when_auto=True),
     honoured(_Z, "allgather_bucket_size", AT_LEAST_1, f"Elements that are gathered together. {_BUCKET}",
              f"{_REDUCTION}test_bucket_sizes", "allgather_bucket_numel", absent_when_auto=True),
