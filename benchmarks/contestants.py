@@ -28,6 +28,8 @@ ONE_LINE = "one-line optimizer"
 ENGINE = "engine"
 SIMULATED = "engine on a simulated device"
 DEEPSPEED = "DeepSpeed"
+ENGINE_3 = "engine, stage 3"
+DEEPSPEED_3 = "DeepSpeed, stage 3"
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,15 @@ def prepare(name: str) -> None:
     Raises:
         NotAvailable: a package is missing.
     """
-    if name == DEEPSPEED:
+    if name in (DEEPSPEED, DEEPSPEED_3):
         load_deepspeed("cpu").init_distributed(dist_backend="gloo", verbose=False)
     else:
         importlib.import_module("longshore")
 
 
-def zero_config(bucket_numel: int, learning_rate: float = LEARNING_RATE, backwards: int = 1) -> dict[str, Any]:
+def zero_config(
+    bucket_numel: int, learning_rate: float = LEARNING_RATE, backwards: int = 1, stage: int = 2
+) -> dict[str, Any]:
     """The same file for both engines, ``backwards`` to a step.
 
     DeepSpeed is spared its check for overflows, which ours does not make either.
@@ -94,7 +98,7 @@ def zero_config(bucket_numel: int, learning_rate: float = LEARNING_RATE, backwar
             "params": {"lr": learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
         },
         "zero_optimization": {
-            "stage": 2,
+            "stage": stage,
             "offload_optimizer": {"device": "cpu"},
             "reduce_bucket_size": bucket_numel,
             "allgather_bucket_size": bucket_numel,
@@ -125,23 +129,28 @@ def _one_line(model: nn.Module, setup: Setup) -> Training:
     return _forward_backward(model, setup)._replace(finish=finish)
 
 
-def _engine(model: nn.Module, setup: Setup, simulated: bool = False) -> Training:
+def _engine(model: nn.Module, setup: Setup, simulated: bool = False, stage: int = 2) -> Training:
     import longshore
 
     # Copies on a device's lanes are never instant; so they wait here, up to 2 ms each.
     transfer = longshore.SimulatedTransfer() if simulated else None
     offload = longshore.Offload(threads=setup.threads, transfer=transfer)
     engine, *_ = longshore.initialize(
-        model=model, model_parameters=model.parameters(), config=zero_config(setup.bucket_numel), offload=offload
+        model=model,
+        model_parameters=model.parameters(),
+        config=zero_config(setup.bucket_numel, stage=stage),
+        offload=offload,
     )
     return _training_of(engine, setup)
 
 
-def _start_deepspeed(model: nn.Module, setup: Setup) -> Training:
+def _start_deepspeed(model: nn.Module, setup: Setup, stage: int = 2) -> Training:
     deepspeed = load_deepspeed("cpu")
     try:
         engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=zero_config(setup.bucket_numel)
+            model=model,
+            model_parameters=model.parameters(),
+            config=zero_config(setup.bucket_numel, stage=stage),
         )
     except Exception as failure:
         raise NotAvailable(f"DeepSpeed does not start: {type(failure).__name__}: {failure}"[:300]) from failure
@@ -170,4 +179,6 @@ _START: dict[str, Callable[[nn.Module, Setup], Training]] = {
     ENGINE: _engine,
     SIMULATED: lambda model, setup: _engine(model, setup, simulated=True),
     DEEPSPEED: _start_deepspeed,
+    ENGINE_3: lambda model, setup: _engine(model, setup, stage=3),
+    DEEPSPEED_3: lambda model, setup: _start_deepspeed(model, setup, stage=3),
 }

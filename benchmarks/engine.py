@@ -1,4 +1,4 @@
-"""The engine: ZeRO-2 with cpu offload and clipping, in bfloat16, beside the one-line optimizer and DeepSpeed.
+"""The engine: ZeRO-2 and 3 with cpu offload and clipping, in bfloat16, beside the one-line optimizer and DeepSpeed.
 
 Every contestant trains the same Llama on 32 tokens, where the optimizer
 dominates. Contestants of one interpreter share a process and run in turn, step
@@ -6,7 +6,7 @@ by step; DeepSpeed has processes of its own, and blocks of steps alternate.
 
 * One rank: what does the step add to forward and backward alone, each in the
   same process?
-* Two gloo ranks, each with its part of the threads: how long are whole steps?
+* Two gloo ranks, each with its part of the threads: how long are whole steps, at stages 2 and 3?
 * Memory: what the engine counts on a simulated device, what processes grew by,
   and what the engine keeps on the device during backward beyond what forward
   and backward take where every gradient is let go of as it comes.
@@ -21,7 +21,16 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.contestants import DEEPSPEED, ENGINE, FORWARD_BACKWARD, ONE_LINE, SIMULATED, Setup
+from benchmarks.contestants import (
+    DEEPSPEED,
+    DEEPSPEED_3,
+    ENGINE,
+    ENGINE_3,
+    FORWARD_BACKWARD,
+    ONE_LINE,
+    SIMULATED,
+    Setup,
+)
 from benchmarks.floor import NotAvailable
 from benchmarks.report import Row, at_least, at_most, equal
 from benchmarks.team import Team
@@ -29,9 +38,9 @@ from benchmarks.timing import Note, difference, summary
 
 PART = "Engine"
 TOKENS = 32
-OURS = {1: (FORWARD_BACKWARD, ONE_LINE, ENGINE), 2: (ENGINE,)}
-THEIRS = {1: (FORWARD_BACKWARD, DEEPSPEED), 2: (DEEPSPEED,)}
-"""Who is timed, by the number of ranks."""
+OURS = {1: (FORWARD_BACKWARD, ONE_LINE, ENGINE), 2: (ENGINE, ENGINE_3)}
+THEIRS = {1: {DEEPSPEED: (FORWARD_BACKWARD, DEEPSPEED)}, 2: {DEEPSPEED: (DEEPSPEED,), DEEPSPEED_3: (DEEPSPEED_3,)}}
+"""Who is timed, by the number of ranks; of theirs, each team has processes of its own."""
 COUNTED_GOAL = {1: 14.0, 2: 16.0}
 """Host bytes for each parameter that a rank owns, by the number of ranks: several reduce gradients in float32."""
 BUCKETS_ON_DEVICE = 2
@@ -82,9 +91,9 @@ def _times(settings: Settings, world_size: int, missing: dict[str, str], note: N
     seconds: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as stack:
         started = {ENGINE: stack.enter_context(Team("time", setup, OURS[world_size], world_size))}
-        if DEEPSPEED not in missing:
-            team = Team("time", setup, THEIRS[world_size], world_size, settings.deepspeed_python)
-            started[DEEPSPEED] = stack.enter_context(team)
+        for name, contestants in THEIRS[world_size].items() if DEEPSPEED not in missing else ():
+            team = Team("time", setup, contestants, world_size, settings.deepspeed_python)
+            started[name] = stack.enter_context(team)
         teams = _ready(started, missing)
         for block in range(-1, settings.blocks):  # the first one makes the optimizers' state
             note(f"{where}: block {block + 1} of {settings.blocks}")
@@ -169,6 +178,13 @@ def _two_rank_rows(times: Mapping[str, Any]) -> list[Row]:
         what = "2 ranks: DeepSpeed's whole step over ours"
         theirs = times[DEEPSPEED][DEEPSPEED]["median_s"]
         table.append(at_least(PART, what, theirs / engine, "x", 2.0, f"{1e3 * theirs:.0f} ms"))
+    stage_3 = times[ENGINE][ENGINE_3]["median_s"]
+    what = "2 ranks: whole step at stage 3, over that at stage 2"
+    table.append(at_most(PART, what, stage_3 / engine, "x", 1.3, f"{1e3 * stage_3:.0f} ms"))
+    if DEEPSPEED_3 in times:
+        what = "2 ranks: DeepSpeed's whole step at stage 3 over ours"
+        theirs = times[DEEPSPEED_3][DEEPSPEED_3]["median_s"]
+        table.append(at_least(PART, what, theirs / stage_3, "x", 2.0, f"{1e3 * theirs:.0f} ms"))
     return table
 
 

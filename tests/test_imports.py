@@ -132,8 +132,10 @@ def test_only_the_cuda_transfer_names_a_stream(file: Path) -> None:
 def test_only_rooms_that_know_ranks_name_torch_distributed(file: Path) -> None:
     if LEVEL_OF.get(room_of(file), 0) >= LEVEL_OF["sharding"]:
         return
-    names = names_of(ast.parse(file.read_text()))
-    assert not {name for name in names if name.startswith("torch.distributed")}
+    names = {name for name in names_of(ast.parse(file.read_text())) if name.startswith("torch.distributed")}
+    if file == SOURCE / "optim" / "shards.py":  # what a parameter is, where it is a DTensor
+        names = {name for name in names if not name.startswith("torch.distributed.tensor")}
+    assert names == set()
 
 
 @pytest.mark.parametrize("file", FILES, ids=identity)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore.cli.settings import OptimizerSettings
-from longshore.optim.parameters import held_part
+from longshore.optim.shards import held_part
 
 
 class Memory(NamedTuple):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from longshore.engine.config import Config
 from longshore.engine.precision import Precision
 from longshore.engine.ranks import Ranks
-from longshore.optim.parameters import is_sharded
+from longshore.optim.shards import is_sharded
 
 if TYPE_CHECKING:
     from longshore.sharding.fully_sharded import FullyShardedModel

@@ -13,6 +13,7 @@ from torch import Tensor
 from longshore.errors import GradientError, LongshoreError
 from longshore.host import ParameterStore
 from longshore.kernels import Scale
+from longshore.optim.shards import over_ranks
 
 
 class Seen(NamedTuple):
@@ -103,20 +104,31 @@ class Clipping:
         self._measured = now
 
 
-def gradient_norm(store: ParameterStore, gradients: Mapping[int, Tensor | None], scale: Scale) -> Tensor:
+def gradient_norm(
+    store: ParameterStore, gradients: Mapping[int, Tensor | None], scale: Scale, shards: Mapping[int, Tensor]
+) -> Tensor:
     """The 2-norm over all gradients: squares added in float64, rounded to float32 once.
 
     What is on the host is added there. Gradients still on a device are measured
-    there, each in float64, rather than copied twice.
+    there, each in float64, rather than copied twice. ``shards``: parameters of
+    which other ranks have other parts, if any; all ranks have to call then.
     """
     on_host: dict[int, Tensor | None] = {}
     total = 0.0
+    elsewhere: dict[int, float] = {}
     for parameter, gradient in gradients.items():
-        if gradient is None or not store.transfer.staged:
+        if parameter in shards:
+            elsewhere[parameter] = _squares(store, {parameter: gradient}, scale)
+        elif gradient is None or not store.transfer.staged:
             on_host[parameter] = gradient
         else:
-            total += (
-                float(torch.linalg.vector_norm(gradient.float() * scale.first * scale.second, dtype=torch.float64)) ** 2
-            )
-    total += store.sum_of_squares(on_host, scale)
+            total += _squares(store, {parameter: gradient}, scale)
+    total += store.sum_of_squares(on_host, scale) + over_ranks(shards, elsewhere)
     return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32, device="cpu")
+
+
+def _squares(store: ParameterStore, one: Mapping[int, Tensor | None], scale: Scale) -> float:
+    ((_, gradient),) = one.items()
+    if gradient is None or not store.transfer.staged:
+        return store.sum_of_squares(one, scale)
+    return float(torch.linalg.vector_norm(gradient.float() * scale.first * scale.second, dtype=torch.float64)) ** 2

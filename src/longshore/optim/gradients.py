@@ -17,6 +17,7 @@ from longshore.host import ParameterStore
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, flat
 from longshore.optim.released import ReleasedGradient, ReleaseHooks
+from longshore.optim.shards import held_part
 
 
 class GradientSource(ABC):
@@ -35,12 +36,12 @@ class GradientSource(ABC):
         new = [record for record in records if record.index not in self.store]
         for record in new:
             check_trainable(record.parameter, record.name)
-        self.store.add_parameters((record.index, record.parameter.numel(), record.dtype) for record in new)
+        self.store.add_parameters((record.index, record.kept.numel(), record.dtype) for record in new)
 
     def found(self, record: ParameterRecord, gradient: Tensor) -> Tensor:
         """Check a tensor found in ``.grad``; returns it flat, in the parameter's logical order."""
         record.check_gradient(gradient, same_dtype=self.store.transfer.staged)
-        return flat(gradient)
+        return flat(held_part(gradient))
 
     @abstractmethod
     def register(self, records: Sequence[ParameterRecord]) -> None:

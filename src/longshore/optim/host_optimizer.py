@@ -93,7 +93,7 @@ class HostOptimizer(torch.optim.Optimizer):
             name = names[position] if names else f"{len(self.param_groups) - 1}.{position}"
             check_parameter(parameter, name, device, self._offload.takes_shards)
             device = parameter.device
-            records.append(ParameterRecord(len(self._records) + position, name, parameter, self._offload.leaf_of))
+            records.append(ParameterRecord(len(self._records) + position, name, parameter, self._offload))
         if self._waiting is None:
             check_no_shared_memory([*self._records.values(), *records])
             self._lay_out(records)
@@ -247,15 +247,15 @@ class HostOptimizer(torch.optim.Optimizer):
         Squares are added in float64 and the root is rounded once.
         """
         gradients, (store, source) = self.window_gradients(), self._parts()
-        return gradient_norm(store, gradients, self._clipping.scale_for(source.fingerprint))
+        scale, shards = self._clipping.scale_for(source.fingerprint), self._offload.shards_among(self._parameters)
+        return gradient_norm(store, gradients, scale, shards)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the global 2-norm to ``max_norm`` in the next ``step()``; returns the norm before.
 
-        The coefficient is torch's, ``max_norm / (norm + 1e-6)`` and at most 1.
-        It is multiplied in inside the step, so ``.grad`` keeps its values. Call
-        it once a window, after the last backward.
+        The coefficient is torch's, ``max_norm / (norm + 1e-6)`` and at most 1. It is multiplied in inside the step, so
+        ``.grad`` keeps its values. Call it once a window, after the last backward.
 
         Raises:
             ValueError: ``norm_type`` is not 2, or ``max_norm`` is not positive.

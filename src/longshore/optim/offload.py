@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longshore.host import HostStore, ParameterStore, SpeculationMemory, SplitStore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
+from longshore.optim.shards import is_sharded
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 
 _STAGED_TILE_NUMEL = 1 << 22
@@ -25,8 +26,11 @@ class Placement(ABC):
     def leaves_on_device(self) -> bool:
         """Whether any of the state stays where the parameters are."""
 
-    takes_shards: bool = False
+    takes_shards: bool = True
     """Whether parameters may be DTensors, of which this process has a part."""
+
+    keeps_shards: bool = False
+    """Whether the store knows only that part of them."""
 
     @abstractmethod
     def make_store(
@@ -34,6 +38,10 @@ class Placement(ABC):
     ) -> ParameterStore:
         """A store for parameters on ``device``; ``hold_gradients``: their gradients arrive during backward;
         ``parameters``: all that there are by index, also those that come later."""
+
+    def shards_among(self, parameters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """Those of which the store knows a part only."""
+        return {index: each for index, each in parameters.items() if self.keeps_shards and is_sharded(each)}
 
     def leaf_of(self, parameter: Tensor) -> Tensor | None:
         """What autograd accumulates its gradient into; see :meth:`ParameterRecord.leaf`."""
@@ -113,6 +121,10 @@ class Offload(Placement):
                 "speculation_memory is a number of bytes (an integer), a fraction from 0.0 to 1.0, or 'auto', "
                 f"not {memory!r}; 1.0 is a spare for every tile"
             )
+
+    @property
+    def keeps_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return True
 
     @property
     def leaves_on_device(self) -> bool:

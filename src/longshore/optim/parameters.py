@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.optim.family import History
+from longshore.optim.shards import held_part
+
+if TYPE_CHECKING:
+    from longshore.optim.offload import Placement
 
 
 class Identity(NamedTuple):
@@ -36,17 +39,6 @@ class Identity(NamedTuple):
         return cls((tensor._version, held._version), held.data_ptr(), held.stride(), storage)
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a ``DTensor``; where its module was never imported there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def held_part(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor: its shard of a ``DTensor``, all of any other; the same memory."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def flat(tensor: Tensor) -> Tensor:
     """A tensor's elements in logical order, one behind the other: a view where it can be.
 
@@ -65,15 +57,17 @@ class ParameterRecord:
         index: counts the parameters of the optimizer.
         name: in messages.
         parameter: the user's.
-        leaf_of: what :meth:`leaf` asks.
+        placement: where its state is.
     """
 
-    def __init__(self, index: int, name: str, parameter: Tensor, leaf_of: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(self, index: int, name: str, parameter: Tensor, placement: Placement) -> None:
         # Fixed.
         self.index = index
         self.name = name
         self.parameter = parameter
-        self._leaf_of = leaf_of
+        self._leaf_of = placement.leaf_of
+        self.keeps_shard = bool(placement.shards_among({index: parameter}))
+        """State is kept, read and written for what this process has of the parameter, not for all of it."""
         self.device = parameter.device
         self.dtype = parameter.dtype
         self.shape = parameter.shape
@@ -107,6 +101,11 @@ class ParameterRecord:
     def held(self) -> Tensor:
         """What this process has of the parameter."""
         return held_part(self.parameter)
+
+    @property
+    def kept(self) -> Tensor:
+        """What state is kept of: the shard, or all of the parameter."""
+        return self.held if self.keeps_shard else self.parameter
 
     def values(self) -> Tensor:
         """The elements that this process has, in logical order, flat and contiguous: a view where it can be."""
@@ -160,8 +159,8 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device | None, s
     kind = type(held_part(parameter).detach() if shards else parameter.detach())
     if kind is not Tensor:
         raise ValueError(
-            f"parameter {name} is a {kind.__name__}; longshore steps plain tensors on one device "
-            "(sharded and quantized parameters are not supported)"
+            f"parameter {name} is a {kind.__name__}; longshore steps plain tensors and DTensors, on one device "
+            "(quantized parameters are not supported)"
         )
     if parameter.is_neg():
         raise ValueError(f"parameter {name} is a negated view; use .resolve_neg()")

@@ -11,6 +11,7 @@ from torch import Tensor
 from longshore.host import MASTER, ParameterStore
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.parameters import ParameterRecord, flat
+from longshore.optim.shards import is_sharded, like, part_of
 
 
 class StateAccess(NamedTuple):
@@ -35,7 +36,7 @@ def begin_states(store: ParameterStore, family: RuleFamily, records: Iterable[Pa
     """Fill the states that are not zero before a first step, of parameters that are about to make one."""
     for record in records:
         for name, value in family.initial(record.history).items():
-            store.write_state(record.index, name, torch.full((1,), value).expand(record.parameter.numel()))
+            store.write_state(record.index, name, torch.full((1,), value).expand(record.kept.numel()))
 
 
 class ParameterState(MutableMapping[str, Tensor]):
@@ -67,7 +68,8 @@ class ParameterState(MutableMapping[str, Tensor]):
         single = {"step": float(record.history.step), **dict(record.history.scalars)}
         if key in single:
             return torch.tensor(single[key], dtype=torch.float32, device="cpu")
-        return self._access.store.read_state(record.index, key).view(record.shape)
+        values = self._access.store.read_state(record.index, key).view(record.kept.shape)
+        return like(record.parameter, values) if record.keeps_shard else values
 
     def __setitem__(self, key: str, value: Any) -> None:
         write_state(self._record, self._access, {key: value})
@@ -169,9 +171,14 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     found = type(value).__name__
     if isinstance(value, Tensor):
         found = f"{value.dtype} {list(value.shape)} ({value.layout}, {value.device})"
+        if record.keeps_shard and not is_sharded(value) and value.shape == record.kept.shape != record.shape:
+            return value  # it was looked at before
         dense = value.layout == torch.strided and value.device.type != "meta"
         if dense and value.is_floating_point() and value.shape == record.shape:
-            return value
+            part = part_of(record.parameter, value) if record.keeps_shard else value
+            if part is not None:
+                return part
+            found += f" placed as {value.placements} on {value.device_mesh}"  # pyright: ignore
     raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 

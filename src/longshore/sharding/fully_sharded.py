@@ -25,7 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
-from longshore.optim.parameters import flat, held_part
+from longshore.optim.parameters import flat
+from longshore.optim.shards import held_part
 from longshore.sharding.bucket import Bucket, Piece, plan_shards
 from longshore.sharding.gathering import GatheringLane
 from longshore.sharding.lane import Action, CollectiveLane

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longshore.optim.parameters import is_sharded
+from longshore.optim.shards import is_sharded
 
 
 @contextlib.contextmanager

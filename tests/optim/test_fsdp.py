@@ -1,0 +1,31 @@
+"""``longshore.AdamW(model.parameters())`` after ``fully_shard``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optim import fsdp_cases as cases
+from ranks import Ranks
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("clip", ["none", "ours", "torch"])
+def test_two_ranks_train_like_plain_torch(dtype: torch.dtype, clip: str, two_ranks: Ranks) -> None:
+    two_ranks(cases.train, dtype, False, clip, (2,))
+
+
+def test_four_ranks_in_a_mesh_of_two_dimensions(four_ranks: Ranks) -> None:
+    """Replicas of shards: within a few units in the last place, since four numbers are added in another order."""
+    for found in four_ranks(cases.train, torch.float32, False, "ours", (2, 2)):
+        assert found["largest"] <= 1e-6
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_state_is_saved_and_loaded(by_torch: bool, two_ranks: Ranks) -> None:
+    two_ranks(cases.saved_and_loaded, by_torch)
+
+
+def test_a_whole_state_is_cut(two_ranks: Ranks) -> None:
+    two_ranks(cases.whole_state_is_cut)
