@@ -104,6 +104,8 @@ class CollectiveLane:
         # Change with each meeting; read by the thread that waits for the lane's.
         self._meeting: _Meeting | None = None
         self._last_met = "when the engine was made"
+        self.notes: list[int] = []
+        """Of the last meeting, by rank."""
         # Grow to what jobs ask for, and stay: fresh memory would fault page by page.
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -118,8 +120,8 @@ class CollectiveLane:
 
         A warning is logged, once for each meeting, where the other ranks do not come for a while.
         """
-        while not self._worker.idle_within(notice_s := _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S):
-            self._tell_of_waiting(notice_s)
+        while not self._worker.idle_within(_notice_s()):
+            self.tell_of_waiting()
         failure = self._worker.drain()
         if failure is not None and failure is self._dead:
             # Each caller gets one of its own: raised again and again, the same one would collect tracebacks.
@@ -135,9 +137,10 @@ class CollectiveLane:
         self.drain()
         return results[0]
 
-    def _tell_of_waiting(self, notice_s: float) -> None:
+    def tell_of_waiting(self) -> None:
+        """Log, once for each meeting, that the other ranks do not come; from any thread."""
         meeting = self._meeting
-        if meeting is None or meeting.told or (waited_s := time.monotonic() - meeting.since) < notice_s:
+        if meeting is None or meeting.told or (waited_s := time.monotonic() - meeting.since) < _notice_s():
             return
         meeting.told = True
         others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -189,10 +192,11 @@ class CollectiveLane:
         """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
         self._untold = True
 
-    def meet(self, action: Action, number: int, window: int) -> bool:
+    def meet(self, action: Action, number: int, window: int, note: int = 0) -> bool:
         """All ranks are at ``action`` number ``number`` of the same window.
 
-        ``window`` counts those that were applied or given up. At CLOSE a rank need
+        ``window`` counts those that were applied or given up; :attr:`notes` has each
+        rank's ``note`` afterwards. At CLOSE a rank need
         not find the others: where one is elsewhere, this is false, and that one
         waits for the next meeting.
 
@@ -204,10 +208,11 @@ class CollectiveLane:
             told, self._untold = self._untold, False
             self._meeting = meeting = _Meeting(f"{self._words(action, number)} (window {window})")
             try:
-                rows = self.rows(torch.tensor([action, number, window, told], dtype=torch.int64)).tolist()
+                rows = self.rows(torch.tensor([action, number, window, told, note], dtype=torch.int64)).tolist()
             finally:
                 self._meeting = None
             self._last_met = meeting.doing
+            self.notes = [row[4] for row in rows]
             try:
                 doing = [(Action(row[0]), row[1]) for row in rows]
             except ValueError:
@@ -282,6 +287,10 @@ class CollectiveLane:
         with self._communicating():
             for request in dist.batch_isend_irecv(work) if work else ():
                 request.wait()
+
+
+def _notice_s() -> float:
+    return _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S
 
 
 def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any:

@@ -1,0 +1,102 @@
+"""Parameters gathered through shared memory or sockets, run on every rank."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from longshore.sharding import lane as lane_module
+from longshore.sharding import segments as module
+from longshore.sharding.gathering import GatheringLane
+from longshore.sharding.lane import CollectiveLane
+
+CPU = torch.device("cpu")
+
+
+def waiting() -> list[str]:
+    """What rank 0 logs while rank 1 gathers nothing for a while."""
+    rank = dist.get_rank()
+    lane = CollectiveLane(None, CPU, 1 << 20)
+    gathering = GatheringLane(lane, ["a", "b"])
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger, former = logging.getLogger("longshore"), lane_module._NOTICE_S
+    logger.addHandler(handler)
+    lane_module._NOTICE_S = 0.2 if rank == 0 else 30.0
+    try:
+        for number in range(2):
+            if number == 1 and rank == 1:
+                time.sleep(3.0)
+            gather = gathering.of(number)
+            output = gather.allocate((10,), dtype=torch.float32, device=CPU)
+            gather(output, output.view(2, -1)[rank], dist.group.WORLD)
+        return said
+    finally:
+        lane_module._NOTICE_S = former
+        logger.removeHandler(handler)
+        gathering.close()
+        lane.close()
+
+
+def gathered(seed: int, where: str, keep: int) -> dict[str, int]:
+    """Gathers of random sizes, of which ``keep`` results are held on to, on ranks that are late at random.
+
+    ``where``: "shared" memory, "sockets" (there is no shared memory), or "sometimes" (rank 1 has none at times).
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    folder, fallocate = module._FOLDER, module.os.posix_fallocate
+    if where == "sockets":
+        module._FOLDER = Path("/nowhere")
+    calls = 0
+
+    def sometimes(descriptor: int, start: int, count: int) -> None:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls > 1 and calls % 2 == 0:
+            raise OSError("no space on purpose")
+        fallocate(descriptor, start, count)
+
+    if where == "sometimes":
+        module.os.posix_fallocate = sometimes
+    lane = CollectiveLane(None, CPU, 1 << 20)
+    gathering = GatheringLane(lane, ["a", "b"])
+    sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
+    held: list[tuple[torch.Tensor, int]] = []
+    shared = 0
+
+    def check(output: torch.Tensor, number: int) -> None:
+        for other, row in enumerate(output.view(world_size, -1)):
+            assert bool((row == 1000 * other + number).all()), (number, other)
+
+    try:
+        assert gathering._segments.works == (where != "sockets")
+        for number in range(60):
+            count = sizes.choice([1, 7, 1000, 30_000]) * world_size
+            gather = gathering.of(number % 2)
+            output = gather.allocate((count,), dtype=torch.int32, device=CPU)
+            shared += gather._segment is not None
+            mine = output.view(world_size, -1)[rank]
+            mine.fill_(1000 * rank + number)
+            time.sleep(late.choice([0, 0, 0.002]))
+            assert gather(output, mine, dist.group.WORLD) is None
+            held.append((output, number))
+            time.sleep(late.choice([0, 0, 0.002]))
+            if len(held) > keep:
+                check(*held.pop(0))
+        for entry in held:
+            check(*entry)
+        return {
+            "shared": shared,
+            "segments": len(gathering._segments._own),
+            "names": len(list(folder.glob(f"longshore-{gathering._segments._token:x}-{rank}-*"))),
+        }
+    finally:
+        module._FOLDER, module.os.posix_fallocate = folder, fallocate
+        gathering.close()
+        lane.close()

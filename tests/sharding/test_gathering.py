@@ -1,0 +1,44 @@
+"""Gathering of parameters: through shared memory where ranks see the same, and through sockets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+from sharding import gathering_cases
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+@pytest.mark.parametrize("where", ["shared", "sockets", "sometimes"])
+def test_every_rank_has_what_each_one_gave(where: str, keep: int, two_ranks: Ranks) -> None:
+    for rank, found in enumerate(two_ranks(gathering_cases.gathered, keep, where, keep)):
+        if where == "sockets":
+            assert found["shared"] == 0
+        elif where == "shared":
+            assert found["shared"] == 60
+            assert found["segments"] <= 4 * (keep + 3), "segments are lent again"
+        else:
+            assert found["shared"] > 0 and (found["shared"] == 60) == (rank == 0)
+        assert found["names"] <= 1, "only the newest may still have a name"
+
+
+def test_four_ranks(four_ranks: Ranks) -> None:
+    for found in four_ranks(gathering_cases.gathered, 5, "shared", 1):
+        assert found["shared"] == 60
+
+
+def test_a_rank_that_waits_says_for_what(two_ranks: Ranks) -> None:
+    (said,), other = two_ranks(gathering_cases.waiting)
+    assert re.fullmatch(
+        r"rank 0 is gathering parameters of b \(window 0\) and has waited \d+ s for rank 1, which is not there; "
+        r"all ranks last met gathering parameters of a \(window 0\)",
+        said,
+    )
+    assert other == []
+
+
+def test_nothing_is_left_behind() -> None:
+    assert list(Path("/dev/shm").glob("longshore-*")) == []
