@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import longshore
+from longshore.errors import LongshoreError
 
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
 
@@ -76,7 +79,7 @@ def train(
             both = step != 2
             for micro in range(2):
                 model(inputs(step, micro, rank, dtype), both).backward()
-            gradients = _plain(twin, loop, step, both, world_size, dtype)
+            gradients = _plain(twin, loop, step, both, world_size, dtype, narrow=not release)
             norm = torch.tensor(sum(float(each.double().pow(2).sum()) for each in gradients if each is not None) ** 0.5)
             coefficient = 1.0
             if clip == "ours":
@@ -108,10 +111,17 @@ def train(
 
 
 def _plain(
-    twin: Net, loop: PlainLoop, step: int, both: bool, world_size: int, dtype: torch.dtype
+    twin: Net,
+    loop: PlainLoop,
+    step: int,
+    both: bool,
+    world_size: int,
+    dtype: torch.dtype,
+    begin: Mapping[int, Tensor] = MappingProxyType({}),
+    narrow: bool = True,
 ) -> list[Tensor | None]:
-    """What FSDP2 reduces: each backward's mean, in the parameters' dtype, added up."""
-    totals: list[Tensor | None] = [None] * len(loop.parameters)
+    """What FSDP2 reduces: each backward's mean, in the parameters' dtype, added up there (``narrow``) or in float32."""
+    totals: list[Tensor | None] = [begin.get(place) for place in range(len(loop.parameters))]
     for micro in range(2):
         found = [
             torch.autograd.grad(twin(inputs(step, micro, rank, dtype), both), loop.parameters, allow_unused=True)
@@ -121,6 +131,7 @@ def _plain(
             present = [entry for entry in entries if entry is not None]
             if present:
                 mean = torch.stack(present).sum(0) / world_size
+                mean = mean if narrow else mean.float()
                 held = totals[place]
                 totals[place] = mean if held is None else held + mean
     return [None if total is None else total.float() for total in totals]
@@ -172,4 +183,40 @@ def whole_state_is_cut() -> None:
     replicated = distribute_tensor(value, parameter.device_mesh, [Replicate()])  # pyright: ignore
     with pytest.raises(ValueError, match=r"placed as \(Replicate\(\),\) on"):
         optimizer.state[parameter]["exp_avg"] = replicated
+    optimizer.close()
+
+
+def discarded() -> None:
+    """What is discarded, or replaced, does not count; and torch's clipping is told where the gradients are."""
+    rank, dtype = dist.get_rank(), torch.float32
+    model, twin = make_sharded(dtype, (2,)), Net(dtype)
+    optimizer = longshore.AdamW(
+        model.parameters(), release_gradients=True, offload=longshore.Offload(16, threads=1), **OPTIONS
+    )
+    loop = PlainLoop(twin.parameters(), **OPTIONS)
+    parts: Any = model.parts
+    weight = parts["first"][0].weight
+    index = [id(each) for each in model.parameters()].index(id(weight))
+    for step in range(3):
+        model(inputs(step, 7, rank, dtype)).backward()
+        with pytest.raises(LongshoreError, match="has moved the gradient to the host"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step == 0:
+            model.zero_grad()
+        elif step == 1:
+            optimizer.zero_grad()
+        else:
+            for each in model.parameters():
+                each.grad = None
+            weight.grad = torch.ones_like(weight)  # added to by what comes
+        for micro in range(2):
+            model(inputs(step, micro, rank, dtype)).backward()
+        gradients = _plain(twin, loop, step, True, 2, dtype)
+        if step == 2:
+            gradients = _plain(twin, loop, step, True, 2, dtype, {index: torch.ones(weight.shape)})
+        optimizer.step()
+        loop.step(gradients)
+        for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(whole(ours.detach()), theirs), f"step {step}: {name} differs"
+        assert all(each.grad is None for each in model.parameters())
     optimizer.close()

@@ -16,6 +16,18 @@ def test_two_ranks_train_like_plain_torch(dtype: torch.dtype, clip: str, two_ran
     two_ranks(cases.train, dtype, False, clip, (2,))
 
 
+@DTYPES
+@pytest.mark.parametrize("clip", ["none", "ours"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_gradients_that_leave_during_backward(dtype: torch.dtype, clip: str, ahead: bool, two_ranks: Ranks) -> None:
+    for found in two_ranks(cases.train, dtype, True, clip, (2,), ahead=ahead):
+        assert (found["kept"] > 0) == (ahead and clip == "none")
+
+
+def test_discarding_and_replacing_what_has_left(two_ranks: Ranks) -> None:
+    two_ranks(cases.discarded)
+
+
 def test_four_ranks_in_a_mesh_of_two_dimensions(four_ranks: Ranks) -> None:
     """Replicas of shards: within a few units in the last place, since four numbers are added in another order."""
     for found in four_ranks(cases.train, torch.float32, False, "ours", (2, 2)):

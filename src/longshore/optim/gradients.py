@@ -16,8 +16,8 @@ from longshore.errors import GradientError, LongshoreError
 from longshore.host import ParameterStore
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, flat
-from longshore.optim.released import ReleasedGradient, ReleaseHooks
-from longshore.optim.shards import held_part
+from longshore.optim.released import ReleasedGradient, ReleasedShard, ReleaseHooks, is_released
+from longshore.optim.shards import held_part, like
 
 
 class GradientSource(ABC):
@@ -128,7 +128,7 @@ class ReleasedGradients(GradientSource):
         super().__init__(store)
         self._hooks: dict[int, ReleaseHooks] = {}
         # Of one window.
-        self._placeholders: dict[int, ReleasedGradient] = {}
+        self._placeholders: dict[int, Tensor] = {}
         self._lifted: set[int] = set()
         self._entered: set[int] = set()
         """Parameters that autograd is accumulating into, as far as their nodes' hooks say."""
@@ -147,7 +147,7 @@ class ReleasedGradients(GradientSource):
         trainable = [
             record
             for record in records
-            if record.parameter.requires_grad and record.index not in self._hooks and record.parameter.numel() > 0
+            if record.parameter.requires_grad and record.index not in self._hooks and record.kept.numel() > 0
         ]
         self.watch(trainable)
         me: weakref.ref[ReleasedGradients] = weakref.ref(self)
@@ -168,7 +168,7 @@ class ReleasedGradients(GradientSource):
         record = self.records[index]
         self._entered.add(index)
         held, gradient = self._resolve(record)
-        if not isinstance(gradient, ReleasedGradient):
+        if not is_released(gradient):
             return
         in_the_way = record.leaf() is record.parameter
         if in_the_way:
@@ -182,15 +182,18 @@ class ReleasedGradients(GradientSource):
         record = self.records[index]
         leaf = record.leaf()
         assert leaf is not None
-        gradient = leaf.grad
-        if gradient is None or gradient is self._placeholders.get(index):
+        gradient, placeholder = leaf.grad, self._placeholders.get(index)
+        if gradient is None or (gradient is placeholder and is_released(gradient)):
             return  # a backward that brought nothing here
-        if isinstance(gradient, ReleasedGradient):
+        if is_released(gradient):
             raise GradientError(
                 f"another optimizer with release_gradients=True took the gradient of parameter {record.name}; "
                 "give each parameter to one such optimizer only"
             )
         record.check()
+        if record.keeps_shard and gradient is not placeholder:
+            # FSDP2 wrote it without a word before. Where it is no longer the placeholder, what is held was discarded.
+            self._resolve(record)
         if index in self._entered:
             self._entered.discard(index)
         else:
@@ -202,10 +205,14 @@ class ReleasedGradients(GradientSource):
             leaf.grad = None
         record.parameter.grad = self._placeholder(record)
 
-    def _placeholder(self, record: ParameterRecord) -> ReleasedGradient:
+    def _placeholder(self, record: ParameterRecord) -> Tensor:
         placeholder = self._placeholders.get(record.index)
-        if placeholder is None:
-            placeholder = ReleasedGradient.for_parameter(record.parameter, record.name)
+        # FSDP2 adds to the shard of a gradient, and puts the sum, which is what arrived, in its place.
+        if placeholder is None or not is_released(placeholder):
+            kind = ReleasedShard if record.keeps_shard else ReleasedGradient
+            placeholder = kind.for_parameter(record.kept, record.name)
+            if record.keeps_shard:
+                placeholder = like(record.parameter, placeholder)
             self._placeholders[record.index] = placeholder
         return placeholder
 
@@ -245,7 +252,7 @@ class ReleasedGradients(GradientSource):
                 )
             if held:
                 found[index] = None
-            elif isinstance(gradient, ReleasedGradient):
+            elif is_released(gradient):
                 raise _foreign(record)
             elif gradient is not None and record.leaf() is not record.parameter:
                 raise GradientError(
@@ -263,7 +270,7 @@ class ReleasedGradients(GradientSource):
         return found
 
     def _changes(self, index: int, gradient: Tensor) -> int:
-        if isinstance(gradient, ReleasedGradient):
+        if is_released(gradient):
             return self.store.arrivals(index)
         return gradient._version
 
@@ -298,7 +305,7 @@ def _foreign(record: ParameterRecord) -> GradientError:
     )
 
 
-def _let_go(hooks: Mapping[int, ReleaseHooks], placeholders: Mapping[int, ReleasedGradient]) -> None:
+def _let_go(hooks: Mapping[int, ReleaseHooks], placeholders: Mapping[int, Tensor]) -> None:
     for index, hook in hooks.items():
         hook.remove(placeholders.get(index))
 

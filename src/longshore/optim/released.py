@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from longshore.errors import LongshoreError
+from longshore.optim.shards import held_part
 
 # Reading these says nothing about values, and torch does it on the way to
 # operations that get the error below.
@@ -48,13 +49,7 @@ class ReleasedGradient(Tensor):
         name = getattr(func, "__name__", str(func))
         if name in _HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
-        raise LongshoreError(
-            f"{_names(args)}: release_gradients=True has moved the gradient to the host, and {name} asked for it. "
-            "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's (with an engine: "
-            "gradient_clipping in its configuration, and engine.get_global_grad_norm()), "
-            "optimizer.zero_grad() or zero_grad(set_to_none=True) to discard gradients, and "
-            "release_gradients=False for a GradScaler or to edit gradients"
-        )
+        raise _moved(args, name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"<gradient of {self.parameter_name}, held on the host by longshore>"
@@ -63,6 +58,35 @@ class ReleasedGradient(Tensor):
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
+class ReleasedShard(ReleasedGradient):
+    """This process's part of a placeholder that is a ``DTensor``, which asks it for nothing but by its operations."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise _moved(args, func.__name__.partition(".")[0])
+
+    def __iadd__(self, other: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """FSDP2 adds to the shard of a gradient. None is here, so that the sum is what arrived."""
+        return other
+
+
+def _moved(args: Any, asking: str) -> LongshoreError:
+    return LongshoreError(
+        f"{_names(args)}: release_gradients=True has moved the gradient to the host, and {asking} asked for it. "
+        "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's (with an engine: "
+        "gradient_clipping in its configuration, and engine.get_global_grad_norm()), "
+        "optimizer.zero_grad() or zero_grad(set_to_none=True) to discard gradients, and "
+        "release_gradients=False for a GradScaler or to edit gradients"
+    )
+
+
+def is_released(gradient: Tensor | None) -> bool:
+    """Whether it is a placeholder, or a ``DTensor`` of which this process has one."""
+    return gradient is not None and isinstance(held_part(gradient), ReleasedGradient)
 
 
 def _names(args: Any) -> str:
@@ -101,7 +125,7 @@ class ReleaseHooks:
         self._node = node
         self._before_handle = node.register_prehook(lambda gradients: before() if gradients[0] is not None else None)
 
-    def remove(self, placeholder: ReleasedGradient | None) -> None:
+    def remove(self, placeholder: Tensor | None) -> None:
         """Take the hooks away, and the placeholder if it is still there."""
         self._after_handle.remove()
         self._before_handle.remove()
