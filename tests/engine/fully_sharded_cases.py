@@ -49,8 +49,13 @@ class Tower(nn.Module):
         """With torch's checkpointing: reentrant, not reentrant, or not at all."""
 
     def forward(
-        self, words: Tensor, extra: bool = False, leave_out: Sequence[int] = (), hidden: Tensor | None = None
-    ) -> Tensor:
+        self,
+        words: Tensor,
+        extra: bool = False,
+        leave_out: Sequence[int] = (),
+        hidden: Tensor | None = None,
+        apart: bool = False,
+    ) -> Any:
         x = self.embedding(words) if hidden is None else hidden
         for number, block in enumerate(self.blocks):
             if number in leave_out:
@@ -62,6 +67,8 @@ class Tower(nn.Module):
                 assert isinstance(found, Tensor)
                 x = found
         loss = self.head(x).float().pow(2).mean()
+        if apart:
+            return loss, self.extra(x).float().pow(2).sum()
         return loss + self.extra(x).float().sum() if extra else loss
 
 
@@ -110,7 +117,13 @@ class Beside:
 
     def _gradients(self, loss: Tensor) -> list[Tensor | None]:
         trainable = [parameter for parameter in self.loop.parameters if parameter.requires_grad]
-        found = dict(zip(map(id, trainable), torch.autograd.grad(loss, trainable, allow_unused=True), strict=True))
+        found = dict(
+            zip(
+                map(id, trainable),
+                torch.autograd.grad(loss, trainable, retain_graph=True, allow_unused=True),
+                strict=True,
+            )
+        )
         gradients = [found.get(id(parameter)) for parameter in self.loop.parameters]
         return [None if gradient is None else gradient.float() for gradient in gradients]
 
@@ -349,6 +362,40 @@ def gathered(stage: int) -> None:
     if stage == 3:
         said = raised_by(lambda: longshore.gather(nn.Parameter(pair.model.head.weight.detach() + 1)).__enter__())
         assert said.startswith("ValueError: a sharded parameter of shape [13, 5] belongs to no model that longshore.")
+
+
+def two_losses_of_one_forward(discard: bool) -> None:
+    """deepspeedai/DeepSpeed pull request 8135, on blocks that are gathered again for each backward."""
+    with beside() as pair:
+        for step in range(3):
+            first, second = pair.engine(words_of(step, pair.rank), apart=True)
+            pair.engine.backward(first, retain_graph=True)
+            if discard:
+                pair.engine.zero_grad()
+            pair.engine.backward(second)
+            pair.engine.step()
+            pair.plain(lambda model, rank, step=step: model(words_of(step, rank), apart=True)[1 if discard else 0 :])
+            pair.check(f"step {step}")
+
+
+def equal_to_stage_2(dtype: torch.dtype) -> None:
+    """On any number of ranks: the same sums, in the same order."""
+    rank, found = dist.get_rank(), []
+    for stage in (2, 3):
+        model = make_tower(dtype)
+        config = config_of(dtype, stage=stage, gradient_clipping=0.05)
+        engine = longshore.initialize(model=model, config=config, offload=longshore.Offload(20, threads=1)).engine
+        for step in range(4):
+            for micro in range(2):
+                engine.backward(engine(words_of(2 * step + micro, rank), extra=rank == step))
+            engine.step()
+        norm = engine.get_global_grad_norm()
+        found.append((norm, {name: whole(each.detach()).clone() for name, each in model.named_parameters()}))
+        engine.destroy()
+    (one_norm, one), (other_norm, other) = found
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]), name
+    assert one_norm is not None and abs(one_norm - other_norm) <= 1e-7 * one_norm
 
 
 def memory() -> dict[str, float]:

@@ -126,6 +126,16 @@ def test_gather(stage: int, two_ranks: Ranks) -> None:
     two_ranks(cases.gathered, stage)
 
 
+@pytest.mark.parametrize("discard", [False, True])
+def test_two_losses_of_one_forward(discard: bool, two_ranks: Ranks) -> None:
+    two_ranks(cases.two_losses_of_one_forward, discard)
+
+
+@DTYPES
+def test_four_ranks_have_the_bits_of_stage_2(dtype: torch.dtype, four_ranks: Ranks) -> None:
+    four_ranks(cases.equal_to_stage_2, dtype)
+
+
 def test_memory(two_ranks: Ranks) -> None:
     """Beside its shards a rank has at most two blocks: their parameters, and their gradients."""
     found = two_ranks(cases.memory)

@@ -45,7 +45,7 @@ def case(stage: int, clip: float | None) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_one_group_or_two_halves(stage: int, clip: float | None) -> None:
     case(stage, clip)
 

@@ -29,11 +29,11 @@ def case(stage: int) -> None:
     assert norms[0] == norms[1]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_norm_is_that_of_all_backwards(stage: int) -> None:
     case(stage)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_two_ranks(two_ranks: Ranks, stage: int) -> None:
     two_ranks(case, stage)

@@ -64,7 +64,7 @@ def case(stage: int, discard: bool, raw: bool) -> None:
 
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("discard", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_second_backward_is_like_the_first(stage: int, discard: bool, raw: bool) -> None:
     case(stage, discard, raw)
 

@@ -56,7 +56,7 @@ def case(stage: int, own_group: bool) -> None:
 
 
 @pytest.mark.parametrize("own_group", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_without_elements(stage: int, own_group: bool) -> None:
     case(stage, own_group)
 
