@@ -364,6 +364,39 @@ def gathered(stage: int) -> None:
         assert said.startswith("ValueError: a sharded parameter of shape [13, 5] belongs to no model that longshore.")
 
 
+def replicas_of_shards(dtype: torch.dtype) -> None:
+    """Two replicas, each of two shards: the bits of stage 2 on as many ranks; read, written, stepped alike."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, weights = dist.get_rank(), []
+    for stage in (2, 3):
+        model = make_tower(dtype)
+        if stage == 3:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        config = config_of(dtype, stage=stage, gradient_clipping=0.05)
+        engine = longshore.initialize(model=model, config=config, offload=longshore.Offload(20, threads=1)).engine
+        for step in range(3):
+            for micro in range(2):
+                engine.backward(engine(words_of(2 * step + micro, rank), extra=rank == step))
+            engine.step()
+        with longshore.gather(model.blocks[0], modifier_rank=3), torch.no_grad():
+            if rank == 3:
+                model.blocks[0].up.bias.add_(1.0)
+        engine.backward(engine(words_of(9, rank)))
+        engine.step()
+        masters = [utils.safe_get_full_fp32_param(parameter) for parameter in model.parameters()]
+        moments = [utils.safe_get_full_optimizer_state(each, "exp_avg") for each in model.parameters()]
+        weights.append([*(whole(each.detach()).clone() for each in model.parameters()), *masters, *moments])
+        engine.destroy()
+    for place, (one, other) in enumerate(zip(*weights, strict=True)):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other), place
+
+
 def two_losses_of_one_forward(discard: bool) -> None:
     """deepspeedai/DeepSpeed pull request 8135, on blocks that are gathered again for each backward."""
     with beside() as pair:

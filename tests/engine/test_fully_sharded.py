@@ -136,6 +136,11 @@ def test_four_ranks_have_the_bits_of_stage_2(dtype: torch.dtype, four_ranks: Ran
     four_ranks(cases.equal_to_stage_2, dtype)
 
 
+@DTYPES
+def test_replicas_of_shards(dtype: torch.dtype, four_ranks: Ranks) -> None:
+    four_ranks(cases.replicas_of_shards, dtype)
+
+
 def test_memory(two_ranks: Ranks) -> None:
     """Beside its shards a rank has at most two blocks: their parameters, and their gradients."""
     found = two_ranks(cases.memory)
@@ -170,7 +175,7 @@ def test_parameters_from_before_are_empty(two_ranks: Ranks) -> None:
         ("scalar", "ValueError: parameter temperature is a single number, which FSDP2 cannot shard; give it the shape"),
         ("class", "ValueError: wrap_policy names Blok, and the model has no module of that class"),
         ("stage", "ValueError: wrap_policy is for stage 3, and the stage is 2; leave it out"),
-        ("columns", "ValueError: parameter weight is placed as (Shard(dim=1),) on a mesh of 1 dimensions"),
+        ("columns", "ValueError: parameter weight is placed as (Shard(dim=1),) on DeviceMesh("),
         (
             "part",
             "ValueError: fully_shard was applied to a part of the model, and parameter embedding.weight is not",

@@ -22,7 +22,7 @@ def waiting() -> list[str]:
     """What rank 0 logs while rank 1 gathers nothing for a while."""
     rank = dist.get_rank()
     lane = CollectiveLane(None, CPU, 1 << 20)
-    gathering = GatheringLane(lane, ["a", "b"])
+    gathering = GatheringLane(None, CPU, ["a", "b"])
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -65,7 +65,7 @@ def gathered(seed: int, where: str, keep: int) -> dict[str, int]:
     if where == "sometimes":
         module.os.posix_fallocate = sometimes
     lane = CollectiveLane(None, CPU, 1 << 20)
-    gathering = GatheringLane(lane, ["a", "b"])
+    gathering = GatheringLane(None, CPU, ["a", "b"])
     sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
     held: list[tuple[torch.Tensor, int]] = []
     shared = 0

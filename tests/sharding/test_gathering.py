@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from ranks import Ranks
@@ -22,7 +21,7 @@ def test_every_rank_has_what_each_one_gave(where: str, keep: int, two_ranks: Ran
             assert found["segments"] <= 4 * (keep + 3), "segments are lent again"
         else:
             assert found["shared"] > 0 and (found["shared"] == 60) == (rank == 0)
-        assert found["names"] <= 1, "only the newest may still have a name"
+        assert found["names"] <= (where == "sometimes"), "one that the others never opened may still have a name"
 
 
 def test_four_ranks(four_ranks: Ranks) -> None:
@@ -38,7 +37,3 @@ def test_a_rank_that_waits_says_for_what(two_ranks: Ranks) -> None:
         said,
     )
     assert other == []
-
-
-def test_nothing_is_left_behind() -> None:
-    assert list(Path("/dev/shm").glob("longshore-*")) == []

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
@@ -62,6 +63,10 @@ class FullyShardedModel:
             sum(member.sharded_param.numel() for member in group.fsdp_params) for group in self._groups()
         )
         """Elements of the parameters that are gathered together."""
+        first = next(model.parameters())
+        assert isinstance(first, DTensor)
+        self.mesh = first.device_mesh
+        """All ranks; the last dimension shards, the others replicate."""
         for name, parameter in model.named_parameters():
             self._check(name, parameter)
         model.register_forward_hook(self._after_forward)
@@ -83,11 +88,14 @@ class FullyShardedModel:
                 f"parameter {name} is in no module that fully_shard was applied to; apply it to the whole model last"
             )
         assert isinstance(parameter, DTensor)
-        if parameter.device_mesh.ndim != 1 or parameter.placements != (Shard(0),):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if placements[-1] != Shard(0) or any(not placement.is_replicate() for placement in placements[:-1]):
             raise ValueError(
-                f"parameter {name} is placed as {parameter.placements} on a mesh of {parameter.device_mesh.ndim} "
-                "dimensions; longshore steps parameters that are sharded along their first dimension over all ranks"
+                f"parameter {name} is placed as {placements} on {mesh}; longshore steps parameters that are sharded "
+                "along their first dimension over the last dimension of a mesh, and replicated over the others"
             )
+        if mesh != self.mesh or mesh.size() != dist.get_world_size():
+            raise ValueError(f"parameter {name} is on {mesh}; all parameters have to be on one mesh of all ranks")
 
     def leaf_of(self, parameter: Tensor) -> Tensor | None:
         """What the parameter is gathered into, always the same tensor; None before the first time."""
@@ -115,9 +123,7 @@ class FullyShardedModel:
 
     def take_shard(self, parameter: Tensor, whole: Tensor) -> None:
         """Write this rank's part of ``whole`` into its shard."""
-        assert isinstance(parameter, DTensor)
-        mesh = parameter.device_mesh
-        offset, numel = self.shards_of(parameter, mesh.size())[mesh.get_local_rank()]
+        offset, numel = self.shards_of(parameter)[dist.get_rank()]
         held = held_part(parameter)
         held.copy_(flat(whole)[offset : offset + numel].view(held.shape))
         torch.autograd.graph.increment_version(parameter)
@@ -156,13 +162,26 @@ class FullyShardedModel:
         if root._get_fsdp_state()._is_root is not None:  # None: there was no forward yet
             root.reset_iter_state()
 
-    def shards_of(self, parameter: Tensor, world_size: int) -> list[tuple[int, int]]:
+    def shards_of(self, parameter: Tensor) -> list[tuple[int, int]]:
         """``(offset, numel)`` of each rank's part in the flat parameter: FSDP2 cuts as ``torch.chunk`` does."""
-        rows = parameter.shape[0]
+        rows, shards = parameter.shape[0], self.mesh.size(-1)
         row_numel = parameter.numel() // rows if rows else 0
-        step = -(-rows // world_size)
-        starts = [min(rank * step, rows) for rank in range(world_size + 1)]
-        return [(start * row_numel, (stop - start) * row_numel) for start, stop in itertools.pairwise(starts)]
+        step = -(-rows // shards)
+        starts = [min(shard * step, rows) for shard in range(shards + 1)]
+        parts = [(start * row_numel, (stop - start) * row_numel) for start, stop in itertools.pairwise(starts)]
+        return [parts[shard] for _, shard in self.places]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Of each rank: which of the replicas it belongs to, and which shard it has."""
+        ranks = self.mesh.mesh.reshape(-1, self.mesh.size(-1)).tolist()
+        found = {rank: (replica, shard) for replica, row in enumerate(ranks) for shard, rank in enumerate(row)}
+        return [found[rank] for rank in range(len(found))]
+
+    @property
+    def shard_group(self) -> Any:
+        """The ranks that have the shards of one replica, this one among them."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
 
 
 @contextlib.contextmanager
@@ -216,7 +235,8 @@ class FullySharded(Sharded):
         super().__init__(lane, gather_numel=1)
         self._sharded = sharded
         self._parameters = parameters
-        self._gathering = GatheringLane(lane, sharded.names)
+        self._replica_of = [replica for replica, _ in sharded.places]
+        self._gathering = GatheringLane(sharded.shard_group, lane.device, sharded.names)
         sharded.gather_by(self._gathering.of)
 
     def plan(
@@ -226,9 +246,7 @@ class FullySharded(Sharded):
         first_bucket: int,
         first_piece: int,
     ) -> tuple[Bucket, ...]:
-        shards = {
-            index: self._sharded.shards_of(self._parameters[index], self.lane.world_size) for index, _, _ in parameters
-        }
+        shards = {index: self._sharded.shards_of(self._parameters[index]) for index, _, _ in parameters}
         # What is gathered together gets its gradients together.
         kinds = [
             (index, numel, (dtype, self._sharded.group_of[id(self._parameters[index])]))
@@ -240,8 +258,7 @@ class FullySharded(Sharded):
         return slice(0, piece.numel)
 
     def held(self, parameter: int, values: Tensor) -> Tensor:
-        shards = self._sharded.shards_of(self._parameters[parameter], self.lane.world_size)
-        offset, numel = shards[self.lane.rank]
+        offset, numel = self._sharded.shards_of(self._parameters[parameter])[self.lane.rank]
         return values[offset : offset + numel]
 
     def outside_of_the_model(self, failed: bool) -> None:
@@ -259,6 +276,9 @@ class FullySharded(Sharded):
     def interrupted(self) -> None:
         self._sharded.reset()
         self._gathering.interrupted()
+
+    def tells(self, rank: int) -> bool:
+        return self._replica_of[rank] == 0
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,17 +27,18 @@ class GatheringLane:
     others would wait for it.
 
     Args:
-        lane: the ranks. This one is beside it: gathering does not wait for gradients that are on their way.
+        group: the ranks. Gathering has a lane of its own, and does not wait for gradients that are on their way.
+        device: of the parameters.
         names: of the modules, by number.
     """
 
-    def __init__(self, lane: CollectiveLane, names: Sequence[str]) -> None:
+    def __init__(self, group: Any, device: torch.device, names: Sequence[str]) -> None:
         def words(action: Action, number: int) -> str:
             return f"{action.words} of {names[number]}" if action is Action.GATHER else action.words
 
         # Words between hosts: with a device's own backend each would wait for the device.
-        group = twin_of(lane.group, lane.device, backend="gloo")
-        self._lane = CollectiveLane(group, torch.device("cpu"), limit_bytes=1, owns_group=True, words=words)
+        twin = twin_of(group, device, backend="gloo")
+        self._lane = CollectiveLane(twin, torch.device("cpu"), limit_bytes=1, owns_group=True, words=words)
         self._interruptions = 0
         self._meetings = 0
         """Of ranks that gathered."""

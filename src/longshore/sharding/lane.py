@@ -300,7 +300,9 @@ def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any
     of a second engine, run while the lane's are under way: in one group they would be taken for each other.
     """
     group = dist.group.WORLD if group is None else group
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout_of(group, device), backend=backend)
+    ranks = dist.get_process_group_ranks(group)
+    part = len(ranks) < dist.get_world_size()  # then the others need not call
+    return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:

@@ -135,11 +135,16 @@ class Sharded(Ownership):
 
         received = self.lane.run(collect)
         # A parameter lies in one bucket, and each rank has at most one run of it.
-        return torch.cat(
-            [received[rank].view(torch.float32)[: piece.numel] for rank, own in enumerate(pieces) for piece in own]
-        )
+        runs = [(piece, rank) for rank, own in enumerate(pieces) if self.tells(rank) for piece in own]
+        runs.sort(key=lambda run: run[0].parameter_offset)
+        return torch.cat([received[rank].view(torch.float32)[: piece.numel] for piece, rank in runs])
+
+    def tells(self, rank: int) -> bool:
+        """Whether what this rank has counts where all is put together; otherwise another one has the same."""
+        return True
 
     def total(self, part: float) -> float:
+        part = part if self.tells(self.lane.rank) else 0.0
         # Added in the order of the ranks, so that all of them have the same bits.
         parts = self.lane.run(lambda: self.lane.rows(torch.tensor([part], dtype=torch.float64)))
         return sum(parts.view(-1).tolist())
