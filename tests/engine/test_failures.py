@@ -91,7 +91,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, two_ranks: Ra
         assert found == {"applied": False, "skipped": 1, "scale": 0.5, "later": True}
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_path: Path) -> None:
     """One RankError and, once, what torch said; the same each time that it goes on."""
     with pytest.raises(RankFailure, match="rank 1: ended"):
@@ -109,7 +109,17 @@ def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_
         assert len(lines) < (40 if stage < 3 else 80), text  # torch's own hooks gather parameters
 
 
-@pytest.mark.parametrize("stage, gathering", [(0, None), (1, None), (1, 1), (2, None), (2, 1), (2, 5)])
+@pytest.mark.parametrize(
+    "stage, gathering",
+    [
+        (0, None),
+        pytest.param(1, None, marks=pytest.mark.slow),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (2, None),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        (2, 5),
+    ],
+)
 def test_a_rank_killed_while_it_publishes_is_noticed_within_seconds(
     stage: int, gathering: int | None, two_ranks: Ranks, tmp_path: Path
 ) -> None:
