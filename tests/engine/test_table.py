@@ -30,6 +30,8 @@ ALL = [
     if row not in FEW
     and (row[1] > 1 or row[4] == "small")  # one rank has no buckets
     and (row[6] == "off" or row[4] == "small")  # buckets do not matter to what is stepped ahead
+    # Stage 3 goes the way of stage 2 once a gradient is there, and on one rank nothing is sharded.
+    and (row[2] < 3 or (row[1] > 1 and row[4] == "small"))
 ]
 
 
