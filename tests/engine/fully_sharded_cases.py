@@ -81,11 +81,11 @@ def words_of(step: int, rank: int) -> Tensor:
     return torch.randint(0, WORDS, (2, 4), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def config_of(dtype: torch.dtype = torch.float32, **fields: Any) -> longshore.Config:
+def config_of(dtype: torch.dtype | None = torch.float32, **fields: Any) -> longshore.Config:
     defaults: dict[str, Any] = {
         "stage": 3,
         "offload_optimizer": "cpu",
-        "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
+        "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16", None: None}[dtype],
         "optimizer": {"type": "AdamW", **OPTIONS},
     }
     return longshore.Config(**{**defaults, **fields})
@@ -535,6 +535,10 @@ def refused(what: str) -> str:
     arguments: dict[str, Any] = {}
     if what == "scalar":
         model.temperature = nn.Parameter(torch.ones(()))
+    elif what == "dtypes":
+        for block in model.blocks:
+            block.up.to(torch.bfloat16)
+        arguments["config"] = config_of(dtype=None)
     elif what == "class":
         arguments["wrap_policy"] = ["Blok"]
     elif what == "stage":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from ranks import Ranks
 from torch import nn
 
 from engine import fully_sharded_cases as cases
-from longshore.engine.model_sharding import units_of
+from longshore.engine.config import ConfigError
+from longshore.engine.model_sharding import shard_model, units_of
 
 BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -175,6 +177,7 @@ def test_parameters_from_before_are_empty(two_ranks: Ranks) -> None:
         ("scalar", "ValueError: parameter temperature is a single number, which FSDP2 cannot shard; give it the shape"),
         ("class", "ValueError: wrap_policy names Blok, and the model has no module of that class"),
         ("stage", "ValueError: wrap_policy is for stage 3, and the stage is 2; leave it out"),
+        ("dtypes", "ValueError: parameters blocks.0.scale (torch.float32) and blocks.0.up.weight (torch.bfloat16) are"),
         ("columns", "ValueError: parameter weight is placed as (Shard(dim=1),) on DeviceMesh("),
         (
             "part",
@@ -190,3 +193,18 @@ def test_parameters_from_before_are_empty(two_ranks: Ranks) -> None:
 def test_refused(what: str, says: str, two_ranks: Ranks) -> None:
     for said in two_ranks(cases.refused, what):
         assert said.startswith(says), said
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    ranks: Any = SimpleNamespace(world_size=2)
+    with pytest.raises(
+        ValueError, match=r"stage 3 needs torch 2\.13 or newer, and this is 2\.12\.1\+cu130; upgrade torch"
+    ):
+        shard_model(cases.make_tower(), None, cases.config_of(), ranks, None, None)
+
+
+def test_a_policy_below_stage_3_is_refused() -> None:
+    with pytest.raises(ConfigError, match="wrap_policy is for stage 3, and the stage is 2"):
+        cases.config_of(stage=2, wrap_policy=["Block"])
+    assert cases.config_of(stage=2, wrap_policy="auto").wrap_policy == "auto"

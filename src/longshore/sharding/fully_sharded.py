@@ -69,8 +69,27 @@ class FullyShardedModel:
         """All ranks; the last dimension shards, the others replicate."""
         for name, parameter in model.named_parameters():
             self._check(name, parameter)
-        model.register_forward_hook(self._after_forward)
+        self._check_dtypes()
+        self._hook = model.register_forward_hook(self._after_forward)
         _MODELS.add(self)
+
+    def _check_dtypes(self) -> None:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for group in self._groups():
+            trainable = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
+            for parameter in trainable:
+                if parameter.dtype != trainable[0].dtype:
+                    raise ValueError(
+                        f"parameters {names[id(trainable[0])]} ({trainable[0].dtype}) and {names[id(parameter)]} "
+                        f"({parameter.dtype}) are gathered together, for which FSDP2 wants one dtype; set bf16 or fp16, or "
+                        "a wrap_policy that keeps them apart"
+                    )
+
+    def close(self) -> None:
+        """Leave the model as ``fully_shard`` made it."""
+        self._hook.remove()
+        _MODELS.discard(self)
+        self.gather_by(lambda _: DefaultAllGather())
 
     def _after_forward(self, *_: object) -> None:
         # FSDP2 keeps the root's parameters for a backward. After an evaluation there is none: they would take memory,
@@ -267,7 +286,7 @@ class FullySharded(Sharded):
         self._gathering.meet(Action.STEP)
 
     def close(self) -> None:
-        self._sharded.gather_by(lambda _: DefaultAllGather())
+        self._sharded.close()
         self._gathering.close()
 
     def before_publishing(self) -> None:

@@ -156,6 +156,11 @@ def test_all_problems_at_once() -> None:
             "type",
             'but of optimizer and scheduler; move it there, or did you mean "dtype"?',
         ),
+        (
+            {"zero_optimization": {"stage": 2}, "longshore": {"wrap_policy": ["Block"]}},
+            "longshore.wrap_policy",
+            "must agree with zero_optimization.stage, which is 2: it is for stage 3; leave it out",
+        ),
         ({"grad_clipping": 1}, "grad_clipping", 'did you mean "gradient_clipping"?'),
         ({"learning_rate": 1e-4}, "learning_rate", 'did you mean "optimizer.params.lr"?'),
         ({"bf16": {"los_scale": 1}}, "bf16.los_scale", 'did you mean "fp16.loss_scale"'),

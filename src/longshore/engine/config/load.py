@@ -13,7 +13,13 @@ from longshore.engine.config.problems import ConfigError, Problem
 from longshore.engine.config.reading import Reading
 from longshore.engine.config.source import read_file
 from longshore.engine.config.table import TABLE, TARGETS
-from longshore.engine.config.translate import clipping_fields, named_fields, offload_fields, precision_fields
+from longshore.engine.config.translate import (
+    clipping_fields,
+    named_fields,
+    offload_fields,
+    precision_fields,
+    wrap_fields,
+)
 
 _NO_OPTIMIZER = Problem(
     "optimizer",
@@ -85,6 +91,7 @@ def _translate(
     fields |= precision_fields(reading)
     fields |= clipping_fields(reading, data)
     fields |= offload_fields(reading)
+    fields |= wrap_fields(reading)
     fields |= named_fields(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
         reading.problems.append(_NO_OPTIMIZER)

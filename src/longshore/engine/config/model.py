@@ -189,6 +189,8 @@ class Config(FrozenModel):
                 f"cpu_share {self.cpu_share:g} chooses host threads and their CPUs, and threads or cpu_set is given "
                 "too; keep one of them"
             )
+        if self.wrap_policy != "auto" and self.stage < 3:
+            raise ValueError(f"wrap_policy is for stage 3, and the stage is {self.stage}; leave it out")
         if self.prescale_gradients and self.gradient_predivide_factor != 1.0:
             raise ValueError(
                 "prescale_gradients already divides by all ranks before the sum, so gradient_predivide_factor "

@@ -96,6 +96,20 @@ def clipping_fields(reading: Reading, data: Mapping[Any, Any]) -> dict[str, Any]
     return {"gradient_clipping": norm or None}
 
 
+def wrap_fields(reading: Reading) -> dict[str, Any]:
+    """``wrap_policy``, which says what stage 3 gathers."""
+    policy, stage = (
+        reading.values.get("longshore.wrap_policy", "auto"),
+        reading.values.get("zero_optimization.stage", 0),
+    )
+    if policy == "auto" or stage == 3:
+        return {}
+    if not reading.has_problem("zero_optimization.stage"):
+        what = f"must agree with zero_optimization.stage, which is {stage}: it is for stage 3; leave it out"
+        reading.problem("longshore.wrap_policy", what, policy)
+    return {"wrap_policy": "auto"}
+
+
 _OFFLOAD = "zero_optimization.offload_optimizer"
 
 
