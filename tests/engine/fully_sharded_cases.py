@@ -224,6 +224,7 @@ def evaluated_between_steps() -> None:
                 with torch.no_grad():
                     found = model(words_of(50 + step, 0))
                 assert torch.equal(found, pair.twin(words_of(50 + step, 0)))
+                assert hasattr(pair.model.embedding.weight, "full_tensor"), "nothing stays gathered"
         loss = pair.engine(words_of(60, 0))
         assert not hasattr(pair.model.embedding.weight, "full_tensor")  # it is gathered, and known all the same
         for model in (pair.model, pair.model.blocks[1]):

@@ -10,12 +10,42 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from longshore.errors import GradientError
 from longshore.sharding import lane as lane_module
 from longshore.sharding import segments as module
 from longshore.sharding.gathering import GatheringLane
 from longshore.sharding.lane import CollectiveLane
 
 CPU = torch.device("cpu")
+
+
+def interrupted() -> list[str]:
+    """Rank 0 gave up and gathers a module for its next forward, rank 1 the same one for what rank 0 gave up."""
+    rank, said = dist.get_rank(), []
+    gathering = GatheringLane(None, CPU, ["a"])
+
+    def gather() -> None:
+        gather = gathering.of(0)
+        output = gather.allocate((10,), dtype=torch.float32, device=CPU)
+        output.view(2, -1)[rank].fill_(rank)
+        gather(output, output.view(2, -1)[rank], dist.group.WORLD)
+        assert output.tolist() == [0.0] * 5 + [1.0] * 5
+
+    try:
+        gather()
+        if rank == 0:
+            gathering.interrupted()
+        else:
+            try:
+                gather()
+            except GradientError as error:
+                said.append(str(error))
+            gathering.interrupted()
+        gather()
+        gather()
+        return said
+    finally:
+        gathering.close()
 
 
 def waiting() -> list[str]:

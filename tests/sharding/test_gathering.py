@@ -29,6 +29,12 @@ def test_four_ranks(four_ranks: Ranks) -> None:
         assert found["shared"] == 60
 
 
+def test_a_rank_that_begins_anew_is_not_taken_for_one_that_goes_on(two_ranks: Ranks) -> None:
+    first, second = two_ranks(gathering_cases.interrupted)
+    assert first == []
+    assert second == ["rank 0 failed in this window and discarded it; call zero_grad() and go on"]
+
+
 def test_a_rank_that_waits_says_for_what(two_ranks: Ranks) -> None:
     (said,), other = two_ranks(gathering_cases.waiting)
     assert re.fullmatch(

@@ -81,8 +81,8 @@ class FullyShardedModel:
                 if parameter.dtype != trainable[0].dtype:
                     raise ValueError(
                         f"parameters {names[id(trainable[0])]} ({trainable[0].dtype}) and {names[id(parameter)]} "
-                        f"({parameter.dtype}) are gathered together, for which FSDP2 wants one dtype; set bf16 or fp16, or "
-                        "a wrap_policy that keeps them apart"
+                        f"({parameter.dtype}) are gathered together, for which FSDP2 wants one dtype; set bf16 or "
+                        "fp16, or a wrap_policy that keeps them apart"
                     )
 
     def close(self) -> None:
