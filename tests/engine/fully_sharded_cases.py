@@ -322,6 +322,30 @@ def prefetched(ahead: int) -> None:
                 assert torch.equal(pair.engine(words_of(step, 0)), pair.twin(words_of(step, 0)))
 
 
+def destroyed_before_its_first_forward() -> None:
+    """Nothing of the engine is left in the model, which trains on as FSDP2's."""
+    model = make_tower()
+    longshore.initialize(model=model, config=config_of()).engine.destroy()
+    twin = make_tower()
+    loss = model(words_of(0, dist.get_rank()))
+    assert not getattr(model.embedding.weight, "_post_accumulate_grad_hooks", None), "it is gathered, and hooked"
+    loss.backward()
+    torch.stack([twin(words_of(0, rank)) for rank in range(2)]).mean().backward()
+    for ours, theirs in ((model.embedding, twin.embedding), (model.blocks[1].up, twin.blocks[1].up)):
+        assert ours.weight.grad is not None and theirs.weight.grad is not None
+        assert torch.allclose(whole(ours.weight.grad), theirs.weight.grad, atol=1e-6)
+
+
+def assigned_gradient() -> str:
+    with beside() as pair:
+        pair.train(0)
+        pair.model.head.weight.grad = torch.ones_like(pair.model.head.weight)
+        said = raised_by(pair.engine.step)
+        pair.engine.zero_grad()
+        pair.train(1)
+        return said
+
+
 def gathered(stage: int) -> None:
     """Read, written by one rank, written by another than the one that is said to write, and left by an exception."""
     with beside(config=config_of(stage=stage)) as pair:

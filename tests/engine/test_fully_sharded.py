@@ -167,6 +167,16 @@ def test_frozen_and_thawed(two_ranks: Ranks) -> None:
     two_ranks(cases.frozen_and_thawed)
 
 
+def test_nothing_is_left_of_an_engine_that_never_ran(two_ranks: Ranks) -> None:
+    two_ranks(cases.destroyed_before_its_first_forward)
+
+
+def test_a_gradient_that_was_assigned_is_refused(two_ranks: Ranks) -> None:
+    for said in two_ranks(cases.assigned_gradient):
+        assert said.startswith("GradientError: the .grad of parameter embedding.weight, of which each rank has a shard")
+        assert said.endswith("to set a gradient use longshore.utils.safe_set_full_grad()")
+
+
 def test_parameters_from_before_are_empty(two_ranks: Ranks) -> None:
     two_ranks(cases.old_parameters_are_empty)
 

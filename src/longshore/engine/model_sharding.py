@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,19 +123,20 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
         ValueError: a class that no module has, or something that is no policy.
     """
     # Children come behind their parents; so, backwards, they come first. The root is not among them.
-    inner = [(name, module) for name, module in list(model.named_modules())[:0:-1] if _stands_alone(module, model)]
+    holders = _holders(model)
+    inner = [(name, module) for name, module in list(model.named_modules())[:0:-1] if _stands_alone(module, holders)]
     if callable(policy):
         return [module for name, module in inner if policy(name, module)]
     if isinstance(policy, bool) or (isinstance(policy, int) and policy < 1):
         raise ValueError(f"wrap_policy counts elements from 1 on, and is {policy!r}")
     if isinstance(policy, int):
-        return _by_size(model, policy)
+        return _by_size(model, policy, holders)
     if isinstance(policy, str) and policy != "auto":
         policy = (policy,)
     if policy == "auto":
         names = _no_split(model)
         if not names:
-            return _repeated(model)
+            return _repeated(model, holders)
     else:
         names = frozenset(policy)
         unknown = names - {type(module).__name__ for _, module in inner}
@@ -146,20 +148,21 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
     return [module for _, module in inner if type(module).__name__ in names]
 
 
-def _stands_alone(module: nn.Module, model: nn.Module) -> bool:
+_Holders = Counter[int]
+"""How many modules of the model have a parameter of their own, by its ``id``."""
+
+
+def _holders(module: nn.Module) -> _Holders:
+    return Counter(id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False))
+
+
+def _stands_alone(module: nn.Module, holders: _Holders) -> bool:
     """Whether a module can be gathered as a whole: it has a forward, and parameters that no other part of the model
     has too (one that is tied is gathered with the model itself)."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
-    mine = {id(each) for each in module.modules()}
-    own = {id(parameter) for parameter in module.parameters()}
-    others = (
-        id(parameter)
-        for other in model.modules()
-        if id(other) not in mine
-        for parameter in other.parameters(recurse=False)
-    )
-    return bool(own) and own.isdisjoint(others)
+    mine = _holders(module)
+    return bool(mine) and all(holders[key] == count for key, count in mine.items())
 
 
 def _no_split(model: nn.Module) -> frozenset[str]:
@@ -169,7 +172,7 @@ def _no_split(model: nn.Module) -> frozenset[str]:
     return frozenset(found & {type(module).__name__ for module in model.modules()})
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
+def _repeated(model: nn.Module, holders: _Holders) -> list[nn.Module]:
     """Members of lists that hold a class twice or more; where such a list is inside such a member, the outer ones."""
     units: list[nn.Module] = []
 
@@ -178,7 +181,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
         kinds = [type(child) for child in children]
         for child, kind in zip(children, kinds, strict=True):
             repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds.count(kind) > 1
-            if repeats and _stands_alone(child, model):
+            if repeats and _stands_alone(child, holders):
                 units.append(child)
             else:
                 visit(child)
@@ -187,7 +190,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
     return units
 
 
-def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+def _by_size(model: nn.Module, least: int, holders: _Holders) -> list[nn.Module]:
     units: list[nn.Module] = []
     taken: set[int] = set()
 
@@ -196,7 +199,7 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
             visit(child)
         mine = [parameter for parameter in module.parameters() if id(parameter) not in taken]
         enough = sum(parameter.numel() for parameter in mine) >= least
-        if module is not model and enough and _stands_alone(module, model):
+        if module is not model and enough and _stands_alone(module, holders):
             units.append(module)
             taken.update(map(id, mine))
 

@@ -257,7 +257,7 @@ class ReleasedGradients(GradientSource):
             elif gradient is not None and record.leaf() is not record.parameter:
                 raise GradientError(
                     f"the .grad of parameter {record.name}, of which each rank has a shard, was not brought by a "
-                    "backward of this engine's model; to set a gradient use longshore.safe_set_full_grad()"
+                    "backward of this engine's model; to set a gradient use longshore.utils.safe_set_full_grad()"
                 )
             elif gradient is not None:
                 # torch.autograd.grad, .grad assigned by hand, or frozen until now.

@@ -31,8 +31,6 @@ def like(parameter: Tensor, held: Tensor) -> Tensor:
 def part_of(parameter: Tensor, value: Tensor) -> Tensor | None:
     """What of ``value``, a ``DTensor`` placed alike or a whole tensor of the same shape, belongs with what this process
     has of ``parameter``; None where it is placed otherwise."""
-    if not is_sharded(parameter):
-        return None if is_sharded(value) else value
     mesh, placements = _placing(parameter)
     if not is_sharded(value):
         from torch.distributed.tensor import distribute_tensor

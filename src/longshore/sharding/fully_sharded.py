@@ -71,6 +71,8 @@ class FullyShardedModel:
             self._check(name, parameter)
         self._check_dtypes()
         self._hook = model.register_forward_hook(self._after_forward)
+        # Until each module's first forward.
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
         _MODELS.add(self)
 
     def _check_dtypes(self) -> None:
@@ -87,7 +89,8 @@ class FullyShardedModel:
 
     def close(self) -> None:
         """Leave the model as ``fully_shard`` made it."""
-        self._hook.remove()
+        for hook in (self._hook, *self._hooks.values()):
+            hook.remove()
         _MODELS.discard(self)
         self.gather_by(lambda _: DefaultAllGather())
 
@@ -151,15 +154,13 @@ class FullyShardedModel:
         """``call`` after each module's first forward, when its parameters have been gathered and no backward has
         reached them."""
 
-        handles: dict[nn.Module, RemovableHandle] = {}
-
         def once(module: nn.Module, *_: object) -> None:
-            handles.pop(module).remove()
+            self._hooks.pop(module).remove()
             call()
 
         for module in self.modules:
             assert isinstance(module, nn.Module)
-            handles[module] = module.register_forward_hook(once)
+            self._hooks[module] = module.register_forward_hook(once)
 
     def gather_by(self, how: Callable[[int], AllGather]) -> None:
         """Gather the parameters of module number ``n`` by ``how(n)``, but where the user chose a way."""

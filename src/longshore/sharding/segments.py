@@ -136,7 +136,8 @@ class SharedSegments:
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    with path.open("xb+") as file:
+    # For nobody else on the machine: they are weights.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "rb+") as file:
         # Now: a file that turns out to have no room when it is written ends the process.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         return mmap.mmap(file.fileno(), num_bytes)
