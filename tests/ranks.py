@@ -6,6 +6,7 @@ arguments; what it returns or raises comes back.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -27,6 +28,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a crash says where, on standard error
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -77,7 +79,8 @@ class Ranks:
             try:
                 done, result = pipe.recv() if pipe.poll(2 * TIMEOUT_S) else (False, "did not answer in time")
             except EOFError:
-                done, result = False, "ended"
+                self._processes[rank].join(TIMEOUT_S)
+                done, result = False, f"ended with exit code {self._processes[rank].exitcode}"
             results.append(result)
             if not done:
                 failures.append(f"rank {rank}: {result}")
