@@ -94,7 +94,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, two_ranks: Ra
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_path: Path) -> None:
     """One RankError and, once, what torch said; the same each time that it goes on."""
-    with pytest.raises(RankFailure, match="rank 1: ended"):
+    with pytest.raises(RankFailure, match="rank 1: ended with exit code"):
         Ranks(2)(failure_cases.peer_that_ends, stage, str(tmp_path))
     for attempt in range(3):
         text = (tmp_path / f"{attempt}.txt").read_text()
@@ -124,10 +124,16 @@ def test_a_rank_killed_while_it_publishes_is_noticed_within_seconds(
     stage: int, gathering: int | None, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     told = tmp_path / "told"
-    with pytest.raises(RankFailure, match=r"^rank 1: ended$"):
+    with pytest.raises(RankFailure, match=r"^rank 1: ended with exit code -?\d+$"):
         two_ranks(failure_cases.killed_while_publishing, stage, gathering, str(told))
     first, seconds, state, step = told.read_text().splitlines()
     assert first.startswith("RankError: rank 0: a collective failed (")
     assert float(seconds) < 10  # the timeout of the group is 20
     for later in (state, step):
         assert later.startswith("BrokenStateError: an earlier step failed half way on this or another rank")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_that_was_destroyed_leaves_no_thread_and_no_socket(stage: int, two_ranks: Ranks) -> None:
+    for first, *later in two_ranks(failure_cases.left_by_engines, stage):
+        assert all(entry == first for entry in later), (first, later)

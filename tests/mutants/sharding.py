@@ -6,9 +6,7 @@ from mutants.mutant import CLOSING, CONTRIBUTIONS, FAILURES, LANE, REDUCTION, RO
 
 MUTANTS = [
     # -- reduction.py ---------------------------------------------------------
-    Mutant(
-        "the flags are not read", "sharding/reduction.py", "                if flags[rank, position]\n", "", (LANE,)
-    ),
+    Mutant("the flags are not read", "sharding/reduction.py", "                if flag\n", "", (LANE,)),
     Mutant(
         "every rank says that it has everything",
         "sharding/reduction.py",
@@ -19,8 +17,8 @@ MUTANTS = [
     Mutant(
         "ranks are added in another order",
         "sharding/reduction.py",
-        "                for rank in range(lane.world_size)\n",
-        "                for rank in reversed(range(lane.world_size))\n",
+        "zip(received, flags[:, position], strict=True)",
+        "zip(received[::-1], flags[:, position].flip(0), strict=True)",
         (LANE,),
     ),
     Mutant(
@@ -50,8 +48,8 @@ MUTANTS = [
     Mutant(
         "each rank adds what it sent",
         "sharding/reduction.py",
-        "received = lane.exchange(chunks)",
-        "received = chunks",
+        "received = lane.exchange(outgoing)",
+        "received = list(outgoing.memory.view(lane.world_size, chunk_bytes))",
         (LANE,),
     ),
     Mutant(
@@ -384,15 +382,15 @@ MUTANTS = [
     Mutant(
         "other ranks' parts are not published",
         "sharding/ownership.py",
-        "targets[entry.piece.parameter][entry.in_parameter].copy_(received[rank, entry.in_slice])",
+        "targets[entry.piece.parameter][entry.in_parameter].copy_(values[entry.in_slice])",
         "pass",
         (LANE,),
     ),
     Mutant(
         "pieces lie in the lane's buffer",
         "sharding/ownership.py",
-        "self.lane.gather(shard.view(torch.uint8)).clone()",
-        "self.lane.gather(shard.view(torch.uint8))",
+        "chunk.view(torch.float32).clone()",
+        "chunk.view(torch.float32)",
         (TABLE,),
     ),
     Mutant(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +19,29 @@ from longshore.sharding.gathering import GatheringLane
 from longshore.sharding.lane import CollectiveLane
 
 CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def sharing(where: str) -> Iterator[None]:
+    """``where``: "shared" memory, "sockets" (there is no shared memory), or "sometimes" (rank 1 has none at times)."""
+    folder, fallocate = module._FOLDER, module.os.posix_fallocate
+    calls = 0
+
+    def sometimes(descriptor: int, start: int, count: int) -> None:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1 and calls > 1 and calls % 2 == 0:
+            raise OSError("no space on purpose")
+        fallocate(descriptor, start, count)
+
+    if where == "sockets":
+        module._FOLDER = Path("/nowhere")
+    if where == "sometimes":
+        module.os.posix_fallocate = sometimes
+    try:
+        yield
+    finally:
+        module._FOLDER, module.os.posix_fallocate = folder, fallocate
 
 
 def interrupted() -> list[str]:
@@ -75,25 +100,13 @@ def waiting() -> list[str]:
 
 
 def gathered(seed: int, where: str, keep: int) -> dict[str, int]:
-    """Gathers of random sizes, of which ``keep`` results are held on to, on ranks that are late at random.
+    """Gathers of random sizes, of which ``keep`` results are held on to, on ranks that are late at random."""
+    with sharing(where):
+        return _gathered(seed, where, keep)
 
-    ``where``: "shared" memory, "sockets" (there is no shared memory), or "sometimes" (rank 1 has none at times).
-    """
+
+def _gathered(seed: int, where: str, keep: int) -> dict[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    folder, fallocate = module._FOLDER, module.os.posix_fallocate
-    if where == "sockets":
-        module._FOLDER = Path("/nowhere")
-    calls = 0
-
-    def sometimes(descriptor: int, start: int, count: int) -> None:
-        nonlocal calls
-        calls += 1
-        if rank == 1 and calls > 1 and calls % 2 == 0:
-            raise OSError("no space on purpose")
-        fallocate(descriptor, start, count)
-
-    if where == "sometimes":
-        module.os.posix_fallocate = sometimes
     lane = CollectiveLane(None, CPU, 1 << 20)
     gathering = GatheringLane(None, CPU, ["a", "b"])
     sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
@@ -124,9 +137,39 @@ def gathered(seed: int, where: str, keep: int) -> dict[str, int]:
         return {
             "shared": shared,
             "segments": len(gathering._segments._own),
-            "names": len(list(folder.glob(f"longshore-{gathering._segments._token:x}-{rank}-*"))),
+            "names": len(list(module._FOLDER.glob(f"longshore-{gathering._segments._token:x}-{rank}-*"))),
         }
     finally:
-        module._FOLDER, module.os.posix_fallocate = folder, fallocate
         gathering.close()
         lane.close()
+
+
+def exchanged(seed: int, where: str) -> int:
+    """Exchanges and gathers of random sizes on a lane, on ranks that are late at random; returns how many it shared."""
+    with sharing(where):
+        lane = CollectiveLane(None, CPU, 1 << 20)
+        try:
+            return lane.run(lambda: _exchanged(lane, seed))
+        finally:
+            lane.close()
+
+
+def _exchanged(lane: CollectiveLane, seed: int) -> int:
+    sizes, late = random.Random(seed), random.Random(seed + 1 + lane.rank)
+    shared = 0
+    for number in range(60):
+        count, exchange = sizes.choice([64, 1024, 100_032]), sizes.random() < 0.5
+        outgoing = lane.outgoing(count * (lane.world_size if exchange else 1), CPU)
+        shared += outgoing.segment >= 0
+        chunks = outgoing.memory.view(-1, count)
+        for place, chunk in enumerate(chunks):
+            chunk.fill_(50 * lane.rank + 10 * place + number % 10)
+        time.sleep(late.choice([0, 0, 0.002]))
+        found = lane.exchange(outgoing) if exchange else lane.gather(outgoing)
+        time.sleep(late.choice([0, 0, 0.002]))
+        for rank, chunk in enumerate(found):
+            expected = 50 * rank + 10 * (lane.rank if exchange else 0) + number % 10
+            assert chunk.shape == (count,) and bool((chunk == expected).all()), (number, rank)
+    held = [] if lane._segments is None else lane._segments._own
+    assert sum(segment.capacity for segment in held) <= 2 * (1 << 20), "segments are lent again"
+    return shared

@@ -19,6 +19,7 @@ from longshore.sharding.bucket import plan_buckets
 from longshore.sharding.lane import Action, CollectiveLane, timeout_of, twin_of
 from longshore.sharding.ownership import Replicated, Sharded
 from longshore.sharding.reduction import Averaging, reduce_shard
+from sharding.gathering_cases import sharing
 
 CPU = torch.device("cpu")
 
@@ -32,12 +33,18 @@ def values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reduction(
-    dtype: torch.dtype, used: list[list[int]], predivide: float, replicated: bool, slice_numel: int = 1 << 22
+    dtype: torch.dtype,
+    used: list[list[int]],
+    predivide: float,
+    replicated: bool,
+    slice_numel: int = 1 << 22,
+    where: str = "shared",
 ) -> None:
     """Parameters of 5, 40 and 17 elements; ``used`` says which of them each rank has."""
     former, module._SLICE_NUMEL = module._SLICE_NUMEL, slice_numel
     try:
-        _reduction(dtype, used, predivide, replicated)
+        with sharing(where):
+            _reduction(dtype, used, predivide, replicated)
     finally:
         module._SLICE_NUMEL = former
 
@@ -137,8 +144,13 @@ def many_deferred() -> list[bool]:
     return list(agreed.deferred)
 
 
-def gathering(chunk_numel: int, numels: list[int]) -> None:
+def gathering(chunk_numel: int, numels: list[int], where: str) -> None:
     """Each rank knows its own shard; afterwards all know everything."""
+    with sharing(where):
+        _gathering(chunk_numel, numels)
+
+
+def _gathering(chunk_numel: int, numels: list[int]) -> None:
     lane = make_lane()
     (bucket,) = plan_buckets([(index, numel, "a") for index, numel in enumerate(numels)], 10_000, lane.world_size)
     whole = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16() for numel in numels]

@@ -24,6 +24,18 @@ def test_every_rank_has_what_each_one_gave(where: str, keep: int, two_ranks: Ran
         assert found["names"] <= (where == "sometimes"), "one that the others never opened may still have a name"
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("where", ["shared", "sockets", "sometimes"])
+def test_what_a_lane_sends_arrives(where: str, seed: int, two_ranks: Ranks) -> None:
+    first, second = two_ranks(gathering_cases.exchanged, seed, where)
+    assert first == (0 if where == "sockets" else 60)
+    assert (second == first) == (where != "sometimes") and (where == "sockets") == (second == 0)
+
+
+def test_four_ranks_exchange(four_ranks: Ranks) -> None:
+    assert four_ranks(gathering_cases.exchanged, 5, "shared") == [60] * 4
+
+
 def test_four_ranks(four_ranks: Ranks) -> None:
     for found in four_ranks(gathering_cases.gathered, 5, "shared", 1):
         assert found["shared"] == 60

@@ -23,10 +23,14 @@ def test_a_bucket_is_added_in_float32_over_those_who_have_something(
     two_ranks(lane_cases.reduction, dtype, used, 1.0, replicated)
 
 
+WHERE = pytest.mark.parametrize("where", ["shared", "sockets"])
+
+
+@WHERE
 @pytest.mark.parametrize("slice_numel", [1, 14, 32])
 @pytest.mark.parametrize("used", [[[0, 1, 2], [0, 1, 2]], [[0], [1, 2]]])
-def test_slices_change_nothing(slice_numel: int, used: list[list[int]], two_ranks: Ranks) -> None:
-    two_ranks(lane_cases.reduction, torch.bfloat16, used, 1.0, False, slice_numel)
+def test_slices_change_nothing(where: str, slice_numel: int, used: list[list[int]], two_ranks: Ranks) -> None:
+    two_ranks(lane_cases.reduction, torch.bfloat16, used, 1.0, False, slice_numel, where)
 
 
 def test_predivision(two_ranks: Ranks) -> None:
@@ -81,17 +85,18 @@ def test_more_rounds_than_a_mask_has_bits(two_ranks: Ranks) -> None:
     assert two_ranks(lane_cases.many_deferred) == [[False] * 62 + [True] * 8] * 2
 
 
+@WHERE
 @pytest.mark.parametrize(
     "chunk_numel, numels", list(itertools.product([1, 7, 40, 10_000], [[3, 50, 17], [1, 1], [200, 5]]))
 )
-def test_parameters_are_gathered_in_chunks(chunk_numel: int, numels: list[int], two_ranks: Ranks) -> None:
-    two_ranks(lane_cases.gathering, chunk_numel, numels)
+def test_parameters_are_gathered_in_chunks(where: str, chunk_numel: int, numels: list[int], two_ranks: Ranks) -> None:
+    two_ranks(lane_cases.gathering, chunk_numel, numels, where)
 
 
 def test_a_rank_that_dies_is_noticed_within_seconds(two_ranks: Ranks) -> None:
     two_ranks(lane_cases.many_deferred)  # they are there
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"^rank 1: ended$"):
+    with pytest.raises(RankFailure, match=r"^rank 1: ended with exit code 1$"):
         two_ranks(lane_cases.rank_that_ends, 1)
     assert time.monotonic() - start < 10
 

@@ -40,9 +40,7 @@ class GatheringLane:
         twin = twin_of(group, device, backend="gloo")
         self._lane = CollectiveLane(twin, torch.device("cpu"), limit_bytes=1, owns_group=True, words=words)
         self._interruptions = 0
-        self._meetings = 0
-        """Of ranks that gathered."""
-        self._segments = SharedSegments(self._lane)
+        self._segments = SharedSegments(self._lane.rank, self._lane.rows)
         self._closing = threading.Event()
         threading.Thread(target=_watch, args=(self._lane, self._closing), name="longshore-watch", daemon=True).start()
 
@@ -57,23 +55,21 @@ class GatheringLane:
 
     def allocate(self, num_bytes: int) -> tuple[int, Tensor] | None:
         """uint8 ``[num_bytes]`` for what is gathered next, and a number to give to :meth:`gather`; None: anywhere."""
-        return self._segments.lend(num_bytes, self._meetings) if self._segments.works else None
+        return self._segments.lend(num_bytes, held=True)
 
     def gather(self, module: int, rows: Tensor | None, segment: int | None) -> None:
         """All ranks gather the same module. Row ``k`` of ``rows`` (uint8, in host memory; None: they are on a device)
         then comes from rank ``k``; this rank's own is there. ``segment``: where they are, of those allocated here."""
         self._lane.meet(Action.GATHER, module, self._interruptions, -1 if segment is None else segment)
         segments = self._lane.notes
-        self._meetings += 1
         if rows is None:
             return
-        if min(segments) < 0:
+        if not self._segments.met(segments):
             self._lane.complete(rows)
             return
-        self._segments.open(self._lane, segments)
         for rank, row in enumerate(rows):
             if rank != self._lane.rank:
-                self._segments.read(rank, segments[rank], rank * len(row), row)
+                row.copy_(self._segments.of(rank, segments[rank], rank * len(row), len(row)))
 
     def give_up(self) -> None:
         """At the next meeting others, if they are elsewhere, are told that this rank gave up its window."""

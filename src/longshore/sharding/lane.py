@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longshore.errors import GradientError, RankError
 from longshore.host import Worker, debugging
+from longshore.sharding.segments import SharedSegments
 
 T = TypeVar("T")
 
@@ -60,6 +61,15 @@ class _Meeting:
         self.doing = doing
         self.since = time.monotonic()
         self.told = False
+
+
+class Outgoing(NamedTuple):
+    """What a rank sends."""
+
+    memory: Tensor
+    """uint8, flat."""
+    segment: int
+    """Of the memory that the ranks share; -1: of none."""
 
 
 class CollectiveLane:
@@ -106,6 +116,8 @@ class CollectiveLane:
         self._last_met = "when the engine was made"
         self.notes: list[int] = []
         """Of the last meeting, by rank."""
+        # From the first exchange in host memory on.
+        self._segments: SharedSegments | None = None
         # Grow to what jobs ask for, and stay: fresh memory would fault page by page.
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -174,9 +186,13 @@ class CollectiveLane:
     def close(self) -> None:
         if self._dead is None:
             self._worker.close()
+        if self._segments is not None:
+            self._segments.close()
         if self._owns_group and dist.is_initialized():
             self._owns_group = False
             dist.destroy_process_group(self.group)
+            # The last reference, most often: its threads and sockets go now and not when garbage is collected.
+            self.group = None
 
     # -- collectives, from jobs -----------------------------------------------
 
@@ -257,26 +273,48 @@ class CollectiveLane:
             gather(rows, mine.reshape(-1), group=self.group)
         return rows.view(self.world_size, *row.shape).cpu()
 
-    def exchange(self, chunks: Tensor) -> Tensor:
-        """Chunk ``k`` of each rank goes to rank ``k``.
+    def outgoing(self, num_bytes: int, device: torch.device) -> Outgoing:
+        """Memory to write into what :meth:`exchange` or :meth:`gather` is to send next."""
+        if device.type == "cpu":
+            if self._segments is None:
+                self._segments = SharedSegments(self.rank, self.rows)
+            if (found := self._segments.lend(num_bytes, held=False)) is not None:
+                return Outgoing(found[1], found[0])
+        return Outgoing(self.buffer("send", num_bytes, device), -1)
 
-        Args:
-            chunks: uint8 ``[world_size, chunk_bytes]``, contiguous.
+    def exchange(self, outgoing: Outgoing) -> list[Tensor]:
+        """Chunk ``k`` of each rank, of ``world_size`` equal ones, goes to rank ``k``.
 
         Returns:
-            uint8 ``[world_size, chunk_bytes]``: what each rank had for this one, until the next call.
+            uint8 ``[chunk_bytes]`` by rank: what each one had for this one, until it sends the next.
         """
+        chunks = outgoing.memory.view(self.world_size, -1)
+        if (found := self._read(outgoing, self.rank * chunks.shape[1], chunks.shape[1])) is not None:
+            return found
         received = self.buffer("received", chunks.numel(), chunks.device).view(chunks.shape)
         with self._communicating():
             dist.all_to_all_single(received.view(-1), chunks.view(-1), group=self.group)
-        return received
+        return list(received)
 
-    def gather(self, chunk: Tensor) -> Tensor:
-        """Every rank's ``chunk``: uint8 ``[chunk_bytes]`` -> ``[world_size, chunk_bytes]``, until the next call."""
+    def gather(self, outgoing: Outgoing) -> list[Tensor]:
+        """What each rank sends, by rank: uint8, all of one size; until it sends the next."""
+        chunk = outgoing.memory
+        if (found := self._read(outgoing, 0, chunk.numel())) is not None:
+            return found
         received = self.buffer("received", self.world_size * chunk.numel(), chunk.device).view(self.world_size, -1)
         received[self.rank].copy_(chunk)
         self.complete(received)
-        return received
+        return list(received)
+
+    def _read(self, outgoing: Outgoing, start: int, num_bytes: int) -> list[Tensor] | None:
+        """What lies there in each rank's segment, once all have written; None: they do not share memory now."""
+        segments = self._segments
+        if segments is None or not segments.works:
+            return None
+        numbers = self.rows(torch.tensor([outgoing.segment])).view(-1).tolist()
+        if not segments.met(numbers):
+            return None
+        return [segments.of(rank, number, start, num_bytes) for rank, number in enumerate(numbers)]
 
     def complete(self, rows: Tensor) -> None:
         """Row ``k`` of ``rows`` comes from rank ``k``; this rank's own is there."""

@@ -110,18 +110,20 @@ class Sharded(Ownership):
         example = next(iter(targets.values()))
         for start, numel in slices(bucket.shard_numel, self.lane.world_size, self._gather_numel):
             num_bytes = numel * example.element_size()
-            chunk = self.lane.buffer("send", num_bytes, example.device).view(example.dtype)
+            outgoing = self.lane.outgoing(num_bytes, example.device)
+            chunk = outgoing.memory.view(example.dtype)
             by_rank = [
                 [entry for entry in parts(pieces, start, numel) if entry.piece.parameter in targets]
                 for pieces in bucket.pieces
             ]
             for entry in by_rank[self.lane.rank]:
                 chunk[entry.in_slice] = targets[entry.piece.parameter][entry.in_parameter]
-            received = self.lane.gather(chunk.view(torch.uint8)).view(example.dtype)
+            received = self.lane.gather(outgoing)
             for rank, entries in enumerate(by_rank):
                 if rank != self.lane.rank:
+                    values = received[rank].view(example.dtype)
                     for entry in entries:
-                        targets[entry.piece.parameter][entry.in_parameter].copy_(received[rank, entry.in_slice])
+                        targets[entry.piece.parameter][entry.in_parameter].copy_(values[entry.in_slice])
 
     def assemble(self, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
         longest = max(piece.numel for own in pieces for piece in own)
@@ -129,15 +131,17 @@ class Sharded(Ownership):
         for piece in pieces[self.lane.rank]:
             mine[: piece.numel] = read(piece.index)
 
-        def collect() -> Tensor:
+        def collect() -> list[Tensor]:
             self.lane.meet(Action.READ, next(piece.parameter for own in pieces for piece in own), 0)
-            return self.lane.gather(mine.to(self.lane.device).view(torch.uint8)).cpu()
+            outgoing = self.lane.outgoing(4 * longest, self.lane.device)
+            outgoing.memory.copy_(mine.view(torch.uint8))
+            return [chunk.to("cpu", copy=True).view(torch.float32) for chunk in self.lane.gather(outgoing)]
 
         received = self.lane.run(collect)
         # A parameter lies in one bucket, and each rank has at most one run of it.
         runs = [(piece, rank) for rank, own in enumerate(pieces) if self.tells(rank) for piece in own]
         runs.sort(key=lambda run: run[0].parameter_offset)
-        return torch.cat([received[rank].view(torch.float32)[: piece.numel] for piece, rank in runs])
+        return torch.cat([received[rank][: piece.numel] for piece, rank in runs])
 
     def tells(self, rank: int) -> bool:
         """Whether what this rank has counts where all is put together; otherwise another one has the same."""
@@ -165,15 +169,16 @@ class Replicated(Ownership):
         flags = torch.zeros(max(map(len, bucket.pieces)), dtype=torch.uint8)
         flags[: len(own)] = torch.tensor([piece.index in values for piece in own], dtype=torch.uint8)
         used = self.lane.rows(flags).bool()
-        shard = torch.zeros(bucket.shard_numel, dtype=torch.float32, device=self.lane.device)
+        outgoing = self.lane.outgoing(4 * bucket.shard_numel, self.lane.device)
+        shard = outgoing.memory.view(torch.float32)
         for piece, tensor in reduced:
             shard[piece.shard_offset : piece.shard_offset + piece.numel] = tensor
-        # The pieces stay until the step, and the lane's buffer does not.
-        shards = self.lane.gather(shard.view(torch.uint8)).clone().view(torch.float32)
+        # The pieces stay until the step, and the lane's memory does not.
+        shards = [chunk.view(torch.float32).clone() for chunk in self.lane.gather(outgoing)]
         for rank, pieces in enumerate(bucket.pieces):
             for position, piece in enumerate(pieces):
                 if used[rank, position]:
-                    yield piece, shards[rank, piece.shard_offset : piece.shard_offset + piece.numel]
+                    yield piece, shards[rank][piece.shard_offset : piece.shard_offset + piece.numel]
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return

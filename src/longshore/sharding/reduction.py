@@ -94,21 +94,21 @@ def reduce_shard(
         by_rank = [parts(pieces, start, numel) for pieces in bucket.pieces]
         slice_bytes = numel * dtype.itemsize
         chunk_bytes = -(-(slice_bytes + max(map(len, by_rank))) // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
-        chunks = lane.buffer("send", lane.world_size * chunk_bytes, device).view(lane.world_size, chunk_bytes)
-        for chunk, entries in zip(chunks, by_rank, strict=True):
+        outgoing = lane.outgoing(lane.world_size * chunk_bytes, device)
+        for chunk, entries in zip(outgoing.memory.view(lane.world_size, chunk_bytes), by_rank, strict=True):
             _pack(chunk[:slice_bytes].view(dtype), entries, gradients, averaging.before)
             flags = torch.tensor([entry.piece.parameter in has for entry in entries], dtype=torch.uint8)
             chunk[slice_bytes : slice_bytes + len(entries)].copy_(flags)
         for parameter in [parameter for parameter in gradients if last[parameter] < start + numel]:
             del gradients[parameter]
-        received = lane.exchange(chunks)
+        received = lane.exchange(outgoing)
         own = by_rank[lane.rank]
-        flags = received[:, slice_bytes : slice_bytes + len(own)].cpu().bool()
+        flags = torch.stack([chunk[slice_bytes : slice_bytes + len(own)] for chunk in received]).cpu().bool()
         for position, entry in enumerate(own):
             arrays = [
-                received[rank, :slice_bytes].view(dtype)[entry.in_slice]
-                for rank in range(lane.world_size)
-                if flags[rank, position]
+                chunk[:slice_bytes].view(dtype)[entry.in_slice]
+                for chunk, flag in zip(received, flags[:, position], strict=True)
+                if flag
             ]
             if arrays:
                 empty = torch.empty(0, device=device)

@@ -1,18 +1,16 @@
-"""Memory that the ranks of one machine share, so that one of them reads what another one gathered."""
+"""Memory that the ranks of one machine share, so that one of them reads what another one wrote."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-
-from longshore.sharding.lane import CollectiveLane
 
 _FOLDER = Path("/dev/shm")
 _PAGE = 1 << 16
@@ -28,10 +26,10 @@ class _Segment:
         self.last_meeting = -2
         self._user: StorageWeakRef | None = None
 
-    def lend(self, num_bytes: int) -> Tensor:
-        """uint8 ``[num_bytes]``, whose storage says when it is no longer used."""
+    def lend(self, num_bytes: int, held: bool) -> Tensor:
+        """uint8 ``[num_bytes]``; ``held``: its storage says when it is no longer used."""
         tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes)
-        self._user = StorageWeakRef(tensor.untyped_storage())
+        self._user = StorageWeakRef(tensor.untyped_storage()) if held else None
         return tensor
 
     @property
@@ -42,41 +40,53 @@ class _Segment:
 class SharedSegments:
     """Segments of this rank, which the others read.
 
-    Between two meetings each rank may write into the segment that it lent last,
-    and read those of the others. So a segment is lent again two meetings later.
+    Ranks write, meet, and read. Between two meetings each rank may write into the
+    segment that it lent last, and read those of the others. So a segment is lent
+    again two meetings later.
 
     Args:
-        lane: all ranks, which have to call.
+        rank: this one.
+        rows: gathers every rank's row of numbers; all ranks have to call, here and where it is called below.
     """
 
-    def __init__(self, lane: CollectiveLane) -> None:
-        self._rank = lane.rank
+    def __init__(self, rank: int, rows: Callable[[Tensor], Tensor]) -> None:
+        self._rank = rank
+        self._rows = rows
         # One name for all: rank 0's.
-        self._token = int(lane.rows(torch.tensor([secrets.randbits(62)]))[0])
+        tokens = rows(torch.tensor([secrets.randbits(62)]))
+        self._token = int(tokens[0])
+        self._meetings = 0
         self._own: list[_Segment] = []
         self._known: set[tuple[int, int]] = set()
         """Segments that all ranks have opened, by rank and number."""
         self._theirs: dict[tuple[int, int], mmap.mmap] = {}
-        self.works = lane.world_size > 1 and self._all_see_all(lane)
+        self.works = len(tokens) > 1 and self._all_see_all(len(tokens))
+        """Whether all ranks share memory; the same on all of them."""
 
-    def _all_see_all(self, lane: CollectiveLane) -> bool:
+    def _all_see_all(self, world_size: int) -> bool:
         """Whether each rank sees what every other one wrote: they are on one machine, and not shut off."""
         mine = self._make(_PAGE)
         if mine is not None:
-            mine.memory[:8] = self._value_of(lane.rank)
-        lane.rows(torch.tensor([0]))  # all have written
-        seen = mine is not None and all(self._sees(rank) for rank in range(lane.world_size) if rank != lane.rank)
-        everywhere = bool(lane.rows(torch.tensor([int(seen)])).all())
+            mine.memory[:8] = self._value_of(self._rank)
+        self._all(True)  # have written
+        seen = mine is not None and all(self._sees(rank) for rank in range(world_size))
+        everywhere = self._all(seen)
         self._forget_names(self._own)
-        self._known.update((rank, 0) for rank in range(lane.world_size))
+        self._known.update((rank, 0) for rank in range(world_size))
         return everywhere
 
+    def _all(self, said: bool) -> bool:
+        return bool(self._rows(torch.tensor([int(said)])).all())
+
     def _sees(self, rank: int) -> bool:
+        return self._opens(rank, 0) and self._theirs[rank, 0][:8] == self._value_of(rank)
+
+    def _opens(self, rank: int, index: int) -> bool:
         try:
-            self._theirs[rank, 0] = _opened(self._path(rank, 0))
+            self._theirs[rank, index] = _opened(self._path(rank, index))
         except (OSError, ValueError):
             return False
-        return self._theirs[rank, 0][:8] == self._value_of(rank)
+        return True
 
     def _value_of(self, rank: int) -> bytes:
         return (self._token ^ rank).to_bytes(8, "little")
@@ -95,36 +105,42 @@ class SharedSegments:
         self._own.append(segment)
         return segment
 
-    def lend(self, num_bytes: int, meeting: int) -> tuple[int, Tensor] | None:
-        """Memory for what is gathered at ``meeting``, counted from 0, and the number of its segment; None: no room."""
+    def lend(self, num_bytes: int, held: bool) -> tuple[int, Tensor] | None:
+        """Memory for what the others read after the next meeting, and the number of its segment; None: no room.
+
+        ``held``: not lent again as long as a tensor uses it; otherwise until the meeting after the next one.
+        """
+        if not self.works:
+            return None
         free = [
             (segment.capacity, index)
             for index, segment in enumerate(self._own)
-            if segment.capacity >= num_bytes and segment.last_meeting <= meeting - 2 and not segment.lent
+            if segment.capacity >= num_bytes and segment.last_meeting <= self._meetings - 2 and not segment.lent
         ]
         if not free and self._make(num_bytes) is None:
             return None
         index = min(free)[1] if free else len(self._own) - 1
         segment = self._own[index]
-        segment.last_meeting = meeting
-        return index, segment.lend(num_bytes)
+        segment.last_meeting = self._meetings
+        return index, segment.lend(num_bytes, held)
 
-    def read(self, rank: int, index: int, start: int, into: Tensor) -> None:
-        """Bytes from ``start`` on of another rank's segment; ``into``: uint8, flat."""
-        theirs = torch.frombuffer(self._theirs[rank, index], dtype=torch.uint8, offset=start, count=into.numel())
-        into.copy_(theirs)
-
-    def open(self, lane: CollectiveLane, segments: Sequence[int]) -> None:
-        """Before these, by rank, are read; all ranks have to call, with the same ones."""
+    def met(self, segments: Sequence[int]) -> bool:
+        """The ranks met and have these to read, by rank; -1 for none. Whether all have one, and are able to read."""
+        self._meetings += 1
+        if not self.works or min(segments) < 0:
+            return False
         new = [(rank, index) for rank, index in enumerate(segments) if (rank, index) not in self._known]
-        if not new:
-            return
-        self._known.update(new)
-        for rank, index in new:
-            if rank != self._rank:
-                self._theirs[rank, index] = _opened(self._path(rank, index))
-        lane.rows(torch.tensor([0]))  # all have opened them, so that no file needs to stay
-        self._forget_names([self._own[index] for rank, index in new if rank == self._rank])
+        if new:
+            self._known.update(new)
+            opened = [self._opens(*each) for each in new]
+            self.works = self._all(all(opened))
+            # No file needs to stay.
+            self._forget_names([self._own[index] for rank, index in new if rank == self._rank])
+        return self.works
+
+    def of(self, rank: int, index: int, start: int, num_bytes: int) -> Tensor:
+        """uint8 ``[num_bytes]``, from ``start`` on, of a rank's segment, until that one is lent again."""
+        return torch.frombuffer(self._theirs[rank, index], dtype=torch.uint8, offset=start, count=num_bytes)
 
     def _forget_names(self, segments: Sequence[_Segment]) -> None:
         for segment in segments:
