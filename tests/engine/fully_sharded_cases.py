@@ -159,13 +159,14 @@ def raised_by(call: Callable[[], Any]) -> str:
 
 
 def live_bytes() -> int:
-    """Of all tensors' memory in this process, counted."""
+    """Of all tensors' memory in this process, counted; without what ranks share."""
     storages = {}
     for held in gc.get_objects():
         # A DTensor's shard is a tensor of its own, and a placeholder of a gradient has no memory.
         if type(held) in (Tensor, nn.Parameter) and held.device.type == "cpu":
             storage = held.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            if storage.resizable():
+                storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -487,6 +488,9 @@ def memory() -> dict[str, float]:
                         module.register_forward_hook(look_twice)
             engine.backward(engine(torch.randn(1, width)).sum())
             engine.step()
+        # A rank's part of the memory in which all of them gather.
+        segments = engine.optimizer.store._ownership._gathering._segments._segments
+        peak += sum(segment.capacity for segment in segments) / dist.get_world_size()
         shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
         host = sum(engine.optimizer.host_bytes().values())
         return {

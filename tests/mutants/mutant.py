@@ -21,6 +21,8 @@ FAILURES = "tests/engine/test_failures.py"
 REDUCTION = "tests/engine/test_reduction.py"
 CLOSING = "tests/engine/test_closing.py"
 CONTRIBUTIONS = "tests/sharding/test_contributions.py"
+GATHERING = "tests/sharding/test_gathering.py"
+FSDP = "tests/optim/test_fsdp.py"
 FULLY_SHARDED = "tests/engine/test_fully_sharded.py"
 SPLIT = "tests/optim/test_split.py"
 

@@ -421,8 +421,8 @@ MUTANTS = [
     Mutant(
         "the others are told again and again",
         "sharding/lane.py",
-        "told, self._untold = self._untold, False",
-        "told = self._untold",
+        "meeting.gave_up, self._untold = self._untold, False",
+        "meeting.gave_up = self._untold",
         (LANE,),
     ),
     Mutant(

@@ -23,21 +23,21 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def sharing(where: str) -> Iterator[None]:
-    """``where``: "shared" memory, "sockets" (there is no shared memory), or "sometimes" (rank 1 has none at times)."""
+    """``where``: "shared" memory, "sockets" (there is none), or "until full" (rank 1 has room for one)."""
     folder, fallocate = module._FOLDER, module.os.posix_fallocate
     calls = 0
 
-    def sometimes(descriptor: int, start: int, count: int) -> None:
+    def until_full(descriptor: int, start: int, count: int) -> None:
         nonlocal calls
         calls += 1
-        if dist.get_rank() == 1 and calls > 1 and calls % 2 == 0:
+        if dist.get_rank() == 1 and calls > 2:  # the first is to see whether there is any
             raise OSError("no space on purpose")
         fallocate(descriptor, start, count)
 
     if where == "sockets":
         module._FOLDER = Path("/nowhere")
-    if where == "sometimes":
-        module.os.posix_fallocate = sometimes
+    if where == "until full":
+        module.os.posix_fallocate = until_full
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def interrupted() -> list[str]:
         gather = gathering.of(0)
         output = gather.allocate((10,), dtype=torch.float32, device=CPU)
         output.view(2, -1)[rank].fill_(rank)
-        gather(output, output.view(2, -1)[rank], dist.group.WORLD)
+        gather(output, output.view(2, -1)[rank], dist.group.WORLD).wait()
         assert output.tolist() == [0.0] * 5 + [1.0] * 5
 
     try:
@@ -90,7 +90,7 @@ def waiting() -> list[str]:
                 time.sleep(3.0)
             gather = gathering.of(number)
             output = gather.allocate((10,), dtype=torch.float32, device=CPU)
-            gather(output, output.view(2, -1)[rank], dist.group.WORLD)
+            gather(output, output.view(2, -1)[rank], dist.group.WORLD).wait()
         return said
     finally:
         lane_module._NOTICE_S = former
@@ -99,21 +99,25 @@ def waiting() -> list[str]:
         lane.close()
 
 
-def gathered(seed: int, where: str, keep: int) -> dict[str, int]:
-    """Gathers of random sizes, of which ``keep`` results are held on to, on ranks that are late at random."""
+def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, int]:
+    """Gathers of random sizes, waited for and read ``keep`` gathers later, on ranks that are late at random.
+
+    ``fails``: how often rank 1 took memory, and then did something else.
+    """
     with sharing(where):
-        return _gathered(seed, where, keep)
+        return _gathered(seed, where, keep, fails)
 
 
-def _gathered(seed: int, where: str, keep: int) -> dict[str, int]:
+def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     lane = CollectiveLane(None, CPU, 1 << 20)
     gathering = GatheringLane(None, CPU, ["a", "b"])
     sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
-    held: list[tuple[torch.Tensor, int]] = []
+    held: list[tuple[torch.Tensor, dist.Work, int]] = []
     shared = 0
 
-    def check(output: torch.Tensor, number: int) -> None:
+    def check(output: torch.Tensor, work: dist.Work, number: int) -> None:
+        work.wait()
         for other, row in enumerate(output.view(world_size, -1)):
             assert bool((row == 1000 * other + number).all()), (number, other)
 
@@ -127,17 +131,20 @@ def _gathered(seed: int, where: str, keep: int) -> dict[str, int]:
             mine = output.view(world_size, -1)[rank]
             mine.fill_(1000 * rank + number)
             time.sleep(late.choice([0, 0, 0.002]))
-            assert gather(output, mine, dist.group.WORLD) is None
-            held.append((output, number))
+            work = gather(output, mine, dist.group.WORLD)
+            assert work is not None
+            held.append((output, work, number))
             time.sleep(late.choice([0, 0, 0.002]))
             if len(held) > keep:
                 check(*held.pop(0))
+            if rank == 1 and late.random() < fails:
+                gathering.allocate(late.choice([100, 200_000]))  # and fails before it comes to a meeting
         for entry in held:
             check(*entry)
         return {
             "shared": shared,
-            "segments": len(gathering._segments._own),
-            "names": len(list(module._FOLDER.glob(f"longshore-{gathering._segments._token:x}-{rank}-*"))),
+            "segments": len(gathering._segments._segments),
+            "names": len(list(module._FOLDER.glob(f"longshore-{gathering._segments._token:x}-*"))),
         }
     finally:
         gathering.close()
@@ -160,7 +167,7 @@ def _exchanged(lane: CollectiveLane, seed: int) -> int:
     for number in range(60):
         count, exchange = sizes.choice([64, 1024, 100_032]), sizes.random() < 0.5
         outgoing = lane.outgoing(count * (lane.world_size if exchange else 1), CPU)
-        shared += outgoing.segment >= 0
+        shared += outgoing.segment is not None
         chunks = outgoing.memory.view(-1, count)
         for place, chunk in enumerate(chunks):
             chunk.fill_(50 * lane.rank + 10 * place + number % 10)
@@ -170,6 +177,6 @@ def _exchanged(lane: CollectiveLane, seed: int) -> int:
         for rank, chunk in enumerate(found):
             expected = 50 * rank + 10 * (lane.rank if exchange else 0) + number % 10
             assert chunk.shape == (count,) and bool((chunk == expected).all()), (number, rank)
-    held = [] if lane._segments is None else lane._segments._own
-    assert sum(segment.capacity for segment in held) <= 2 * (1 << 20), "segments are lent again"
+    held = [] if lane._segments is None else lane._segments._segments
+    assert sum(segment.capacity for segment in held) <= 3 * lane.world_size**2 * (100_032 + (1 << 16))
     return shared

@@ -16,7 +16,8 @@ from longshore.sharding import lane as lane_module
 from longshore.sharding import reduction as module
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import plan_buckets
-from longshore.sharding.lane import Action, CollectiveLane, timeout_of, twin_of
+from longshore.sharding.groups import timeout_of, twin_of
+from longshore.sharding.lane import Action, CollectiveLane
 from longshore.sharding.ownership import Replicated, Sharded
 from longshore.sharding.reduction import Averaging, reduce_shard
 from sharding.gathering_cases import sharing

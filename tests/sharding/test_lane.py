@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import RankFailure, Ranks
 
-from longshore.sharding.lane import timeout_of
+from longshore.sharding.groups import timeout_of
 from sharding import lane_cases
 
 

@@ -294,8 +294,8 @@ class FullySharded(Sharded):
         self._sharded.reshard()
 
     def interrupted(self) -> None:
-        self._sharded.reset()
         self._gathering.interrupted()
+        self._sharded.reset()
 
     def tells(self, rank: int) -> bool:
         return self._replica_of[rank] == 0

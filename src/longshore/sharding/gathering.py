@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from longshore.sharding.lane import Action, CollectiveLane, twin_of
-from longshore.sharding.segments import SharedSegments
+from longshore.errors import GradientError
+from longshore.sharding.groups import twin_of
+from longshore.sharding.lane import Action, CollectiveLane
+from longshore.sharding.segments import NOTE_NUMEL, Segment, SharedSegments
 
 _LOOK_S = 1.0
 """How often a rank looks whether it waits for others."""
@@ -38,8 +41,11 @@ class GatheringLane:
 
         # Words between hosts: with a device's own backend each would wait for the device.
         twin = twin_of(group, device, backend="gloo")
-        self._lane = CollectiveLane(twin, torch.device("cpu"), limit_bytes=1, owns_group=True, words=words)
+        self._lane = CollectiveLane(
+            twin, torch.device("cpu"), limit_bytes=1, owns_group=True, words=words, note_numel=NOTE_NUMEL
+        )
         self._interruptions = 0
+        self._underway: Gathered | None = None
         self._segments = SharedSegments(self._lane.rank, self._lane.rows)
         self._closing = threading.Event()
         threading.Thread(target=_watch, args=(self._lane, self._closing), name="longshore-watch", daemon=True).start()
@@ -50,35 +56,66 @@ class GatheringLane:
 
     def meet(self, action: Action) -> None:
         """All ranks are at this action; raises what :meth:`CollectiveLane.meet` does."""
+        self._finish_underway()
         # On the thread that waits for the result: two more threads to wake would take as long as the meeting.
         self._lane.meet(action, 0, self._interruptions)
 
-    def allocate(self, num_bytes: int) -> tuple[int, Tensor] | None:
-        """uint8 ``[num_bytes]`` for what is gathered next, and a number to give to :meth:`gather`; None: anywhere."""
+    def allocate(self, num_bytes: int) -> tuple[Segment, Tensor] | None:
+        """uint8 ``[num_bytes]`` for what is gathered next, and what to give to :meth:`gather`; None: anywhere."""
         return self._segments.lend(num_bytes, held=True)
 
-    def gather(self, module: int, rows: Tensor | None, segment: int | None) -> None:
-        """All ranks gather the same module. Row ``k`` of ``rows`` (uint8, in host memory; None: they are on a device)
-        then comes from rank ``k``; this rank's own is there. ``segment``: where they are, of those allocated here."""
-        self._lane.meet(Action.GATHER, module, self._interruptions, -1 if segment is None else segment)
-        segments = self._lane.notes
-        if rows is None:
+    def gather(self, module: int, output: Tensor | None, segment: Segment | None) -> Gathered:
+        """All ranks gather the same module.
+
+        Nothing is waited for but what was under way: ranks may be late for each other by a module.
+
+        Args:
+            module: its number.
+            output: part ``k``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there.
+                None: it is on a device.
+            segment: where it is, if it was allocated here.
+        """
+        self._finish_underway()
+        said = self._segments.come(segment)
+        meeting = self._lane.begin(Action.GATHER, module, self._interruptions, said)
+
+        def finish() -> None:
+            self._underway = None
+            try:
+                self._lane.finish(meeting)
+            except BaseException:
+                self._segments.stand_apart()
+                raise
+            if output is None or self._segments.met(self._lane.notes):
+                return
+            if segment is not None:
+                # A part that is another rank's is not this one's to write. Whoever holds the tensor sees other memory.
+                output.set_(output.clone())  # pyright: ignore
+            self._lane.complete(output.view(self._lane.world_size, -1).view(torch.uint8))
+
+        interruptions = self._interruptions
+        self._underway = Gathered(finish, lambda: self._interruptions == interruptions)
+        return self._underway
+
+    def _finish_underway(self) -> None:
+        if self._underway is None:
             return
-        if not self._segments.met(segments):
-            self._lane.complete(rows)
-            return
-        for rank, row in enumerate(rows):
-            if rank != self._lane.rank:
-                row.copy_(self._segments.of(rank, segments[rank], rank * len(row), len(row)))
+        try:
+            self._underway.wait()
+        except GradientError:
+            if not self._lane.gives_up:  # otherwise both discard, and this rank knows that it does
+                raise
 
     def give_up(self) -> None:
         """At the next meeting others, if they are elsewhere, are told that this rank gave up its window."""
         self._lane.give_up_window()
+        self._segments.stand_apart()
 
     def interrupted(self) -> None:
         """What this rank gathers next is for another forward."""
         self.give_up()
         self._interruptions += 1
+        self._finish_underway()
 
     def close(self) -> None:
         self._closing.set()
@@ -91,13 +128,41 @@ def _watch(lane: CollectiveLane, closing: threading.Event) -> None:
         lane.tell_of_waiting()
 
 
+class Gathered(dist.Work):
+    """A module's parameters on their way; :meth:`wait` says so, or raises what kept them.
+
+    Args:
+        finish: waits for them.
+        wanted: whether the forward or backward that they are for still goes on.
+    """
+
+    def __init__(self, finish: Callable[[], None], wanted: Callable[[], bool]) -> None:
+        super().__init__()
+        self._finish: Callable[[], None] | None = finish
+        self._wanted = wanted
+        self._failure: BaseException | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """``timeout``: that of the group holds."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            try:
+                finish()
+            except BaseException as failure:
+                self._failure = failure
+                raise
+        elif self._failure is not None and self._wanted():
+            raise self._failure
+        return True
+
+
 class Gathering(DefaultAllGather):
     """Gathers one module's parameters."""
 
     def __init__(self, lane: GatheringLane, number: int) -> None:
         self._lane = lane
         self._number = number
-        self._segment: int | None = None
+        self._segment: Segment | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._segment = None
@@ -111,11 +176,9 @@ class Gathering(DefaultAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if output_tensor.device.type != "cpu":
-            self._lane.gather(self._number, None, None)
+            self._lane.gather(self._number, None, None).wait()
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        rows = output_tensor.view(group.size(), -1)
-        own = rows[group.rank()]
+        own = output_tensor.view(group.size(), -1)[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        self._lane.gather(self._number, rows.view(torch.uint8), self._segment)
-        return None
+        return self._lane.gather(self._number, output_tensor, self._segment)

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from longshore.errors import GradientError, RankError
 from longshore.host import Worker, debugging
-from longshore.sharding.segments import SharedSegments
+from longshore.sharding.segments import Segment, SharedSegments
 
 T = TypeVar("T")
 
@@ -57,9 +56,16 @@ class Action(IntEnum):
 class _Meeting:
     """This rank, ``doing`` something, waits for the others to do the same."""
 
-    def __init__(self, doing: str) -> None:
+    def __init__(self, action: Action, number: int, window: int, note: Sequence[int], doing: str) -> None:
+        # Fixed.
+        self.action, self.number, self.window, self.note = action, number, window, note
         self.doing = doing
-        self.since = time.monotonic()
+        # Of each time that this rank comes.
+        self.gave_up = False
+        self.rows: Tensor = torch.empty(0)
+        self.work: Any = None
+        # Of the wait.
+        self.since = 0.0
         self.told = False
 
 
@@ -68,8 +74,10 @@ class Outgoing(NamedTuple):
 
     memory: Tensor
     """uint8, flat."""
-    segment: int
-    """Of the memory that the ranks share; -1: of none."""
+    segment: Segment | None
+    """Of the memory that the ranks share, if it is a part of that."""
+    everyone: Tensor | None
+    """The same of all ranks, by row."""
 
 
 class CollectiveLane:
@@ -85,6 +93,7 @@ class CollectiveLane:
         limit_bytes: of gradients that may wait for their bucket's turn.
         owns_group: :meth:`close` destroys the group.
         words: what to call an action and its number.
+        note_numel: numbers that a rank may add to what it says in a meeting.
     """
 
     def __init__(
@@ -94,10 +103,12 @@ class CollectiveLane:
         limit_bytes: int,
         owns_group: bool = False,
         words: Callable[[Action, int], str] | None = None,
+        note_numel: int = 0,
     ) -> None:
         # Fixed.
         self._owns_group = owns_group
         self._words = words or _words
+        self._note_numel = note_numel
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.group = group
@@ -114,7 +125,7 @@ class CollectiveLane:
         # Change with each meeting; read by the thread that waits for the lane's.
         self._meeting: _Meeting | None = None
         self._last_met = "when the engine was made"
-        self.notes: list[int] = []
+        self.notes: list[list[int]] = []
         """Of the last meeting, by rank."""
         # From the first exchange in host memory on.
         self._segments: SharedSegments | None = None
@@ -208,7 +219,12 @@ class CollectiveLane:
         """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
         self._untold = True
 
-    def meet(self, action: Action, number: int, window: int, note: int = 0) -> bool:
+    @property
+    def gives_up(self) -> bool:
+        """Whether the next meeting tells so."""
+        return self._untold
+
+    def meet(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> bool:
         """All ranks are at ``action`` number ``number`` of the same window.
 
         ``window`` counts those that were applied or given up; :attr:`notes` has each
@@ -220,15 +236,37 @@ class CollectiveLane:
             GradientError: another rank gave up the window, or came to COMMIT with REFUSED.
             RankError: the ranks do different things; says which rank does what.
         """
+        return self.finish(self.begin(action, number, window, note))
+
+    def begin(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> _Meeting:
+        """Come to a meeting and do not wait for the others, until :meth:`finish`; one at a time. See :meth:`meet`."""
+        meeting = _Meeting(action, number, window, note, f"{self._words(action, number)} (window {window})")
+        self._come(meeting)
+        return meeting
+
+    def _come(self, meeting: _Meeting) -> None:
+        meeting.gave_up, self._untold = self._untold, False
+        note = [*meeting.note, *[0] * (self._note_numel - len(meeting.note))]
+        row = [meeting.action, meeting.number, meeting.window, meeting.gave_up, *note]
+        meeting.rows, meeting.work = self._gather_rows(torch.tensor(row, dtype=torch.int64))
+
+    def _rows_of(self, meeting: _Meeting) -> list[list[int]]:
+        meeting.since = time.monotonic()
+        self._meeting = meeting
+        try:
+            with self._communicating():
+                meeting.work.wait()
+            return meeting.rows.view(self.world_size, -1).tolist()
+        finally:
+            self._meeting = None
+
+    def finish(self, meeting: _Meeting) -> bool:
+        """Wait for the others; see :meth:`meet`."""
+        action = meeting.action
         while True:
-            told, self._untold = self._untold, False
-            self._meeting = meeting = _Meeting(f"{self._words(action, number)} (window {window})")
-            try:
-                rows = self.rows(torch.tensor([action, number, window, told, note], dtype=torch.int64)).tolist()
-            finally:
-                self._meeting = None
+            rows = self._rows_of(meeting)
             self._last_met = meeting.doing
-            self.notes = [row[4] for row in rows]
+            self.notes = [row[4:] for row in rows]
             try:
                 doing = [(Action(row[0]), row[1]) for row in rows]
             except ValueError:
@@ -243,11 +281,12 @@ class CollectiveLane:
                     return True
                 if action is Action.CLOSE:
                     return False
-            elif not told:
+            elif not meeting.gave_up:
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
                 )
             # The others were told where they were. They will be here next.
+            self._come(meeting)
 
     def _differ(self, doing: Sequence[tuple[Action, int]]) -> None:
         """The ranks met, and not for the same thing. Returns where this rank knows why: it refused the step."""
@@ -265,22 +304,29 @@ class CollectiveLane:
 
     def rows(self, row: Tensor) -> Tensor:
         """Every rank's ``row``, stacked, on the CPU: shape ``[world_size, *row.shape]``."""
+        rows, work = self._gather_rows(row)
+        with self._communicating():
+            work.wait()
+        return rows.view(self.world_size, *row.shape).cpu()
+
+    def _gather_rows(self, row: Tensor) -> tuple[Tensor, Any]:
         mine = row.to(self.device)
         # In older torch the same call has a longer name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         rows = torch.empty((self.world_size * row.numel(),), dtype=row.dtype, device=self.device)
         with self._communicating():
-            gather(rows, mine.reshape(-1), group=self.group)
-        return rows.view(self.world_size, *row.shape).cpu()
+            return rows, gather(rows, mine.reshape(-1), group=self.group, async_op=True)
 
     def outgoing(self, num_bytes: int, device: torch.device) -> Outgoing:
         """Memory to write into what :meth:`exchange` or :meth:`gather` is to send next."""
         if device.type == "cpu":
             if self._segments is None:
                 self._segments = SharedSegments(self.rank, self.rows)
-            if (found := self._segments.lend(num_bytes, held=False)) is not None:
-                return Outgoing(found[1], found[0])
-        return Outgoing(self.buffer("send", num_bytes, device), -1)
+            if (found := self._segments.lend(self.world_size * num_bytes, held=False)) is not None:
+                segment, memory = found
+                everyone = memory.view(self.world_size, num_bytes)
+                return Outgoing(everyone[self.rank], segment, everyone)
+        return Outgoing(self.buffer("send", num_bytes, device), None, None)
 
     def exchange(self, outgoing: Outgoing) -> list[Tensor]:
         """Chunk ``k`` of each rank, of ``world_size`` equal ones, goes to rank ``k``.
@@ -288,9 +334,9 @@ class CollectiveLane:
         Returns:
             uint8 ``[chunk_bytes]`` by rank: what each one had for this one, until it sends the next.
         """
+        if (found := self._read(outgoing)) is not None:
+            return [chunks.view(self.world_size, -1)[self.rank] for chunks in found]
         chunks = outgoing.memory.view(self.world_size, -1)
-        if (found := self._read(outgoing, self.rank * chunks.shape[1], chunks.shape[1])) is not None:
-            return found
         received = self.buffer("received", chunks.numel(), chunks.device).view(chunks.shape)
         with self._communicating():
             dist.all_to_all_single(received.view(-1), chunks.view(-1), group=self.group)
@@ -298,23 +344,20 @@ class CollectiveLane:
 
     def gather(self, outgoing: Outgoing) -> list[Tensor]:
         """What each rank sends, by rank: uint8, all of one size; until it sends the next."""
+        if (found := self._read(outgoing)) is not None:
+            return list(found)
         chunk = outgoing.memory
-        if (found := self._read(outgoing, 0, chunk.numel())) is not None:
-            return found
         received = self.buffer("received", self.world_size * chunk.numel(), chunk.device).view(self.world_size, -1)
         received[self.rank].copy_(chunk)
         self.complete(received)
         return list(received)
 
-    def _read(self, outgoing: Outgoing, start: int, num_bytes: int) -> list[Tensor] | None:
-        """What lies there in each rank's segment, once all have written; None: they do not share memory now."""
-        segments = self._segments
-        if segments is None or not segments.works:
+    def _read(self, outgoing: Outgoing) -> Tensor | None:
+        """Row ``k``: what rank ``k`` wrote, once all have; None: they do not share memory now."""
+        if self._segments is None or not self._segments.works:
             return None
-        numbers = self.rows(torch.tensor([outgoing.segment])).view(-1).tolist()
-        if not segments.met(numbers):
-            return None
-        return [segments.of(rank, number, start, num_bytes) for rank, number in enumerate(numbers)]
+        said = self.rows(torch.tensor(self._segments.come(outgoing.segment))).tolist()
+        return outgoing.everyone if self._segments.met(said) else None
 
     def complete(self, rows: Tensor) -> None:
         """Row ``k`` of ``rows`` comes from rank ``k``; this rank's own is there."""
@@ -329,30 +372,6 @@ class CollectiveLane:
 
 def _notice_s() -> float:
     return _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S
-
-
-def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any:
-    """A process group of the same ranks for one lane alone; all ranks have to call. ``backend``: other than theirs.
-
-    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those
-    of a second engine, run while the lane's are under way: in one group they would be taken for each other.
-    """
-    group = dist.group.WORLD if group is None else group
-    ranks = dist.get_process_group_ranks(group)
-    part = len(ranks) < dist.get_world_size()  # then the others need not call
-    return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
-
-
-def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """How long collectives of ``group`` wait, as its maker chose; None where torch does not say: torch's own default.
-
-    torch (2.8 to 2.13) has a public way to set it, and none to ask. A new group does not inherit it.
-    """
-    try:
-        found = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-    return found if isinstance(found, timedelta) and found > timedelta(0) else None
 
 
 _ADVICE = "every rank has to run the same number of backwards and steps, with the same parameters, in the same order"

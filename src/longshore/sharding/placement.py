@@ -11,7 +11,8 @@ from torch import Tensor
 
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
-from longshore.sharding.lane import CollectiveLane, twin_of
+from longshore.sharding.groups import twin_of
+from longshore.sharding.lane import CollectiveLane
 from longshore.sharding.ownership import Ownership, Replicated, Sharded
 from longshore.sharding.store import ShardedStore
 from longshore.sharding.window import ReductionSettings

@@ -1,8 +1,11 @@
-"""Memory that the ranks of one machine share, so that one of them reads what another one wrote."""
+"""Memory that the ranks of one machine share: what one of them writes, the others read, and nothing is sent."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import mmap
+import operator
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -14,151 +17,179 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _FOLDER = Path("/dev/shm")
 _PAGE = 1 << 16
+_MOST = 48
+"""Segments, of which a rank says in one number which are free."""
+_NO_ROOM, _APART, _OTHER = -1, -2, -3
+"""In place of a segment's number: there is no room for one; this rank stands apart; it is none that the ranks share."""
+
+NOTE_NUMEL = 4
+"""Numbers that a rank says in a meeting."""
+
+_LOGGER = logging.getLogger("longshore")
 
 
-class _Segment:
-    """One file of this rank's, as memory."""
+class Segment:
+    """One piece of memory, which every rank has mapped."""
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
+    def __init__(self, path: Path, capacity: int) -> None:
         self.path = path
-        self.capacity = num_bytes
-        self.memory = _mapped(path, num_bytes)
-        self.last_meeting = -2
+        self.capacity = capacity
+        self.memory = _mapped(path, capacity)
+        self.agreed = False
+        """All ranks have it."""
+        self.free = False
+        """As all ranks know: the last meeting said so, and it was not lent since."""
+        self._lent_at = 0
         self._user: StorageWeakRef | None = None
 
-    def lend(self, num_bytes: int, held: bool) -> Tensor:
-        """uint8 ``[num_bytes]``; ``held``: its storage says when it is no longer used."""
+    def lend(self, num_bytes: int, held: bool, meeting: int) -> Tensor:
         tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes)
+        self.free = False
+        self._lent_at = meeting
         self._user = StorageWeakRef(tensor.untyped_storage()) if held else None
         return tensor
 
-    @property
-    def lent(self) -> bool:
-        return self._user is not None and not self._user.expired()
+    def done_with(self, meeting: int) -> bool:
+        """Whether this rank neither writes nor reads it any more, as it comes to this meeting."""
+        return self._lent_at < meeting and (self._user is None or self._user.expired())
+
+    def lent_after(self, meeting: int) -> bool:
+        """Whether it is for a later meeting, to which this rank has not come."""
+        return self._lent_at > meeting
+
+    def forget_name(self) -> None:
+        self.path.unlink(missing_ok=True)
 
 
 class SharedSegments:
-    """Segments of this rank, which the others read.
+    """Segments that every rank writes a part of, its own, and all read.
 
-    Ranks write, meet, and read. Between two meetings each rank may write into the
-    segment that it lent last, and read those of the others. So a segment is lent
-    again two meetings later.
+    The ranks write, meet, and read. At each meeting they also say which segments
+    they are done with. So all know the same of every segment, and the next one to
+    be lent is the same on all ranks without a word. A rank of which that may not be
+    true, since it failed, stands apart until all have met, and they begin anew.
 
     Args:
         rank: this one.
-        rows: gathers every rank's row of numbers; all ranks have to call, here and where it is called below.
+        rows: gathers every rank's row of numbers; all ranks have to call.
     """
 
     def __init__(self, rank: int, rows: Callable[[Tensor], Tensor]) -> None:
-        self._rank = rank
-        self._rows = rows
         # One name for all: rank 0's.
-        tokens = rows(torch.tensor([secrets.randbits(62)]))
-        self._token = int(tokens[0])
+        tokens = rows(torch.tensor([secrets.randbits(62)])).view(-1).tolist()
+        self._token: int = tokens[0]
+        self._generation = 0
         self._meetings = 0
-        self._own: list[_Segment] = []
-        self._known: set[tuple[int, int]] = set()
-        """Segments that all ranks have opened, by rank and number."""
-        self._theirs: dict[tuple[int, int], mmap.mmap] = {}
-        self.works = len(tokens) > 1 and self._all_see_all(len(tokens))
+        """That this rank came to."""
+        self._segments: list[Segment] = []
+        self._no_room = False
+        self._apart = False
+        self._lent_for = 0
+        """The last meeting for which a segment was lent."""
+        self.works = False
+        self.works = len(tokens) > 1 and self._all_see_all(rank, len(tokens), rows)
         """Whether all ranks share memory; the same on all of them."""
 
-    def _all_see_all(self, world_size: int) -> bool:
+    def _all_see_all(self, rank: int, world_size: int, rows: Callable[[Tensor], Tensor]) -> bool:
         """Whether each rank sees what every other one wrote: they are on one machine, and not shut off."""
-        mine = self._make(_PAGE)
+        mine = self._make(8 * world_size)
+        values = [(self._token ^ each).to_bytes(8, "little") for each in range(world_size)]
         if mine is not None:
-            mine.memory[:8] = self._value_of(self._rank)
-        self._all(True)  # have written
-        seen = mine is not None and all(self._sees(rank) for rank in range(world_size))
-        everywhere = self._all(seen)
-        self._forget_names(self._own)
-        self._known.update((rank, 0) for rank in range(world_size))
+            mine.memory[8 * rank : 8 * rank + 8] = values[rank]
+        rows(torch.tensor([0]))  # all have written
+        seen = mine is not None and mine.memory[: 8 * world_size] == b"".join(values)
+        everywhere = bool(rows(torch.tensor([int(seen)])).all())
+        self._begin_anew(1)
         return everywhere
 
-    def _all(self, said: bool) -> bool:
-        return bool(self._rows(torch.tensor([int(said)])).all())
-
-    def _sees(self, rank: int) -> bool:
-        return self._opens(rank, 0) and self._theirs[rank, 0][:8] == self._value_of(rank)
-
-    def _opens(self, rank: int, index: int) -> bool:
-        try:
-            self._theirs[rank, index] = _opened(self._path(rank, index))
-        except (OSError, ValueError):
-            return False
-        return True
-
-    def _value_of(self, rank: int) -> bytes:
-        return (self._token ^ rank).to_bytes(8, "little")
-
-    def _path(self, rank: int, index: int) -> Path:
-        return _FOLDER / f"longshore-{self._token:x}-{rank}-{index}"
-
-    def _make(self, num_bytes: int) -> _Segment | None:
+    def _make(self, num_bytes: int) -> Segment | None:
         """None where there is no room (containers often have little of this memory)."""
-        path = self._path(self._rank, len(self._own))
-        try:
-            segment = _Segment(path, -(-num_bytes // _PAGE) * _PAGE)
-        except OSError:
-            path.unlink(missing_ok=True)
+        if len(self._segments) == _MOST:
+            self._no_room = True
             return None
-        self._own.append(segment)
+        path = _FOLDER / f"longshore-{self._token:x}-{self._generation}-{len(self._segments)}"
+        try:
+            segment = Segment(path, -(-num_bytes // _PAGE) * _PAGE)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            self._no_room = True
+            if self.works:
+                _LOGGER.warning(
+                    "no room in %s for %d MiB that ranks on this machine would share (%s): they send it through "
+                    "sockets from now on, which is slower; give the container more (docker run --shm-size)",
+                    _FOLDER,
+                    -(-num_bytes >> 20),
+                    error.strerror,
+                )
+            return None
+        self._segments.append(segment)
         return segment
 
-    def lend(self, num_bytes: int, held: bool) -> tuple[int, Tensor] | None:
-        """Memory for what the others read after the next meeting, and the number of its segment; None: no room.
+    def lend(self, num_bytes: int, held: bool) -> tuple[Segment, Tensor] | None:
+        """uint8 ``[num_bytes]`` of which this rank may write its part, and the segment that it is in; None: no room.
 
-        ``held``: not lent again as long as a tensor uses it; otherwise until the meeting after the next one.
+        After the next meeting it has what all ranks wrote. ``held``: as long as a tensor
+        uses it; otherwise until this rank comes to the meeting after that.
         """
-        if not self.works:
+        meeting = self._meetings + 1
+        if self._lent_for == meeting:
+            self.stand_apart()  # what was lent before has met nobody
+        if not self.works or self._apart:
             return None
-        free = [
-            (segment.capacity, index)
-            for index, segment in enumerate(self._own)
-            if segment.capacity >= num_bytes and segment.last_meeting <= self._meetings - 2 and not segment.lent
-        ]
-        if not free and self._make(num_bytes) is None:
-            return None
-        index = min(free)[1] if free else len(self._own) - 1
-        segment = self._own[index]
-        segment.last_meeting = self._meetings
-        return index, segment.lend(num_bytes, held)
+        self._lent_for = meeting
+        free = [each for each in self._segments if each.free and each.capacity >= num_bytes]
+        segment = min(free, key=lambda each: each.capacity) if free else self._make(num_bytes)
+        return None if segment is None else (segment, segment.lend(num_bytes, held, meeting))
 
-    def met(self, segments: Sequence[int]) -> bool:
-        """The ranks met and have these to read, by rank; -1 for none. Whether all have one, and are able to read."""
+    def stand_apart(self) -> None:
+        """This rank failed, and what it does next may not be what the others do: it writes nothing that they read
+        until all know."""
+        self._apart = True
+
+    def come(self, segment: Segment | None) -> list[int]:
+        """This rank comes to a meeting with this segment written (None: none): what it has to say there."""
         self._meetings += 1
-        if not self.works or min(segments) < 0:
+        done = sum(1 << place for place, each in enumerate(self._segments) if each.done_with(self._meetings))
+        if segment in self._segments and not self._apart:
+            return [self._generation, self._segments.index(segment), segment.capacity, done]
+        return [self._generation, _NO_ROOM if self._no_room else _APART if self._apart else _OTHER, 0, done]
+
+    def met(self, said: Sequence[Sequence[int]]) -> bool:
+        """What each rank said. Whether all came with the same segment, and what they wrote may be read."""
+        if not self.works:
             return False
-        new = [(rank, index) for rank, index in enumerate(segments) if (rank, index) not in self._known]
-        if new:
-            self._known.update(new)
-            opened = [self._opens(*each) for each in new]
-            self.works = self._all(all(opened))
-            # No file needs to stay.
-            self._forget_names([self._own[index] for rank, index in new if rank == self._rank])
-        return self.works
+        indices = {index for _, index, _, _ in said}
+        self.works = _NO_ROOM not in indices
+        if not self.works or _APART in indices or any(each[:3] != said[0][:3] for each in said):
+            self._begin_anew(1 + max(generation for generation, _, _, _ in said))
+            return False
+        done = functools.reduce(operator.and_, (each[3] for each in said))
+        for place, each in enumerate(self._segments):
+            # Never what is true of this rank alone: the others would not know.
+            each.free = bool(done >> place & 1) and not each.lent_after(self._meetings)
+        index = said[0][1]
+        if index == _OTHER:
+            return False  # lent before the ranks began anew
+        if not self._segments[index].agreed:
+            self._segments[index].agreed = True
+            self._segments[index].forget_name()  # no file needs to stay
+        return True
 
-    def of(self, rank: int, index: int, start: int, num_bytes: int) -> Tensor:
-        """uint8 ``[num_bytes]``, from ``start`` on, of a rank's segment, until that one is lent again."""
-        return torch.frombuffer(self._theirs[rank, index], dtype=torch.uint8, offset=start, count=num_bytes)
-
-    def _forget_names(self, segments: Sequence[_Segment]) -> None:
-        for segment in segments:
-            segment.path.unlink(missing_ok=True)
+    def _begin_anew(self, generation: int) -> None:
+        self.close()
+        self._generation = generation
+        self._apart = False
 
     def close(self) -> None:
-        self._forget_names(self._own)
-        self._own, self._theirs = [], {}
+        """What was lent stays as long as tensors use it."""
+        for segment in self._segments:
+            segment.forget_name()
+        self._segments = []
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    # For nobody else on the machine: they are weights.
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "rb+") as file:
+    # Whoever comes first makes it. For nobody else on the machine: they are weights.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
         # Now: a file that turns out to have no room when it is written ends the process.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         return mmap.mmap(file.fileno(), num_bytes)
-
-
-def _opened(path: Path) -> mmap.mmap:
-    with path.open("rb+") as file:
-        return mmap.mmap(file.fileno(), 0)
