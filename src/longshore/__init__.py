@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longshore.engine import Config, ConfigError, Engine, add_config_arguments, init_distributed, initialize
+    from longshore.engine import Config, ConfigError, Engine, Init, add_config_arguments, init_distributed, initialize
     from longshore.errors import (
         BrokenStateError,
         GradientError,
@@ -33,6 +33,7 @@ __all__ = [
     "Engine",
     "GradientError",
     "IllegalTransitionError",
+    "Init",
     "Lion",
     "LongshoreError",
     "Offload",
@@ -49,7 +50,15 @@ __all__ = [
 # Torch takes seconds to import. The command line begins with this package, and
 # its --help and a Ctrl-C should not wait for that.
 _HOMES = {
-    "longshore.engine": ("Config", "ConfigError", "Engine", "add_config_arguments", "init_distributed", "initialize"),
+    "longshore.engine": (
+        "Config",
+        "ConfigError",
+        "Engine",
+        "Init",
+        "add_config_arguments",
+        "init_distributed",
+        "initialize",
+    ),
     "longshore.errors": (
         "BrokenStateError",
         "GradientError",

@@ -13,6 +13,7 @@ from torch import nn
 from engine import fully_sharded_cases as cases
 from longshore.engine.config import ConfigError
 from longshore.engine.model_sharding import shard_model, units_of
+from longshore.engine.weights import Weights
 
 BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -212,7 +213,7 @@ def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     ranks: Any = SimpleNamespace(world_size=2)
     with pytest.raises(ValueError, match=r"stage 3 needs torch 2\.13 or newer, and this is 2\.12\.1\+cu130"):
-        shard_model(cases.make_tower(), None, cases.config_of(), ranks, None, None)
+        shard_model(cases.make_tower(), None, cases.config_of(), ranks, None, None, Weights())
 
 
 def test_a_policy_below_stage_3_is_refused() -> None:

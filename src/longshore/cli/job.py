@@ -62,7 +62,9 @@ def run(settings: TrainSettings, given: Mapping[str, Any], stage: int | None, fi
         )
     team = Team(None) if settings.engine is None else Team.join()
     console = make_console(quiet=not team.leads)
-    prepared = team.together(lambda: _prepare(settings, team.leads))
+    inputs = team.together(lambda: _read(settings, team.leads))
+    # On its own: the ranks meet while they make the model, and none may have failed before.
+    prepared = team.together(lambda: _prepare(settings, *inputs))
     stepper = team.guarded(lambda: _make_stepper(settings, prepared.model))
     console.print(_headline(settings, prepared), markup=False)
     description = describe(settings, prepared)
@@ -281,7 +283,7 @@ class Recorder:
         return table
 
 
-def _prepare(settings: TrainSettings, leads: bool) -> Prepared:
+def _read(settings: TrainSettings, leads: bool) -> tuple[Text, Corpus, Any, RunFolder | None]:
     folder = RunFolder(settings.out, settings.overwrite) if settings.out is not None and leads else None
     if settings.trace is not None and leads:
         check_trace(settings.trace, folder)
@@ -289,15 +291,20 @@ def _prepare(settings: TrainSettings, leads: bool) -> Prepared:
         for note in settings.engine.notes:
             warn(f"{settings.engine.file}: {note}")
     text = read_text(settings.data.paths, settings.data.max_bytes)
-    device = choose_device(settings.model)
+    choose_device(settings.model)  # an error if it is not there
     model.load_transformers()
     if folder is not None:
         curve.load_figure()
     tokenizer = model.load_tokenizer(settings.data.tokenizer, settings.model.path)
-    corpus = model.make_corpus(text.documents, tokenizer)
+    return text, model.make_corpus(text.documents, tokenizer), tokenizer, folder
+
+
+def _prepare(settings: TrainSettings, text: Text, corpus: Corpus, tokenizer: Any, folder: RunFolder | None) -> Prepared:
     sequences = Sequences(corpus, settings.loop.seq_len, settings.loop.seed)
-    network = model.build_model(settings.model, settings.loop.seq_len, settings.loop.seed, corpus, tokenizer)
-    network.to(device)
+    shared = settings.engine is not None
+    network = model.build_model(settings.model, settings.loop.seq_len, settings.loop.seed, corpus, tokenizer, shared)
+    if not shared:  # otherwise the engine does
+        network.to(choose_device(settings.model))
     return Prepared(text, corpus, tokenizer, sequences, network, folder)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
 from longshore.cli.failure import CommandError, one_line
 from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings
+from longshore.engine import Init
 from longshore.optim.shards import is_sharded
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,17 +66,23 @@ def make_corpus(documents: list[bytes], tokenizer: Any | None) -> Corpus:
     return Corpus(torch.cat(tokens), vocabulary)
 
 
-def build_model(settings: ModelSettings, seq_len: int, seed: int, corpus: Corpus, tokenizer: Any | None) -> nn.Module:
+def build_model(
+    settings: ModelSettings, seq_len: int, seed: int, corpus: Corpus, tokenizer: Any | None, shared: bool = False
+) -> nn.Module:
     """A Llama with weights that depend only on ``seed``, or the model in ``settings.path``; on the CPU.
+
+    ``shared``: rank 0 has the weights for all, since a machine may have no room for a copy for each of its ranks.
 
     Weights are made in fp32 and rounded to the dtype, so that every dtype starts from the same ones. Buffers
     (the rotary frequencies) stay in fp32, where loading the exported model has them too.
     """
     torch.manual_seed(seed)
-    if settings.path is None:
-        model = _new_llama(settings, seq_len, corpus.vocabulary, tokenizer)
-    else:
-        model = _load_model(settings.path)
+    with Init(enabled=shared):
+        if settings.path is None:
+            model = _new_llama(settings, seq_len, corpus.vocabulary, tokenizer)
+        else:
+            model = _load_model(settings.path)
+    if settings.path is not None:
         _check_fits(model, settings.path, seq_len, corpus)
     dtype = DTYPES[settings.dtype]
     for parameter in model.parameters():

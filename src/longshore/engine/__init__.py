@@ -1,8 +1,9 @@
 """The engine: one model trained by several ranks, with the configuration and the calls that people have."""
 
 from longshore.engine.config import Config, ConfigError
+from longshore.engine.creation import Init
 from longshore.engine.engine import Engine
 from longshore.engine.scripts import add_config_arguments, init_distributed
 from longshore.engine.setup import initialize
 
-__all__ = ["Config", "ConfigError", "Engine", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["Config", "ConfigError", "Engine", "Init", "add_config_arguments", "init_distributed", "initialize"]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from longshore.engine.config import Config
 from longshore.engine.precision import Precision
 from longshore.engine.ranks import Ranks
+from longshore.engine.weights import Weights, with_memory, without_memory
 from longshore.optim.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -31,16 +32,18 @@ def shard_model(
     ranks: Ranks,
     client: Optimizer | None,
     model_parameters: Any,
+    weights: Weights,
 ) -> tuple[FullyShardedModel | None, Any]:
     """Apply FSDP2 where the configuration asks for it; all ranks have to call.
 
     Args:
-        model: on its device, with rank 0's weights. Its parameters become DTensors.
+        model: its parameters, wherever they are, become DTensors on this rank's device.
         wrap_policy: as in :func:`units_of`; None: the configuration's.
         config: of the stage.
         ranks: of the run. One rank has nothing to shard.
         client: the user's optimizer, if there is one; its parameters are replaced.
         model_parameters: as :func:`materialized` gives them.
+        weights: the model's first ones.
 
     Returns:
         The sharded model, or None; and ``model_parameters`` as they are now.
@@ -68,9 +71,14 @@ def shard_model(
         units = units_of(model, config.wrap_policy if wrap_policy is None else wrap_policy)
         _check_scalars(model)
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+        without_memory(model)
         for module in (*units, model):
             fully_shard(module, mesh=mesh)
-    return FullyShardedModel(model), replacement.made(client, model_parameters)
+    with_memory(model, ranks.device)
+    sharded = FullyShardedModel(model)
+    present = replacement.made(client, model_parameters)
+    weights.fill(sharded, replacement.former, ranks)
+    return sharded, present
 
 
 def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, precision: Precision) -> bool:
@@ -227,18 +235,18 @@ class Replacement:
 
     def made(self, client: Optimizer | None, model_parameters: Any) -> Any:
         """The model is sharded now. Replaces in the user's optimizer, and returns ``model_parameters`` with what stands
-        there now; memory of the former parameters is let go of, whoever still has them."""
+        there now."""
         self._present = dict(self._model.named_parameters())
         if client is not None:
             self._in_optimizer(client)
         if isinstance(model_parameters, list):
             model_parameters = self._in_entries(model_parameters)
-        for name, parameter in self._former.items():
-            if parameter is not self._present[name]:
-                # A stale copy of the weights, found in time: its shape fits nothing.
-                parameter.data = parameter.data.new_empty(0)
-        self._former.clear()
         return model_parameters
+
+    @property
+    def former(self) -> dict[str, Tensor]:
+        """By name, the parameters in whose places others stand now."""
+        return {name: each for name, each in self._former.items() if each is not self._present[name]}
 
     def _of(self, parameter: Any) -> Any:
         """The parameter that stands where ``parameter`` stood."""

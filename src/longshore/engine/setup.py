@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.engine.same_setup import check_same_parameters, check_same_setup, neighbours_of
 from longshore.engine.schedules import make_schedule
 from longshore.engine.scripts import with_port
+from longshore.engine.weights import Weights, first_weights
 from longshore.host import memory_for_speculation
 from longshore.optim import Offload
 from longshore.optim.host_optimizer import HostOptimizer
@@ -64,6 +64,7 @@ def initialize(
     *,
     offload: Offload | None = None,
     wrap_policy: WrapPolicy | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Initialized:
     """Make an engine; the signature is ``deepspeed.initialize``'s.
 
@@ -86,6 +87,8 @@ def initialize(
         offload: settings of the host side beyond the configuration's (tests pass a simulated transfer).
         wrap_policy: at stage 3, which modules are gathered as a whole: ``"auto"``, names of classes, a number of
             elements, or a function of name and module. None: the configuration's ``longshore.wrap_policy``.
+        weights: a safetensors file, or a folder of them, to read the model's parameters from, which may be on the meta
+            device then (:class:`longshore.Init`). None: rank 0's model has them.
 
     Returns:
         Engine, its optimizer, the loader or None, the scheduler or None.
@@ -94,8 +97,7 @@ def initialize(
         ConfigError: everything that is wrong with the configuration, at once.
         ValueError, TypeError: arguments that cannot be honoured, by name.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
+    model = _module(model)
     _refuse_model_parallelism(mpu=mpu, mesh_param=mesh_param)
     chosen = _chosen_config(args, config, config_params)
     environ = _environ(distributed_port, dist_init_required)
@@ -104,13 +106,12 @@ def initialize(
     ranks, settings = join(environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
-        if ranks.rank == 0:
-            for note in loaded.notes:
-                warnings.warn(note, stacklevel=2)
-        precision = _place(model, settings, ranks)
+        _tell(loaded.notes, ranks)
+        precision, begin = _place(model, settings, ranks, weights)
         listed = materialized(model_parameters)
         client = client_optimizer(model, optimizer, listed, settings)
-        sharded, present = shard_model(model, wrap_policy, settings, ranks, client, listed)
+        sharded, present = shard_model(model, wrap_policy, settings, ranks, client, listed, begin)
+        begin.close()
         made = make_optimizer(model, client, present, settings, _placement(settings, ranks, offload, sharded))
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         check_same_parameters(made, ranks)
@@ -127,19 +128,35 @@ def initialize(
     return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
 
 
-def _place(model: nn.Module, settings: Config, ranks: Ranks) -> Precision:
-    """The model in its dtype, on this rank's device, with rank 0's weights."""
+def _module(model: nn.Module | None) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
+    return model
+
+
+def _tell(notes: Iterable[str], ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        for note in notes:
+            warnings.warn(note, stacklevel=3)
+
+
+def _place(
+    model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None
+) -> tuple[Precision, Weights]:
+    """The model in its dtype and on this rank's device with its first weights; those of a model that is to be sharded,
+    or is, come with its shards."""
     precision = Precision.of(settings, ranks.device)
     sharded = check_already_sharded(model, settings, ranks, precision)
     if not sharded:
         precision.convert(model)
-        model.to(ranks.device)
     check_same_setup(model, settings, ranks)
-    if not sharded:
-        _broadcast(model, ranks)
+    in_shards = sharded or (settings.stage == 3 and ranks.world_size > 1)
+    weights = first_weights(model, path, ranks, in_shards)
+    if path is not None or not sharded:
+        weights.place(model, ranks, parameters=not in_shards)
     if settings.cpu_checkpointing and not is_configured():
         install(CheckpointingSettings(cpu_checkpointing=True))
-    return precision
+    return precision, weights
 
 
 def _refuse_model_parallelism(**arguments: Any) -> None:
@@ -167,20 +184,6 @@ def _environ(port: int | None, required: bool | None) -> dict[str, str] | None:
             "dist_init_required=False, and no process group is initialised; initialise it, or leave it out"
         )
     return with_port(port)
-
-
-@torch.no_grad()
-def _broadcast(model: nn.Module, ranks: Ranks) -> None:
-    """All ranks begin with the weights and buffers of rank 0."""
-    if ranks.world_size == 1:
-        return
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.numel() > 0:
-            # An expanded buffer (a mask) repeats itself in memory, and cannot be written as a whole.
-            once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-            values = once.detach().contiguous()
-            dist.broadcast(values.view(-1).view(torch.uint8), src=0, group=ranks.group)
-            once.copy_(values)
 
 
 def _placement(config: Config, ranks: Ranks, offload: Offload | None, sharded: FullyShardedModel | None) -> Placement:

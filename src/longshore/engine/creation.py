@@ -1,0 +1,109 @@
+"""``longshore.Init``: models that are made without their weights on every rank but one."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from longshore.engine.ranks import expected_world_size, join
+
+META = torch.device("meta")
+
+
+class Init:
+    """Modules made inside have parameters on rank 0 only; :func:`longshore.initialize` gives each rank its part.
+
+    On the other ranks parameters go to the meta device as soon as a module has them: shapes and dtypes without memory.
+    Buffers are made everywhere. So a machine has one copy of the weights and not one for each of its ranks. With
+    ``empty`` no rank has any; :func:`longshore.initialize` then takes ``weights``.
+
+    Random initialization draws on rank 0 what it would have drawn without. If all ranks came with one state of torch's
+    CPU generator, they leave with one, so that what they draw next is what it would have been, too.
+
+    Args:
+        empty: rank 0 too makes no weights.
+        enabled: False: does nothing, for scripts that decide by a flag.
+
+    Raises:
+        ValueError, RendezvousError: as :func:`longshore.init_distributed`, which is called where it was not yet.
+        RuntimeError: one inside another.
+    """
+
+    _active = False
+
+    def __init__(self, empty: bool = False, enabled: bool = True) -> None:
+        self._empty = empty
+        self._enabled = enabled
+        self._rank = 0
+        self._world_size = 1
+        self._before: Tensor | None = None
+        self._former: Any = None
+        self._made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        """By ``id`` of a parameter with memory: what stands in its place; a module may be given it again."""
+
+    def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
+        if Init._active:
+            raise RuntimeError("longshore.Init is active already; use one around the whole model")
+        if expected_world_size() > 1:
+            ranks = join()
+            self._rank, self._world_size = ranks.rank, ranks.world_size
+        Init._active = True
+        self._before = torch.get_rng_state()
+        if self._empty or self._rank > 0:
+            self._former = nn.Module.register_parameter
+            nn.Module.register_parameter = self._registering(self._former)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._enabled:
+            return
+        Init._active = False
+        if self._former is not None:
+            nn.Module.register_parameter, self._former = self._former, None
+        self._made.clear()
+        if self._world_size > 1 and not self._empty:
+            self._draw_on()  # also after an exception: the others come here
+
+    def _registering(self, register: Any) -> Any:
+        def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(module, name, param if param is None else self._without_memory(param))
+
+        return register_parameter
+
+    def _without_memory(self, param: nn.Parameter) -> nn.Parameter:
+        if param.is_meta or is_lazy(param) or not isinstance(param, nn.Parameter):
+            return param
+        reference, made = self._made.get(id(param), (None, None))
+        if made is not None and reference is not None and reference() is param:
+            return made
+        made = on_meta(param)
+        self._made[id(param)] = (weakref.ref(param), made)
+        return made
+
+    def _draw_on(self) -> None:
+        """Leave with rank 0's generator where all ranks came with the same."""
+        assert self._before is not None
+        digest = hashlib.blake2b(bytes(self._before.tolist()), digest_size=16).hexdigest()
+        said: list[Any] = [None] * self._world_size
+        mine = (digest, torch.get_rng_state() if self._rank == 0 else None)
+        dist.all_gather_object(said, mine)
+        if all(each == said[0][0] for each, _ in said):
+            torch.set_rng_state(said[0][1])
+
+
+def on_meta(param: nn.Parameter) -> nn.Parameter:
+    """The same parameter without memory, with its attributes."""
+    made = nn.Parameter(param.detach().to(META), requires_grad=param.requires_grad)
+    vars(made).update(vars(param))
+    return made

@@ -1,0 +1,130 @@
+"""Weights in safetensors files, read part by part."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INDEX = "model.safetensors.index.json"
+
+
+class WeightFiles:
+    """Tensors by name, in one file or in all of a folder; files are mapped, and what is not read takes no memory.
+
+    Args:
+        path: a ``.safetensors`` file, or a folder with some (as ``save_pretrained`` makes them).
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: a file that cannot be read, by name, or a tensor that two files have.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._stack = contextlib.ExitStack()
+        self._file_of: dict[str, Any] = {}
+        try:
+            for file in _files(self.path):
+                self._open(file)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            if name in self._file_of:
+                raise ValueError(f"tensor {name} is in two files of {self.path}; remove the stale ones")
+            self._file_of[name] = file
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file_of.clear()
+        self._stack.close()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows ``[start, stop)`` of the first dimension, in the file's dtype; a tensor of no dimension as a whole."""
+        if not self.shape(name):
+            return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get_slice(name)[start:stop]
+
+    def chosen(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """For each of a model's tensors, the name under which it is here: its own, or that of one tied to it.
+
+        Raises:
+            ValueError: what is missing, or has another shape; all of it, by name.
+        """
+        names_of: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            names_of.setdefault(id(tensor), []).append(name)
+        found, wrong = {}, []
+        for name, tensor in tensors.items():
+            here = next((each for each in [name, *names_of[id(tensor)]] if each in self._file_of), None)
+            if here is None:
+                wrong.append(f"{name} is not there")
+            elif self.shape(here) != tuple(tensor.shape):
+                wrong.append(f"{here} is {list(self.shape(here))} and the model's is {list(tensor.shape)}")
+            else:
+                found[name] = here
+        if wrong:
+            raise ValueError(f"{self.path} has not the weights of this model: {_several(wrong)}")
+        return found
+
+
+def _files(path: Path) -> Sequence[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no file and no folder {path} to read weights from")
+    index = path / _INDEX
+    if index.is_file():
+        try:
+            listed = json.loads(index.read_text())["weight_map"].values()
+            found = [path / name for name in sorted(set(listed))]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index} is no index of weights: {error}") from error
+        missing = [file.name for file in found if not file.is_file()]
+        if missing:
+            raise FileNotFoundError(f"{index} names {_several(missing)}, which {path} does not have")
+        return found
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise FileNotFoundError(f"{path} has no .safetensors file to read weights from")
+    return found
+
+
+def _several(entries: Sequence[str]) -> str:
+    shown = ", ".join(entries[:3])
+    return shown if len(entries) <= 3 else f"{shown}, and {len(entries) - 3} more"
+
+
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``module.to(dtype)`` would."""
+    return values if values.dtype == dtype else values.to(dtype)

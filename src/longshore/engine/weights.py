@@ -1,0 +1,228 @@
+"""Where a model's first weights come from: rank 0's memory, or files; and how every rank gets its part."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from longshore.engine.creation import on_meta
+from longshore.engine.ranks import Ranks
+from longshore.engine.weight_files import WeightFiles, cast
+from longshore.optim.parameters import flat
+from longshore.optim.shards import held_part
+
+if TYPE_CHECKING:
+    from longshore.sharding.fully_sharded import FullyShardedModel
+
+
+class Weights:
+    """A model's first weights.
+
+    Args:
+        files: to read them from; None: rank 0 has them.
+        parameters, buffers: what of the files is what of the model, name by name.
+    """
+
+    def __init__(
+        self,
+        files: WeightFiles | None = None,
+        parameters: dict[str, str] | None = None,
+        buffers: frozenset[str] = frozenset(),
+    ) -> None:
+        self._files = files
+        self._parameters = parameters or {}
+        self._buffers = buffers
+
+    @torch.no_grad()
+    def place(self, model: nn.Module, ranks: Ranks, parameters: bool) -> None:
+        """Buffers, and where ``parameters`` says so those too, on this rank's device with their values; all ranks have
+        to call."""
+        if parameters:
+            for parameter in model.parameters():
+                if parameter.is_meta:
+                    _swap(parameter, nn.Parameter(_empty(parameter, ranks.device), parameter.requires_grad))
+            model.to(ranks.device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = _empty(buffer, ranks.device) if buffer.is_meta else buffer.to(ranks.device)
+        if self._files is not None and ranks.rank == 0:
+            for name, buffer in model.named_buffers():
+                if name in self._buffers:
+                    buffer.copy_(self._files.read(name))
+            for name, parameter in model.named_parameters() if parameters else ():
+                parameter.copy_(self._files.read(self._parameters[name]))
+        for tensor in (*(model.parameters() if parameters else ()), *model.buffers()):
+            _broadcast(tensor, ranks)
+
+    @torch.no_grad()
+    def fill(self, sharded: FullyShardedModel, former: dict[str, Tensor], ranks: Ranks) -> None:
+        """Each rank's shards; all have to call.
+
+        Args:
+            sharded: the model, with memory for the shards.
+            former: the model's parameters before it was sharded, by name. Their memory is let go of, one by one.
+            ranks: of the run.
+        """
+        for name, parameter in sharded.model.named_parameters():
+            shards = sharded.shards_of(parameter)
+            if self._files is not None:
+                self._read(name, parameter, *shards[ranks.rank])
+            elif former:
+                _scatter(former[name], parameter, shards, ranks)
+            if name in former:
+                # Whoever still has it finds out in time: its shape fits nothing.
+                former[name].data = former[name].data.new_empty(0)
+
+    def _read(self, name: str, parameter: Tensor, offset: int, numel: int) -> None:
+        assert self._files is not None
+        if numel > 0:
+            row_numel = parameter.numel() // parameter.shape[0]
+            rows = self._files.read(self._parameters[name], offset // row_numel, (offset + numel) // row_numel)
+            held_part(parameter).copy_(cast(rows, parameter.dtype))
+
+    def tell_what_is_not_read(self) -> None:
+        if self._files is None:
+            return
+        unread = sorted(self._files.names - set(self._parameters.values()) - self._buffers)
+        if unread:
+            warnings.warn(
+                f"{len(unread)} tensors of {self._files.path} are in no place of the model and are not read: "
+                f"{', '.join(unread[:3])}{', ...' if len(unread) > 3 else ''}",
+                stacklevel=5,
+            )
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
+
+
+def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: Ranks, everywhere: bool) -> Weights:
+    """What the model begins with, checked on every rank; all have to call.
+
+    Args:
+        model: in its dtype.
+        path: of files, or None for what rank 0 has.
+        ranks: of the run.
+        everywhere: every rank reads its part, and not rank 0 for all.
+
+    Raises:
+        ValueError, FileNotFoundError: weights that are not there, by name; on all ranks, whichever lacks them.
+    """
+    problem, weights = None, Weights()
+    try:
+        if path is not None and (everywhere or ranks.rank == 0):
+            weights = _from_files(model, WeightFiles(path))
+        elif path is None and ranks.rank == 0:
+            _check_there(model)
+    except (ValueError, OSError) as error:
+        problem = error
+    try:
+        _raise_everywhere(problem, ranks)
+    except BaseException:
+        weights.close()
+        raise
+    if ranks.rank == 0:
+        weights.tell_what_is_not_read()
+    return weights
+
+
+def _from_files(model: nn.Module, files: WeightFiles) -> Weights:
+    try:
+        parameters = files.chosen(dict(model.named_parameters(remove_duplicate=False)))
+        buffers = dict(model.named_buffers())
+        there = {name: buffer for name, buffer in buffers.items() if name in files.names}
+        files.chosen(there)
+        for name, buffer in buffers.items():
+            if buffer.is_meta and name not in there:
+                raise ValueError(
+                    f"buffer {name} is on the meta device, and {files.path} has none of that name; make the model "
+                    "under longshore.Init(empty=True), which makes buffers"
+                )
+    except BaseException:
+        files.close()
+        raise
+    return Weights(files, parameters, frozenset(there))
+
+
+def _check_there(model: nn.Module) -> None:
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{kind} {name} is on the meta device, and rank 0 has no values for it; give "
+                    "initialize(weights=...) safetensors files, or make the model under longshore.Init()"
+                )
+
+
+def _raise_everywhere(problem: Exception | None, ranks: Ranks) -> None:
+    said: list[Exception | None] = [problem]
+    if ranks.world_size > 1:
+        said = [None] * ranks.world_size
+        dist.all_gather_object(said, problem, group=ranks.group)
+    if problem is not None:
+        raise problem
+    for rank, theirs in enumerate(said):
+        if theirs is not None:
+            raise type(theirs)(f"rank {rank}: {theirs}")
+
+
+def without_memory(model: nn.Module) -> None:
+    """Put parameters without memory in the places of a model's own; what is tied stays tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = on_meta(parameter)
+                module._parameters[name] = made[id(parameter)]
+
+
+def with_memory(model: nn.Module, device: torch.device) -> None:
+    """Memory, of whatever content, for a sharded model's parameters that have none."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model._apply(lambda tensor: _empty(tensor, device) if tensor.is_meta else tensor)
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(tensor, device=device)
+
+
+def _swap(parameter: Tensor, other: Tensor) -> None:
+    # The same object, which groups and hooks of the user's refer to.
+    vars(other).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, other)
+
+
+def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
+    """All ranks have what rank 0 has."""
+    if ranks.world_size == 1 or tensor.numel() == 0:
+        return
+    # An expanded buffer (a mask) repeats itself in memory, and cannot be written as a whole.
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    values = once.detach().contiguous()
+    dist.broadcast(values.view(-1).view(torch.uint8), src=0, group=ranks.group)
+    once.copy_(values)
+
+
+def _scatter(former: Tensor, parameter: Tensor, shards: list[tuple[int, int]], ranks: Ranks) -> None:
+    """Rank 0 sends every other one its shard."""
+    held = held_part(parameter)
+    if ranks.rank > 0:
+        if held.numel() > 0:
+            received = torch.empty_like(held, memory_format=torch.contiguous_format)
+            dist.recv(received.view(-1).view(torch.uint8), src=0, group=ranks.group)
+            held.copy_(received)
+        return
+    whole = flat(former.detach())
+    for rank, (offset, numel) in enumerate(shards):
+        part = whole[offset : offset + numel]
+        if rank == 0:
+            held.copy_(part.view(held.shape))
+        elif numel > 0:
+            dist.send(part.to(ranks.device).view(torch.uint8), dst=rank, group=ranks.group)

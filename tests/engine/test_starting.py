@@ -1,0 +1,94 @@
+"""Models that begin without their weights: made on rank 0 alone, or read from files part by part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import save_file
+from torch import nn
+
+import longshore
+from engine import starting_cases as cases
+from engine.fully_sharded_cases import config_of
+
+
+@pytest.mark.parametrize("same_state", [True, False])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_rank_0_draws(stage: int, same_state: bool, two_ranks: Ranks) -> None:
+    assert two_ranks(cases.drawn, stage, same_state) == [[True, True], [False, True]]
+
+
+@pytest.mark.parametrize(
+    "stage, sharded_before, dtype",
+    [
+        (0, False, torch.float32),
+        (2, False, torch.bfloat16),
+        (3, False, torch.float32),
+        (3, False, torch.bfloat16),
+        (3, True, torch.float32),
+    ],
+)
+def test_weights_are_read(
+    stage: int, sharded_before: bool, dtype: torch.dtype, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks(cases.read, str(tmp_path), stage, dtype, sharded_before)
+
+
+@pytest.mark.parametrize(
+    "what, says",
+    [
+        ("nothing to read", "parameter embedding.weight is on the meta device, and rank 0 has no values for it; give "),
+        ("missing", "has not the weights of this model: more.weight is not there"),
+        (
+            "shape",
+            "has not the weights of this model: blocks.1.up.weight is [7, 5] and the model's is [4, 3], bl",
+        ),
+        ("buffer", "buffer positions is on the meta device, and "),
+        ("no folder", "there is no file and no folder nowhere to read weights from"),
+        ("broken", "b.safetensors cannot be read as safetensors: "),
+    ],
+)
+def test_refused(what: str, says: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    for said in two_ranks(cases.refused, what, str(tmp_path)):
+        assert says in said
+
+
+def test_weights_that_one_rank_lacks(two_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = two_ranks(cases.refused, "one rank", str(tmp_path))
+    assert first == "FileNotFoundError: rank 1: there is no file and no folder nowhere to read weights from"
+    assert second == "FileNotFoundError: there is no file and no folder nowhere to read weights from"
+
+
+def test_memory(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks of a machine together: one copy of the weights and little more, where each made one of its own."""
+    for how, most in (("without", None), ("drawn", 1.7), ("files", 1.2)):
+        copies = sum(two_ranks(cases.big, str(tmp_path), how))
+        assert copies > 2.0 if most is None else copies < most, (how, copies)
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    """Nothing is shared; weights are read all the same, and what the user has of the model stays the model's."""
+    source = nn.Linear(3, 2)
+    save_file({**source.state_dict(), "left.over": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with longshore.Init():
+        assert not nn.Linear(2, 2).weight.is_meta
+    with longshore.Init(empty=True), pytest.raises(RuntimeError, match="active already"), longshore.Init():
+        pass
+    with longshore.Init(empty=True):
+        model = nn.Linear(3, 2)
+    mine = [model.weight, model.bias]
+    with pytest.warns(UserWarning, match=r"1 tensors of .* are in no place of the model and are not read: left"):
+        longshore.initialize(model=model, model_parameters=mine, config=config_of(), weights=tmp_path).engine.destroy()
+    assert mine[0] is model.weight and torch.equal(model.weight, source.weight) and torch.equal(mine[1], source.bias)
+    model = nn.Linear(3, 2, device="meta")
+    with pytest.raises(ValueError, match=r"parameter weight is on the meta device, .*weights=.*longshore\.Init"):
+        longshore.initialize(model=model, config=config_of())
+    (tmp_path / "more.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=r"tensor .* is in two files"):
+        longshore.initialize(model=model, config=config_of(), weights=tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"weight": "gone.safetensors"}}')
+    with pytest.raises(FileNotFoundError, match=r"names gone\.safetensors, which .* does not have"):
+        longshore.initialize(model=model, config=config_of(), weights=tmp_path)
