@@ -14,6 +14,7 @@ import torch
 from cli.conftest import MICRO_MODEL, MICRO_RUN, WRITTEN
 from cli.rank_cases import command
 
+from longshore.cli.model import load_transformers
 from longshore.engine.schedules import make_schedule
 
 CLIPPING = ["--clip", "0.5"]
@@ -326,6 +327,35 @@ class TestTwoRanks:
         assert norms == [record["grad_norm"] for record in one.metrics("train")]
         assert min(norms) > 0.5, "nothing was clipped"
         assert ours.metrics("validation") == one.metrics("validation")
+
+    def test_from_a_folder_that_rank_0_reads(self, two_ranks, text, tmp_path):
+        """Its tied weights are one tensor in the file that is written, at every stage."""
+        from safetensors.torch import load_file
+
+        torch.manual_seed(0)
+        transformers = load_transformers()
+        config = transformers.LlamaConfig(
+            vocab_size=320,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+        )
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+        found = []
+        for stage in ("2", "3"):
+            out = tmp_path / stage
+            model = ["--model", str(tmp_path / "model"), "--stage", stage, "--out", str(out)]
+            run = ["train", "--data", str(text), *MICRO_RUN, *model]
+            assert [rank[0] for rank in two_ranks(command, run)] == [0, 0]
+            (file,) = out.rglob("model.safetensors")
+            found.append(load_file(file))
+        two, three = found
+        assert two.keys() == three.keys() and "lm_head.weight" not in two
+        assert all(torch.equal(two[name], three[name]) for name in two)
 
     def test_a_signal_to_one_rank_ends_both(self, two_ranks, micro, trained, results, tmp_path):
         out = tmp_path / "two"

@@ -235,9 +235,13 @@ def evaluated_between_steps() -> None:
         master = utils.safe_get_full_fp32_param(pair.model.embedding.weight)
         assert master is not None and torch.equal(master, pair.twin.embedding.weight)
         pair.engine.backward(loss)
+        pair.engine(
+            words_of(61, 0)
+        )  # without a backward, and not under no_grad(): the root stays gathered until the step
         pair.engine.step()
         pair.plain(lambda model, rank: [model(words_of(60, 0))])
         pair.check("after a look between forward and backward")
+        pair.train(7)
 
 
 def old_graph() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import FSDP, FULLY_SHARDED, GATHERING, Mutant
+from mutants.mutant import FSDP, FULLY_SHARDED, GATHERING, SEGMENTS, Mutant
 
 MUTANTS = [
     # -- segments.py ----------------------------------------------------------
@@ -25,7 +25,7 @@ MUTANTS = [
         "sharding/segments.py",
         "functools.reduce(operator.and_, (each[3] for each in said))",
         "functools.reduce(operator.or_, (each[3] for each in said))",
-        (GATHERING,),
+        (SEGMENTS,),
     ),
     Mutant(
         "what is lent for the next meeting is free",
@@ -60,7 +60,7 @@ MUTANTS = [
         "sharding/segments.py",
         "any(each[:3] != said[0][:3] for each in said)",
         "False",
-        (GATHERING,),
+        (SEGMENTS,),
     ),
     Mutant(
         "no room is not told",

@@ -100,7 +100,12 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
         return dict(model.state_dict())
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in weights:  # what is tied was gathered once for each name, and is to be one tensor, and written once
+            weights[name] = weights[first.setdefault(id(parameter), name)]
+    return weights
 
 
 def save_model(model: nn.Module, weights: dict[str, Any], tokenizer: Any | None, folder: Path) -> None:

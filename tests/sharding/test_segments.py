@@ -1,0 +1,65 @@
+"""What ranks tell each other of the memory that they share; here two of them, of which one is played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from longshore.sharding.segments import SharedSegments
+
+
+@pytest.fixture
+def segments() -> Iterator[SharedSegments]:
+    made = SharedSegments(0, lambda row: torch.stack([row, row]))
+    assert not made.works, "nobody wrote the other rank's word"
+    made.works = True
+    yield made
+    made.close()
+
+
+def test_memory_is_free_when_all_say_so(segments: SharedSegments) -> None:
+    found = segments.lend(100, held=True)
+    assert found is not None
+    first, memory = found
+    mine = segments.come(first)
+    assert segments.met([mine, mine])
+    del memory, found
+    for other_is_done in (False, True):
+        found = segments.lend(100, held=True)
+        assert found is not None and found[0] is not first
+        mine = segments.come(found[0])
+        theirs = [*mine[:3], mine[3] if other_is_done else mine[3] & ~1]
+        assert segments.met([mine, theirs])
+        assert first.free == other_is_done
+        del found
+    found = segments.lend(100, held=True)
+    assert found is not None and found[0] is first
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["generation", "index", "capacity"])
+def test_ranks_that_came_with_other_memory_begin_anew(place: int, segments: SharedSegments) -> None:
+    found = segments.lend(100, held=False)
+    assert found is not None
+    mine = segments.come(found[0])
+    theirs = [value + (place == number) for number, value in enumerate(mine)]
+    assert not segments.met([mine, theirs])
+    assert segments.works
+    again = segments.lend(100, held=False)
+    assert again is not None and again[0] is not found[0]
+    row = segments.come(again[0])
+    assert row[0] == max(mine[0], theirs[0]) + 1
+    assert segments.met([row, row])
+
+
+def test_what_was_lent_before_the_ranks_began_anew_is_not_shared(segments: SharedSegments) -> None:
+    found = segments.lend(100, held=False)
+    assert found is not None
+    mine = segments.come(found[0])
+    pending = segments.lend(100, held=False)
+    assert pending is not None
+    assert not segments.met([mine, [*mine[:1], mine[1] + 1, *mine[2:]]])
+    row = segments.come(pending[0])
+    assert not segments.met([row, row])
+    assert segments.works
