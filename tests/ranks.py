@@ -24,7 +24,7 @@ class RankFailure(AssertionError):
     """A case raised something on a rank."""
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, pipe: Connection, timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
@@ -32,7 +32,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
     while True:
         try:
@@ -46,10 +46,11 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
 
 
 class Ranks:
-    """``world_size`` processes with a gloo group."""
+    """``world_size`` processes with a gloo group, in which they wait for each other for ``timeout_s``."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
         self.world_size = world_size
+        self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -58,7 +59,9 @@ class Ranks:
         store = tempfile.mktemp(prefix="longshore-ranks-")
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, store, theirs, self._timeout_s), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -77,9 +80,9 @@ class Ranks:
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             try:
-                done, result = pipe.recv() if pipe.poll(2 * TIMEOUT_S) else (False, "did not answer in time")
+                done, result = pipe.recv() if pipe.poll(2 * self._timeout_s) else (False, "did not answer in time")
             except EOFError:
-                self._processes[rank].join(TIMEOUT_S)
+                self._processes[rank].join(self._timeout_s)
                 done, result = False, f"ended with exit code {self._processes[rank].exitcode}"
             results.append(result)
             if not done:

@@ -156,7 +156,16 @@ def test_memory(two_ranks: Ranks) -> None:
 
 
 def test_compiled(two_ranks: Ranks) -> None:
-    two_ranks(cases.compiled)
+    two_ranks(cases.compiled, "aot_eager")
+
+
+@pytest.mark.slow
+def test_compiled_to_code() -> None:
+    ranks = Ranks(2, timeout_s=150)
+    try:
+        ranks(cases.compiled, "inductor")
+    finally:
+        ranks.stop()
 
 
 @DTYPES
