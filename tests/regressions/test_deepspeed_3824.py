@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from longshore import utils
 
 
-def case(dtype: torch.dtype) -> None:
-    with beside(dtype) as pair:
+def case(dtype: torch.dtype, units: tuple[str, ...]) -> None:
+    with beside(dtype, wrap_policy=(lambda name, _: name in units) if units else None) as pair:
         for step in range(3):
             pair.train(step)
         masters = dict(zip(map(id, pair.loop.parameters), pair.loop.masters, strict=True))
@@ -41,6 +41,7 @@ def case(dtype: torch.dtype) -> None:
             assert torch.equal(fresh.state_dict()[name], expected), name
 
 
+@pytest.mark.parametrize("units", [(), ("head", "blocks.1"), ("embedding", "head")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_full_weights_of_tied_layers(dtype: torch.dtype, two_ranks: Ranks) -> None:
-    two_ranks(case, dtype)
+def test_full_weights_of_tied_layers(dtype: torch.dtype, units: tuple[str, ...], two_ranks: Ranks) -> None:
+    two_ranks(case, dtype, units)
