@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from support import whole
@@ -14,6 +15,12 @@ from support import whole
 import longshore
 from engine.cases import OPTIONS, step_ahead
 from engine.scenarios import HEADS, Backward, Oracle, Scenario, Window, drive, inputs, make_model
+from longshore.errors import GradientError
+
+UNITS = (("first", "heads.a", "heads.b", "second"), ("norm", "third"), HEADS, ())
+"""What stage 3 gathers apart; the rest comes with the model."""
+MODULES = ("first", "norm", "second", "third", "heads.a", "heads.b", "heads.c", "")
+"""Where a forward or a backward raises; the last is the model itself: behind all that is gathered."""
 
 
 def delays(seed: int, most_s: float) -> Callable[[], None]:
@@ -22,12 +29,36 @@ def delays(seed: int, most_s: float) -> Callable[[], None]:
     return lambda: time.sleep(dice.random() * most_s)
 
 
+class Place(NamedTuple):
+    """Where a rank raises."""
+
+    forward: bool
+    """Otherwise in backward."""
+    module: str
+
+
+class Failure(NamedTuple):
+    """A window that not all ranks get through, so that all discard it.
+
+    Attributes:
+        places: by rank; None: it does not raise by itself.
+        before: backwards that succeed.
+        after: backwards that the others begin behind that in which one raises.
+        raw: the others call ``loss.backward()``; as every rank would that got through its forward.
+    """
+
+    places: tuple[Place | None, ...]
+    before: int
+    after: int
+    raw: bool
+
+
 class Schedule:
     """What a seed does, the same on all ranks."""
 
     def __init__(self, seed: int) -> None:
         self.dice = dice = random.Random(seed)
-        self.stage = dice.choice([0, 1, 2])
+        self.stage = dice.choice([0, 1, 2, 3, 3])
         self.dtype = dice.choice([torch.float32, torch.bfloat16])
         self.place = dice.choice(["none", "cpu", "simulated", "simulated", "split"])
         self.ahead = dice.choice(["off", "on", "wrong", "mixed"])
@@ -37,6 +68,7 @@ class Schedule:
         self.tile_numel = dice.choice([17, 100, 700])
         self.most_s = dice.choice([0.0, 0.0005, 0.002])
         self.usual = dice.choice([1, 1, 2, 3])
+        self.units = dice.choice(UNITS)
         self.seen: Counter[str] = Counter()
 
     def config(self) -> longshore.Config:
@@ -49,6 +81,9 @@ class Schedule:
             gradient_clipping=self.clip,
             optimizer={"type": "AdamW", **OPTIONS},
         )
+
+    def wrap_policy(self) -> Callable[[str, Any], bool] | None:
+        return (lambda name, _: name in self.units) if self.stage == 3 else None
 
     def offload(self, seed: int) -> longshore.Offload:
         staged = self.place in ("simulated", "split")
@@ -81,6 +116,21 @@ class Schedule:
             backwards.append(Backward((used,), raw=is_raw, unsynchronized=not is_raw and dice.random() < stays))
         return Window(tuple(backwards), forwards_first=dice.random() < 0.3, accumulation=1)
 
+    def failure(self, ranks: int) -> Failure:
+        """On all ranks, or on one; at stage 3 each where it wants."""
+        dice = self.dice
+        places: list[Place | None] = [Place(dice.random() < 0.5, dice.choice(MODULES)) for _ in range(ranks)]
+        alone = dice.choice([None, *range(ranks)])
+        if self.stage < 3:
+            # Ranks that do not gather cannot know that another one ended its forward, and wait for it in backward.
+            places = [(places[0] if alone is None else Place(False, places[0].module))] * ranks
+        if alone is not None:
+            places = [place if rank == alone else None for rank, place in enumerate(places)]
+        said = "forward" if any(place is not None and place.forward for place in places) else "backward"
+        self.seen[f"{said} raised {'everywhere' if alone is None else 'on one rank'} at stage {self.stage}"] += 1
+        raw = dice.random() < 0.5 and all(place is None or place.forward for place in places)
+        return Failure(tuple(places), dice.choice([0, 0, 1]), dice.choice([0, 0, 1]), raw)
+
 
 def play(seed: int, windows: int = 5) -> Counter[str]:
     """Raises AssertionError where a weight is not the plain loop's; returns how often what happened."""
@@ -90,15 +140,23 @@ def play(seed: int, windows: int = 5) -> Counter[str]:
     dice, dtype = schedule.dice, schedule.dtype
     model = make_model(dtype)
     offload = schedule.offload(1000 * seed + rank)
-    engine = longshore.initialize(model=model, config=schedule.config(), offload=offload).engine
-    engine.optimizer.store.lane._worker._on_start = delays(1000 * seed + rank, schedule.most_s)
+    engine = longshore.initialize(
+        model=model, config=schedule.config(), offload=offload, wrap_policy=schedule.wrap_policy()
+    ).engine
+    _delay(engine.optimizer.store, 1000 * seed + rank, schedule.most_s)
     step_ahead(engine.optimizer.store, schedule.ahead)
     oracle = Oracle(Scenario(), dtype, dist.get_world_size(), schedule.stage, **OPTIONS)
     try:
         for step in range(windows):
-            if dice.random() < 0.2:
-                _discard(engine, 100 + step, rank, dtype, raises=dice.random() < 0.5)
+            if dice.random() < 0.1:
+                engine.backward(engine(inputs(100 + step, 0, rank, dtype), HEADS))
+                engine.zero_grad()
                 schedule.seen["discarded"] += 1
+            if dice.random() < 0.25:
+                _fail(engine, schedule.failure(dist.get_world_size()), 200 + step, rank, dtype)
+            if dice.random() < 0.2:
+                _evaluate(engine, oracle, 300 + step, rank, tuple(dice.sample(HEADS, 2)))
+                schedule.seen["evaluated"] += 1
             window = schedule.window()
             engine.set_gradient_accumulation_boundary(None)
             drive(engine, window, step, rank, dtype)
@@ -114,17 +172,55 @@ def play(seed: int, windows: int = 5) -> Counter[str]:
         engine.optimizer.close()
 
 
-def _discard(engine: Any, step: int, rank: int, dtype: torch.dtype, raises: bool) -> None:
-    """A backward whose window ends in ``zero_grad()``, with or without an exception in the middle."""
-    handle = engine.module.first.weight.register_hook(_spoil) if raises else None
+def _delay(store: Any, seed: int, most_s: float) -> None:
+    """The thread that reduces, and at stage 3 what gathers: before it meets the other ranks, and before it waits."""
+    store.lane._worker._on_start = delays(seed, most_s)
+    gathering = getattr(store._ownership, "_gathering", None)
+    if gathering is not None:
+        wait, begin, finish = delays(-seed, most_s), gathering._lane.begin, gathering._lane.finish
+        gathering._lane.begin = lambda *args: (wait(), begin(*args))[1]
+        gathering._lane.finish = lambda meeting: (wait(), finish(meeting))[1]
+
+
+def _evaluate(engine: Any, oracle: Oracle, step: int, rank: int, heads: tuple[str, ...]) -> None:
+    x = inputs(step, 0, rank, next(oracle.model.parameters()).dtype)
+    with torch.no_grad():
+        assert torch.equal(engine(x, heads), oracle.model(x, heads)), f"evaluation before step {step} differs"
+
+
+def _fail(engine: Any, failure: Failure, step: int, rank: int, dtype: torch.dtype) -> None:
+    """A window that raises on every rank, which discards it and goes on."""
+    mine, others = failure.places[rank], [place for other, place in enumerate(failure.places) if other != rank]
+    engine.set_gradient_accumulation_boundary(True)
     try:
-        engine.backward(engine(inputs(step, 0, rank, dtype), HEADS))
+        for number in range(failure.before + 1 + failure.after):
+            with contextlib.ExitStack() as stack:
+                if number == failure.before and mine is not None:
+                    module = engine.module.get_submodule(mine.module)
+                    handle = module.register_forward_hook(_in_forward if mine.forward else _in_backward)
+                    stack.callback(handle.remove)
+                loss = engine(inputs(step, number, rank, dtype), HEADS)
+                if failure.raw and mine is None and number >= failure.before:
+                    loss.backward()
+                else:
+                    engine.backward(loss)
+        engine.step()
     except ArithmeticError:
-        pass
-    finally:
-        if handle is not None:
-            handle.remove()
+        assert mine is not None
+    except GradientError:
+        assert any(others), "no other rank failed"
+    else:
+        raise AssertionError(f"{failure} went unseen")
     engine.zero_grad()
+
+
+def _in_forward(*_: object) -> None:
+    raise ArithmeticError("in the middle of forward")
+
+
+def _in_backward(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    output.register_hook(_spoil)
+    return output
 
 
 def _spoil(gradient: torch.Tensor) -> None:

@@ -270,6 +270,69 @@ def discarded_between(forward_first: bool) -> None:
         pair.check("after")
 
 
+def raising(module: nn.Module, where: str) -> Any:
+    """A hook by which a module's forward or backward raises; to be removed."""
+
+    def explode(*_: object) -> None:
+        raise ArithmeticError("on purpose")
+
+    def in_backward(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.register_hook(explode)
+
+    return module.register_forward_hook(explode if where == "forward" else in_backward)
+
+
+def failing_in(path: str, where: str, ranks: Sequence[int], raw: bool) -> list[str]:
+    """A module in which some ranks raise, before or behind what the others gather; all discard, and go on.
+
+    ``raw``: those that do not raise call ``loss.backward()``. Whoever raised has left already, and calls nothing.
+    """
+    with beside() as pair:
+        pair.train(0)
+        engine = pair.engine
+
+        def window() -> None:
+            handle = raising(pair.model.get_submodule(path), where) if pair.rank in ranks else None
+            try:
+                loss = engine(words_of(1, pair.rank))
+                if raw:
+                    loss.backward()
+                else:
+                    engine.backward(loss)
+            finally:
+                if handle is not None:
+                    handle.remove()
+            engine.step()
+
+        said = raised_by(window)
+        engine.zero_grad()
+        for step in range(2, 4):
+            pair.train(step)
+        return [said]
+
+
+def failing_once_more(where: str) -> list[str]:
+    """Rank 0 raises in the second backward of a window, and the others begin a third."""
+    with beside() as pair:
+        pair.train(0)
+        engine = pair.engine
+
+        def window() -> None:
+            for micro in range(3):
+                handle = raising(pair.model.blocks[0], where) if pair.rank == 0 and micro == 1 else None
+                try:
+                    engine.backward(engine(words_of(micro, pair.rank)))
+                finally:
+                    if handle is not None:
+                        handle.remove()
+
+        said = raised_by(window)
+        engine.zero_grad()
+        for step in range(2, 4):
+            pair.train(step)
+        return [said]
+
+
 def failing(where: str, ranks: Sequence[int]) -> list[str]:
     """A forward or a backward that raises on some ranks, in a block; all discard, and go on."""
     with beside() as pair:

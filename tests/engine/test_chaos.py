@@ -29,8 +29,9 @@ def play(seeds: range, two_ranks: Ranks) -> Counter[str]:
 def test_a_few_schedules(first: int, two_ranks: Ranks) -> None:
     seen = play(range(first, first + _FEW), two_ranks)
     # They do what they are there for.
-    for what in ("kept", "redone", "discarded", "mixed", "announced", "declared"):
+    for what in ("kept", "redone", "discarded", "mixed", "announced", "declared", "evaluated"):
         assert seen[what] > 0, what
+    assert any("raised" in what and "stage 3" in what for what in seen), seen
     assert seen["stepped"] == 5 * _FEW
 
 

@@ -112,6 +112,35 @@ def test_after_an_exception_training_goes_on(where: str, ranks: list[int], two_r
             assert said.startswith(f"GradientError: rank {ranks[0]} failed in this window and discarded it")
 
 
+def check_told(said: list[list[str]], raised: list[int]) -> None:
+    for rank, (each,) in enumerate(said):
+        if rank in raised:
+            assert each == "ArithmeticError: on purpose"
+        else:
+            assert each.startswith(f"GradientError: rank {raised[0]} failed in this window and discarded it")
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "path, where, raw",
+    [
+        # Nothing is gathered behind it: the others learn of it in backward, and not in a round that it is not in.
+        ("", "forward", False),
+        ("", "forward", True),
+        # In the middle: the others wait to gather, and this rank for their part of the round.
+        ("blocks.2", "backward", False),
+        ("blocks.0", "backward", False),
+    ],
+)
+def test_an_exception_anywhere(path: str, where: str, raw: bool, ranks: list[int], two_ranks: Ranks) -> None:
+    check_told(two_ranks(cases.failing_in, path, where, ranks, raw), ranks)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_an_accumulation_window(where: str, two_ranks: Ranks) -> None:
+    check_told(two_ranks(cases.failing_once_more, where), [0])
+
+
 @DTYPES
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -222,8 +222,8 @@ MUTANTS = [
     Mutant(
         "a window that was stepped does not end",
         "sharding/store.py",
-        "        self._windows += 1\n        self._window.stepped()\n",
-        "        self._windows += 1\n",
+        "        self._windows.applied()\n        self._window.stepped()\n",
+        "        self._windows.applied()\n",
         (TABLE,),
     ),
     Mutant(
@@ -257,14 +257,14 @@ MUTANTS = [
     Mutant(
         "a rank that cannot step leaves the others waiting",
         "sharding/store.py",
-        "                self.lane.run(lambda: self.lane.meet(Action.COMMIT, REFUSED, self._windows))\n",
+        "                self.lane.run(lambda: self.lane.meet(Action.COMMIT, REFUSED, self._windows.number))\n",
         "                pass\n",
         ("tests/engine/test_hostile.py::test_an_unseen_write_in_one_ranks_shard_stops_all",),
     ),
     Mutant(
         "a rank leaves its window without a word",
-        "sharding/store.py",
-        "                self.lane.give_up_window()\n",
+        "sharding/ownership.py",
+        "        self.lane.give_up_window()\n",
         "",
         (FAILURES,),
     ),
@@ -407,7 +407,7 @@ MUTANTS = [
     Mutant(
         "ranks meet whatever they do",
         "sharding/lane.py",
-        "            if all(row[:3] == rows[0][:3] for row in rows):\n",
+        "            if action is Action.LEAVE or all(row[:3] == rows[0][:3] for row in rows):\n",
         "            if rows:\n",
         (LANE,),
     ),

@@ -17,6 +17,7 @@ from longshore.sharding import lane as lane_module
 from longshore.sharding import segments as module
 from longshore.sharding.gathering import GatheringLane
 from longshore.sharding.lane import CollectiveLane
+from longshore.sharding.window_count import WindowCount
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def sharing(where: str) -> Iterator[None]:
 def interrupted() -> list[str]:
     """Rank 0 gave up and gathers a module for its next forward, rank 1 the same one for what rank 0 gave up."""
     rank, said = dist.get_rank(), []
-    gathering = GatheringLane(None, CPU, ["a"])
+    gathering = GatheringLane(None, CPU, ["a"], WindowCount())
 
     def gather() -> None:
         gather = gathering.of(0)
@@ -77,7 +78,7 @@ def waiting() -> list[str]:
     """What rank 0 logs while rank 1 gathers nothing for a while."""
     rank = dist.get_rank()
     lane = CollectiveLane(None, CPU, 1 << 20)
-    gathering = GatheringLane(None, CPU, ["a", "b"])
+    gathering = GatheringLane(None, CPU, ["a", "b"], WindowCount())
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -111,7 +112,7 @@ def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, 
 def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     lane = CollectiveLane(None, CPU, 1 << 20)
-    gathering = GatheringLane(None, CPU, ["a", "b"])
+    gathering = GatheringLane(None, CPU, ["a", "b"], WindowCount())
     sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
     held: list[tuple[torch.Tensor, dist.Work, int]] = []
     shared = 0

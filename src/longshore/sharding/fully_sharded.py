@@ -256,7 +256,7 @@ class FullySharded(Sharded):
         self._sharded = sharded
         self._parameters = parameters
         self._replica_of = [replica for replica, _ in sharded.places]
-        self._gathering = GatheringLane(sharded.shard_group, lane.device, sharded.names)
+        self._gathering = GatheringLane(sharded.shard_group, lane.device, sharded.names, self.windows)
         sharded.gather_by(self._gathering.of)
 
     def plan(
@@ -293,8 +293,22 @@ class FullySharded(Sharded):
     def before_publishing(self) -> None:
         self._sharded.reshard()
 
-    def interrupted(self) -> None:
+    def into_backward(self) -> None:
+        # One whose forward raised behind all that is gathered is told of nothing in it, and is not in this backward:
+        # a round without it would be waited for, by the rank that it waits for in its next forward.
+        try:
+            self._gathering.meet(Action.BACKWARD)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def interrupted(self) -> bool:
+        self.give_up()
+        return True
+
+    def give_up(self) -> None:
         self._gathering.interrupted()
+        self.lane.give_up_window()  # other replicas gather by themselves
         self._sharded.reset()
 
     def tells(self, rank: int) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from longshore.errors import GradientError
 from longshore.sharding.groups import twin_of
 from longshore.sharding.lane import Action, CollectiveLane
 from longshore.sharding.segments import NOTE_NUMEL, Segment, SharedSegments
+from longshore.sharding.window_count import WindowCount
 
 _LOOK_S = 1.0
 """How often a rank looks whether it waits for others."""
@@ -33,9 +35,10 @@ class GatheringLane:
         group: the ranks. Gathering has a lane of its own, and does not wait for gradients that are on their way.
         device: of the parameters.
         names: of the modules, by number.
+        windows: of this rank.
     """
 
-    def __init__(self, group: Any, device: torch.device, names: Sequence[str]) -> None:
+    def __init__(self, group: Any, device: torch.device, names: Sequence[str], windows: WindowCount) -> None:
         def words(action: Action, number: int) -> str:
             return f"{action.words} of {names[number]}" if action is Action.GATHER else action.words
 
@@ -44,7 +47,7 @@ class GatheringLane:
         self._lane = CollectiveLane(
             twin, torch.device("cpu"), limit_bytes=1, owns_group=True, words=words, note_numel=NOTE_NUMEL
         )
-        self._interruptions = 0
+        self._windows = windows
         self._underway: Gathered | None = None
         self._segments = SharedSegments(self._lane.rank, self._lane.rows)
         self._closing = threading.Event()
@@ -58,7 +61,16 @@ class GatheringLane:
         """All ranks are at this action; raises what :meth:`CollectiveLane.meet` does."""
         self._finish_underway()
         # On the thread that waits for the result: two more threads to wake would take as long as the meeting.
-        self._lane.meet(action, 0, self._interruptions)
+        with self._hearing():
+            self._lane.meet(action, 0, self._windows.number)
+
+    @contextlib.contextmanager
+    def _hearing(self) -> Iterator[None]:
+        try:
+            yield
+        except GradientError:
+            self._windows.hear(self._lane.given_up)
+            raise
 
     def allocate(self, num_bytes: int) -> tuple[Segment, Tensor] | None:
         """uint8 ``[num_bytes]`` for what is gathered next, and what to give to :meth:`gather`; None: anywhere."""
@@ -77,12 +89,14 @@ class GatheringLane:
         """
         self._finish_underway()
         said = self._segments.come(segment)
-        meeting = self._lane.begin(Action.GATHER, module, self._interruptions, said)
+        window = self._windows.number
+        meeting = self._lane.begin(Action.GATHER, module, window, said)
 
         def finish() -> None:
             self._underway = None
             try:
-                self._lane.finish(meeting)
+                with self._hearing():
+                    self._lane.finish(meeting)
             except BaseException:
                 self._segments.stand_apart()
                 raise
@@ -93,8 +107,7 @@ class GatheringLane:
                 output.set_(output.clone())  # pyright: ignore
             self._lane.complete(output.view(self._lane.world_size, -1).view(torch.uint8))
 
-        interruptions = self._interruptions
-        self._underway = Gathered(finish, lambda: self._interruptions == interruptions)
+        self._underway = Gathered(finish, lambda: self._windows.number == window)
         return self._underway
 
     def _finish_underway(self) -> None:
@@ -112,10 +125,19 @@ class GatheringLane:
         self._segments.stand_apart()
 
     def interrupted(self) -> None:
-        """What this rank gathers next is for another forward."""
-        self.give_up()
-        self._interruptions += 1
-        self._finish_underway()
+        """What this rank gathers next is for another window."""
+        self._segments.stand_apart()
+        with contextlib.suppress(GradientError):  # another one gave up, too
+            self._finish_underway()
+        if self._windows.give_up():
+            # Now, and not at the next meeting: before that, this rank waits for gradients of a backward in which
+            # the others wait to gather with it.
+            meeting = self._lane.begin(Action.LEAVE, 0, self._windows.number)
+            self._underway = Gathered(lambda: self._left(meeting), lambda: True)
+
+    def _left(self, meeting: Any) -> None:
+        self._underway = None
+        self._lane.finish(meeting)
 
     def close(self) -> None:
         self._closing.set()

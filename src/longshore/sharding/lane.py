@@ -40,6 +40,8 @@ class Action(IntEnum):
     READ = 4
     CLOSE = 5
     GATHER = 6
+    LEAVE = 7
+    """Not waited for: the others are told, wherever they are."""
 
     @property
     def words(self) -> str:
@@ -50,6 +52,7 @@ class Action(IntEnum):
             Action.READ: "reading optimizer state",
             Action.CLOSE: "in the last backward",
             Action.GATHER: "gathering parameters",
+            Action.LEAVE: "giving up its window",
         }[self]
 
 
@@ -122,6 +125,8 @@ class CollectiveLane:
         # Of one window.
         self._untold = False
         """This rank gave up its window, and the others may not know."""
+        self.given_up = 0
+        """The window of the rank that gave one up, as it counts since, where a meeting raised for that."""
         # Change with each meeting; read by the thread that waits for the lane's.
         self._meeting: _Meeting | None = None
         self._last_met = "when the engine was made"
@@ -271,8 +276,9 @@ class CollectiveLane:
                 doing = [(Action(row[0]), row[1]) for row in rows]
             except ValueError:
                 raise RankError(f"the ranks do different things; {_ADVICE}") from None
-            gave_up = [rank for rank, row in enumerate(rows) if row[3]]
-            if all(row[:3] == rows[0][:3] for row in rows):
+            left = [rank for rank, (other, _) in enumerate(doing) if other is Action.LEAVE]
+            gave_up = left or [rank for rank, row in enumerate(rows) if row[3]]
+            if action is Action.LEAVE or all(row[:3] == rows[0][:3] for row in rows):
                 return True
             if not gave_up:
                 closing = [other is Action.CLOSE for other, _ in doing]
@@ -281,7 +287,8 @@ class CollectiveLane:
                     return True
                 if action is Action.CLOSE:
                     return False
-            elif not meeting.gave_up:
+            elif left or not meeting.gave_up:
+                self.given_up = max(rows[rank][2] for rank in gave_up)
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
                 )

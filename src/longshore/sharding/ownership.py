@@ -11,6 +11,7 @@ from torch import Tensor
 from longshore.sharding.bucket import Bucket, Piece, plan_buckets
 from longshore.sharding.lane import Action, CollectiveLane
 from longshore.sharding.reduction import parts, slices
+from longshore.sharding.window_count import WindowCount
 
 _GATHER_NUMEL = 1 << 23
 """Elements of one gathering over all ranks; larger ones are no faster."""
@@ -21,6 +22,7 @@ class Ownership(ABC):
 
     def __init__(self, lane: CollectiveLane) -> None:
         self.lane = lane
+        self.windows = WindowCount()
 
     replicates = True
     """Whether every rank has all of each parameter on its device."""
@@ -55,9 +57,18 @@ class Ownership(ABC):
         """Parameters on the device are about to change."""
         return
 
-    def interrupted(self) -> None:
-        """A forward or a backward raised, and nothing of it goes on."""
+    def into_backward(self) -> None:
+        """A backward begins whose gradients are reduced; all have to call. Raises what a meeting does."""
         return
+
+    def interrupted(self) -> bool:
+        """A forward or a backward raised, and nothing of it goes on. Whether the window is given up by that."""
+        return False
+
+    def give_up(self) -> None:
+        """This rank will discard its window. Others may not know; they are told when they meet this rank."""
+        self.windows.give_up()
+        self.lane.give_up_window()
 
     @abstractmethod
     def owned(self, bucket: Bucket) -> Sequence[Piece]:

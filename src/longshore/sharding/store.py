@@ -60,7 +60,7 @@ class ShardedStore(ParameterStore):
         self._reducer = Reducer(inner, self.shards, settings)
         # Change with each window.
         self._window = WindowGradients(self.shards, settings, self._launch)
-        self._windows = 0
+        self._windows = ownership.windows
         self._broken: BaseException | None = None
         self._closed = False
 
@@ -98,13 +98,15 @@ class ShardedStore(ParameterStore):
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
         self.check_usable()
+        if reduce:
+            self._ownership.into_backward()
         self._window.backwards += 1
         self._window.unsynchronized = not reduce
         if reduce and self._settings.each_backward:
             current, kept = self._window.begin_round()
             buckets = list(self.shards.buckets)  # step() may add some while the lane is still at this round
-            ready = self.transfer.mark()
-            self.lane.submit(lambda: self._meet_for(current, kept, buckets, ready))
+            ready, window = self.transfer.mark(), self._windows.number  # which changes when another rank gives up
+            self.lane.submit(lambda: self._meet_for(current, window, kept, buckets, ready))
         elif reduce and last and self._window.may_close():
             closing, sums = self._window.begin_closing_round()
             self.lane.submit(lambda: self._meet_to_close(closing, sums))
@@ -113,6 +115,9 @@ class ShardedStore(ParameterStore):
         # Where it failed, its round still takes place: the others are in it.
         self._window.fail(failure)
         self._window.end_round()
+        if failure is not None:
+            # At once: the others may be in the middle of this backward, where they gather and wait.
+            self._window.given_up = self._ownership.interrupted()
 
     def foresee(self, forecast: Forecast) -> None:
         self.inner.foresee(PieceForecast(forecast, self.shards))
@@ -124,9 +129,11 @@ class ShardedStore(ParameterStore):
     def speculation(self) -> SpeculationRecord | None:
         return self.inner.speculation
 
-    def _meet_for(self, current: Round, kept: list[Contributions], buckets: Sequence[Bucket], ready: Any) -> None:
+    def _meet_for(
+        self, current: Round, window: int, kept: list[Contributions], buckets: Sequence[Bucket], ready: Any
+    ) -> None:
         try:
-            self.lane.meet(Action.BACKWARD, current.number, self._windows)
+            self.lane.meet(Action.BACKWARD, current.number, window)
             rounds = agree_on(self.lane, Statement.of(kept)).deferred
             self._reducer.reduce_kept(kept, rounds, buckets, ready)
         except BaseException:
@@ -135,7 +142,7 @@ class ShardedStore(ParameterStore):
 
     def _meet_to_close(self, current: Round, sums: bool) -> None:
         try:
-            if not self.lane.meet(Action.CLOSE, current.number, self._windows):
+            if not self.lane.meet(Action.CLOSE, current.number, self._windows.number):
                 current.failed = True  # another rank is at its step already, and this one will be
                 return
             current.sums = any(agree_on(self.lane, Statement([sums])).deferred)
@@ -171,11 +178,10 @@ class ShardedStore(ParameterStore):
         except GradientError:
             pass  # another rank gave up the same window
         finally:
-            if self._window.failure is not None:
-                self._ownership.interrupted()
-                # The others may not know; those that do not will be told when they meet this rank.
-                self.lane.give_up_window()
-                self._windows += 1
+            # Nobody says here that a raw backward raised because another rank gave up.
+            if (self._window.failure is not None or self._windows.told) and not self._window.given_up:
+                self._ownership.give_up()
+            self._windows.discarded()
             self.inner.discard()
             self._window.begin()
 
@@ -199,6 +205,7 @@ class ShardedStore(ParameterStore):
 
     def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
         self.check_usable()
+        self._window.check_not_given_up()
         failure: BaseException | None = None
         try:
             collect()
@@ -213,7 +220,7 @@ class ShardedStore(ParameterStore):
         ready = self.transfer.mark()
 
         def settle() -> list[int]:
-            self.lane.meet(Action.STEP, len(parameters), self._windows)
+            self.lane.meet(Action.STEP, len(parameters), self._windows.number)
             early = reduced_early(closing, kept)
             statement = Statement.of(kept, failure is not None, backwards, order, used, early)
             agreed = agree_on(self.lane, statement)
@@ -242,7 +249,7 @@ class ShardedStore(ParameterStore):
             yield
         except Exception:
             with contextlib.suppress(LongshoreError):  # the first error is the one to raise
-                self.lane.run(lambda: self.lane.meet(Action.COMMIT, REFUSED, self._windows))
+                self.lane.run(lambda: self.lane.meet(Action.COMMIT, REFUSED, self._windows.number))
             raise
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
@@ -256,7 +263,7 @@ class ShardedStore(ParameterStore):
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         self.check_usable()
         verdict = number_of(steps, scale)
-        self.lane.run(lambda: self.lane.meet(Action.COMMIT, verdict, self._windows))
+        self.lane.run(lambda: self.lane.meet(Action.COMMIT, verdict, self._windows.number))
         own: dict[int, ParameterStep] = {}
         for parameter, step in steps.items():
             for piece in self.shards.owned(parameter):
@@ -288,7 +295,7 @@ class ShardedStore(ParameterStore):
         except BaseException as error:
             self._broken = failure or error
             raise
-        self._windows += 1
+        self._windows.applied()
         self._window.stepped()
 
     # -- state ----------------------------------------------------------------

@@ -77,6 +77,8 @@ class WindowGradients:
         """That began here, whether or not they were rounds."""
         self.rounds = 0
         self.failure: BaseException | None = None
+        self.given_up = False
+        """A backward of it raised, and the others are told that it ends with that."""
         self.active: list[int] | None = None
         """Parameters with a gradient on any rank, once the ranks agreed on them; None when more came since."""
         self._arrived: dict[int, int] = {}
@@ -96,6 +98,12 @@ class WindowGradients:
     def fail(self, failure: BaseException | None) -> None:
         """The window cannot be stepped any more; the first reason counts."""
         self.failure = self.failure or failure
+
+    def check_not_given_up(self) -> None:
+        """Raises what the backward raised: no other rank meets this one for the step."""
+        if self.given_up:
+            assert self.failure is not None
+            raise self.failure
 
     def arrivals(self, parameter: int) -> int:
         return self._arrived.get(parameter, 0)
