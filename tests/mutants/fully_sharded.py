@@ -122,16 +122,16 @@ MUTANTS = [
     ),
     Mutant(
         "a rank holds the next one's rows",
-        "sharding/fully_sharded.py",
-        "return [parts[shard] for _, shard in self.places]",
-        "return [parts[(shard + 1) % len(parts)] for _, shard in self.places]",
+        "sharding/rank_grid.py",
+        "start, stop = _chunk(rows, self.shards, place.shard)",
+        "start, stop = _chunk(rows, self.shards, (place.shard + 1) % self.shards)",
         (FULLY_SHARDED,),
     ),
     Mutant(
         "rows are shared out evenly",
-        "sharding/fully_sharded.py",
-        "step = -(-rows // shards)",
-        "step = rows // shards",
+        "sharding/rank_grid.py",
+        "step = -(-size // chunks)",
+        "step = size // chunks",
         (FULLY_SHARDED,),
     ),
     Mutant(
@@ -144,8 +144,8 @@ MUTANTS = [
     Mutant(
         "every replica counts",
         "sharding/fully_sharded.py",
-        "return self._replica_of[rank] == 0",
-        "return True",
+        "return place.replica == 0 and (",
+        "return (",
         (FULLY_SHARDED,),
     ),
     Mutant(
