@@ -24,6 +24,7 @@ CONTRIBUTIONS = "tests/sharding/test_contributions.py"
 GATHERING = "tests/sharding/test_gathering.py"
 FSDP = "tests/optim/test_fsdp.py"
 FULLY_SHARDED = "tests/engine/test_fully_sharded.py"
+TENSOR_PARALLEL = "tests/engine/test_tensor_parallel.py"
 SPLIT = "tests/optim/test_split.py"
 
 
