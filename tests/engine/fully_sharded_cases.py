@@ -85,7 +85,7 @@ def config_of(dtype: torch.dtype | None = torch.float32, **fields: Any) -> longs
     defaults: dict[str, Any] = {
         "stage": 3,
         "offload_optimizer": "cpu",
-        "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16", None: None}[dtype],
+        "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: None}[dtype],
         "optimizer": {"type": "AdamW", **OPTIONS},
     }
     return longshore.Config(**{**defaults, **fields})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import FSDP, FULLY_SHARDED, GATHERING, SEGMENTS, Mutant
+from mutants.mutant import FSDP, FULLY_SHARDED, GATHERING, SEGMENTS, TENSOR_PARALLEL, Mutant
 
 MUTANTS = [
     # -- segments.py ----------------------------------------------------------
@@ -143,16 +143,16 @@ MUTANTS = [
     ),
     Mutant(
         "a rank holds the next one's rows",
-        "sharding/fully_sharded.py",
-        "return [parts[shard] for _, shard in self.places]",
-        "return [parts[(shard + 1) % len(parts)] for _, shard in self.places]",
+        "sharding/rank_grid.py",
+        "start, stop = _chunk(rows, self.shards, place.shard)",
+        "start, stop = _chunk(rows, self.shards, (place.shard + 1) % self.shards)",
         (FULLY_SHARDED,),
     ),
     Mutant(
         "rows are shared out evenly",
-        "sharding/fully_sharded.py",
-        "step = -(-rows // shards)",
-        "step = rows // shards",
+        "sharding/rank_grid.py",
+        "step = -(-size // chunks)",
+        "step = size // chunks",
         (FULLY_SHARDED,),
     ),
     Mutant(
@@ -165,8 +165,8 @@ MUTANTS = [
     Mutant(
         "every replica counts",
         "sharding/fully_sharded.py",
-        "return self._replica_of[rank] == 0",
-        "return True",
+        "return place.replica == 0 and (",
+        "return (",
         (FULLY_SHARDED,),
     ),
     Mutant(
@@ -211,5 +211,41 @@ MUTANTS = [
         "return held_part(value) if _placing(value) == (mesh, placements) else None",
         "return held_part(value)",
         (FSDP,),
+    ),
+    # -- with tensor parallelism ----------------------------------------------
+    Mutant(
+        "a gradient that is a sum over ranks is taken for this rank's part",
+        "optim/shards.py",
+        "and _placing(leaf) != _placing(gradient):",
+        "and leaf is gradient:",
+        (TENSOR_PARALLEL + "::test_without_the_engine",),
+    ),
+    Mutant(
+        "what all ranks of tensor parallelism have counts for each",
+        "sharding/fully_sharded.py",
+        "(place.part == 0 or",
+        "(place.part >= 0 or",
+        (TENSOR_PARALLEL + "::test_in_other_meshes",),
+    ),
+    Mutant(
+        "an overflow in what counts on another rank is overlooked",
+        "sharding/store.py",
+        "part if math.isfinite(other) else other",
+        "part",
+        (TENSOR_PARALLEL + "::test_an_overflow_on_one_rank_is_skipped_by_all",),
+    ),
+    Mutant(
+        "ranks of tensor parallelism step what only some of them used",
+        "sharding/fully_sharded.py",
+        "            if 0 < len(parts) < grid.parts:\n",
+        "            if not grid.parts:\n",
+        (TENSOR_PARALLEL + "::test_a_parameter_used_by_some_ranks_of_tensor_parallelism_is_named",),
+    ),
+    Mutant(
+        "ranks of tensor parallelism get other samples",
+        "engine/model_sharding.py",
+        "rank=grid.data_place(ranks.rank)",
+        "rank=ranks.rank % 2",
+        (TENSOR_PARALLEL + "::test_batches",),
     ),
 ]

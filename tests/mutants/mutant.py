@@ -25,6 +25,7 @@ GATHERING = "tests/sharding/test_gathering.py"
 SEGMENTS = "tests/sharding/test_segments.py"
 FSDP = "tests/optim/test_fsdp.py"
 FULLY_SHARDED = "tests/engine/test_fully_sharded.py"
+TENSOR_PARALLEL = "tests/engine/test_tensor_parallel.py"
 SPLIT = "tests/optim/test_split.py"
 
 

@@ -279,8 +279,8 @@ MUTANTS = [
     Mutant(
         "the norm is that of this rank's part",
         "sharding/store.py",
-        "return self._ownership.total(self.inner.sum_of_squares(pieces, scale))",
-        "return self.inner.sum_of_squares(pieces, scale)",
+        "return self._ownership.total(part if math.isfinite(other) else other)",
+        "return part",
         (TABLE,),
     ),
     Mutant(

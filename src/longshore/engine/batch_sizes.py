@@ -9,18 +9,18 @@ from longshore.engine.config import Config
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples a backward and rank, backwards a step, and ranks."""
+    """Samples a backward and rank, backwards a step, and ranks (those of tensor parallelism together count as one)."""
 
     micro_batch_size: int
     accumulation_steps: int
     world_size: int
 
     @classmethod
-    def of(cls, config: Config, world_size: int) -> BatchSizes:
+    def of(cls, config: Config) -> BatchSizes:
         """From a resolved configuration."""
-        micro, steps = config.micro_batch_size, config.gradient_accumulation_steps
-        assert micro is not None and steps is not None
-        return cls(micro, steps, world_size)
+        train, micro, steps = config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps
+        assert train is not None and micro is not None and steps is not None
+        return cls(micro, steps, train // (micro * steps))
 
     @property
     def train_batch_size(self) -> int:

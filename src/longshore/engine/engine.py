@@ -64,7 +64,7 @@ class Engine(nn.Module):
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         # Change with every step.
-        self._sizes = BatchSizes.of(config, ranks.world_size)
+        self._sizes = BatchSizes.of(config)
         self._window = Window(self._sizes.accumulation_steps)
         self.global_steps = 0
         self.micro_steps = 0
@@ -319,7 +319,7 @@ class Engine(nn.Module):
 
     @property
     def global_samples(self) -> int:
-        return self.micro_steps * self._sizes.micro_batch_size * self.ranks.world_size
+        return self.micro_steps * self._sizes.micro_batch_size * self._sizes.world_size
 
     def get_mom(self) -> list[Any]:
         """Betas, or momentum, of each group."""

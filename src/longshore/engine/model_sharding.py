@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +92,12 @@ def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, precis
     sharded = [(name, parameter) for name, parameter in model.named_parameters() if is_sharded(parameter)]
     if not sharded:
         return False
+    if not is_fully_sharded(model):
+        raise ValueError(
+            f"parameter {sharded[0][0]} is a DTensor, and fully_shard was not applied to the model; after "
+            "parallelize_module, apply it to the whole model last, with the mesh of the other dimensions, or leave "
+            "both out"
+        )
     plain = [name for name, parameter in model.named_parameters() if not is_sharded(parameter)]
     if plain:
         raise ValueError(
@@ -113,6 +121,29 @@ def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, precis
                 "fully_shard"
             )
     return True
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to it, or to a module in it."""
+    module = sys.modules.get("torch.distributed.fsdp")  # where it was never imported, it was not
+    return module is not None and any(isinstance(each, module.FSDPModule) for each in model.modules())
+
+
+def tensor_parallel_size(model: nn.Module) -> int:
+    """How many ranks run each batch together: 1, but for a model that was sharded after tensor parallelism."""
+    if not is_fully_sharded(model):
+        return 1
+    from longshore.sharding.placing import tensor_parallel_size
+
+    return tensor_parallel_size(model)
+
+
+def data_parallel(ranks: Ranks, sharded: FullyShardedModel | None) -> Ranks:
+    """This rank among those that run other batches: with tensor parallelism several have the same place."""
+    if sharded is None:
+        return ranks
+    grid = sharded.placing.grid
+    return replace(ranks, rank=grid.data_place(ranks.rank), world_size=len(grid.alike(0)))
 
 
 def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:

@@ -20,7 +20,14 @@ from longshore.engine.engine import Engine
 from longshore.engine.given_schedule import adopt_schedule
 from longshore.engine.host_cpus import host_cpus
 from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from longshore.engine.model_sharding import WrapPolicy, check_already_sharded, materialized, shard_model
+from longshore.engine.model_sharding import (
+    WrapPolicy,
+    check_already_sharded,
+    data_parallel,
+    materialized,
+    shard_model,
+    tensor_parallel_size,
+)
 from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, expected_world_size, join
@@ -102,7 +109,7 @@ def initialize(
     chosen = _chosen_config(args, config, config_params)
     environ = _environ(distributed_port, dist_init_required)
     # Before the ranks meet: they would meet, or wait for each other in vain, only to hear of a mistake in a file.
-    loaded = load_config(chosen, world_size=expected_world_size(environ), needs_optimizer=optimizer is None)
+    loaded = load_config(chosen, world_size=_data_ranks(model, environ), needs_optimizer=optimizer is None)
     ranks, settings = join(environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
@@ -121,7 +128,7 @@ def initialize(
             sharded.when_gathered(made.look_again)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
-        engine.training_dataloader = _loader(training_data, settings, ranks, collate_fn)
+        engine.training_dataloader = _loader(training_data, settings, data_parallel(ranks, sharded), collate_fn)
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
@@ -138,6 +145,11 @@ def _tell(notes: Iterable[str], ranks: Ranks) -> None:
     if ranks.rank == 0:
         for note in notes:
             warnings.warn(note, stacklevel=3)
+
+
+def _data_ranks(model: nn.Module, environ: Mapping[str, str] | None) -> int:
+    """Ranks that run other batches, as the configuration counts them."""
+    return max(1, expected_world_size(environ) // tensor_parallel_size(model))
 
 
 def _place(
@@ -192,7 +204,8 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None, sharded: F
         offload = _offload(config, ranks)
     if ranks.world_size == 1:
         return offload
-    predivide = float(ranks.world_size) if config.prescale_gradients else config.gradient_predivide_factor
+    averaged = data_parallel(ranks, sharded).world_size
+    predivide = float(averaged) if config.prescale_gradients else config.gradient_predivide_factor
     reduction = ReductionSettings(
         bucket_numel=config.reduce_bucket_numel,
         each_backward=False,

@@ -70,21 +70,26 @@ class Weights:
             ranks: of the run.
         """
         for name, parameter in sharded.model.named_parameters():
-            shards = sharded.shards_of(parameter)
+            shards = [sharded.placing.shard_of(parameter, rank) for rank in range(ranks.world_size)]
             if self._files is not None:
-                self._read(name, parameter, *shards[ranks.rank])
+                held = held_part(parameter)
+                held.copy_(self._read(name, parameter, sharded, shards[ranks.rank]).view(held.shape))
             elif former:
                 _scatter(former[name], parameter, shards, ranks)
             if name in former:
                 # Whoever still has it finds out in time: its shape fits nothing.
                 former[name].data = former[name].data.new_empty(0)
 
-    def _read(self, name: str, parameter: Tensor, offset: int, numel: int) -> None:
+    def _read(self, name: str, parameter: Tensor, sharded: FullyShardedModel, shard: tuple[int, int]) -> Tensor:
         assert self._files is not None
-        if numel > 0:
-            row_numel = parameter.numel() // parameter.shape[0]
-            rows = self._files.read(self._parameters[name], offset // row_numel, (offset + numel) // row_numel)
-            held_part(parameter).copy_(cast(rows, parameter.dtype))
+        name, (offset, numel), cut = self._parameters[name], shard, sharded.placing.cut_of(parameter)
+        if numel == 0:
+            return torch.empty(0, dtype=parameter.dtype)
+        if cut.dim is not None:  # tensor parallelism may have cut across rows
+            whole = flat(self._files.read(name))
+            return cast(cut.part_of(whole, sharded.placing.part)[offset : offset + numel], parameter.dtype)
+        row_numel = parameter.numel() // parameter.shape[0]
+        return cast(flat(self._files.read(name, offset // row_numel, (offset + numel) // row_numel)), parameter.dtype)
 
     def tell_what_is_not_read(self) -> None:
         if self._files is None:

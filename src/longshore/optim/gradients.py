@@ -17,7 +17,7 @@ from longshore.host import ParameterStore
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, flat
 from longshore.optim.released import ReleasedGradient, ReleasedShard, ReleaseHooks, is_released
-from longshore.optim.shards import held_part, like
+from longshore.optim.shards import gradient_part, like
 
 
 class GradientSource(ABC):
@@ -41,7 +41,7 @@ class GradientSource(ABC):
     def found(self, record: ParameterRecord, gradient: Tensor) -> Tensor:
         """Check a tensor found in ``.grad``; returns it flat, in the parameter's logical order."""
         record.check_gradient(gradient, same_dtype=self.store.transfer.staged)
-        return flat(held_part(gradient))
+        return flat(gradient_part(record.leaf(), gradient))
 
     @abstractmethod
     def register(self, records: Sequence[ParameterRecord]) -> None:

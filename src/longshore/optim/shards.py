@@ -28,6 +28,20 @@ def like(parameter: Tensor, held: Tensor) -> Tensor:
     return kind(held, spec, requires_grad=False)
 
 
+def gradient_part(leaf: Tensor | None, gradient: Tensor) -> Tensor:
+    """What this process has of a gradient, placed as ``leaf``, into which it was accumulated.
+
+    With tensor parallelism autograd may leave it as a sum whose addends are on several ranks, or all of it on each.
+    Then the ranks of the mesh have to call.
+    """
+    if leaf is not None and is_sharded(leaf) and is_sharded(gradient) and _placing(leaf) != _placing(gradient):
+        gradient = gradient.redistribute(placements=leaf.placements)  # pyright: ignore[reportAttributeAccessIssue]
+    held: Any = held_part(gradient)
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    # A collective of tensor parallelism may be under way still.
+    return held.wait() if module is not None and isinstance(held, module.AsyncCollectiveTensor) else held
+
+
 def part_of(parameter: Tensor, value: Tensor) -> Tensor | None:
     """What of ``value``, a ``DTensor`` placed alike or a whole tensor of the same shape, belongs with what this process
     has of ``parameter``; None where it is placed otherwise."""

@@ -61,6 +61,7 @@ class Agreement:
     """By rank."""
     order: Sequence[int]
     used: Sequence[bool]
+    used_by_rank: Sequence[Sequence[bool]]
     early: bool
 
     def check(self, rank: int, failure: BaseException | None, kind: type[LongshoreError]) -> None:
@@ -97,6 +98,7 @@ def agree_on(lane: CollectiveLane, statement: Statement) -> Agreement:
         backwards=[row[3] for row in rows],
         order=rows[0][_HEAD : _HEAD + orders],
         used=[any(row[_HEAD + orders + index] for row in rows) for index in range(used)],
+        used_by_rank=[[bool(bit) for bit in row[_HEAD + orders :]] for row in rows],
         early=all(row[4] for row in rows),
     )
 

@@ -12,7 +12,6 @@ and rounds to the parameters' dtype) never runs.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,15 +22,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from longshore.errors import GradientError
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part
 from longshore.sharding.bucket import Bucket, Piece, plan_shards
 from longshore.sharding.gathering import GatheringLane
+from longshore.sharding.groups import group_of
 from longshore.sharding.lane import Action, CollectiveLane
 from longshore.sharding.ownership import Sharded
+from longshore.sharding.placing import Placing
+from longshore.sharding.rank_grid import Cut
 
 _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 
@@ -63,12 +66,14 @@ class FullyShardedModel:
             sum(member.sharded_param.numel() for member in group.fsdp_params) for group in self._groups()
         )
         """Elements of the parameters that are gathered together."""
-        first = next(model.parameters())
-        assert isinstance(first, DTensor)
-        self.mesh = first.device_mesh
-        """All ranks; the last dimension shards, the others replicate."""
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters():
-            self._check(name, parameter)
+            if id(parameter) not in self._by_id:
+                raise ValueError(
+                    f"parameter {name} is in no module that fully_shard was applied to; apply it to the whole model "
+                    "last"
+                )
+        self.placing = Placing({name: self._by_id[key] for key, name in self._names.items()})
         self._check_dtypes()
         self._hook = model.register_forward_hook(self._after_forward)
         # Until each module's first forward.
@@ -76,7 +81,7 @@ class FullyShardedModel:
         _MODELS.add(self)
 
     def _check_dtypes(self) -> None:
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names = self._names
         for group in self._groups():
             trainable = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
             for parameter in trainable:
@@ -104,21 +109,6 @@ class FullyShardedModel:
         for module in self.modules:
             yield from module._get_fsdp_state()._fsdp_param_groups
 
-    def _check(self, name: str, parameter: Tensor) -> None:
-        if id(parameter) not in self._by_id:
-            raise ValueError(
-                f"parameter {name} is in no module that fully_shard was applied to; apply it to the whole model last"
-            )
-        assert isinstance(parameter, DTensor)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        if placements[-1] != Shard(0) or any(not placement.is_replicate() for placement in placements[:-1]):
-            raise ValueError(
-                f"parameter {name} is placed as {placements} on {mesh}; longshore steps parameters that are sharded "
-                "along their first dimension over the last dimension of a mesh, and replicated over the others"
-            )
-        if mesh != self.mesh or mesh.size() != dist.get_world_size():
-            raise ValueError(f"parameter {name} is on {mesh}; all parameters have to be on one mesh of all ranks")
-
     def leaf_of(self, parameter: Tensor) -> Tensor | None:
         """What the parameter is gathered into, always the same tensor; None before the first time."""
         return getattr(self._by_id[id(parameter)], "_unsharded_param", None)
@@ -127,10 +117,15 @@ class FullyShardedModel:
         """The same by ``id``, of one that is gathered."""
         return self._by_id[key]._unsharded_param
 
-    def has(self, parameter: Tensor) -> bool:
-        """Whether it is one of this model's."""
-        member = self._by_id.get(id(parameter))
-        return member is not None and member.sharded_param is parameter
+    def parameter_of_id(self, key: int) -> Tensor:
+        return self._by_id[key].sharded_param
+
+    def key_of(self, tensor: Tensor) -> int | None:
+        """The ``id`` of the parameter of this model that the tensor is, or that was gathered into it."""
+        for key, member in self._by_id.items():
+            if tensor is member.sharded_param or tensor is getattr(member, "_unsharded_param", None):
+                return key
+        return None
 
     def ids_of_modules(self) -> list[set[int]]:
         """Of the parameters that each of the modules gathers, by their number."""
@@ -145,7 +140,7 @@ class FullyShardedModel:
 
     def take_shard(self, parameter: Tensor, whole: Tensor) -> None:
         """Write this rank's part of ``whole`` into its shard."""
-        offset, numel = self.shards_of(parameter)[dist.get_rank()]
+        offset, numel = self.placing.shard_of(parameter, dist.get_rank())
         held = held_part(parameter)
         held.copy_(flat(whole)[offset : offset + numel].view(held.shape))
         torch.autograd.graph.increment_version(parameter)
@@ -182,26 +177,8 @@ class FullyShardedModel:
         if root._get_fsdp_state()._is_root is not None:  # None: there was no forward yet
             root.reset_iter_state()
 
-    def shards_of(self, parameter: Tensor) -> list[tuple[int, int]]:
-        """``(offset, numel)`` of each rank's part in the flat parameter: FSDP2 cuts as ``torch.chunk`` does."""
-        rows, shards = parameter.shape[0], self.mesh.size(-1)
-        row_numel = parameter.numel() // rows if rows else 0
-        step = -(-rows // shards)
-        starts = [min(shard * step, rows) for shard in range(shards + 1)]
-        parts = [(start * row_numel, (stop - start) * row_numel) for start, stop in itertools.pairwise(starts)]
-        return [parts[shard] for _, shard in self.places]
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """Of each rank: which of the replicas it belongs to, and which shard it has."""
-        ranks = self.mesh.mesh.reshape(-1, self.mesh.size(-1)).tolist()
-        found = {rank: (replica, shard) for replica, row in enumerate(ranks) for shard, rank in enumerate(row)}
-        return [found[rank] for rank in range(len(found))]
-
-    @property
-    def shard_group(self) -> Any:
-        """The ranks that have the shards of one replica, this one among them."""
-        return self.mesh.get_group(self.mesh.ndim - 1)
+    def name_of_id(self, key: int) -> str:
+        return self._names[key]
 
 
 @contextlib.contextmanager
@@ -211,33 +188,45 @@ def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[i
     ``write_back``: at the end each rank takes its shards from what it has then.
 
     Raises:
-        ValueError: a parameter of no model that is known here.
+        ValueError: a parameter of no model that is known here, or one that cannot be written so.
     """
-    models = {id(parameter): model for model in _MODELS for parameter in parameters if model.has(parameter)}
+    found: dict[int, tuple[FullyShardedModel, int]] = {}
     for parameter in parameters:
-        if id(parameter) not in models:
+        owners = ((model, key) for model in _MODELS if (key := model.key_of(parameter)) is not None)
+        if (owner := next(owners, None)) is None:
             raise ValueError(
                 f"a sharded parameter of shape {list(parameter.shape)} belongs to no model that longshore.initialize() "
                 "was given, or its engine is gone"
             )
+        model, key = found[id(parameter)] = owner
+        if write_back and model.placing.is_parallel(model.parameter_of_id(key)):
+            # The module keeps its part, and a write there, on one rank, would be lost without a word.
+            raise ValueError(
+                f"parameter {model.name_of_id(key)} is one of tensor parallelism, of which gather() gives a copy to "
+                "read; to write it use longshore.utils.safe_set_full_fp32_param()"
+            )
     modules = [
         module
-        for model in dict.fromkeys(models.values())
+        for model in dict.fromkeys(model for model, _ in found.values())
         for module, ids in zip(model.modules, model.ids_of_modules(), strict=True)
-        if not ids.isdisjoint(models)
+        if not ids.isdisjoint(key for _, key in found.values())
     ]
     try:
         for module in modules:
             module.unshard()
-        whole = {key: model.leaf_of_id(key) for key, model in models.items()}
+        whole = {given: _whole(model.leaf_of_id(key)) for given, (model, key) in found.items()}
         yield whole
         if write_back:
             with torch.no_grad():
-                for parameter in parameters:
-                    models[id(parameter)].take_shard(parameter, whole[id(parameter)])
+                for given, (model, key) in found.items():
+                    model.take_shard(model.parameter_of_id(key), whole[given])
     finally:
         for module in modules:
             module.reshard()
+
+
+def _whole(leaf: Tensor) -> Tensor:
+    return leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf
 
 
 class FullySharded(Sharded):
@@ -255,8 +244,13 @@ class FullySharded(Sharded):
         super().__init__(lane, gather_numel=1)
         self._sharded = sharded
         self._parameters = parameters
-        self._replica_of = [replica for replica, _ in sharded.places]
-        self._gathering = GatheringLane(sharded.shard_group, lane.device, sharded.names, self.windows)
+        self._placing = sharded.placing
+        self._data_ranks = self._placing.grid.alike(self._placing.part)
+        if self._placing.grid.parts > 1:
+            # All ranks meet in the lane, and take the same verdict there. Gradients go in its jobs, by this one.
+            group = group_of(self._data_ranks, lane.group, lane.device)
+            self.averaging_lane = CollectiveLane(group, lane.device, limit_bytes=1, owns_group=True)
+        self._gathering = GatheringLane(self._placing.shard_group, lane.device, sharded.names, self.windows)
         sharded.gather_by(self._gathering.of)
 
     def plan(
@@ -266,20 +260,44 @@ class FullySharded(Sharded):
         first_bucket: int,
         first_piece: int,
     ) -> tuple[Bucket, ...]:
-        shards = {index: self._sharded.shards_of(self._parameters[index]) for index, _, _ in parameters}
-        # What is gathered together gets its gradients together.
+        shards = {index: [self._shard(index, rank) for rank in self._data_ranks] for index, _, _ in parameters}
+        # What is gathered together gets its gradients together. Buckets are filled by the size of whole parameters, so
+        # that they are the same for all parts of tensor parallelism.
         kinds = [
             (index, numel, (dtype, self._sharded.group_of[id(self._parameters[index])]))
             for index, numel, dtype in parameters
         ]
         return plan_shards(kinds, bucket_numel, shards, first_bucket, first_piece)
 
+    def _shard(self, parameter: int, rank: int) -> tuple[int, int]:
+        return self._placing.shard_of(self._parameters[parameter], rank)
+
+    def counts(self, bucket: Bucket, parameter: int) -> list[int]:
+        return [self._shard(parameter, rank)[1] for rank in range(self.lane.world_size)]
+
     def place(self, piece: Piece) -> slice:
         return slice(0, piece.numel)
 
+    def part(self, parameter: int, values: Tensor) -> Tensor:
+        return self._cut(parameter).part_of(values, self._placing.part)
+
     def held(self, parameter: int, values: Tensor) -> Tensor:
-        offset, numel = self._sharded.shards_of(self._parameters[parameter])[self.lane.rank]
-        return values[offset : offset + numel]
+        offset, numel = self._shard(parameter, self.lane.rank)
+        return self.part(parameter, values)[offset : offset + numel]
+
+    def _cut(self, parameter: int) -> Cut:
+        return self._placing.cut_of(self._parameters[parameter])
+
+    def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
+        grid = self._placing.grid
+        for place, parameter in enumerate(parameters):
+            parts = [part for part in range(grid.parts) if any(by_rank[rank][place] for rank in grid.alike(part))]
+            if 0 < len(parts) < grid.parts:
+                raise GradientError(
+                    f"parameter {self._sharded.name_of_id(id(self._parameters[parameter]))} has a gradient on rank "
+                    f"{', '.join(map(str, grid.alike(parts[0])))}, and none on the other ranks of tensor parallelism; "
+                    "these have to run the same backwards on the same data"
+                )
 
     def outside_of_the_model(self, failed: bool) -> None:
         if failed:
@@ -289,6 +307,10 @@ class FullySharded(Sharded):
     def close(self) -> None:
         self._sharded.close()
         self._gathering.close()
+        if self.averaging_lane is not self.lane:
+            with contextlib.suppress(Exception):  # whoever waited for them heard of it
+                self.lane.drain()  # its jobs use the other one
+            self.averaging_lane.close()
 
     def before_publishing(self) -> None:
         self._sharded.reshard()
@@ -311,8 +333,16 @@ class FullySharded(Sharded):
         self.lane.give_up_window()  # other replicas gather by themselves
         self._sharded.reset()
 
-    def tells(self, rank: int) -> bool:
-        return self._replica_of[rank] == 0
+    def tells(self, parameter: int, rank: int) -> bool:
+        place = self._placing.grid.places[rank]
+        return place.replica == 0 and (place.part == 0 or self._cut(parameter).dim is not None)
+
+    def assemble(self, parameter: int, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
+        mine = [read(piece.index) for piece in pieces[self.averaging_lane.rank]]
+        numels = [self._shard(parameter, rank)[1] for rank in range(self.lane.world_size)]
+        received = self.from_all(parameter, mine, max(numels))
+        held = [values[:numel] for values, numel in zip(received, numels, strict=True)]
+        return self._placing.joined(self._parameters[parameter], held)
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return

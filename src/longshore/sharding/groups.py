@@ -21,6 +21,11 @@ def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any
     return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
 
 
+def group_of(ranks: list[int], like: Any, device: torch.device) -> Any:
+    """A process group of some ranks of ``like``, which have to call, and whose order it takes."""
+    return dist.new_group(ranks, timeout=timeout_of(like, device), use_local_synchronization=True)
+
+
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
     """How long collectives of ``group`` wait, as its maker chose; None where torch does not say: torch's own default.
 

@@ -23,6 +23,8 @@ class Ownership(ABC):
     def __init__(self, lane: CollectiveLane) -> None:
         self.lane = lane
         self.windows = WindowCount()
+        self.averaging_lane = lane
+        """To those ranks over which gradients are averaged. Used in jobs of the other."""
 
     replicates = True
     """Whether every rank has all of each parameter on its device."""
@@ -41,12 +43,20 @@ class Ownership(ABC):
         """Where an owned piece lies in what this rank has of its parameter on the device, flat."""
         return slice(piece.parameter_offset, piece.parameter_offset + piece.numel)
 
+    def part(self, parameter: int, values: Tensor) -> Tensor:
+        """Of a whole parameter, flat, what the pieces of this rank and of those it averages with are cut from."""
+        return values
+
     def held(self, parameter: int, values: Tensor) -> Tensor:
         """Of a whole parameter, flat, what this rank has on the device."""
         return values
 
     def outside_of_the_model(self, failed: bool) -> None:
         """No rank is in a forward or a backward; all have to call. ``failed``: this one gave up its window."""
+        return
+
+    def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
+        """Raises GradientError where ranks that have to use the same parameters did not; ``by_rank``: which ones."""
         return
 
     def close(self) -> None:
@@ -88,12 +98,16 @@ class Ownership(ABC):
         """Complete the parameters ``targets`` (flat, by index) on every rank. In a job of the lane."""
 
     @abstractmethod
-    def assemble(self, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
+    def assemble(self, parameter: int, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
         """One parameter's state from its pieces, given by rank; ``read`` gives an owned one."""
+
+    def tells(self, parameter: int, rank: int) -> bool:
+        """Whether what this rank has counts where all is put together; otherwise another one has the same."""
+        return True
 
     @abstractmethod
     def total(self, part: float) -> float:
-        """The sum over all parameters, where ``part`` is the sum over the owned pieces."""
+        """The sum over all parameters, where ``part`` is the sum over those owned pieces that count."""
 
 
 class Sharded(Ownership):
@@ -109,7 +123,7 @@ class Sharded(Ownership):
         self._gather_numel = min(gather_numel, _GATHER_NUMEL)
 
     def owned(self, bucket: Bucket) -> Sequence[Piece]:
-        return bucket.pieces[self.lane.rank]
+        return bucket.pieces[self.averaging_lane.rank]
 
     def counts(self, bucket: Bucket, parameter: int) -> list[int]:
         return [sum(piece.numel for piece in own if piece.parameter == parameter) for own in bucket.pieces]
@@ -136,30 +150,29 @@ class Sharded(Ownership):
                     for entry in entries:
                         targets[entry.piece.parameter][entry.in_parameter].copy_(values[entry.in_slice])
 
-    def assemble(self, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
+    def assemble(self, parameter: int, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
         longest = max(piece.numel for own in pieces for piece in own)
-        mine = torch.zeros(longest, dtype=torch.float32)
-        for piece in pieces[self.lane.rank]:
-            mine[: piece.numel] = read(piece.index)
-
-        def collect() -> list[Tensor]:
-            self.lane.meet(Action.READ, next(piece.parameter for own in pieces for piece in own), 0)
-            outgoing = self.lane.outgoing(4 * longest, self.lane.device)
-            outgoing.memory.copy_(mine.view(torch.uint8))
-            return [chunk.to("cpu", copy=True).view(torch.float32) for chunk in self.lane.gather(outgoing)]
-
-        received = self.lane.run(collect)
+        received = self.from_all(parameter, [read(piece.index) for piece in pieces[self.lane.rank]], longest)
         # A parameter lies in one bucket, and each rank has at most one run of it.
-        runs = [(piece, rank) for rank, own in enumerate(pieces) if self.tells(rank) for piece in own]
+        runs = [(piece, rank) for rank, own in enumerate(pieces) for piece in own]
         runs.sort(key=lambda run: run[0].parameter_offset)
         return torch.cat([received[rank][: piece.numel] for piece, rank in runs])
 
-    def tells(self, rank: int) -> bool:
-        """Whether what this rank has counts where all is put together; otherwise another one has the same."""
-        return True
+    def from_all(self, parameter: int, mine: Sequence[Tensor], longest: int) -> list[Tensor]:
+        """What each rank has of one parameter, at most ``longest`` elements: float32, on the CPU, padded, by rank."""
+        padded = torch.zeros(longest, dtype=torch.float32)
+        for values in mine:
+            padded[: values.numel()] = values
+
+        def collect() -> list[Tensor]:
+            self.lane.meet(Action.READ, parameter, 0)
+            outgoing = self.lane.outgoing(4 * longest, self.lane.device)
+            outgoing.memory.copy_(padded.view(torch.uint8))
+            return [chunk.to("cpu", copy=True).view(torch.float32) for chunk in self.lane.gather(outgoing)]
+
+        return self.lane.run(collect)
 
     def total(self, part: float) -> float:
-        part = part if self.tells(self.lane.rank) else 0.0
         # Added in the order of the ranks, so that all of them have the same bits.
         parts = self.lane.run(lambda: self.lane.rows(torch.tensor([part], dtype=torch.float64)))
         return sum(parts.view(-1).tolist())
@@ -194,7 +207,7 @@ class Replicated(Ownership):
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return
 
-    def assemble(self, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
+    def assemble(self, parameter: int, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
         return torch.cat([read(piece.index) for own in pieces for piece in own])
 
     def total(self, part: float) -> float:

@@ -29,7 +29,7 @@ class Reducer:
         self._inner = inner
         self._shards = shards
         self._settings = settings
-        self._lane = shards.ownership.lane
+        self._lane = shards.ownership.averaging_lane
         self._averaging = Averaging.over(self._lane.world_size, settings.predivide)
 
     def reduce_kept(

@@ -122,11 +122,11 @@ def reduce_shard(
 
 def _last_starts(bucket: Bucket) -> dict[int, int]:
     """For each parameter, where in a shard its last element lies, over all ranks."""
-    last: dict[int, int] = {}
+    last = {member.parameter: 0 for member in bucket.members}  # none at all, in a part of tensor parallelism
     for pieces in bucket.pieces:
         for piece in pieces:
             end = piece.shard_offset + piece.numel - 1
-            last[piece.parameter] = max(last.get(piece.parameter, 0), end)
+            last[piece.parameter] = max(last[piece.parameter], end)
     return last
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from longshore.sharding.ownership import Ownership
 from longshore.sharding.reducer import Reducer
 from longshore.sharding.rounds import Round
 from longshore.sharding.shards import Shards
-from longshore.sharding.steps import PieceForecast, number_of
+from longshore.sharding.steps import PieceForecast, number_of, once_and_more, steps_of_pieces
 from longshore.sharding.window import ReductionSettings, WindowGradients, reduced_early
 
 
@@ -225,6 +226,7 @@ class ShardedStore(ParameterStore):
             statement = Statement.of(kept, failure is not None, backwards, order, used, early)
             agreed = agree_on(self.lane, statement)
             agreed.check(self.lane.rank, failure, GradientError)
+            self._ownership.check_used(parameters, agreed.used_by_rank)
             if debugging():
                 agreed.check_backwards()
             self._window.order = list(agreed.order)
@@ -257,17 +259,15 @@ class ShardedStore(ParameterStore):
             self.lane.run(lambda: check_same(self.lane, values))
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
-        pieces = {piece.index: None for parameter in gradients for piece in self.shards.owned(parameter)}
-        return self._ownership.total(self.inner.sum_of_squares(pieces, scale))
+        part, other = (self.inner.sum_of_squares(own, scale) for own in once_and_more(gradients, self.shards))
+        # What another rank has too counts once; where it is not finite, on whichever rank, all have to know.
+        return self._ownership.total(part if math.isfinite(other) else other)
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         self.check_usable()
         verdict = number_of(steps, scale)
         self.lane.run(lambda: self.lane.meet(Action.COMMIT, verdict, self._windows.number))
-        own: dict[int, ParameterStep] = {}
-        for parameter, step in steps.items():
-            for piece in self.shards.owned(parameter):
-                own[piece.index] = ParameterStep(step.rule, step.target[self._ownership.place(piece)], None)
+        own = steps_of_pieces(steps, self.shards)
         failure: BaseException | None = None
         try:
             self._ownership.before_publishing()
@@ -339,6 +339,7 @@ class ShardedStore(ParameterStore):
         return sum(self.inner.count_differing(piece.index, values[self._ownership.place(piece)]) for piece in owned)
 
     def _split(self, parameter: int, values: Tensor) -> list[tuple[Piece, Tensor]]:
+        values = self._ownership.part(parameter, values)
         return [
             (piece, values[piece.parameter_offset : piece.parameter_offset + piece.numel])
             for piece in self.shards.owned(parameter)
@@ -375,7 +376,7 @@ class ShardedStore(ParameterStore):
         if bucket is None:
             return torch.empty(0, dtype=torch.float32)
         pieces = [[piece for piece in own if piece.parameter == parameter] for own in bucket.pieces]
-        return self._ownership.assemble(pieces, read)
+        return self._ownership.assemble(parameter, pieces, read)
 
     def write_gradient(self, parameter: int, values: Tensor) -> None:
         for piece, part in self._split(parameter, values):
