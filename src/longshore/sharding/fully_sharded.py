@@ -1,6 +1,6 @@
 """ZeRO-3: parameters on torch's FSDP2, which gathers them for each forward and backward.
 
-The one place that knows FSDP2 from within (torch 2.13). It owns gathering and
+The place that, with placing.py, knows FSDP2 from within (torch 2.13). It owns gathering and
 prefetch. What longshore takes is the gradient of the gathered parameter, where
 autograd accumulates it, before FSDP2 would reduce it. So gradients of stage 3
 go the way of stage 2's: in rounds, counted, added up in float32 in the order of
