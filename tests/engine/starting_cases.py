@@ -165,3 +165,64 @@ def big(folder: str, how: str) -> float:
         weights.close()
     assert sharded is not None
     return watch.growth / weights_bytes
+
+
+class Odd(nn.Module):
+    """What constructors do besides: a parameter that is kept elsewhere too, hooks, weak references (an LSTM's), a
+    class of its own, and buffers that are made from parameters, one of them under two names."""
+
+    class Own(nn.Parameter):
+        def twice(self) -> torch.Tensor:
+            return self * 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+        self.linear = nn.Linear(4, 4)
+        self.own = self.Own(torch.randn(4))
+        self.kept = [self.linear.weight]
+        self.linear.bias.register_hook(lambda gradient: gradient * 0.25)
+        self.register_buffer("scale", self.own.detach().clone())
+        self.register_buffer("scale_again", self.get_buffer("scale"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.get_buffer("scale").mul_(0.5)
+        x = nn.functional.linear(self.lstm(x)[0], self.kept[0], self.linear.bias)
+        return (x * self.get_buffer("scale_again") + self.own.twice()).pow(2).mean()
+
+
+def as_without(stage: int) -> None:
+    """Under Init a model is, and trains as, what it would be without."""
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with longshore.Init(enabled=enabled):
+            model = Odd()
+        kept = model.linear.weight
+        engine = longshore.initialize(model=model, config=config_of(stage=stage)).engine
+        try:
+            assert model.kept[0] is kept is model.linear.weight and type(model.own) is Odd.Own
+            assert model.get_buffer("scale") is model.get_buffer("scale_again")
+            hook = model.linear.weight.register_hook(lambda gradient: gradient * 0.5)
+            for step in range(2):
+                generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+                engine.backward(engine(torch.randn(3, 2, 4, generator=generator)))
+                engine.step()
+            hook.remove()
+            found.append([each.detach().clone() for each in model.parameters()])
+        finally:
+            engine.destroy()
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def failed_inside(empty: bool) -> str:
+    """Rank 1 fails while it makes its model."""
+
+    def make() -> None:
+        with longshore.Init(empty=empty):
+            nn.Linear(2, 2)
+            if dist.get_rank() == 1:
+                raise ArithmeticError("on purpose")
+
+    return raised_by(make)

@@ -21,6 +21,19 @@ def test_rank_0_draws(stage: int, same_state: bool, two_ranks: Ranks) -> None:
     assert two_ranks(cases.drawn, stage, same_state) == [[True, True], [False, True]]
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_constructors_do(stage: int, two_ranks: Ranks) -> None:
+    two_ranks(cases.as_without, stage)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_rank_that_fails_inside(empty: bool, two_ranks: Ranks) -> None:
+    assert two_ranks(cases.failed_inside, empty) == [
+        "RankError: rank 1 failed inside longshore.Init (ArithmeticError: on purpose); no rank has a model",
+        "ArithmeticError: on purpose",
+    ]
+
+
 @pytest.mark.parametrize(
     "stage, sharded_before, dtype",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from longshore.engine.ranks import expected_world_size, join
+from longshore.errors import RankError
 
 META = torch.device("meta")
 
@@ -34,6 +34,7 @@ class Init:
     Raises:
         ValueError, RendezvousError: as :func:`longshore.init_distributed`, which is called where it was not yet.
         RuntimeError: one inside another.
+        RankError: at the end, where another rank failed inside.
     """
 
     _active = False
@@ -45,8 +46,6 @@ class Init:
         self._world_size = 1
         self._before: Tensor | None = None
         self._former: Any = None
-        self._made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
-        """By ``id`` of a parameter with memory: what stands in its place; a module may be given it again."""
 
     def __enter__(self) -> Init:
         if not self._enabled:
@@ -71,34 +70,31 @@ class Init:
         Init._active = False
         if self._former is not None:
             nn.Module.register_parameter, self._former = self._former, None
-        self._made.clear()
-        if self._world_size > 1 and not self._empty:
-            self._draw_on()  # also after an exception: the others come here
+        if self._world_size > 1:
+            self._draw_on(error)  # also after an exception: the others come here
 
     def _registering(self, register: Any) -> Any:
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            register(module, name, param if param is None else self._without_memory(param))
+            if isinstance(param, nn.Parameter) and not param.is_meta and not is_lazy(param):
+                # The same object: a module may keep it elsewhere too, or be given it again.
+                put(on_meta(param), into=param)
+            register(module, name, param)
 
         return register_parameter
 
-    def _without_memory(self, param: nn.Parameter) -> nn.Parameter:
-        if param.is_meta or is_lazy(param) or not isinstance(param, nn.Parameter):
-            return param
-        reference, made = self._made.get(id(param), (None, None))
-        if made is not None and reference is not None and reference() is param:
-            return made
-        made = on_meta(param)
-        self._made[id(param)] = (weakref.ref(param), made)
-        return made
-
-    def _draw_on(self) -> None:
-        """Leave with rank 0's generator where all ranks came with the same."""
+    def _draw_on(self, error: BaseException | None) -> None:
+        """Leave with rank 0's generator where all ranks came with the same, and not where one of them failed."""
         assert self._before is not None
         digest = hashlib.blake2b(bytes(self._before.tolist()), digest_size=16).hexdigest()
         said: list[Any] = [None] * self._world_size
-        mine = (digest, torch.get_rng_state() if self._rank == 0 else None)
-        dist.all_gather_object(said, mine)
-        if all(each == said[0][0] for each, _ in said):
+        drawn = torch.get_rng_state() if self._rank == 0 and not self._empty else None
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(said, (digest, drawn, failure))
+        failures = [(rank, each) for rank, (_, _, each) in enumerate(said) if each is not None]
+        if failures and error is None:
+            rank, failure = failures[0]
+            raise RankError(f"rank {rank} failed inside longshore.Init ({failure}); no rank has a model")
+        if not failures and said[0][1] is not None and all(each == said[0][0] for each, _, _ in said):
             torch.set_rng_state(said[0][1])
 
 
@@ -107,3 +103,14 @@ def on_meta(param: nn.Parameter) -> nn.Parameter:
     made = nn.Parameter(param.detach().to(META), requires_grad=param.requires_grad)
     vars(made).update(vars(param))
     return made
+
+
+def put(other: nn.Parameter, into: Tensor) -> None:
+    """``into`` stays the object that it is, for whoever has it, with its class, attributes and hooks; its shape, dtype
+    and memory are ``other``'s from now on, which is used up."""
+    # torch.utils.swap_tensors refuses where there are weak references (nn.LSTM has some), which go on as well, and it
+    # leaves hooks behind.
+    torch._C._swap_tensor_impl(into, other)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(into, hooks) is not None:
+            setattr(into, hooks, getattr(into, hooks))  # as they were, on what it has now

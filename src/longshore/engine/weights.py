@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longshore.engine.creation import on_meta
+from longshore.engine.creation import on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.weight_files import WeightFiles, cast
 from longshore.optim.parameters import flat
@@ -42,15 +42,20 @@ class Weights:
     def place(self, model: nn.Module, ranks: Ranks, parameters: bool) -> None:
         """Buffers, and where ``parameters`` says so those too, on this rank's device with their values; all ranks have
         to call."""
-        if parameters:
-            for parameter in model.parameters():
-                if parameter.is_meta:
-                    _swap(parameter, nn.Parameter(_empty(parameter, ranks.device), parameter.requires_grad))
-            model.to(ranks.device)
+        for parameter in model.parameters() if parameters else ():
+            if parameter.is_meta:
+                put(nn.Parameter(_empty(parameter, ranks.device), parameter.requires_grad), into=parameter)
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+        """By ``id``: a buffer, which may be there under several names, and what stands in its place."""
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = _empty(buffer, ranks.device) if buffer.is_meta else buffer.to(ranks.device)
+                    if id(buffer) not in made:
+                        there = _empty(buffer, ranks.device) if buffer.is_meta else buffer.to(ranks.device)
+                        made[id(buffer)] = buffer, there
+                    module._buffers[name] = made[id(buffer)][1]
+        if parameters:
+            model.to(ranks.device)
         if self._files is not None and ranks.rank == 0:
             for name, buffer in model.named_buffers():
                 if name in self._buffers:
@@ -196,12 +201,6 @@ def with_memory(model: nn.Module, device: torch.device) -> None:
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device)
-
-
-def _swap(parameter: Tensor, other: Tensor) -> None:
-    # The same object, which groups and hooks of the user's refer to.
-    vars(other).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, other)
 
 
 def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
