@@ -266,7 +266,4 @@ def test_hooks_on_gradients_are_refused(early: bool, after_it: bool, two_ranks: 
     """They would not run, and the weights would silently be others."""
     for (said,) in two_ranks(cases.hooked, early, after_it):
         assert ("ValueError: " if early else "GradientError: ") in said
-        assert (
-            "parameter blocks.1.up.weight has a hook on its gradient, which comes in another tensor where parameters are"
-            in said
-        )
+        assert "parameter blocks.1.up.weight has a hook on its gradient, which comes in another tensor" in said
