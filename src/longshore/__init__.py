@@ -73,6 +73,10 @@ _HOMES = {
     "longshore.transfer": ("SimulatedTransfer",),
 }
 _MODULES = ("checkpointing", "utils")  # used as longshore.checkpointing, without an import of their own
+_INSTEAD = {  # of names that a DeepSpeed script has
+    "zero": "of deepspeed.zero there are longshore.Init for Init, and longshore.gather for GatheredParameters",
+    "DeepSpeedEngine": "the engine's class is longshore.Engine",
+}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
@@ -80,7 +84,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value

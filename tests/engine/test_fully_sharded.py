@@ -72,6 +72,9 @@ def test_units() -> None:
     for wrong in (0, True, -3):
         with pytest.raises(ValueError, match="wrap_policy counts elements from 1 on"):
             units(wrong)
+    for wrong in (2e4, [nn.Linear], None):
+        with pytest.raises(ValueError, match='it takes "auto", a list of names of classes'):
+            units(wrong)
 
 
 @DTYPES

@@ -317,3 +317,19 @@ def test_destroy_leaves_an_ordinary_model() -> None:
     engine.destroy()
     loss_of(engine.module, 1).backward()
     assert all(parameter.grad is not None for parameter in engine.module.parameters())
+
+
+def test_names_that_a_deepspeed_script_has_say_what_to_call_instead() -> None:
+    with pytest.raises(AttributeError, match=r"longshore\.Init for Init, and longshore\.gather for GatheredParameters"):
+        _ = longshore.zero  # pyright: ignore[reportAttributeAccessIssue]
+    with started({"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "gradient_clipping": 1.0}) as engine:
+        _check_what_the_engine_says(engine)
+
+
+def _check_what_the_engine_says(engine: Any) -> None:
+    for name, words in {"save_checkpoint": "on every rank", "save_16bit_model": "get_model_state_dict"}.items():
+        assert not hasattr(engine, name)
+        with pytest.raises(AttributeError, match=words):
+            getattr(engine, name)
+    with pytest.raises(AttributeError, match=r"'nothing'$"):
+        _ = engine.nothing

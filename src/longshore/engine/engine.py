@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from longshore.engine.batch_sizes import BatchSizes
 from longshore.engine.config import Config
 from longshore.engine.conversion import leaves_as_is
+from longshore.engine.deepspeed_calls import INSTEAD
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import LossScale
 from longshore.engine.precision import Precision
@@ -90,6 +91,11 @@ class Engine(nn.Module):
         optimizer.register_step_pre_hook(lambda *_: _check_step_of(me()))
         optimizer.register_step_post_hook(lambda *_: _end_window_of(me()))
         optimizer.when_discarded = lambda: _discard_window_of(me())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in INSTEAD:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {INSTEAD[name]}")
+        return super().__getattr__(name)
 
     # -- forward and backward -------------------------------------------------
 

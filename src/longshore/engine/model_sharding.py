@@ -179,6 +179,11 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
         if not names:
             return _repeated(model, holders)
     else:
+        if not isinstance(policy, Iterable) or not all(isinstance(name, str) for name in policy):
+            raise ValueError(
+                f'wrap_policy is {policy!r}; it takes "auto", a list of names of classes (as strings), a whole number '
+                "of elements, or a function of name and module"
+            )
         names = frozenset(policy)
         unknown = names - {type(module).__name__ for _, module in inner}
         if unknown:

@@ -381,7 +381,10 @@ def _notice_s() -> float:
     return _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S
 
 
-_ADVICE = "every rank has to run the same number of backwards and steps, with the same parameters, in the same order"
+_ADVICE = (
+    "every rank has to run the same number of backwards and steps (at stage 3 also of forwards, those of evaluations "
+    "included), with the same parameters, in the same order"
+)
 
 
 def _essence(failure: Exception) -> str:
