@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from longshore.sharding import segments as module
 from longshore.sharding.segments import SharedSegments
 
 
@@ -63,3 +66,14 @@ def test_what_was_lent_before_the_ranks_began_anew_is_not_shared(segments: Share
     row = segments.come(pending[0])
     assert not segments.met([row, row])
     assert segments.works
+
+
+def test_files_that_a_killed_rank_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
+    stale, recent, other = (tmp_path / name for name in ("longshore-ab-1-1", "longshore-cd-1-1", "another"))
+    for path in (stale, recent, other):
+        path.write_bytes(b"x")
+    for path in (stale, other):
+        os.utime(path, (0, 0))
+    SharedSegments(0, lambda row: torch.stack([row, row]))
+    assert sorted(tmp_path.iterdir()) == sorted([recent, other])

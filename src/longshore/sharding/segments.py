@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import mmap
 import operator
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _FOLDER = Path("/dev/shm")
 _PAGE = 1 << 16
+_STALE_S = 24 * 3600.0
 _MOST = 48
 """Segments, of which a rank says in one number which are free."""
 _NO_ROOM, _APART, _OTHER = -1, -2, -3
@@ -78,6 +81,7 @@ class SharedSegments:
         # One name for all: rank 0's.
         tokens = rows(torch.tensor([secrets.randbits(62)])).view(-1).tolist()
         self._token: int = tokens[0]
+        _remove_stale()
         self._generation = 0
         self._meetings = 0
         """That this rank came to."""
@@ -185,6 +189,15 @@ class SharedSegments:
         for segment in self._segments:
             segment.forget_name()
         self._segments = []
+
+
+def _remove_stale() -> None:
+    """Files of ranks that were killed before all had opened them; nobody waits for so long."""
+    for path in _FOLDER.glob("longshore-*"):
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _STALE_S:
+                path.unlink()
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
