@@ -71,8 +71,9 @@ def test_refused(what: str, says: str, two_ranks: Ranks, tmp_path: Path) -> None
 
 def test_weights_that_one_rank_lacks(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks(cases.refused, "one rank", str(tmp_path))
-    assert first == "FileNotFoundError: rank 1: there is no file and no folder nowhere to read weights from"
-    assert second == "FileNotFoundError: there is no file and no folder nowhere to read weights from"
+    says = "there is no file and no folder nowhere to read weights from; names on a hub are not fetched: give a folder"
+    assert first == f"FileNotFoundError: rank 1: {says}"
+    assert second == f"FileNotFoundError: {says}"
 
 
 def test_memory(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -102,7 +102,9 @@ def _files(path: Path) -> Sequence[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no file and no folder {path} to read weights from")
+        raise FileNotFoundError(
+            f"there is no file and no folder {path} to read weights from; names on a hub are not fetched: give a folder"
+        )
     index = path / _INDEX
     if index.is_file():
         try:
@@ -116,7 +118,9 @@ def _files(path: Path) -> Sequence[Path]:
         return found
     found = sorted(path.glob("*.safetensors"))
     if not found:
-        raise FileNotFoundError(f"{path} has no .safetensors file to read weights from")
+        others = sorted(each.name for each in path.glob("*.bin"))
+        convert = f"; load {others[0]} once and write it with safetensors.torch.save_file" if others else ""
+        raise FileNotFoundError(f"{path} has no .safetensors file to read weights from{convert}")
     return found
 
 
