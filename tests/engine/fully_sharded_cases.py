@@ -594,3 +594,28 @@ def refused(what: str) -> str:
             torch.bfloat16 if what == "dtype" else torch.float32, stage=2 if what == "stage 2" else 3
         )
     return raised_by(lambda: longshore.initialize(**{"model": model, "config": config_of(), **arguments}))
+
+
+def hooked(early: bool, after_it: bool) -> list[str]:
+    """A hook on a parameter's gradient, of before or after initialize()."""
+    model = make_tower()
+
+    def hook() -> Any:
+        parameter = model.blocks[1].get_parameter("up.weight")
+        if after_it:
+            return parameter.register_post_accumulate_grad_hook(lambda _: None)
+        return parameter.register_hook(lambda gradient: gradient * 0.5)
+
+    if early:
+        handle = hook()
+        said = [raised_by(lambda: Beside(model=model))]
+        handle.remove()
+        return said
+    with beside(model=model) as pair:
+        handle = hook()
+        pair.engine.backward(pair.engine(words_of(0, pair.rank)))
+        said = [raised_by(pair.engine.step)]
+        handle.remove()
+        pair.engine.zero_grad()
+        pair.train(1)
+        return said

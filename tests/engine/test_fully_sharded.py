@@ -220,3 +220,12 @@ def test_a_policy_below_stage_3_is_refused() -> None:
     with pytest.raises(ConfigError, match="wrap_policy is for stage 3, and the stage is 2"):
         cases.config_of(stage=2, wrap_policy=["Block"])
     assert cases.config_of(stage=2, wrap_policy="auto").wrap_policy == "auto"
+
+
+@pytest.mark.parametrize("after_it", [False, True])
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_on_gradients_are_refused(early: bool, after_it: bool, two_ranks: Ranks) -> None:
+    """They would not run, and the weights would silently be others."""
+    for (said,) in two_ranks(cases.hooked, early, after_it):
+        assert ("ValueError: " if early else "GradientError: ") in said
+        assert "parameter blocks.1.up.weight has a hook on its gradient, which comes in another tensor where " in said

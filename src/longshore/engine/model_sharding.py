@@ -14,6 +14,7 @@ from longshore.engine.config import Config
 from longshore.engine.precision import Precision
 from longshore.engine.ranks import Ranks
 from longshore.engine.weights import Weights, with_memory, without_memory
+from longshore.optim.parameters import has_hooks
 from longshore.optim.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def shard_model(
 
     from longshore.sharding.fully_sharded import FullyShardedModel
 
+    _check_hooks(model)
     replacement = Replacement(model)
     if not isinstance(model, FSDPModule):
         units = units_of(model, config.wrap_policy if wrap_policy is None else wrap_policy)
@@ -219,6 +221,15 @@ def _check_scalars(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise ValueError(f"parameter {name} is a single number, which FSDP2 cannot shard; give it the shape [1]")
+
+
+def _check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if has_hooks(parameter):
+            raise ValueError(
+                f"parameter {name} has a hook on its gradient, which comes in another tensor where parameters are "
+                "sharded; hook the module (register_full_backward_hook), or use stage 2"
+            )
 
 
 class Replacement:

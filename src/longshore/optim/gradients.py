@@ -15,7 +15,7 @@ from torch import Tensor
 from longshore.errors import GradientError, LongshoreError
 from longshore.host import ParameterStore
 from longshore.optim.clipping import Fingerprint, Seen
-from longshore.optim.parameters import ParameterRecord, check_trainable, flat
+from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks
 from longshore.optim.released import ReleasedGradient, ReleasedShard, ReleaseHooks, is_released
 from longshore.optim.shards import held_part, like
 
@@ -203,6 +203,11 @@ class ReleasedGradients(GradientSource):
         self._lifted.discard(index)
         if leaf is not record.parameter:
             leaf.grad = None
+            if has_hooks(record.parameter):
+                raise GradientError(
+                    f"parameter {record.name} has a hook on its gradient, which comes in another tensor where "
+                    "parameters are sharded; hook the module (register_full_backward_hook), or use stage 2"
+                )
         record.parameter.grad = self._placeholder(record)
 
     def _placeholder(self, record: ParameterRecord) -> Tensor:

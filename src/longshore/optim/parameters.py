@@ -50,6 +50,11 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_neg().reshape(-1).contiguous()
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether the user has hooks on its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 class ParameterRecord:
     """What the optimizer knows of one parameter besides its pages.
 
