@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,3 +66,25 @@ def test_what_was_lent_before_the_ranks_began_anew_is_not_shared(segments: Share
     row = segments.come(pending[0])
     assert not segments.met([row, row])
     assert segments.works
+
+
+_ENDS = """
+import os, torch
+from longshore.sharding.segments import SharedSegments
+made = SharedSegments(0, lambda row: torch.stack([row, row]))
+made.works = True
+path = made.lend(100, held=False)[0].path
+print(path, flush=True)
+if os.fork() == 0:
+    raise SystemExit
+os.wait()
+assert path.exists(), "it is not the child's to remove"
+raise SystemExit("an exception")
+"""
+
+
+def test_a_process_that_ends_leaves_no_memory_behind() -> None:
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", _ENDS], capture_output=True, text=True)
+    assert ended.stderr.strip() == "an exception"
+    path = Path(ended.stdout.strip())
+    assert path.name.startswith("longshore-") and not path.exists()

@@ -8,6 +8,7 @@ import mmap
 import operator
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -41,6 +42,8 @@ class Segment:
         """As all ranks know: the last meeting said so, and it was not lent since."""
         self._lent_at = 0
         self._user: StorageWeakRef | None = None
+        # Also where an exception ends this process; and not where one that it forked ends.
+        self._name = weakref.finalize(self, _unlink, path, os.getpid())
 
     def lend(self, num_bytes: int, held: bool, meeting: int) -> Tensor:
         tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes)
@@ -58,7 +61,7 @@ class Segment:
         return self._lent_at > meeting
 
     def forget_name(self) -> None:
-        self.path.unlink(missing_ok=True)
+        self._name()
 
 
 class SharedSegments:
@@ -185,6 +188,11 @@ class SharedSegments:
         for segment in self._segments:
             segment.forget_name()
         self._segments = []
+
+
+def _unlink(path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        path.unlink(missing_ok=True)
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
