@@ -86,7 +86,7 @@ def read(folder: str, stage: int, dtype: torch.dtype, sharded_before: bool = Fal
         pair.engine.destroy()
 
 
-def refused(what: str, folder: str) -> str:
+def refused(what: str, folder: str, stage: int = 3) -> str:
     """What initialize() says, on this rank."""
     path = Path(folder)
     write_files(path)
@@ -103,12 +103,21 @@ def refused(what: str, folder: str) -> str:
         with torch.device("meta"):
             model = WithBuffers()
             model.register_buffer("mask", torch.zeros(2))
+    elif what == "dtype":
+        if dist.get_rank() == 0:
+            save_file(
+                {name: each.to(torch.int8) for name, each in make_tower().named_parameters()}, path / "a.safetensors"
+            )
+            (path / "b.safetensors").unlink()
+        dist.barrier()
+    elif what == "no path":
+        weights = 5
     elif what == "no folder" or (what == "one rank" and dist.get_rank() == 1):
         weights = str(path / "nowhere")
     elif what == "broken":
         dist.barrier()
         (path / "b.safetensors").write_bytes(b"not at all")
-    said = raised_by(lambda: longshore.initialize(model=model, config=config_of(), weights=weights))
+    said = raised_by(lambda: longshore.initialize(model=model, config=config_of(stage=stage), weights=weights))
     return re.sub(r"\S*/", "", said)
 
 

@@ -61,12 +61,15 @@ def test_weights_are_read(
         ),
         ("buffer", "buffer positions is on the meta device, and "),
         ("no folder", "there is no file and no folder nowhere to read weights from"),
+        ("dtype", "embedding.weight is I8 and the model's is torch.float32"),
+        ("no path", "TypeError: "),
         ("broken", "b.safetensors cannot be read as safetensors: "),
     ],
 )
 def test_refused(what: str, says: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    for said in two_ranks(cases.refused, what, str(tmp_path)):
-        assert says in said
+    for stage in (3, 2):  # where every rank reads, and where rank 0 does
+        for said in two_ranks(cases.refused, what, str(tmp_path / str(stage)), stage):
+            assert says in said
 
 
 def test_weights_that_one_rank_lacks(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +79,25 @@ def test_files_that_a_killed_rank_left_are_removed(tmp_path: Path, monkeypatch: 
         os.utime(path, (0, 0))
     SharedSegments(0, lambda row: torch.stack([row, row]))
     assert sorted(tmp_path.iterdir()) == sorted([recent, other])
+
+
+_ENDS = """
+import os, torch
+from longshore.sharding.segments import SharedSegments
+made = SharedSegments(0, lambda row: torch.stack([row, row]))
+made.works = True
+path = made.lend(100, held=False)[0].path
+print(path, flush=True)
+if os.fork() == 0:
+    raise SystemExit
+os.wait()
+assert path.exists(), "it is not the child's to remove"
+raise SystemExit("an exception")
+"""
+
+
+def test_a_process_that_ends_leaves_no_memory_behind() -> None:
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", _ENDS], capture_output=True, text=True)
+    assert ended.stderr.strip() == "an exception"
+    path = Path(ended.stdout.strip())
+    assert path.name.startswith("longshore-") and not path.exists()

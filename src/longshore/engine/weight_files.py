@@ -69,6 +69,10 @@ class WeightFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """In the words of the format: F32, BF16, I8."""
+        return self._file_of[name].get_slice(name).get_dtype()
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows ``[start, stop)`` of the first dimension, in the file's dtype; a tensor of no dimension as a whole."""
         if not self.shape(name):
@@ -79,7 +83,7 @@ class WeightFiles:
         """For each of a model's tensors, the name under which it is here: its own, or that of one tied to it.
 
         Raises:
-            ValueError: what is missing, or has another shape; all of it, by name.
+            ValueError: what is missing, or has another shape or kind of number; all of it, by name.
         """
         names_of: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
@@ -91,6 +95,8 @@ class WeightFiles:
                 wrong.append(f"{name} is not there")
             elif self.shape(here) != tuple(tensor.shape):
                 wrong.append(f"{here} is {list(self.shape(here))} and the model's is {list(tensor.shape)}")
+            elif _is_floating_point(self.dtype(here)) != tensor.is_floating_point():
+                wrong.append(f"{here} is {self.dtype(here)} and the model's is {tensor.dtype}")
             else:
                 found[name] = here
         if wrong:
@@ -122,6 +128,10 @@ def _files(path: Path) -> Sequence[Path]:
         convert = f"; load {others[0]} once and write it with safetensors.torch.save_file" if others else ""
         raise FileNotFoundError(f"{path} has no .safetensors file to read weights from{convert}")
     return found
+
+
+def _is_floating_point(dtype: str) -> bool:
+    return dtype.startswith(("F", "BF"))
 
 
 def _several(entries: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from longshore.engine.creation import on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.weight_files import WeightFiles, cast
+from longshore.errors import RankError
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part
 
@@ -130,7 +131,7 @@ def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: 
             weights = _from_files(model, WeightFiles(path))
         elif path is None and ranks.rank == 0:
             _check_there(model)
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever it is: the others would wait
         problem = error
     try:
         _raise_everywhere(problem, ranks)
@@ -171,15 +172,18 @@ def _check_there(model: nn.Module) -> None:
 
 
 def _raise_everywhere(problem: Exception | None, ranks: Ranks) -> None:
-    said: list[Exception | None] = [problem]
+    kinds = {kind.__name__: kind for kind in (ValueError, TypeError, OSError, FileNotFoundError, PermissionError)}
+    mine = None if problem is None else (type(problem).__name__, str(problem))
+    said: list[tuple[str, str] | None] = [mine]
     if ranks.world_size > 1:
         said = [None] * ranks.world_size
-        dist.all_gather_object(said, problem, group=ranks.group)
+        dist.all_gather_object(said, mine, group=ranks.group)
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(said):
         if theirs is not None:
-            raise type(theirs)(f"rank {rank}: {theirs}")
+            name, text = theirs
+            raise kinds[name](f"rank {rank}: {text}") if name in kinds else RankError(f"rank {rank}: {name}: {text}")
 
 
 def without_memory(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import operator
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,6 +45,8 @@ class Segment:
         """As all ranks know: the last meeting said so, and it was not lent since."""
         self._lent_at = 0
         self._user: StorageWeakRef | None = None
+        # Also where an exception ends this process; and not where one that it forked ends.
+        self._name = weakref.finalize(self, _unlink, path, os.getpid())
 
     def lend(self, num_bytes: int, held: bool, meeting: int) -> Tensor:
         tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes)
@@ -61,7 +64,7 @@ class Segment:
         return self._lent_at > meeting
 
     def forget_name(self) -> None:
-        self.path.unlink(missing_ok=True)
+        self._name()
 
 
 class SharedSegments:
@@ -110,6 +113,9 @@ class SharedSegments:
         """None where there is no room (containers often have little of this memory)."""
         if len(self._segments) == _MOST:
             self._no_room = True
+            _LOGGER.warning(
+                "more than %d pieces of shared memory are in use; sockets take over, which is slower", _MOST
+            )
             return None
         path = _FOLDER / f"longshore-{self._token:x}-{self._generation}-{len(self._segments)}"
         try:
@@ -198,6 +204,11 @@ def _remove_stale() -> None:
             found = path.stat()
             if found.st_uid == os.getuid() and time.time() - found.st_mtime > _STALE_S:
                 path.unlink()
+
+
+def _unlink(path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        path.unlink(missing_ok=True)
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
