@@ -86,6 +86,15 @@ def test_memory(two_ranks: Ranks, tmp_path: Path) -> None:
         assert copies > 2.0 if most is None else copies < most, (how, copies)
 
 
+def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    with longshore.Init(empty=True):
+        model = nn.BatchNorm1d(2)
+    with pytest.warns(UserWarning, match=r"has no num_batches_tracked, running_mean, running_var \(3 buffers"):
+        longshore.initialize(model=model, config=config_of(), weights=tmp_path).engine.destroy()
+    assert model.running_var is not None and model.running_var.tolist() == [1.0, 1.0]
+
+
 def test_one_rank(tmp_path: Path) -> None:
     """Nothing is shared; weights are read all the same, and what the user has of the model stays the model's."""
     source = nn.Linear(3, 2)

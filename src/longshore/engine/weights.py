@@ -27,6 +27,7 @@ class Weights:
     Args:
         files: to read them from; None: rank 0 has them.
         parameters, buffers: what of the files is what of the model, name by name.
+        kept: buffers that a file of the whole model would have, and these have not.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class Weights:
         files: WeightFiles | None = None,
         parameters: dict[str, str] | None = None,
         buffers: frozenset[str] = frozenset(),
+        kept: frozenset[str] = frozenset(),
     ) -> None:
         self._files = files
         self._parameters = parameters or {}
         self._buffers = buffers
+        self._kept = kept
 
     @torch.no_grad()
     def place(self, model: nn.Module, ranks: Ranks, parameters: bool) -> None:
@@ -100,6 +103,12 @@ class Weights:
     def tell_what_is_not_read(self) -> None:
         if self._files is None:
             return
+        if self._kept:
+            warnings.warn(
+                f"{self._files.path} has no {', '.join(sorted(self._kept)[:3])} ({len(self._kept)} buffers, which "
+                "state_dict() has): they keep the values that the model made",
+                stacklevel=5,
+            )
         unread = sorted(self._files.names - set(self._parameters.values()) - self._buffers)
         if unread:
             warnings.warn(
@@ -158,7 +167,8 @@ def _from_files(model: nn.Module, files: WeightFiles) -> Weights:
     except BaseException:
         files.close()
         raise
-    return Weights(files, parameters, frozenset(there))
+    kept = frozenset(buffers.keys() & model.state_dict().keys()) - there.keys()
+    return Weights(files, parameters, frozenset(there), kept)
 
 
 def _check_there(model: nn.Module) -> None:

@@ -113,9 +113,7 @@ class SharedSegments:
         """None where there is no room (containers often have little of this memory)."""
         if len(self._segments) == _MOST:
             self._no_room = True
-            _LOGGER.warning(
-                "more than %d pieces of shared memory are in use; sockets take over, which is slower", _MOST
-            )
+            _LOGGER.warning("%d pieces of shared memory are in use; sockets take over, which is slower", _MOST)
             return None
         path = _FOLDER / f"longshore-{self._token:x}-{self._generation}-{len(self._segments)}"
         try:
