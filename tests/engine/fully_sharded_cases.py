@@ -526,7 +526,7 @@ def equal_to_stage_2(dtype: torch.dtype) -> None:
 
 def memory() -> dict[str, float]:
     """How far a step grows beyond what stays, in blocks (a block's parameters, or its gradients); and what stays."""
-    width, count = 64, 12
+    width, count = 64, 8
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in range(count))

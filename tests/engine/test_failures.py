@@ -112,7 +112,7 @@ def test_what_the_survivor_of_another_ranks_death_sees_is_short(stage: int, tmp_
 @pytest.mark.parametrize(
     "stage, gathering",
     [
-        (0, None),
+        pytest.param(0, None, marks=pytest.mark.slow),
         pytest.param(1, None, marks=pytest.mark.slow),
         pytest.param(1, 1, marks=pytest.mark.slow),
         (2, None),

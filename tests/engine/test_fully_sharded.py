@@ -16,7 +16,10 @@ from longshore.engine.model_sharding import shard_model, units_of
 from longshore.engine.weights import Weights
 
 BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")],
+)
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,27 @@ from ranks import Ranks
 from engine import tensor_parallel_cases as cases
 
 
-@pytest.mark.parametrize("dtype, clip", [(torch.float32, None), (torch.float32, 0.05), (torch.bfloat16, 0.05)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, clip",
+    [(torch.float32, None), pytest.param(torch.float32, 0.05, marks=pytest.mark.slow), (torch.bfloat16, 0.05)],
+    ids=str,
+)
 def test_the_weights_are_those_of_tensor_parallelism_alone(
     dtype: torch.dtype, clip: float | None, four_ranks: Ranks
 ) -> None:
     four_ranks(cases.trained, dtype, clip, (2, 2))
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 4)], ids=["replicas", "all ranks"])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 2), pytest.param((1, 4), marks=pytest.mark.slow)], ids=["replicas", "all ranks"]
+)
 def test_in_other_meshes(shape: tuple[int, ...], four_ranks: Ranks) -> None:
     four_ranks(cases.trained, torch.float32, 0.05, shape)
 
 
-@pytest.mark.parametrize("parameter", ["blocks.0.up.weight", "blocks.0.norm.weight", "norm.weight"])
+@pytest.mark.parametrize(
+    "parameter", [pytest.param("blocks.0.up.weight", marks=pytest.mark.slow), "blocks.0.norm.weight", "norm.weight"]
+)
 def test_an_overflow_on_one_rank_is_skipped_by_all(parameter: str, four_ranks: Ranks) -> None:
     """Of what is cut, of what is a sum over ranks, and of what each has and only the first ones count."""
     four_ranks(cases.overflowing, parameter)

@@ -22,8 +22,8 @@ def play(first: int, count: int) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("first", range(0, 300, _AT_A_TIME))
-def test_a_few_hundred_schedules(first: int) -> None:
+@pytest.mark.parametrize("first", range(0, 100, _AT_A_TIME))
+def test_a_hundred_schedules(first: int) -> None:
     seen = play(first, _AT_A_TIME)
     # They do what they are there for.
     for what in ("kept", "redone", "dropped", "waited", "discarded", "taken out", "written", "frozen or thawed"):
