@@ -9,30 +9,41 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 20
+_LAST_WORDS = 8000
+"""Letters of a crashed rank's standard error that are shown."""
 
 
 class RankFailure(AssertionError):
     """A case raised something on a rank."""
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection, timeout_s: float) -> None:
+def _serve(rank: int, world_size: int, folder: Path, pipe: Connection, timeout_s: float) -> None:
+    # What a crash says, wherever the standard error of the test that came first went.
+    os.dup2(os.open(_words_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable()
+
     import torch
     import torch.distributed as dist
 
-    faulthandler.enable()  # a crash says where, on standard error
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
     )
     while True:
         try:
@@ -45,6 +56,11 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection, timeout_s: 
             pipe.send((False, traceback.format_exc()))
 
 
+def _words_of(folder: Path, rank: int) -> Path:
+    """The file with a rank's standard error."""
+    return folder / f"{rank}.stderr"
+
+
 class Ranks:
     """``world_size`` processes with a gloo group, in which they wait for each other for ``timeout_s``."""
 
@@ -53,14 +69,15 @@ class Ranks:
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._folder = Path()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = tempfile.mktemp(prefix="longshore-ranks-")
+        self._folder = Path(tempfile.mkdtemp(prefix="longshore-ranks-"))
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, store, theirs, self._timeout_s), daemon=True
+                target=_serve, args=(rank, self.world_size, self._folder, theirs, self._timeout_s), daemon=True
             )
             process.start()
             theirs.close()
@@ -83,7 +100,8 @@ class Ranks:
                 done, result = pipe.recv() if pipe.poll(2 * self._timeout_s) else (False, "did not answer in time")
             except EOFError:
                 self._processes[rank].join(self._timeout_s)
-                done, result = False, f"ended with exit code {self._processes[rank].exitcode}"
+                words = _words_of(self._folder, rank).read_text(errors="replace")[-_LAST_WORDS:]
+                done, result = False, f"ended with exit code {self._processes[rank].exitcode}\n{words}"
             results.append(result)
             if not done:
                 failures.append(f"rank {rank}: {result}")
@@ -97,4 +115,6 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.join()
+        if self._processes:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._processes, self._pipes = [], []
