@@ -100,8 +100,9 @@ class Ranks:
                 done, result = pipe.recv() if pipe.poll(2 * self._timeout_s) else (False, "did not answer in time")
             except EOFError:
                 self._processes[rank].join(self._timeout_s)
+                code = self._processes[rank].exitcode
                 words = _words_of(self._folder, rank).read_text(errors="replace")[-_LAST_WORDS:]
-                done, result = False, f"ended with exit code {self._processes[rank].exitcode}\n{words}"
+                done, result = False, f"ended with exit code {code}" + (f":\n{words}" if code < 0 else "")
             results.append(result)
             if not done:
                 failures.append(f"rank {rank}: {result}")

@@ -18,9 +18,9 @@ LEVELS = [
     {"host"},
     {"optim"},
     {"sharding"},
+    {"checkpoint"},
     {"engine"},
     {"checkpointing", "utils", "tracing"},
-    {"checkpoint"},
     {"integrations"},
     {"cli"},
 ]

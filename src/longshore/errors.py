@@ -31,5 +31,12 @@ class RankError(LongshoreError):
     """The ranks do not do the same, or one of them is gone."""
 
 
+class CheckpointError(LongshoreError):
+    """A checkpoint that cannot be written, is not whole, or is another model's or optimizer's.
+
+    Raised before anything was loaded, unless it says otherwise.
+    """
+
+
 class IllegalTransitionError(LongshoreError):
     """A tile was asked for a move that its state machine does not have: a bug in longshore."""

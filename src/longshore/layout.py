@@ -14,9 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SEGMENT_ALIGNMENT = 16
 """Elements: 64 bytes of float32, 32 of bfloat16."""
+
+
+class Slab(NamedTuple):
+    """``[start, start + numel)`` along one dimension of a tensor, and all of the others."""
+
+    dim: int
+    start: int
+    numel: int
+
+    def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Its own, in a tensor of this shape."""
+        return (*shape[: self.dim], self.numel, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Pages, the tile state machine, and the worker that adds and steps on the host."""
 
-from longshore.host.parameter_store import MASTER, ParameterStore, check_not_broken, debugging
+from longshore.host.parameter_store import MASTER, OwnedRun, ParameterStore, check_not_broken, debugging
 from longshore.host.recorder import NO_RECORDER, Recorder
 from longshore.host.speculation import SpeculationMemory, memory_for_speculation
 from longshore.host.speculator import Forecast
@@ -17,6 +17,7 @@ __all__ = [
     "NO_RECORDER",
     "Forecast",
     "HostStore",
+    "OwnedRun",
     "ParameterStep",
     "ParameterStore",
     "Recorder",

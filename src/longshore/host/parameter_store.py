@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from longshore.host.speculator import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
 from longshore.host.tile import Tile
 from longshore.kernels import Scale
+from longshore.layout import Slab
 from longshore.transfer import Transfer
 
 MASTER = "master"
@@ -43,6 +44,17 @@ def check_not_broken(failure: BaseException | None, where: str = "", on: str = "
             f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
             f"(load_state_dict){on} before going on"
         ) from failure
+
+
+class OwnedRun(NamedTuple):
+    """Elements ``[offset, offset + numel)`` of a parameter, flat, whose state this process keeps."""
+
+    key: int
+    """For :meth:`ParameterStore.read_run` and :meth:`ParameterStore.write_run`."""
+    offset: int
+    numel: int
+    tells: bool = True
+    """Whether this process is the one to tell of it, where several keep the same."""
 
 
 class ParameterStore(ABC):
@@ -232,6 +244,23 @@ class ParameterStore(ABC):
     @abstractmethod
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         """Set one array of the parameter, by name, from a flat tensor."""
+
+    def owned(self, parameter: int, numel: int) -> Sequence[OwnedRun]:
+        """What of the parameter, which has ``numel`` elements, this process keeps the state of; its elements are
+        counted in :meth:`slab_of` it."""
+        return [OwnedRun(parameter, 0, numel)] if numel > 0 else []
+
+    def slab_of(self, parameter: int) -> Slab | None:
+        """Where tensor parallelism cut the parameter before it was sharded; None: it did not."""
+        return None
+
+    def read_run(self, key: int, which: str) -> Tensor:
+        """:meth:`read_state` of an owned run alone."""
+        return self.read_state(key, which)
+
+    def write_run(self, key: int, which: str, values: Tensor) -> None:
+        """:meth:`write_state` of an owned run alone."""
+        self.write_state(key, which, values)
 
     @abstractmethod
     def clear_state(self, parameter: int) -> None:

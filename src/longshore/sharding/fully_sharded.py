@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from longshore.errors import GradientError
+from longshore.layout import Slab
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part
 from longshore.sharding.bucket import Bucket, Piece, plan_shards
@@ -336,6 +337,12 @@ class FullySharded(Sharded):
     def tells(self, parameter: int, rank: int) -> bool:
         place = self._placing.grid.places[rank]
         return place.replica == 0 and (place.part == 0 or self._cut(parameter).dim is not None)
+
+    def tells_of(self, bucket: Bucket, piece: Piece) -> bool:
+        return self.tells(piece.parameter, self.lane.rank)
+
+    def slab_of(self, parameter: int) -> Slab | None:
+        return self._cut(parameter).slab(self._placing.part)
 
     def assemble(self, parameter: int, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
         mine = [read(piece.index) for piece in pieces[self.averaging_lane.rank]]

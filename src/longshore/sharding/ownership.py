@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from longshore.layout import Slab
 from longshore.sharding.bucket import Bucket, Piece, plan_buckets
 from longshore.sharding.lane import Action, CollectiveLane
 from longshore.sharding.reduction import parts, slices
@@ -104,6 +105,14 @@ class Ownership(ABC):
     def tells(self, parameter: int, rank: int) -> bool:
         """Whether what this rank has counts where all is put together; otherwise another one has the same."""
         return True
+
+    def tells_of(self, bucket: Bucket, piece: Piece) -> bool:
+        """Whether this rank is the one to tell of an owned piece, where several own the same."""
+        return True
+
+    def slab_of(self, parameter: int) -> Slab | None:
+        """Where tensor parallelism cut the parameter; offsets of pieces are counted in what it left."""
+        return None
 
     @abstractmethod
     def total(self, part: float) -> float:
@@ -209,6 +218,9 @@ class Replicated(Ownership):
 
     def assemble(self, parameter: int, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
         return torch.cat([read(piece.index) for own in pieces for piece in own])
+
+    def tells_of(self, bucket: Bucket, piece: Piece) -> bool:
+        return piece in bucket.pieces[self.lane.rank]
 
     def total(self, part: float) -> float:
         return part

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.layout import Slab
+
 
 class Place(NamedTuple):
     """Of one rank."""
@@ -83,11 +85,16 @@ class Cut:
     parts: int
     shards: int
 
-    def part_shape(self, part: int) -> tuple[int, ...]:
+    def slab(self, part: int) -> Slab | None:
+        """Where a part lies in the parameter; None: it is all of it."""
         if self.dim is None:
-            return self.shape
+            return None
         start, stop = _chunk(self.shape[self.dim], self.parts, part)
-        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+        return Slab(self.dim, start, stop - start)
+
+    def part_shape(self, part: int) -> tuple[int, ...]:
+        slab = self.slab(part)
+        return self.shape if slab is None else slab.shape_in(self.shape)
 
     def shard(self, place: Place) -> tuple[int, int]:
         """``(offset, numel)`` of a shard in its part, flat."""
@@ -97,10 +104,8 @@ class Cut:
 
     def part_of(self, values: Tensor, part: int) -> Tensor:
         """Of all of the parameter, flat, one part, flat."""
-        if self.dim is None:
-            return values
-        start, stop = _chunk(self.shape[self.dim], self.parts, part)
-        return values.view(self.shape).narrow(self.dim, start, stop - start).reshape(-1)
+        slab = self.slab(part)
+        return values if slab is None else values.view(self.shape).narrow(*slab).reshape(-1)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """All of the parameter, flat, from its parts, flat."""

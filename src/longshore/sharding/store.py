@@ -15,7 +15,6 @@ from longshore.host import (
     Forecast,
     HostStore,
     ParameterStep,
-    ParameterStore,
     Recorder,
     SpeculationRecord,
     SplitStore,
@@ -25,18 +24,19 @@ from longshore.host import (
 )
 from longshore.kernels import Scale
 from longshore.sharding.agreement import Statement, agree_on, check_same
-from longshore.sharding.bucket import Bucket, Piece
+from longshore.sharding.bucket import Bucket
 from longshore.sharding.contributions import Contributions
 from longshore.sharding.lane import REFUSED, Action
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.reducer import Reducer
 from longshore.sharding.rounds import Round
+from longshore.sharding.sharded_state import ShardedState
 from longshore.sharding.shards import Shards
 from longshore.sharding.steps import PieceForecast, number_of, once_and_more, steps_of_pieces
 from longshore.sharding.window import ReductionSettings, WindowGradients, reduced_early
 
 
-class ShardedStore(ParameterStore):
+class ShardedStore(ShardedState):
     """A parameter store whose state is spread over ranks.
 
     Every method that ends in collectives has to be called by all ranks:
@@ -50,14 +50,12 @@ class ShardedStore(ParameterStore):
     """
 
     def __init__(self, inner: HostStore | SplitStore, ownership: Ownership, settings: ReductionSettings) -> None:
+        super().__init__(inner, Shards(ownership, settings.bucket_numel))
         # Fixed.
-        self.inner = inner
         self.transfer = inner.transfer
         self.lane = ownership.lane
-        self._ownership = ownership
         self._settings = settings
         # Grow with parameters.
-        self.shards = Shards(ownership, settings.bucket_numel)
         self._reducer = Reducer(inner, self.shards, settings)
         # Change with each window.
         self._window = WindowGradients(self.shards, settings, self._launch)
@@ -323,41 +321,15 @@ class ShardedStore(ParameterStore):
         except LongshoreError as failure:
             self._window.fail(failure)
 
+    def _before_writing(self) -> None:
+        self._check_open()
+        self._await_rounds()
+
     def begin_load(self) -> None:
         self._await_rounds()
         self.inner.begin_load()
         self._broken = None
         self._window.begin()
-
-    def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
-        self._await_rounds()
-        for piece in self.shards.owned(parameter):
-            self.inner.adopt(piece.index, values[self._ownership.place(piece)], keep_matching=keep_matching)
-
-    def count_differing(self, parameter: int, values: Tensor) -> int:
-        owned = self.shards.owned(parameter)
-        return sum(self.inner.count_differing(piece.index, values[self._ownership.place(piece)]) for piece in owned)
-
-    def _split(self, parameter: int, values: Tensor) -> list[tuple[Piece, Tensor]]:
-        values = self._ownership.part(parameter, values)
-        return [
-            (piece, values[piece.parameter_offset : piece.parameter_offset + piece.numel])
-            for piece in self.shards.owned(parameter)
-        ]
-
-    def read_state(self, parameter: int, which: str) -> Tensor:
-        """A copy of the whole array, from all ranks; every rank has to ask."""
-        self.check_usable()
-        return self._assemble(parameter, lambda piece: self.inner.read_state(piece, which))
-
-    def read_values(self, parameter: int, held: Tensor) -> Tensor:
-        if self._ownership.replicates:
-            return held
-        places = {piece.index: self._ownership.place(piece) for piece in self.shards.owned(parameter)}
-        return self._assemble(parameter, lambda piece: held[places[piece]].float())
-
-    def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
-        return self._ownership.held(parameter, values)
 
     def read_gradient(self, parameter: int) -> Tensor | None:
         """The reduced gradient of the window, from all ranks; after :meth:`agree`."""
@@ -370,28 +342,6 @@ class ShardedStore(ParameterStore):
             return values
 
         return self._assemble(parameter, read)
-
-    def _assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
-        bucket = self.shards.bucket_of(parameter)
-        if bucket is None:
-            return torch.empty(0, dtype=torch.float32)
-        pieces = [[piece for piece in own if piece.parameter == parameter] for own in bucket.pieces]
-        return self._ownership.assemble(parameter, pieces, read)
-
-    def write_gradient(self, parameter: int, values: Tensor) -> None:
-        for piece, part in self._split(parameter, values):
-            self.inner.write_gradient(piece.index, part)
-
-    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
-        self._check_open()
-        self._await_rounds()
-        for piece, part in self._split(parameter, values):
-            self.inner.write_state(piece.index, which, part)
-
-    def clear_state(self, parameter: int) -> None:
-        self._await_rounds()
-        for piece in self.shards.owned(parameter):
-            self.inner.clear_state(piece.index)
 
     def close(self) -> None:
         self._closed = True

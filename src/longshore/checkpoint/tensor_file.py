@@ -1,0 +1,148 @@
+"""safetensors files, written from one tensor at a time, with their checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longshore.errors import CheckpointError
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As the format has them."""
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+_CHUNK_BYTES = 1 << 24
+"""Written and hashed at a time: what was just written is still in the cache."""
+
+
+class TensorHead(NamedTuple):
+    """A tensor that a file is going to have."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WrittenFile(NamedTuple):
+    """What a manifest says of a file."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+def dtype_name(dtype: torch.dtype, of: str) -> str:
+    """Raises CheckpointError where the format has none."""
+    name = DTYPE_NAMES.get(dtype)
+    if name is None:
+        raise CheckpointError(f"{of} is {dtype}, and safetensors files have {', '.join(DTYPE_NAMES.values())}")
+    return name
+
+
+class TensorFile:
+    """A file whose tensors come one after the other, each of them let go of as soon as it is written.
+
+    Used in ``with``; where that is left with an exception, the file stays as far as it was written.
+
+    Args:
+        path: must not exist.
+        heads: all tensors. They are written in the order of :attr:`heads`: larger elements first, so that each lies
+            at a multiple of its element's size.
+
+    Raises:
+        CheckpointError: a dtype that the format does not have, by name.
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path, heads: Iterable[TensorHead]) -> None:
+        self.path = path
+        self.heads: Sequence[TensorHead] = sorted(heads, key=lambda head: -head.dtype.itemsize)
+        header, end = {}, 0
+        for head in self.heads:
+            header[head.name] = {
+                "dtype": dtype_name(head.dtype, head.name),
+                "shape": list(head.shape),
+                "data_offsets": [end, end + head.num_bytes],
+            }
+            end += head.num_bytes
+        assert len(header) == len(self.heads)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._next = 0
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
+        # Unbuffered: what is written is large.
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in __exit__
+        try:
+            self._write(memoryview(len(text).to_bytes(8, "little") + text))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, tensor: Tensor) -> None:
+        """The next one of :attr:`heads`, from any device."""
+        head = self.heads[self._next]
+        assert tensor.dtype == head.dtype and tuple(tensor.shape) == head.shape, (head, tensor.dtype, tensor.shape)
+        self._next += 1
+        if head.num_bytes > 0:
+            values = tensor.detach().cpu().contiguous().reshape(-1)
+            content: Any = values.view(torch.uint8).numpy()
+            self._write(memoryview(content))
+
+    def _write(self, content: memoryview) -> None:
+        for start in range(0, len(content), _CHUNK_BYTES):
+            chunk = content[start : start + _CHUNK_BYTES]
+            self._hash.update(chunk)
+            self._num_bytes += len(chunk)
+            while chunk:
+                chunk = chunk[self._file.write(chunk) or 0 :]
+
+    def finish(self) -> WrittenFile:
+        """All of it is on the disk."""
+        assert self._next == len(self.heads)
+        os.fsync(self._file.fileno())
+        return WrittenFile(self.path.name, self._num_bytes, self._hash.hexdigest())
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def write_json(path: Path, content: object) -> WrittenFile:
+    """A new file with ``content``, on the disk. Raises OSError."""
+    text = (json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n").encode()
+    with open(path, "xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(path.name, len(text), hashlib.sha256(text).hexdigest())

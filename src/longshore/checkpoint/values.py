@@ -1,0 +1,117 @@
+"""Nested values in a checkpoint: JSON, with tensors beside it. Nothing that is read is ever executed.
+
+JSON has no tuples, no infinities and only names as keys; schedulers and generators have. Those are written as an
+object with one key that begins with ``$``, and so is a dictionary that has such a key itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.errors import CheckpointError
+
+_TENSOR, _TUPLE, _FLOAT, _ITEMS = "$tensor", "$tuple", "$float", "$items"
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_DEEPEST = 64
+
+
+class Encoder:
+    """Values -> JSON, and the tensors that were in them.
+
+    Args:
+        prefix: of the tensors' names.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.tensors: dict[str, Tensor] = {}
+        """By the name that stands in their place; as they were given, and not copied."""
+
+    def encode(self, value: Any, where: str, depth: int = 0) -> Any:
+        """What ``json`` takes.
+
+        Args:
+            value: numbers, text, None, lists, tuples, dictionaries with names or integers as keys, and tensors.
+            where: what the value is, as errors name it.
+            depth: levels above it.
+
+        Raises:
+            CheckpointError: anything else, by its key.
+        """
+        if depth > _DEEPEST:
+            raise CheckpointError(f"{where} is nested deeper than {_DEEPEST} levels, or contains itself")
+        if value is None or isinstance(value, (bool, int, str)):
+            # Subclasses (enums, NumPy's numbers) would come back as something else.
+            if type(value) in (type(None), bool, int, str):
+                return value
+        elif type(value) is float:
+            return value if math.isfinite(value) else {_FLOAT: repr(value)}
+        elif isinstance(value, Tensor):
+            return {_TENSOR: self._put(value, where)}
+        elif type(value) in (list, tuple):
+            entries = [self.encode(entry, f"{where}[{place}]", depth + 1) for place, entry in enumerate(value)]
+            return entries if type(value) is list else {_TUPLE: entries}
+        elif isinstance(value, Mapping):
+            return self._encode_items(value, where, depth)
+        raise CheckpointError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint holds numbers, text, "
+            "lists, dictionaries and tensors only (a pickle could run whatever it likes when it is loaded); "
+            "save what you need of it as those"
+        )
+
+    def _encode_items(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
+        for key in value:
+            if type(key) not in (str, int):
+                raise CheckpointError(f"{where} has the key {key!r}; keys in a checkpoint are names or integers")
+        encoded = [(key, self.encode(entry, f"{where}[{key!r}]", depth + 1)) for key, entry in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in encoded):
+            return dict(encoded)
+        return {_ITEMS: [list(item) for item in encoded]}
+
+    def _put(self, value: Tensor, where: str) -> str:
+        kind = type(value.detach())
+        if kind is not Tensor or value.layout != torch.strided or value.is_meta:
+            raise CheckpointError(
+                f"{where} is a {kind.__name__} ({value.layout}, {value.device}), and a checkpoint holds dense, plain "
+                "tensors; give what this rank has of it"
+            )
+        name = f"{self._prefix}{len(self.tensors)}"
+        self.tensors[name] = value.detach()
+        return name
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 0) -> Any:
+    """What :class:`Encoder` was given; ``tensor`` finds one by its name.
+
+    Raises:
+        CheckpointError: no such value; ``where`` names it.
+    """
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{where} is nested deeper than {_DEEPEST} levels")
+    if isinstance(value, list):
+        return [decode(entry, tensor, where, depth + 1) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    special = [key for key in value if key.startswith("$")]
+    if not special:
+        return {key: decode(entry, tensor, where, depth + 1) for key, entry in value.items()}
+    (kind, content), *others = value.items()
+    if not others:
+        if kind == _TENSOR and isinstance(content, str):
+            return tensor(content)
+        if kind == _FLOAT and content in _FLOATS:
+            return _FLOATS[content]
+        if kind == _TUPLE and isinstance(content, list):
+            return tuple(decode(entry, tensor, where, depth + 1) for entry in content)
+        if kind == _ITEMS and isinstance(content, list) and all(_is_item(entry) for entry in content):
+            return {key: decode(entry, tensor, where, depth + 1) for key, entry in content}
+    raise CheckpointError(f"{where} has an entry {special[0]!r} that is none of this format")
+
+
+def _is_item(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and type(entry[0]) in (str, int)
