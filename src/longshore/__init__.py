@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from longshore.engine import Config, ConfigError, Engine, Init, add_config_arguments, init_distributed, initialize
     from longshore.errors import (
         BrokenStateError,
+        CheckpointError,
         GradientError,
         IllegalTransitionError,
         LongshoreError,
@@ -28,6 +29,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "BrokenStateError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Engine",
@@ -61,6 +63,7 @@ _HOMES = {
     ),
     "longshore.errors": (
         "BrokenStateError",
+        "CheckpointError",
         "GradientError",
         "IllegalTransitionError",
         "LongshoreError",

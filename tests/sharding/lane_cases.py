@@ -14,10 +14,11 @@ import torch.distributed as dist
 from longshore.errors import RankError
 from longshore.sharding import lane as lane_module
 from longshore.sharding import reduction as module
+from longshore.sharding.action import Action
 from longshore.sharding.agreement import Statement, agree_on
 from longshore.sharding.bucket import plan_buckets
 from longshore.sharding.groups import timeout_of, twin_of
-from longshore.sharding.lane import Action, CollectiveLane
+from longshore.sharding.lane import CollectiveLane
 from longshore.sharding.ownership import Replicated, Sharded
 from longshore.sharding.reduction import Averaging, reduce_shard
 from sharding.gathering_cases import sharing

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -184,48 +192,50 @@ class SafetensorsReader(StorageReader):
             for item in plan.items:
                 where: Location = self._metadata.storage_data[item.storage_index]
                 if where.file not in files:
-                    files[where.file] = stack.enter_context(self._opened(where.file))
+                    files[where.file] = stack.enter_context(opened(self.path / where.file))
                 values = self._read(files[where.file], where, item)
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(values)
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    @contextlib.contextmanager
-    def _opened(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            opened = safe_open(self.path / name, framework="pt")
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / name} is damaged: {error}") from error
-        with opened as file:
-            yield file
-
-    def _read(self, file: Any, where: Location, item: Any) -> torch.Tensor:
-        from safetensors import SafetensorError
-
+    def _read(self, file: Any, where: Location, item: ReadItem) -> torch.Tensor:
         assert self._metadata is not None
         about = names_of(self._metadata)[item.storage_index.fqn]
         chunk = next(each for each in about.chunks if each.offsets == item.storage_index.offset)
-        try:
-            found = file.get_slice(where.tensor)
-            shape, dtype = tuple(found.get_shape()), DTYPES.get(found.get_dtype())
-            if (shape, dtype) != (tuple(chunk.sizes), about.properties.dtype):
-                raise CheckpointError(
-                    f"{self.path / where.file}: {where.tensor} is {found.get_dtype()} {list(shape)}, and {METADATA} "
-                    "says otherwise"
-                )
-            if tuple(item.lengths) == shape:
-                return file.get_tensor(where.tensor)
-            ends = zip(item.storage_offsets, item.lengths, strict=True)
-            return found[tuple(slice(start, start + length) for start, length in ends)]
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path / where.file} is damaged: {error}") from error
+        if where.tensor not in file.keys():  # noqa: SIM118 - no mapping
+            raise CheckpointError(f"{self.path / where.file} has no {where.tensor}, which {METADATA} names")
+        found = file.get_slice(where.tensor)
+        shape, dtype = tuple(found.get_shape()), DTYPES.get(found.get_dtype())
+        if (shape, dtype) != (tuple(chunk.sizes), about.properties.dtype):
+            raise CheckpointError(
+                f"{self.path / where.file}: {where.tensor} is {found.get_dtype()} {list(shape)}, and {METADATA} says "
+                "otherwise"
+            )
+        if tuple(item.lengths) == shape:
+            return file.get_tensor(where.tensor)
+        ends = zip(item.storage_offsets, item.lengths, strict=True)
+        return found[tuple(slice(start, start + length) for start, length in ends)]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return (Path(checkpoint_id) / METADATA).is_file()
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped. Raises CheckpointError where it is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    with file:
+        try:
+            yield file
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def parsed_metadata(content: Any, where: str) -> Metadata:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from longshore.engine.ranks import Ranks
 from longshore.engine.wording import is_integer, shown
@@ -13,19 +15,84 @@ from longshore.engine.wording import is_integer, shown
 Batch = TypeVar("Batch")
 
 
+class _Order(Sampler[int]):
+    """The samples of one rank in an epoch; once, from a later one on."""
+
+    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+        self.sampler = sampler
+        self.skipped = 0
+        """Samples that the next ``iter()`` leaves out."""
+
+    def __iter__(self) -> Iterator[int]:
+        skipped, self.skipped = self.skipped, 0
+        return itertools.islice(iter(self.sampler), skipped, None)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
 class TrainingLoader(Generic[Batch]):
     """Batches of this rank's part of the data, in an order that depends on the epoch and the seed alone.
 
-    Each ``iter()`` begins the epoch anew. As in DeepSpeed and torch, the
-    epoch changes only by :meth:`set_epoch`.
+    Each ``iter()`` begins the epoch anew, but for the first one after :meth:`load_state_dict`. As in DeepSpeed and
+    torch, the epoch changes only by :meth:`set_epoch`.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any] | None) -> None:
+    def __init__(self, loader: DataLoader[Any], order: _Order | None) -> None:
+        # Fixed.
         self.loader = loader
-        self._sampler = sampler
+        self._order = order
+        self._sampler = None if order is None else order.sampler
+        # Changes with each batch.
+        self._batches = 0
+        """Of the epoch under way, that were handed out."""
+        self._resumed: int | None = None
+        """Where the next ``iter()`` begins, if it is not at the beginning."""
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self.loader)
+        self._batches, self._resumed = self._resumed or 0, None
+        if self._batches == 0:
+            return self._counted(iter(self.loader))
+        assert self._order is not None
+        self._order.skipped = self._batches * self.batch_size
+        # torch draws a seed for the workers of an epoch; the run that goes on here has drawn it.
+        random_state = torch.get_rng_state()
+        batches = iter(self.loader)
+        torch.set_rng_state(random_state)
+        return self._counted(batches)
+
+    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self._batches += 1
+            yield batch
+        self._batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch under way is: counted in samples of all ranks, so that any number of ranks can go on."""
+        if self._sampler is None:
+            return {}  # a stream knows where it is, if anybody does
+        batches = self._batches if self._resumed is None else self._resumed
+        return {"epoch": self.epoch, "samples": batches * self.batch_size * self._sampler.num_replicas}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next ``iter()`` goes on behind the batches that :meth:`state_dict` counted.
+
+        Raises:
+            ValueError: it does not fall between two batches of this loader, or is no state of one.
+        """
+        if not state_dict:
+            return
+        epoch, samples = (state_dict.get(name, -1) for name in ("epoch", "samples"))
+        if self._sampler is None or not is_integer(epoch) or not is_integer(samples) or epoch < 0 or samples < 0:
+            raise ValueError(f"{shown(dict(state_dict))} is no place in these data")
+        batches, rest = divmod(samples, self.batch_size * self._sampler.num_replicas)
+        if rest:
+            raise ValueError(
+                f"the run was {samples} samples into its epoch, which is no multiple of the {self.batch_size} samples "
+                f"of a batch on each of {self._sampler.num_replicas} ranks; use a micro batch that divides it"
+            )
+        self.set_epoch(epoch)
+        self._resumed = batches
 
     def __len__(self) -> int:
         """Batches an epoch.
@@ -61,6 +128,8 @@ class TrainingLoader(Generic[Batch]):
             raise ValueError(f"an epoch is an integer that is not negative, not {shown(epoch)}")
         if self._sampler is None:
             raise TypeError("an IterableDataset has its own order: tell the dataset about the epoch")
+        if epoch != self.epoch:
+            self._resumed = None  # it was a place in another epoch
         self._sampler.set_epoch(epoch)
 
 
@@ -95,9 +164,10 @@ def make_loader(
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn is a function from a list of samples to a batch, not {shown(collate_fn)}")
     _check_data(training_data, ranks)
-    sampler: DistributedSampler[Any] | None = None
+    order: _Order | None = None
     if not isinstance(training_data, IterableDataset):
         sampler = DistributedSampler(training_data, ranks.world_size, ranks.rank, shuffle=True, seed=seed)
+        order = _Order(sampler)
         if drop_last and len(sampler) < micro_batch_size:
             raise ValueError(
                 f"drop_last leaves no batch: each of {ranks.world_size} ranks has {len(sampler)} samples, fewer than "
@@ -106,13 +176,13 @@ def make_loader(
     loader: DataLoader[Any] = DataLoader(
         training_data,
         batch_size=micro_batch_size,
-        sampler=sampler,
+        sampler=order,
         collate_fn=collate_fn,
         drop_last=drop_last,
         num_workers=num_workers,
         pin_memory=ranks.device.type == "cuda",
     )
-    return TrainingLoader(loader, sampler)
+    return TrainingLoader(loader, order)
 
 
 def _check_numbers(micro_batch_size: Any, drop_last: Any, num_workers: Any, seed: Any) -> None:

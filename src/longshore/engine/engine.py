@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore.engine.batch_sizes import BatchSizes
+from longshore.engine.checkpoints import Checkpoints, SavesCheckpoints
 from longshore.engine.config import Config
 from longshore.engine.conversion import leaves_as_is
 from longshore.engine.deepspeed_calls import INSTEAD
@@ -19,6 +20,7 @@ from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import LossScale
 from longshore.engine.precision import Precision
 from longshore.engine.ranks import Ranks
+from longshore.engine.readings import Readings
 from longshore.engine.timers import StepLine
 from longshore.engine.window import Window
 from longshore.errors import GradientError, LongshoreError
@@ -28,7 +30,7 @@ _DISCARDS_OF_A_LOOP = 3
 """A bad batch is discarded once; a loop that discards in every micro step never trains."""
 
 
-class Engine(nn.Module):
+class Engine(SavesCheckpoints, Readings, nn.Module):
     """What ``longshore.initialize`` returns first.
 
     ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``: with several
@@ -59,7 +61,7 @@ class Engine(nn.Module):
         self.config = config
         self.ranks = ranks
         self._precision = precision
-        self._loss_scale = loss_scale
+        self.loss_scaling = loss_scale
         self._clip = config.gradient_clipping
         # Set once, by initialize().
         self.lr_scheduler: Any = None
@@ -75,6 +77,7 @@ class Engine(nn.Module):
         """Of windows that were only partly filled, since the last step that was due."""
         self._norm: Tensor | None = None
         self._line = StepLine(config, ranks.rank)
+        self._checkpoints = Checkpoints(self)
         # Of one window.
         self._synchronize = True
         self._announced = 0
@@ -115,7 +118,7 @@ class Engine(nn.Module):
         return self._times_scale(loss)
 
     def _times_scale(self, loss: Tensor) -> Tensor:
-        return loss if self._loss_scale.value == 1.0 else loss.float() * self._loss_scale.value
+        return loss if self.loss_scaling.value == 1.0 else loss.float() * self.loss_scaling.value
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """One backward of the window.
@@ -182,9 +185,9 @@ class Engine(nn.Module):
         if not self._failed and not (self._window.due(raw) and self._anything()):
             self._window.calls += 1
             return
-        if raw and self._loss_scale.value != 1.0 and not self._scaled:
+        if raw and self.loss_scaling.value != 1.0 and not self._scaled:
             raise GradientError(
-                f"gradients came from loss.backward() without the loss scale ({self._loss_scale.value:g}); "
+                f"gradients came from loss.backward() without the loss scale ({self.loss_scaling.value:g}); "
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
         with self._line.timing("step"):
@@ -206,25 +209,25 @@ class Engine(nn.Module):
         self._norm = None
         if self._clip is not None:
             self._norm = self.optimizer.clip_grad_norm_(self._clip)
-        elif self._loss_scale.skips_overflow:
+        elif self.loss_scaling.skips_overflow:
             self._norm = self.optimizer.grad_norm()
         # The norm is the same number on all ranks, and so is what follows from it (law 6).
-        if self._loss_scale.skips_overflow:
+        if self.loss_scaling.skips_overflow:
             assert self._norm is not None
             overflow = not bool(torch.isfinite(self._norm))
             if overflow:
                 self.optimizer.zero_grad()
                 self.skipped_steps += 1
-            self._loss_scale.update(overflow)
+            self.loss_scaling.update(overflow)
             if overflow:
-                self.optimizer.set_loss_scale(self._loss_scale.value)
+                self.optimizer.set_loss_scale(self.loss_scaling.value)
                 return False
         self._stepping = True
         try:
             self.optimizer.step()
         finally:
             self._stepping = False
-        self.optimizer.set_loss_scale(self._loss_scale.value)
+        self.optimizer.set_loss_scale(self.loss_scaling.value)
         return True
 
     def _end_window(self) -> None:
@@ -289,65 +292,12 @@ class Engine(nn.Module):
         """Whether the last ``step()`` changed the weights: it was due, and there was no overflow."""
         return self._applied
 
+    @property
+    def in_window(self) -> bool:
+        """Whether there is a gradient, or was a backward, since the last applied or discarded step."""
+        return self._failed or self._window.open or self.optimizer.gradients_arrived > 0
+
     # -- looking --------------------------------------------------------------
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm that the last applied or skipped step measured, before clipping; None where it measured none."""
-        return None if self._norm is None else float(self._norm)
-
-    def get_lr(self) -> list[float]:
-        """Of each group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    @property
-    def loss_scale(self) -> float:
-        return self._loss_scale.value
-
-    @property
-    def cur_scale(self) -> float:
-        return self._loss_scale.value
-
-    @property
-    def device(self) -> torch.device:
-        return self.ranks.device
-
-    @property
-    def local_rank(self) -> int:
-        return self.ranks.local_rank
-
-    @property
-    def global_rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks.world_size
-
-    @property
-    def global_samples(self) -> int:
-        return self.micro_steps * self._sizes.micro_batch_size * self._sizes.world_size
-
-    def get_mom(self) -> list[Any]:
-        """Betas, or momentum, of each group."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
-
-    def gradient_clipping(self) -> float | None:
-        return self._clip
-
-    def dynamic_loss_scale(self) -> bool:
-        return self.config.loss_scaling is not None and self.config.loss_scaling.scale is None
-
-    def fp16_enabled(self) -> bool:
-        return "fp16" in (self.config.dtype, self.config.autocast)
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.dtype == "bf16"
-
-    def steps_per_print(self) -> int | None:
-        return self.config.steps_per_print
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.stage
 
     def explain(self, print_it: bool = True) -> Explanation:
         """Buckets, tiles, owners, bytes, and what became of every gradient of the last window."""
@@ -367,6 +317,7 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Wait for what is under way, leave the parameters as ordinary ones, and let go of threads and groups."""
         self._destroyed = True
+        self._checkpoints.close()
         self.optimizer.close()
         self.ranks.close()
 
@@ -379,7 +330,7 @@ def _check_step_of(engine: Engine | None) -> None:
     """The optimizer's own step() must not silently leave out what only the engine does."""
     if engine is None or engine._stepping:
         return
-    skipped = "clipping" if engine._clip is not None else "overflow check" if engine._loss_scale.skips_overflow else ""
+    skipped = "clipping" if engine._clip is not None else "overflow check" if engine.loss_scaling.skips_overflow else ""
     if skipped:
         raise LongshoreError(
             f"optimizer.step() would leave out the {skipped} that the configuration asks for; call engine.step()"

@@ -245,6 +245,10 @@ class ParameterStore(ABC):
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         """Set one array of the parameter, by name, from a flat tensor."""
 
+    def meet(self, loading: bool) -> None:
+        """All processes are about to save, or to load, a checkpoint. Raises RankError where one does something else."""
+        return
+
     def owned(self, parameter: int, numel: int) -> Sequence[OwnedRun]:
         """What of the parameter, which has ``numel`` elements, this process keeps the state of; its elements are
         counted in :meth:`slab_of` it."""

@@ -331,9 +331,9 @@ class HostOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Parameter -> its states as torch names them (and ``master``), looked up at each access."""
-        return StateMap(self._records, self._access())
+        return StateMap(self._records, self.state_access())
 
-    def _access(self) -> StateAccess:
+    def state_access(self) -> StateAccess:
         store, source = self._parts()
         return StateAccess(store, self._family, lambda record: source.watch([record]))
 
@@ -387,7 +387,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if store.broken:
             store.begin_load()
             source.consumed()  # the window went down with the step; otherwise it goes on, as in torch
-        access = self._access()
+        access = self.state_access()
         for record in self._records.values():
             clear_state(record, store)
             loaded = self._loading.get(record.index)

@@ -25,10 +25,10 @@ class StateAccess(NamedTuple):
 
 def name_states(store: ParameterStore, family: RuleFamily, groups: Iterable[Mapping[str, Any]]) -> None:
     """Have the state arrays that parameters of these groups need, besides those that the store has."""
-    _have_states(store, family, {name for group in groups for name in family.states_of(group)})
+    have_states(store, family, {name for group in groups for name in family.states_of(group)})
 
 
-def _have_states(store: ParameterStore, family: RuleFamily, names: Collection[str]) -> None:
+def have_states(store: ParameterStore, family: RuleFamily, names: Collection[str]) -> None:
     store.set_states([name for name in family.states if name in names or name in store.arrays])
 
 
@@ -191,7 +191,7 @@ def write_state(record: ParameterRecord, access: StateAccess, state: Mapping[str
     if record.index not in store:
         lay_out(record)
     arrays = state.keys() & {*family.states, MASTER}
-    _have_states(store, family, arrays)
+    have_states(store, family, arrays)
     for key in arrays:
         store.write_state(record.index, key, flat(state[key].to(device="cpu", dtype=torch.float32)))
     history = record.history

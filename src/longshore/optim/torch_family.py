@@ -44,7 +44,7 @@ class TorchFamily(RuleFamily):
     """
 
     def __init__(self, kind: str) -> None:
-        self._kind = kind
+        self.kind = kind
         found = ELEMENTWISE[kind]
         self._switches = found.switches
         self.states = found.arrays
@@ -56,7 +56,7 @@ class TorchFamily(RuleFamily):
     def check_group(self, group: Mapping[str, Any]) -> None:
         check_flags(group)
         # torch knows what it takes.
-        getattr(torch.optim, self._kind)([torch.zeros(1, device="cpu")], **dict(self._options_of(group)))
+        getattr(torch.optim, self.kind)([torch.zeros(1, device="cpu")], **dict(self._options_of(group)))
 
     def _options_of(self, group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
         return tuple((name, _plain(group[name], name)) for name in self._options)
@@ -66,7 +66,7 @@ class TorchFamily(RuleFamily):
 
     def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> TorchRule:
         return TorchRule(
-            kind=self._kind,
+            kind=self.kind,
             options=self._options_of(group),
             rows=tuple((name, arrays.index(name)) for name in self.states_of(group)),
             step=history.step + 1,

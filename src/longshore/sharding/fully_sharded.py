@@ -29,10 +29,11 @@ from longshore.errors import GradientError
 from longshore.layout import Slab
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part
+from longshore.sharding.action import Action
 from longshore.sharding.bucket import Bucket, Piece, plan_shards
 from longshore.sharding.gathering import GatheringLane
 from longshore.sharding.groups import group_of
-from longshore.sharding.lane import Action, CollectiveLane
+from longshore.sharding.lane import CollectiveLane
 from longshore.sharding.ownership import Sharded
 from longshore.sharding.placing import Placing
 from longshore.sharding.rank_grid import Cut
@@ -300,10 +301,10 @@ class FullySharded(Sharded):
                     "these have to run the same backwards on the same data"
                 )
 
-    def outside_of_the_model(self, failed: bool) -> None:
+    def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
         if failed:
             self._gathering.give_up()  # others may still be in the model, and would wait there for this rank
-        self._gathering.meet(Action.STEP)
+        self._gathering.meet(action)
 
     def close(self) -> None:
         self._sharded.close()

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from longshore.errors import GradientError
+from longshore.sharding.action import Action
 from longshore.sharding.groups import twin_of
-from longshore.sharding.lane import Action, CollectiveLane
+from longshore.sharding.lane import CollectiveLane
 from longshore.sharding.segments import NOTE_NUMEL, Segment, SharedSegments
 from longshore.sharding.window_count import WindowCount
 

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from longshore.errors import GradientError, RankError
 from longshore.host import Worker, debugging
+from longshore.sharding.action import Action
 from longshore.sharding.segments import Segment, SharedSegments
 
 T = TypeVar("T")
@@ -29,31 +29,6 @@ _NOTICE_DEBUGGING_S = 1.0
 """How long a rank waits for the others before it says so."""
 
 _LOGGER = logging.getLogger("longshore")
-
-
-class Action(IntEnum):
-    """What a rank is about to do together with the others."""
-
-    BACKWARD = 1
-    STEP = 2
-    COMMIT = 3
-    READ = 4
-    CLOSE = 5
-    GATHER = 6
-    LEAVE = 7
-    """Not waited for: the others are told, wherever they are."""
-
-    @property
-    def words(self) -> str:
-        return {
-            Action.BACKWARD: "in backward",
-            Action.STEP: "in step()",
-            Action.COMMIT: "about to step",
-            Action.READ: "reading optimizer state",
-            Action.CLOSE: "in the last backward",
-            Action.GATHER: "gathering parameters",
-            Action.LEAVE: "giving up its window",
-        }[self]
 
 
 class _Meeting:

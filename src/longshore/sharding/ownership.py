@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from longshore.layout import Slab
+from longshore.sharding.action import Action
 from longshore.sharding.bucket import Bucket, Piece, plan_buckets
-from longshore.sharding.lane import Action, CollectiveLane
+from longshore.sharding.lane import CollectiveLane
 from longshore.sharding.reduction import parts, slices
 from longshore.sharding.window_count import WindowCount
 
@@ -52,8 +53,9 @@ class Ownership(ABC):
         """Of a whole parameter, flat, what this rank has on the device."""
         return values
 
-    def outside_of_the_model(self, failed: bool) -> None:
-        """No rank is in a forward or a backward; all have to call. ``failed``: this one gave up its window."""
+    def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
+        """No rank is in a forward or a backward, and all are at this action; all have to call. ``failed``: this one
+        gave up its window."""
         return
 
     def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:

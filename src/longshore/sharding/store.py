@@ -23,10 +23,11 @@ from longshore.host import (
     debugging,
 )
 from longshore.kernels import Scale
+from longshore.sharding.action import Action
 from longshore.sharding.agreement import Statement, agree_on, check_same
 from longshore.sharding.bucket import Bucket
 from longshore.sharding.contributions import Contributions
-from longshore.sharding.lane import REFUSED, Action
+from longshore.sharding.lane import REFUSED
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.reducer import Reducer
 from longshore.sharding.rounds import Round
@@ -236,7 +237,7 @@ class ShardedStore(ShardedState):
             return active
 
         try:
-            self._ownership.outside_of_the_model(failure is not None)
+            self._ownership.outside_of_the_model(Action.STEP, failure is not None)
             self._window.active = self.lane.run(settle)
         except BaseException as error:
             self._window.fail(error)
@@ -320,6 +321,12 @@ class ShardedStore(ShardedState):
             self.lane.drain()
         except LongshoreError as failure:
             self._window.fail(failure)
+
+    def meet(self, loading: bool) -> None:
+        self._check_open()
+        action = Action.LOAD if loading else Action.SAVE
+        self._ownership.outside_of_the_model(action)
+        self.lane.run(lambda: self.lane.meet(action, 0, self._windows.number))
 
     def _before_writing(self) -> None:
         self._check_open()

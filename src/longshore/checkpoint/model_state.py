@@ -1,0 +1,163 @@
+"""A model's parameters and buffers in a checkpoint, by their names."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longshore.checkpoint.boxes import Box, boxes_of_run
+from longshore.checkpoint.parts import SavedPart, WantedPart, saved_run
+from longshore.errors import CheckpointError
+from longshore.optim.parameters import flat
+from longshore.optim.shards import held_part, is_sharded
+
+KIND = "model"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What torch.compile and others put into names, and nobody means."""
+_LEAST_NUMEL = 1 << 16
+"""Smaller tensors are written by one process."""
+
+
+def reshard(model: nn.Module) -> None:
+    """Where FSDP2 left modules gathered, have them hold their shards again."""
+    for module in model.modules():
+        if hasattr(module, "reshard") and hasattr(module, "_get_fsdp_state"):
+            module.reshard()  # pyright: ignore[reportCallIssue]
+
+
+class ModelState:
+    """What of a model is saved.
+
+    Args:
+        model: whose parameters are where they are stepped.
+        rank, world_size: of this process, among those that have the same model.
+    """
+
+    def __init__(self, model: nn.Module, rank: int = 0, world_size: int = 1) -> None:
+        reshard(model)
+        self.model = model
+        self._rank, self._world_size = rank, world_size
+        self.tensors: dict[str, Tensor] = {}
+        """Parameters and persistent buffers, each once."""
+        self.aliases: dict[str, str] = {}
+        """Further names of tied ones -> the first."""
+        self._names: dict[int, str] = {}
+        for name, tensor in _named_tensors(model):
+            first = self._names.setdefault(id(tensor), name)
+            if first == name:
+                self.tensors[name] = tensor
+            else:
+                self.aliases[name] = first
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The first name of a parameter; None: the model does not have it."""
+        return self._names.get(id(parameter))
+
+    def frozen(self) -> frozenset[str]:
+        return frozenset(
+            name
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        )
+
+    def extra_state(self) -> dict[str, Any]:
+        """What modules save of themselves besides tensors."""
+        found = {}
+        for name, module in self.model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                found[_clean(name)] = module.get_extra_state()
+        return found
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        for name, module in self.model.named_modules():
+            if _clean(name) in state:
+                module.set_extra_state(state[_clean(name)])
+
+    def saved(self, names: Sequence[str]) -> list[SavedPart]:
+        """What this process writes of these tensors."""
+        parts: list[SavedPart] = []
+        for place, name in enumerate(names):
+            parts += self._saved(f"{KIND}.{name}", self.tensors[name], place)
+        return parts
+
+    def _saved(self, name: str, tensor: Tensor, place: int) -> list[SavedPart]:
+        shape = tuple(tensor.shape)
+        if is_sharded(tensor):
+            box, first = box_of_shard(tensor, name)
+            here = first and (box.numel > 0 or (math.prod(shape) == 0 and self._rank == 0))
+            read = held_part(tensor).detach
+            return [SavedPart(name, tensor.dtype, shape, box, read)] if here else []
+        start, numel = self._share(tensor.numel(), place)
+        if tensor.numel() == 0:
+            whole = Box((0,) * len(shape), shape)
+            return [SavedPart(name, tensor.dtype, shape, whole, tensor.detach)] if self._rank == 0 else []
+        boxes = boxes_of_run(shape, start, numel)
+        return saved_run(name, shape, boxes, tensor.dtype, lambda: flat(tensor)[start : start + numel])
+
+    def _share(self, numel: int, place: int) -> tuple[int, int]:
+        """What this process writes of a tensor that all processes have."""
+        if numel < _LEAST_NUMEL * self._world_size:
+            return (0, numel) if place % self._world_size == self._rank else (0, 0)
+        first, last = (numel * rank // self._world_size for rank in (self._rank, self._rank + 1))
+        return first, last - first
+
+    def wanted(self, sources: dict[str, str]) -> list[WantedPart]:
+        """What this process loads: for each of these tensors, the name under which the checkpoint has it."""
+        return [self._wanted(name, source) for name, source in sources.items()]
+
+    def _wanted(self, name: str, source: str) -> WantedPart:
+        tensor = self.tensors[name]
+        shape = tuple(tensor.shape)
+        box = box_of_shard(tensor, name)[0] if is_sharded(tensor) else Box((0,) * len(shape), shape)
+
+        def take(values: Tensor) -> None:
+            with torch.no_grad():
+                held_part(tensor).detach().copy_(values.view(held_part(tensor).shape))
+                torch.autograd.graph.increment_version(tensor)
+
+        return WantedPart(f"{KIND}.{source}", shape, box, take)
+
+
+def box_of_shard(tensor: Any, name: str) -> tuple[Box, bool]:
+    """Of a ``DTensor``, what this process has of it, and whether it is the first one that has that.
+
+    Raises:
+        CheckpointError: a placement that is no box.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise CheckpointError(f"{name} is placed as {placements}: a sum that was not added up cannot be saved")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    here = mesh.get_coordinate()
+    if here is None:
+        return Box((0,) * tensor.ndim, (0,) * tensor.ndim), False
+    first = all(place == 0 for place, placement in zip(here, placements, strict=True) if placement.is_replicate())
+    if tuple(shape) != tuple(tensor._local_tensor.shape):
+        raise CheckpointError(f"{name} is placed as {placements} on {mesh}, which longshore cannot cut into boxes")
+    return Box(tuple(offset), tuple(shape)), first
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in itertools.chain(parameters, _persistent_buffers(model)):
+        yield _clean(name), tensor
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

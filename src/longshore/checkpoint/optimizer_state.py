@@ -1,0 +1,232 @@
+"""An optimizer's state in a checkpoint: arrays by the parameter's name, and all that is a number in JSON."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from longshore.checkpoint.boxes import Box
+from longshore.checkpoint.model_state import ModelState, box_of_shard
+from longshore.checkpoint.parts import SavedPart, WantedPart, boxes_in, saved_run, wanted_run
+from longshore.checkpoint.reading import checked
+from longshore.errors import CheckpointError
+from longshore.host import MASTER
+from longshore.optim.family import History
+from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.loading import merged_group
+from longshore.optim.parameters import ParameterRecord
+from longshore.optim.state import clear_state, have_states
+from longshore.optim.torch_family import TorchFamily
+
+KIND = "optimizer"
+
+
+def array_name(state: str, parameter: str) -> str:
+    return f"{KIND}.{state}.{parameter}"
+
+
+class OptimizerState:
+    """What of an optimizer is saved, and how it is put back.
+
+    Args:
+        optimizer: of this process.
+        model: has the parameters that it steps.
+
+    Raises:
+        CheckpointError: it steps a parameter that the model does not have.
+    """
+
+    def __init__(self, optimizer: HostOptimizer, model: ModelState) -> None:
+        self.optimizer = optimizer
+        self._store = optimizer.store
+        self._family = optimizer.state_access().family
+        self.records: dict[str, ParameterRecord] = {}
+        for record in optimizer.records:
+            name = model.name_of(record.parameter)
+            if name is None:
+                raise CheckpointError(
+                    f"the optimizer steps {record.name}, {list(record.shape)}, which is no parameter of the model that "
+                    "is saved; make it one (a module that has both as submodules)"
+                )
+            self.records[name] = record
+
+    @property
+    def kind(self) -> str:
+        """Which optimizer, in the words that a checkpoint has for it."""
+        return f"torch.{self._family.kind}" if isinstance(self._family, TorchFamily) else type(self.optimizer).__name__
+
+    # -- saving ---------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        """All that is no array, for an encoder."""
+        names = {id(record.parameter): name for name, record in self.records.items()}
+        groups = [
+            {
+                "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
+                "parameters": [names[id(parameter)] for parameter in group["params"]],
+            }
+            for group in self.optimizer.param_groups
+        ]
+        parameters = {
+            name: {"step": record.history.step, "scalars": dict(record.history.scalars), "arrays": _arrays_of(record)}
+            for name, record in self.records.items()
+            if record.has_state or _arrays_of(record)
+        }
+        return {"kind": self.kind, "groups": groups, "parameters": parameters}
+
+    def saved(self) -> list[SavedPart]:
+        """What this process writes."""
+        parts: list[SavedPart] = []
+        for name, record in self.records.items():
+            for array in _arrays_of(record):
+                parts += self._saved(array_name(array, name), record, array)
+        return parts
+
+    def _saved(self, name: str, record: ParameterRecord, array: str) -> list[SavedPart]:
+        parts: list[SavedPart] = []
+        shape = tuple(record.shape)
+        for key, boxes, tells in self._runs(record, name):
+            if tells:
+                parts += saved_run(name, shape, boxes, torch.float32, lambda key=key: self._store.read_run(key, array))
+        return parts
+
+    def _runs(self, record: ParameterRecord, name: str) -> list[tuple[int, list[Box], bool]]:
+        """What this process keeps the state of: for the store, in the whole parameter, and whether it tells of it."""
+        shape = tuple(record.shape)
+        if record.keeps_shard:
+            box, first = box_of_shard(record.parameter, name)
+            return [(record.index, [box], first)] if box.numel > 0 else []
+        slab = self._store.slab_of(record.index)
+        numel = math.prod(shape if slab is None else slab.shape_in(shape))
+        return [
+            (run.key, boxes_in(shape, slab, run.offset, run.numel), run.tells)
+            for run in self._store.owned(record.index, numel)
+        ]
+
+    # -- loading --------------------------------------------------------------
+
+    def differences(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[str]:
+        """What of a saved optimizer does not fit, in words.
+
+        Args:
+            about: checked.
+            among: the parameters to load, by name, and what the checkpoint calls them.
+        """
+        if about["kind"] != self.kind:
+            return [f"the checkpoint is of {about['kind']}, and this optimizer is {self.kind}"]
+        known = {*self._family.states, MASTER}
+        found = [
+            f"{name} has the state {array}, which {self.kind} does not keep"
+            for name, entry in about["parameters"].items()
+            for array in entry["arrays"]
+            if array not in known
+        ]
+        options = _options_by_name(about)
+        for number, group in enumerate(self.optimizer.param_groups):
+            names = [among[name] for name in self._names(group) if name in among]
+            lost = [name for name in names if name not in options]
+            if lost:
+                found.append(f"no parameter group of the checkpoint has {_several(lost)}")
+            kinds = {repr(options[name]): name for name in names if name in options}
+            if len(kinds) > 1:
+                found.append(
+                    f"parameter group {number} of this optimizer has {' and '.join(list(kinds.values())[:2])}, which "
+                    "have other options than each other in the checkpoint"
+                )
+        return found
+
+    def _names(self, group: Mapping[str, Any]) -> list[str]:
+        names = {id(record.parameter): name for name, record in self.records.items()}
+        return [names[id(parameter)] for parameter in group["params"]]
+
+    def restore_groups(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
+        """Every group has the options that its parameters had."""
+        options = _options_by_name(about)
+        for group in self.optimizer.param_groups:
+            theirs = next((options[among[name]] for name in self._names(group) if name in among), None)
+            if theirs is not None:
+                merged = merged_group(theirs, group, self.optimizer.defaults, self._family)
+                # In place: schedulers may hold the group.
+                group.update({**merged, "params": group["params"]})
+
+    def clear(self) -> None:
+        """As if nothing had ever been stepped."""
+        if self._store.broken:
+            self._store.begin_load()
+        for record in self.records.values():
+            clear_state(record, self._store)
+
+    def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedPart]:
+        """What this process loads, and makes room for; arguments as for :meth:`differences`."""
+        access = self.optimizer.state_access()
+        entries = {name: about["parameters"][source] for name, source in among.items() if source in about["parameters"]}
+        have_states(self._store, self._family, {array for entry in entries.values() for array in entry["arrays"]})
+        parts: list[WantedPart] = []
+        for name, entry in entries.items():
+            record = self.records[name]
+            if record.index not in self._store:
+                access.lay_out(record)
+            for array in entry["arrays"]:
+                where = array_name(array, among[name])
+                for key, boxes, _ in self._runs(record, where):
+                    take = functools.partial(self._store.write_run, key, array)
+                    parts += wanted_run(where, tuple(record.shape), boxes, torch.float32, take)
+        return parts
+
+    def restore_histories(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
+        """The arrays are there: what else belongs to each parameter."""
+        for name, source in among.items():
+            entry = about["parameters"].get(source)
+            if entry is None:
+                continue
+            record = self.records[name]
+            arrays = frozenset(entry["arrays"])
+            scalars = tuple((key, entry["scalars"].get(key, 0.0)) for key in self._family.scalars)
+            record.history = History(entry["step"], arrays - {MASTER}, scalars)
+            record.has_state = entry["step"] > 0 or bool(arrays - {MASTER})
+            record.has_master = MASTER in arrays
+            record.published = None  # compare with the parameter before the next step
+
+
+def checked_about(content: Any, where: str) -> dict[str, Any]:
+    """What :meth:`OptimizerState.about` returned, from a file that anybody may have written.
+
+    Raises:
+        CheckpointError: it is something else; says what.
+    """
+    about = checked(content, dict, where)
+    checked(about.get("kind"), str, f"{where}: kind")
+    for group in checked(about.get("groups"), list, f"{where}: groups"):
+        group = checked(group, dict, f"{where}: groups")
+        checked(group.get("options"), dict, f"{where}: options of a group")
+        for name in checked(group.get("parameters"), list, f"{where}: parameters of a group"):
+            checked(name, str, f"{where}: a parameter of a group")
+    for name, entry in checked(about.get("parameters"), dict, f"{where}: parameters").items():
+        at = f"{where}: {name}"
+        entry = checked(entry, dict, at)
+        if checked(entry.get("step"), int, f"{at}: step") > 2**53:
+            raise CheckpointError(f"{at} has made {entry['step']} steps, more than can be counted")
+        for key, value in checked(entry.get("scalars"), dict, f"{at}: scalars").items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise CheckpointError(f"{at}: {key} is no number")
+        for array in checked(entry.get("arrays"), list, f"{at}: arrays"):
+            checked(array, str, f"{at}: an array")
+    return about
+
+
+def _arrays_of(record: ParameterRecord) -> list[str]:
+    states = sorted(record.history.states) if record.has_state else []
+    return [*states, *([MASTER] if record.has_master and record.dtype != torch.float32 else [])]
+
+
+def _options_by_name(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: group["options"] for group in about["groups"] for name in group["parameters"]}
+
+
+def _several(names: Collection[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

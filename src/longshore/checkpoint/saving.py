@@ -1,0 +1,176 @@
+"""Writing a checkpoint: every process its part, and then one of them gives it its name."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.folder import Draft, prune
+from longshore.checkpoint.parts import PartSavePlanner, SavedPart
+from longshore.checkpoint.storage import SafetensorsWriter
+from longshore.checkpoint.tensor_file import TensorFile, TensorHead, WrittenFile, write_json
+from longshore.checkpoint.values import Encoder
+from longshore.errors import CheckpointError
+
+STATE = "state"
+"""Of the file with what is the same on all ranks."""
+CONFIG = "config.json"
+
+
+def rank_file(rank: int) -> str:
+    """Of the files with what is one rank's own; without a suffix."""
+    return f"rank-{rank:05d}"
+
+
+class Values(NamedTuple):
+    """Nested values as they are written: JSON, and tensors beside it."""
+
+    content: Any
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Values:
+        """Copies: the values may change afterwards.
+
+        Raises:
+            CheckpointError: a value that a checkpoint cannot hold, by its key.
+        """
+        encoder = Encoder(f"{STATE}.")
+        content = {key: encoder.encode(value, key) for key, value in values.items()}
+        return cls(content, {name: tensor.to("cpu", copy=True) for name, tensor in encoder.tensors.items()})
+
+    def write(self, folder: Path, stem: str) -> list[WrittenFile]:
+        written = [write_json(folder / f"{stem}.json", self.content)]
+        if self.tensors:
+            heads = [TensorHead(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+            with TensorFile(folder / f"{stem}.safetensors", heads) as file:
+                for head in file.heads:
+                    file.write(self.tensors[head.name])
+                written.append(file.finish())
+        return written
+
+
+class Content(NamedTuple):
+    """What a checkpoint is going to hold."""
+
+    parts: Sequence[SavedPart]
+    """Of this process."""
+    shared: Values
+    """The same on all ranks; the first one's are written."""
+    own: Values
+    """Of this rank."""
+    config: str | None
+    """JSON that says how the model is built; None: the model has none."""
+    step: int
+    run: str
+
+
+class Target(NamedTuple):
+    """Where a checkpoint goes."""
+
+    root: Path
+    tag: str
+    latest: bool = True
+    keep_last: int | None = None
+
+
+def write(content: Content, target: Target, crew: Crew) -> Path:
+    """Save; all processes of ``crew`` have to call. Returns the checkpoint's folder.
+
+    Raises:
+        CheckpointError: it could not be written; what was there before still is.
+        RankError: another process is gone.
+    """
+    draft: list[Draft] = []
+
+    def begin() -> str:
+        draft.append(Draft.begin(target.root, target.tag))
+        return str(draft[0].path)
+
+    try:
+        path = Path(crew.first(lambda: _explained(begin, target)))
+        written = crew.together(lambda: _explained(lambda: _write_own(content, path, crew), target))
+        writer = SafetensorsWriter(path, crew.rank, crew.world_size)
+        _save_parts(content.parts, writer, crew, target)
+        files = [file for each in crew.gather([*written, *writer.files]) for file in each]
+        about = {
+            "longshore": version("longshore"),
+            "torch": str(torch.__version__),
+            "step": content.step,
+            "run": content.run,
+            "world_size": crew.world_size,
+        }
+
+        def commit() -> None:
+            draft[0].commit(files, about, target.latest)
+            if target.keep_last is not None:
+                prune(target.root, target.keep_last, content.run)
+
+        crew.first(lambda: _explained(commit, target))
+    except BaseException:
+        for each in draft:
+            each.discard()
+        raise
+    return target.root / target.tag
+
+
+def _write_own(content: Content, path: Path, crew: Crew) -> list[WrittenFile]:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"this rank does not see {path}, which rank 0 made: checkpoints have to be in a folder that all machines "
+            "of the run share"
+        )
+    written = content.own.write(path, rank_file(crew.rank))
+    if crew.rank == 0:
+        written += content.shared.write(path, STATE)
+        if content.config is not None:
+            written.append(write_json(path / CONFIG, json.loads(content.config)))
+    return written
+
+
+def _save_parts(parts: Sequence[SavedPart], writer: SafetensorsWriter, crew: Crew, target: Target) -> None:
+    alone = crew.world_size == 1
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save({}, storage_writer=writer, planner=PartSavePlanner(parts), process_group=crew.group, no_dist=alone)
+    except CheckpointException as failure:
+        raise first_of(failure, f"{target.root / target.tag} could not be written", alone) from failure
+    except RuntimeError as error:
+        crew.gather(None)  # says so where another rank is gone
+        raise CheckpointError(f"{target.root / target.tag} could not be written: {error}") from error
+
+
+def first_of(failure: CheckpointException, what: str, alone: bool) -> BaseException:
+    """The error to raise for what torch collected from all ranks."""
+    rank, (error, _) = next(iter(failure.failures.items()))
+    if isinstance(error, KeyboardInterrupt) or not isinstance(error, Exception):
+        return error
+    where = "" if alone else f"rank {rank}: "
+    return CheckpointError(f"{what}: {where}{_words(error)}")
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error)
+
+
+def _explained(work: Callable[[], Any], target: Target) -> Any:
+    try:
+        return work()
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.root / target.tag} could not be written: {_words(error)}; the checkpoints that were there before "
+            "still are"
+        ) from error

@@ -1,0 +1,209 @@
+"""A model and its optimizer, and the checkpoint that they go into or come out of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.folder import WholeCheckpoint
+from longshore.checkpoint.loading import load_parts, read_values
+from longshore.checkpoint.model_state import KIND, ModelState
+from longshore.checkpoint.optimizer_state import OptimizerState, checked_about
+from longshore.checkpoint.parts import names_of
+from longshore.checkpoint.reading import checked
+from longshore.checkpoint.saving import STATE, Content, Values
+from longshore.checkpoint.storage import SafetensorsReader
+from longshore.errors import CheckpointError
+from longshore.optim.host_optimizer import HostOptimizer
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""Keys of what is shared; other keys are the caller's."""
+_SHOWN = 20
+
+
+class Selection(NamedTuple):
+    """What of a checkpoint is loaded."""
+
+    strict: bool = True
+    """Raise where it does not fit; otherwise what does not is skipped, with a warning."""
+    optimizer: bool = True
+
+
+class _Fit(NamedTuple):
+    """How a checkpoint fits a model."""
+
+    sources: dict[str, str]
+    """For each tensor that is loaded, the name of the one in the checkpoint."""
+    differences: list[str]
+
+
+class Session:
+    """What this process saves and loads.
+
+    Args:
+        model: with its parameters where they are stepped.
+        optimizer: steps them; None: only the model.
+        crew: who does the same.
+
+    Raises:
+        CheckpointError: the optimizer steps what the model does not have.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: HostOptimizer | None, crew: Crew) -> None:
+        self._crew = crew
+        self._model = ModelState(model, crew.rank, crew.world_size)
+        self._optimizer = None if optimizer is None else OptimizerState(optimizer, self._model)
+
+    # -- saving ---------------------------------------------------------------
+
+    def content(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any], step: int, run: str, exclude_frozen: bool = False
+    ) -> Content:
+        """What a checkpoint is going to hold now.
+
+        Args:
+            shared: nested values of the caller, the same on all ranks.
+            own: those of this rank.
+            step: of the run.
+            run: which run it is.
+            exclude_frozen: leave frozen parameters out.
+
+        Raises:
+            CheckpointError: a value that a checkpoint cannot hold, by its key.
+        """
+        model = self._model
+        left_out = model.frozen() if exclude_frozen else frozenset()
+        names = [name for name in model.tensors if name not in left_out]
+        about = {
+            "aliases": model.aliases,
+            "left_out": sorted(left_out),
+            "parameters": [name for name in names if isinstance(model.tensors[name], nn.Parameter)],
+            "extra_state": model.extra_state(),
+        }
+        parts = model.saved(names)
+        values: dict[str, Any] = {MODEL: about, OPTIMIZER: None, **shared}
+        if self._optimizer is not None:
+            values[OPTIMIZER] = self._optimizer.about()
+            parts += self._optimizer.saved()
+        return Content(parts, Values.of(values), Values.of(own), _config_of(model.model), step, run)
+
+    # -- loading --------------------------------------------------------------
+
+    def load(self, whole: WholeCheckpoint, selection: Selection) -> dict[str, Any]:
+        """Load; all processes of the crew have to call. Returns the values that :meth:`content` was given as shared.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or does not fit, with all that does not; nothing was loaded.
+        """
+        values, fit, about = self._crew.together(lambda: self._compare(whole, selection))
+        self._complain(whole, fit.differences, selection.strict)
+        parts = self._model.wanted(fit.sources)
+        among = self._among(fit)
+        state = self._optimizer
+        if state is not None and about is not None:
+            parts += self._crew.together(lambda: state.wanted(about, among))
+
+        def begin() -> None:
+            if state is not None and about is not None:
+                state.clear()
+
+        load_parts(whole.path, parts, self._crew, begin)
+        if state is not None and about is not None:
+            state.restore_histories(about, among)
+            state.restore_groups(about, among)
+        self._model.load_extra_state(values[MODEL]["extra_state"])
+        return {key: value for key, value in values.items() if key not in (MODEL, OPTIMIZER)}
+
+    def _compare(
+        self, whole: WholeCheckpoint, selection: Selection
+    ) -> tuple[dict[str, Any], _Fit, dict[str, Any] | None]:
+        where = str(whole.path / STATE)
+        values = read_values(whole.path, STATE)
+        model = checked(values.get(MODEL), dict, f"{where}: model")
+        for key, kind in (("aliases", dict), ("left_out", list), ("extra_state", dict)):
+            checked(model.get(key), kind, f"{where}: {key}")
+        fit = self._fit(SafetensorsReader(whole.path), model)
+        about = None
+        if selection.optimizer and self._optimizer is not None:
+            if values.get(OPTIMIZER) is None:
+                fit.differences.append(
+                    "the checkpoint has no optimizer state (load_optimizer_states=False: do without)"
+                )
+            else:
+                about = checked_about(values[OPTIMIZER], f"{where}: optimizer")
+                found = self._optimizer.differences(about, self._among(fit))
+                fit.differences.extend(found)
+                if found:
+                    about = None
+        return values, fit, about
+
+    def _among(self, fit: _Fit) -> dict[str, str]:
+        """The parameters whose optimizer state is loaded, and what the checkpoint calls them."""
+        records = {} if self._optimizer is None else self._optimizer.records
+        return {name: fit.sources[name] for name in records if name in fit.sources}
+
+    def _fit(self, reader: SafetensorsReader, about: Mapping[str, Any]) -> _Fit:
+        saved = {
+            name.removeprefix(f"{KIND}."): entry
+            for name, entry in names_of(reader.read_metadata()).items()
+            if name.startswith(f"{KIND}.")
+        }
+        sources: dict[str, str] = {}
+        differences: list[str] = []
+        for name, tensor in self._model.tensors.items():
+            names = [name, *(alias for alias, first in self._model.aliases.items() if first == name)]
+            found = dict.fromkeys(
+                source for each in names for source in (each, about["aliases"].get(each)) if source in saved
+            )
+            if len(found) > 1:
+                differences.append(f"{' and '.join(found)} are one tensor here, and several in the checkpoint")
+            elif not found and name not in about["left_out"]:
+                differences.append(f"{name} is missing in the checkpoint")
+            for source in list(found)[:1]:
+                shape, dtype = tuple(saved[source].size), saved[source].properties.dtype
+                if shape != tuple(tensor.shape):
+                    differences.append(f"{name} is {list(shape)} in the checkpoint and {list(tensor.shape)} here")
+                    continue
+                if dtype != tensor.dtype:
+                    differences.append(f"{name} is {dtype} in the checkpoint and {tensor.dtype} here")
+                sources[name] = source
+        used = {*sources.values()}
+        differences += [
+            f"{name} of the checkpoint is not in this model"
+            for name in saved
+            if name not in used and not self._named(name)
+        ]
+        return _Fit(sources, differences)
+
+    def _named(self, name: str) -> bool:
+        return name in self._model.tensors or name in self._model.aliases
+
+    def _complain(self, whole: WholeCheckpoint, differences: Collection[str], strict: bool) -> None:
+        if not differences:
+            return
+        lines = [f"  {line}" for line in sorted(differences)[:_SHOWN]]
+        if len(differences) > _SHOWN:
+            lines.append(f"  and {len(differences) - _SHOWN} more")
+        said = "\n".join(lines)
+        if strict:
+            raise CheckpointError(
+                f"{whole.path} does not fit ({len(differences)} differences); nothing was loaded. strict=False loads "
+                f"what fits\n{said}"
+            )
+        if self._crew.rank == 0:
+            warnings.warn(f"{whole.path} fits in part; what does not is skipped, or cast\n{said}", stacklevel=4)
+
+
+def _config_of(model: nn.Module) -> str | None:
+    """The configuration of a model that has one as transformers has it: JSON."""
+    config = getattr(model, "config", None)
+    to_json = getattr(config, "to_json_string", None)
+    if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
+        return None
+    text = to_json()
+    return text if isinstance(text, str) else None

@@ -1,0 +1,275 @@
+"""``save_checkpoint`` and ``load_checkpoint``: what an engine saves besides its model and optimizer."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.folder import WholeCheckpoint, check_tag
+from longshore.checkpoint.loading import find, read_values
+from longshore.checkpoint.reading import checked
+from longshore.checkpoint.saving import Target, rank_file, write
+from longshore.checkpoint.session import Selection, Session
+from longshore.engine.random_states import random_states, restore_random_states
+from longshore.engine.wording import is_integer, shown
+from longshore.errors import CheckpointError
+from longshore.sharding.groups import twin_of
+
+if TYPE_CHECKING:
+    from longshore.engine.engine import Engine
+
+_COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
+
+
+class Checkpoints:
+    """An engine's checkpoints.
+
+    Args:
+        engine: of this rank.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # From the first time on.
+        self._crew: Crew | None = None
+        self._run = secrets.token_hex(8)
+        """Which run it is, also after it was resumed: what ``keep_last`` removes is its own."""
+
+    # -- saving ---------------------------------------------------------------
+
+    def save(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        save_latest: bool,
+        exclude_frozen: bool,
+        keep_last: int | None,
+    ) -> Path:
+        engine = self._engine
+        if keep_last is not None and (not is_integer(keep_last) or keep_last < 1):
+            raise ValueError(f"keep_last is the number of checkpoints that stay, at least 1, not {shown(keep_last)}")
+        if not isinstance(client_state, Mapping):
+            raise TypeError(f"client_state is a dictionary, not {type(client_state).__name__}")
+        tag = check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+        crew = self._met(loading=False)
+        crew.together(self._check_no_window)
+        self._check_same(crew, "tag", tag)
+        root = Path(save_dir).absolute()
+        self._check_same(crew, "save_dir", str(root))
+        session = Session(engine.module, engine.optimizer, crew)
+        content = crew.together(
+            lambda: session.content(
+                {"engine": self._state(), "client_state": dict(client_state)},
+                self._own_state(),
+                engine.global_steps,
+                self._run,
+                exclude_frozen,
+            )
+        )
+        return write(content, Target(root, tag, save_latest, keep_last), crew)
+
+    def _check_no_window(self) -> None:
+        engine = self._engine
+        if engine.in_window:
+            raise CheckpointError(
+                "a checkpoint has no gradients, and those of the window under way would be lost: save right after a "
+                "step() that was applied, or discard the window with zero_grad()"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "run": self._run,
+            **{name: getattr(engine, name) for name in _COUNTERS},
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "loss_scale": engine.loss_scaling.state_dict(),
+            "lr_scheduler": _state_of(engine.lr_scheduler),
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        engine = self._engine
+        return {"random": random_states(engine.device), "loader": _state_of(engine.training_dataloader)}
+
+    # -- loading --------------------------------------------------------------
+
+    def load(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None,
+        strict: bool,
+        optimizer_states: bool,
+        scheduler_states: bool,
+        module_only: bool,
+    ) -> tuple[Path | None, dict[str, Any] | None]:
+        engine = self._engine
+        crew = self._met(loading=True)
+        root = Path(load_dir).absolute()
+        self._check_same(crew, "load_dir", str(root))
+        self._check_same(crew, "tag", tag)
+        crew.together(self._check_no_window)
+        whole = find(root, None if tag is None else str(tag), crew)
+        if whole is None:
+            if crew.rank == 0:
+                warnings.warn(f"{root} has no checkpoint; nothing was loaded", stacklevel=3)
+            return None, None
+        session = Session(engine.module, engine.optimizer, crew)
+        values = session.load(whole, Selection(strict, optimizer_states and not module_only))
+        client = checked(values.get("client_state"), dict, f"{whole.path}: client_state")
+        if not module_only:
+            crew.together(lambda: self._restore(whole, values, scheduler_states, crew))
+        return whole.path, client
+
+    def _restore(self, whole: WholeCheckpoint, values: Mapping[str, Any], scheduler: bool, crew: Crew) -> None:
+        engine, where = self._engine, str(whole.path)
+        state = checked(values.get("engine"), dict, f"{where}: engine")
+        for name in _COUNTERS:
+            setattr(engine, name, checked(state.get(name), int, f"{where}: {name}"))
+        self._run = checked(state.get("run"), str, f"{where}: run")
+        engine.set_gradient_accumulation_steps(checked(state.get("gradient_accumulation_steps"), int, where))
+        engine.loss_scaling.load_state_dict(checked(state.get("loss_scale"), dict, f"{where}: loss_scale"))
+        engine.optimizer.set_loss_scale(engine.loss_scale)
+        if scheduler:
+            _restore(engine.lr_scheduler, state.get("lr_scheduler"), "lr_scheduler", whole)
+        ranks = whole.manifest.get("world_size")
+        if (whole.path / f"{rank_file(crew.rank)}.json").is_file():
+            own = read_values(whole.path, rank_file(crew.rank))
+            _restore(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)
+            restore_random_states(checked(own.get("random"), dict, f"{where}: random"), engine.device)
+        if ranks != crew.world_size and crew.rank == 0:
+            warnings.warn(
+                f"{where} was saved by {ranks} ranks, and these are {crew.world_size}: random numbers (dropout) and "
+                "the split of batches over ranks are not those of that run; all else is",
+                stacklevel=5,
+            )
+
+    # -- together -------------------------------------------------------------
+
+    def _met(self, loading: bool) -> Crew:
+        """All ranks are here; they can talk."""
+        ranks = self._engine.ranks
+        self._engine.optimizer.store.meet(loading)
+        if self._crew is None:
+            group = twin_of(ranks.group, ranks.device, backend="gloo") if ranks.world_size > 1 else None
+            self._crew = Crew(group)
+        return self._crew
+
+    @staticmethod
+    def _check_same(crew: Crew, name: str, value: Any) -> None:
+        said = crew.gather(value)
+        if len(set(said)) > 1:
+            raise ValueError(f"{name} is not the same on all ranks: {', '.join(map(repr, said))}")
+
+    def close(self) -> None:
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+
+
+class SavesCheckpoints:
+    """The part of an engine that saves and loads."""
+
+    _checkpoints: Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
+    ) -> Path:
+        """Save all that a run needs to go on exactly; all ranks have to call, between two windows.
+
+        Weights, masters, moments and step counts of each parameter, scheduler, loss scale and counters, and of each
+        rank its random numbers and the place of ``training_dataloader``. ``docs/checkpoint_format.md`` describes the
+        files.
+
+        Args:
+            save_dir: a folder that all machines of the run share; made where it is not there.
+            tag: the checkpoint's name in it; None: ``global_step`` and the number of steps. One of that name is
+                replaced when the new one is whole.
+            client_state: values of yours: JSON, and tensors.
+            save_latest: ``load_checkpoint`` without a tag finds this one.
+            exclude_frozen_parameters: leave those out (of adapters on weights that are elsewhere).
+            keep_last: remove older checkpoints of this run beyond so many; None: none.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: in the middle of a window; a value that cannot be saved, by its key; a disk that refuses.
+                What was there before still is.
+            ValueError: a tag that is no name of a folder, or others on other ranks.
+            RankError: another rank does something else, or is gone.
+        """
+        return self._checkpoints.save(
+            save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, keep_last
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        strict: bool | None = None,
+    ) -> tuple[Path | None, dict[str, Any] | None]:
+        """Go on from a checkpoint, of any stage, offload, tile size and number of ranks; all ranks have to call.
+
+        It is verified and compared with the model and the optimizer as a whole before anything changes.
+
+        Args:
+            load_dir: as given to :meth:`save_checkpoint`.
+            tag: which one; None: the latest, or, where that is damaged, the newest whole one, with a warning.
+            load_module_strict: raise where it does not fit; False: skip what does not, with a warning.
+            load_optimizer_states: also masters, moments and step counts.
+            load_lr_scheduler_states: also the scheduler's.
+            load_module_only: weights alone, and nothing else.
+            strict: another name of ``load_module_strict``.
+
+        Returns:
+            The checkpoint's folder, and the ``client_state``; None twice, with a warning, where the folder has no
+            checkpoint at all.
+
+        Raises:
+            CheckpointError: damaged, or of another model or optimizer: lists the differences. Nothing was loaded.
+            RankError: another rank does something else, or is gone.
+        """
+        return self._checkpoints.load(
+            load_dir,
+            tag,
+            load_module_strict if strict is None else strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+        )
+
+
+def _state_of(holder: Any) -> dict[str, Any] | None:
+    """None where it has none to save."""
+    state_dict: Any = getattr(holder, "state_dict", None)
+    state: Any = state_dict() if callable(state_dict) else None
+    return None if state is None else dict(state)
+
+
+def _restore(holder: Any, state: Any, name: str, whole: WholeCheckpoint) -> None:
+    load = getattr(holder, "load_state_dict", None)
+    if callable(load) and state is not None:
+        load(state)
+    elif callable(load) or state is not None:
+        has, has_not = ("the checkpoint", "the engine") if state is not None else ("the engine", "the checkpoint")
+        warnings.warn(
+            f"{has} has a {name} whose state is saved, and {has_not} has none: {whole.path} is loaded without it",
+            stacklevel=6,
+        )

@@ -1,0 +1,50 @@
+"""The states of a rank's random number generators, as values that a checkpoint holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from longshore.errors import CheckpointError
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Of Python, NumPy, torch on the CPU, and torch on ``device`` where that is another one."""
+    version, numbers, gauss = random.getstate()
+    # The default generator of NumPy's functions is always this one.
+    _, key, position, has_gauss, cached = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+        "numpy": {
+            "key": torch.from_numpy(np.asarray(key, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached_gaussian": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Go on from what :func:`random_states` returned.
+
+    Raises:
+        CheckpointError: no such states; which generators were set until then is not said.
+    """
+    try:
+        python, numpy = states["python"], states["numpy"]
+        random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+        key = numpy["key"].numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["cached_gaussian"]))
+        torch.set_rng_state(states["torch"])
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"the states of random number generators are damaged: {error}") from error

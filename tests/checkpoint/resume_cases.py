@@ -1,0 +1,168 @@
+"""Runs that are interrupted and go on, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from engine.fully_sharded_cases import WORDS, Block, Tower
+from support import whole
+from torch import Tensor, nn
+
+import longshore
+from longshore import utils
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Setting(NamedTuple):
+    """Of an engine; what a resumed run may have otherwise."""
+
+    stage: int = 2
+    place: str = "cpu"
+    tile_numel: int = 40
+    dtype: str = "bf16"
+    ahead: bool = False
+    optimizer: str = "AdamW"
+    accumulation: int = 1
+
+
+class Dropping(Tower):
+    """A tower with what a checkpoint must not forget: dropout, a buffer that changes, frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.frozen = nn.Linear(5, 5, bias=False)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, words: Tensor, extra: bool = False, **_: Any) -> Any:
+        self.calls += 1
+        hidden = nn.functional.dropout(self.frozen(self.embedding(words)), 0.2)
+        return super().forward(words, extra, hidden=hidden)
+
+
+def _rank() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def make_engine(setting: Setting, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = Dropping().to(DTYPES[setting.dtype])
+    staged = setting.place in ("simulated", "split")
+    heads = [*model.extra.parameters()]
+    trunk = [p for p in model.parameters() if p.requires_grad and not any(p is head for head in heads)]
+    options: dict[str, Any] = {"lr": 2e-3} | ({"weight_decay": 0.05} if setting.optimizer == "AdamW" else {})
+    ours = hasattr(longshore, setting.optimizer)
+    settings: Any = {"type": setting.optimizer, **options} if ours else None
+    config = longshore.Config(
+        stage=setting.stage,
+        offload_optimizer="none" if setting.place == "none" else "cpu",
+        optimizer=settings,
+        reduce_bucket_numel=150,
+        allgather_bucket_numel=150,
+        gradient_clipping=0.5,
+        gradient_accumulation_steps=setting.accumulation,
+        micro_batch_size=2,
+    )
+    offload = longshore.Offload(
+        setting.tile_numel,
+        threads=1,
+        transfer=longshore.SimulatedTransfer(3, 0.0005) if staged else None,
+        device=config.offload_optimizer,
+        speculation_memory=1.0 if setting.ahead else 0,
+        ratio=0.6 if setting.place == "split" else 1.0,
+    )
+    blocks = (lambda _, module: isinstance(module, Block)) if setting.stage == 3 else None
+    return longshore.initialize(
+        model=model,
+        optimizer=None if ours else lambda groups: getattr(torch.optim, setting.optimizer)(groups, **options),
+        model_parameters=[{"params": trunk}, {"params": heads, "lr": 5e-3}],
+        config=config,
+        offload=offload,
+        wrap_policy=blocks,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5),
+        training_data=torch.arange(60).view(20, 3) % WORDS,
+    ).engine
+
+
+@contextmanager
+def engine_of(setting: Setting, seed: int = 0) -> Iterator[Any]:
+    engine = make_engine(setting, seed)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def batches_of(engine: Any) -> Iterator[Tensor]:
+    while True:
+        yield from engine.training_dataloader
+        engine.training_dataloader.set_epoch(engine.training_dataloader.epoch + 1)
+
+
+def train(engine: Any, steps: int) -> None:
+    """The extra head is idle in its first steps, so that it has fewer of them."""
+    if not hasattr(engine, "batches"):
+        engine.batches = batches_of(engine)
+    batches = engine.batches
+    for _ in range(steps):
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(next(batches), extra=engine.global_steps % 3 == 2))
+        engine.step()
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """All that a run depends on, whole."""
+    found: dict[str, Any] = {}
+    for name, parameter in engine.module.named_parameters():
+        found[name] = whole(parameter).detach().clone()
+        if parameter.requires_grad:
+            found[f"{name} master"] = utils.safe_get_full_fp32_param(parameter)
+            state = engine.optimizer.state[parameter]
+            for key in sorted(state):
+                found[f"{name} {key}"] = whole(state[key]).clone()
+    found["calls"] = engine.module.calls.clone()
+    found["lr"] = torch.tensor(engine.get_lr())
+    found["norm"] = torch.tensor(engine.get_global_grad_norm() or 0.0)
+    found["steps"] = torch.tensor([engine.global_steps, engine.micro_steps, engine.skipped_steps])
+    return found
+
+
+def check_same(found: dict[str, Any], expected: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if value is None or key in but:
+            assert key in but or found[key] is None, key
+        else:
+            assert torch.equal(found[key], value), key
+
+
+def save_and_go_on(setting: Setting, folder: str, steps: int, more: int) -> dict[str, Any]:
+    """Returns the state when it was saved, and at the end."""
+    with engine_of(setting) as engine:
+        torch.manual_seed(100 + _rank()[0])
+        train(engine, steps)
+        engine.save_checkpoint(folder, client_state={"epoch": 7, "best": torch.tensor([0.5])})
+        saved = state_of(engine)
+        train(engine, more)
+        return {"saved": saved, "end": state_of(engine)}
+
+
+def load_and_go_on(setting: Setting, folder: str, more: int) -> dict[str, Any]:
+    """In an engine of other weights, with other random numbers."""
+    with engine_of(setting, seed=1) as engine:
+        train(engine, 1)
+        path, client = engine.load_checkpoint(folder)
+        del engine.batches
+        assert path is not None
+        assert client["epoch"] == 7
+        assert torch.equal(client["best"], torch.tensor([0.5]))
+        loaded = state_of(engine)
+        train(engine, more)
+        return {"loaded": loaded, "end": state_of(engine)}
