@@ -48,6 +48,11 @@ def two_ranks() -> Ranks:
 
 
 @pytest.fixture
+def three_ranks() -> Ranks:
+    return _RANKS.setdefault(3, Ranks(3))
+
+
+@pytest.fixture
 def four_ranks() -> Ranks:
     return _RANKS.setdefault(4, Ranks(4))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -166,3 +167,28 @@ def load_and_go_on(setting: Setting, folder: str, more: int) -> dict[str, Any]:
         loaded = state_of(engine)
         train(engine, more)
         return {"loaded": loaded, "end": state_of(engine)}
+
+
+def save_whole(setting: Setting, folder: str) -> dict[str, Any]:
+    with engine_of(setting) as engine:
+        train(engine, 4)
+        engine.save_checkpoint(folder)
+        return state_of(engine)
+
+
+def load_whole(setting: Setting, folder: str) -> dict[str, Any]:
+    """In an engine of other weights, which has trained already."""
+    with engine_of(setting, seed=1) as engine:
+        train(engine, 1)
+        with warnings.catch_warnings():
+            # Another number of ranks, which may have other batches: a test of its own looks at that.
+            warnings.filterwarnings("ignore", message=".*(was saved by|samples into its epoch)")
+            engine.load_checkpoint(folder)
+        return state_of(engine)
+
+
+def warned(setting: Setting, folder: str) -> list[str]:
+    with engine_of(setting) as engine, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.load_checkpoint(folder)
+        return [str(each.message) for each in caught]

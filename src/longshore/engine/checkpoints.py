@@ -137,9 +137,11 @@ class Checkpoints:
         if scheduler:
             _restore(engine.lr_scheduler, state.get("lr_scheduler"), "lr_scheduler", whole)
         ranks = whole.manifest.get("world_size")
-        if (whole.path / f"{rank_file(crew.rank)}.json").is_file():
-            own = read_values(whole.path, rank_file(crew.rank))
-            _restore(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)
+        saved = f"{rank_file(crew.rank)}.json" in whole.files
+        # A rank that was not there goes on with the data where the others do.
+        own = read_values(whole.path, rank_file(crew.rank if saved else 0))
+        _restore(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)
+        if saved:
             restore_random_states(checked(own.get("random"), dict, f"{where}: random"), engine.device)
         if ranks != crew.world_size and crew.rank == 0:
             warnings.warn(
@@ -266,7 +268,13 @@ def _state_of(holder: Any) -> dict[str, Any] | None:
 def _restore(holder: Any, state: Any, name: str, whole: WholeCheckpoint) -> None:
     load = getattr(holder, "load_state_dict", None)
     if callable(load) and state is not None:
-        load(state)
+        try:
+            load(state)
+        except Exception as error:
+            raise CheckpointError(
+                f"the weights and the optimizer of {whole.path} were loaded, and then {name} refused its state: "
+                f"{type(error).__name__}: {error}"
+            ) from error
     elif callable(load) or state is not None:
         has, has_not = ("the checkpoint", "the engine") if state is not None else ("the engine", "the checkpoint")
         warnings.warn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -75,10 +76,11 @@ class TrainingLoader(Generic[Batch]):
         return {"epoch": self.epoch, "samples": batches * self.batch_size * self._sampler.num_replicas}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next ``iter()`` goes on behind the batches that :meth:`state_dict` counted.
+        """The next ``iter()`` goes on behind the batches that :meth:`state_dict` counted; with other batches, at the
+        last one that begins there or before, with a warning.
 
         Raises:
-            ValueError: it does not fall between two batches of this loader, or is no state of one.
+            ValueError: it is no state of a loader.
         """
         if not state_dict:
             return
@@ -87,9 +89,10 @@ class TrainingLoader(Generic[Batch]):
             raise ValueError(f"{shown(dict(state_dict))} is no place in these data")
         batches, rest = divmod(samples, self.batch_size * self._sampler.num_replicas)
         if rest:
-            raise ValueError(
-                f"the run was {samples} samples into its epoch, which is no multiple of the {self.batch_size} samples "
-                f"of a batch on each of {self._sampler.num_replicas} ranks; use a micro batch that divides it"
+            warnings.warn(
+                f"the run was {samples} samples into its epoch, which is in the middle of a batch of {self.batch_size} "
+                f"on each of {self._sampler.num_replicas} ranks: the last {rest} come again",
+                stacklevel=2,
             )
         self.set_epoch(epoch)
         self._resumed = batches

@@ -1,0 +1,67 @@
+"""Saved by some ranks, loaded by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+
+from checkpoint import resume_cases as cases
+from checkpoint.resume_cases import Setting
+
+COUNTS = (1, 2, 3, 4)
+RunOn = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def run_on(two_ranks: Ranks, three_ranks: Ranks, four_ranks: Ranks) -> RunOn:
+    """``run_on(ranks, case, ...)``: what each rank returns."""
+    crews = {2: two_ranks, 3: three_ranks, 4: four_ranks}
+
+    def run(count: int, case: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return [case(*arguments)] if count == 1 else crews[count](case, *arguments)
+
+    return run
+
+
+def check(run_on: RunOn, saving: int, first: Setting, loading: int, second: Setting, folder: Path) -> None:
+    saved = run_on(saving, cases.save_whole, first, str(folder))
+    for found in run_on(loading, cases.load_whole, second, str(folder)):
+        cases.check_same(found, saved[0], but=("norm",))
+
+
+@pytest.mark.parametrize("loading", COUNTS)
+@pytest.mark.parametrize("saving", COUNTS)
+def test_every_number_of_ranks(saving: int, loading: int, run_on: RunOn, tmp_path: Path) -> None:
+    """Of stages, places and tiles that differ, too."""
+    first = Setting((saving + loading) % 4, ("cpu", "simulated", "none")[saving % 3])
+    second = Setting((saving * loading) % 4, ("cpu", "split")[loading % 2], tile_numel=9 * loading)
+    check(run_on, saving, first, loading, second, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second_stage", range(4))
+@pytest.mark.parametrize("first_stage", range(4))
+@pytest.mark.parametrize("loading", COUNTS)
+@pytest.mark.parametrize("saving", COUNTS)
+def test_every_stage(
+    saving: int, loading: int, first_stage: int, second_stage: int, run_on: RunOn, tmp_path: Path
+) -> None:
+    check(run_on, saving, Setting(first_stage), loading, Setting(second_stage, tile_numel=11), tmp_path)
+
+
+def test_what_other_ranks_cannot_have_is_said(two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(cases.save_whole, Setting(), str(tmp_path))
+    said = three_ranks(cases.warned, Setting(), str(tmp_path))
+    where = str(tmp_path / "global_step4")
+    repeated = "the run was 16 samples into its epoch, which is in the middle of a batch of 2 on each of 3 ranks"
+    assert said[0] == [
+        f"{repeated}: the last 4 come again",
+        f"{where} was saved by 2 ranks, and these are 3: random numbers (dropout) and the split of batches over ranks "
+        "are not those of that run; all else is",
+    ]
+    assert said[1:] == [[f"{repeated}: the last 4 come again"]] * 2
+    assert two_ranks(cases.warned, Setting(1), str(tmp_path)) == [[], []]
