@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longshore.checkpoint.one_line import load as load
+    from longshore.checkpoint.one_line import save as save
     from longshore.engine import Config, ConfigError, Engine, Init, add_config_arguments, init_distributed, initialize
     from longshore.errors import (
         BrokenStateError,
@@ -46,12 +48,15 @@ __all__ = [
     "gather",
     "init_distributed",
     "initialize",
+    "load",
+    "save",
     "trace",
 ]
 
 # Torch takes seconds to import. The command line begins with this package, and
 # its --help and a Ctrl-C should not wait for that.
 _HOMES = {
+    "longshore.checkpoint.one_line": ("load", "save"),
     "longshore.engine": (
         "Config",
         "ConfigError",

@@ -1,0 +1,90 @@
+"""``longshore.save`` and ``longshore.load`` in loops without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+
+import longshore
+from checkpoint import one_line_cases as cases
+from longshore.errors import CheckpointError
+
+
+def test_a_loop_goes_on(tmp_path: Path) -> None:
+    model, optimizer = cases.make()
+    cases.train(model, optimizer, 3)
+    path = longshore.save(tmp_path, model, optimizer, state={"step": 3})
+    assert path == tmp_path / "last"
+    cases.train(model, optimizer, 3)
+    other, its = cases.make(seed=1, tile_numel=7)
+    assert longshore.load(tmp_path, other, its) == {"step": 3}
+    cases.train(other, its, 3)
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [("plain", "fsdp"), ("fsdp", "plain"), ("fsdp", "fsdp")])
+def test_shards_and_whole_tensors(saving: str, loading: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    saved = two_ranks(cases.save, saving, str(tmp_path))
+    for one, other in zip(two_ranks(cases.load, loading, str(tmp_path)), saved, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert torch.equal(value, other[key]), key
+
+
+def test_an_engine_loads_it(tmp_path: Path) -> None:
+    model, optimizer = cases.make()
+    cases.train(model, optimizer, 2)
+    longshore.save(tmp_path, model, optimizer)
+    other, _ = cases.make(seed=1)
+    config = longshore.Config(optimizer={"type": "AdamW", "lr": 1.0}, micro_batch_size=1)
+    engine = longshore.initialize(model=other, config=config).engine
+    with pytest.raises(CheckpointError, match="engine"):
+        engine.load_checkpoint(tmp_path)
+    path, _ = engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert path == tmp_path / "last"
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    engine.destroy()
+
+
+def test_gradients_on_the_host_are_not_lost(tmp_path: Path) -> None:
+    model, optimizer = cases.make(release_gradients=True)
+    model(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(CheckpointError, match="right after step"):
+        longshore.save(tmp_path, model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+    model, optimizer = cases.make()
+    cases.train(model, optimizer, 1)
+    longshore.save(tmp_path, model, optimizer)
+    before: dict[str, Any] = {}
+    other = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 9))
+    its = longshore.Lion(other.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(CheckpointError) as raised:
+        longshore.load(tmp_path, other, its)
+    for line in (
+        "0.weight is [3, 5] in the checkpoint and [4, 5] here",
+        "1.bias is missing in the checkpoint",
+        "2.weight of the checkpoint is not in this model",
+        "the checkpoint is of AdamW, and this optimizer is Lion",
+    ):
+        assert line in str(raised.value)
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, before[name])
+    with pytest.warns(UserWarning, match="fits in part"):
+        longshore.load(tmp_path, other, its, strict=False)
+
+
+def test_only_our_optimizers(tmp_path: Path) -> None:
+    model, _ = cases.make()
+    with pytest.raises(TypeError, match="state_dict"):
+        longshore.save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
