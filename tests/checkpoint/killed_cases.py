@@ -16,7 +16,7 @@ from checkpoint.resume_cases import Setting, make_engine, train
 
 
 def run(rank: int, world_size: int, store: str, folder: str, stage: int, steps: int, pipe: Connection) -> None:
-    """Says ``("ready", step)``, ``("saved", step)`` and in the end a digest of the weights, or an error's name."""
+    """Says ``("ready", step)``, ``("saving", step)`` and in the end a digest of the weights, or an error's name."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -29,8 +29,8 @@ def run(rank: int, world_size: int, store: str, folder: str, stage: int, steps: 
         pipe.send(("ready", engine.global_steps))
         while engine.global_steps < steps:
             train(engine, 1)
+            pipe.send(("saving", engine.global_steps))
             engine.save_checkpoint(folder, keep_last=2)
-            pipe.send(("saved", engine.global_steps))
         digest = hashlib.sha256()
         for parameter in engine.module.parameters():
             digest.update(whole(parameter).detach().contiguous().view(torch.uint8).numpy().tobytes())

@@ -55,7 +55,7 @@ class Team:
 
     def last(self, rank: int) -> tuple[str, Any]:
         found = self.next(rank)
-        while found[0] in ("ready", "saved"):
+        while found[0] in ("ready", "saving"):
             found = self.next(rank)
         return found
 
@@ -81,13 +81,13 @@ def result_of(server: Any, folder: Path, stage: int) -> str:
 
 
 def kill_once(server: Any, folder: Path, stage: int, chance: random.Random) -> None:
-    """Somewhere in the run: in a step, in a save, or between two."""
+    """Somewhere in the run, most often in a save."""
     team = Team(server, folder, stage)
     try:
         assert team.next(0)[0] == "ready"
-        for _ in range(chance.randrange(3)):
+        for _ in range(chance.randrange(4)):
             team.next(0)
-        time.sleep(chance.random() * 0.06)
+        time.sleep(chance.random() * 0.03)
         victim = chance.randrange(2)
         team.kill(victim)
         end, said = team.last(1 - victim)
