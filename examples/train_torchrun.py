@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=640)
     parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--checkpoints", help="folder to save to, and to go on from")
     parser.add_argument("--deepspeed_config", default=str(Path(__file__).with_name("ds_config.json")))
     args = parser.parse_args()
 
@@ -44,13 +45,19 @@ def main() -> None:
     engine, _, loader, _ = longshore.initialize(
         args=args, model=model, model_parameters=model.parameters(), training_data=Digits(args.samples)
     )
-    for epoch in range(args.epochs):
+    first = 0
+    if args.checkpoints and Path(args.checkpoints).exists():
+        _, client_state = engine.load_checkpoint(args.checkpoints)
+        first = client_state["epoch"] + 1 if client_state else 0
+    for epoch in range(first, args.epochs):
         for x, label in loader:
             loss = nn.functional.cross_entropy(engine(x.to(engine.device)), label.to(engine.device))
             engine.backward(loss)
             engine.step()
         if engine.global_rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.3f}, {engine.global_steps} steps, lr {engine.get_lr()[0]:.1e}")
+        if args.checkpoints:
+            engine.save_checkpoint(args.checkpoints, client_state={"epoch": epoch}, keep_last=2)
     engine.destroy()
 
 

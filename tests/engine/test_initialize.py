@@ -327,7 +327,7 @@ def test_names_that_a_deepspeed_script_has_say_what_to_call_instead() -> None:
 
 
 def _check_what_the_engine_says(engine: Any) -> None:
-    for name, words in {"save_checkpoint": "on every rank", "save_16bit_model": "get_model_state_dict"}.items():
+    for name, words in {"save_fp16_model": "on every rank", "save_16bit_model": "get_model_state_dict"}.items():
         assert not hasattr(engine, name)
         with pytest.raises(AttributeError, match=words):
             getattr(engine, name)
