@@ -7,6 +7,7 @@ with their sizes and checksums, is written last. ``latest`` says which tag is th
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from longshore.checkpoint.reading import checked, digest_of, read_json
+from longshore.checkpoint.reading import checked, digest_of, is_file_name, open_regular, read_json
 from longshore.checkpoint.tensor_file import WrittenFile, write_json
 from longshore.errors import CheckpointError
 
@@ -30,6 +31,9 @@ _DRAFT, _REPLACED = ".writing-", ".replaced-"
 _LOCK = "lock"
 _STALE_S = 7 * 24 * 3600.0
 _LONGEST_TAG = 200
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+"""How renaming a folder fails where the name is taken."""
+_MOST_ATTEMPTS = 100
 
 
 def check_tag(tag: object) -> str:
@@ -82,7 +86,7 @@ class WholeCheckpoint:
 
     @staticmethod
     def _listed(name: str, entry: Any, where: str) -> WrittenFile:
-        if "/" in name or "\\" in name or "\0" in name or name in ("", ".", "..", MANIFEST):
+        if not is_file_name(name) or name == MANIFEST:
             raise CheckpointError(f"{where} lists {name!r}, which is no name of a file")
         entry = checked(entry, dict, f"{where}: {name}")
         num_bytes = checked(entry.get("bytes"), int, f"{where}: bytes of {name}")
@@ -149,11 +153,16 @@ class Draft:
         path = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
         path.mkdir()
         draft = cls(root, tag, path)
-        # Held as long as this process lives: whoever finds the folder later can tell that nobody writes it.
-        draft._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        os.write(draft._lock, socket.gethostname().encode())
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(draft._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            # Held as long as this process lives: whoever finds the folder later can tell that nobody writes it.
+            draft._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(draft._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Last: who reads it may take the lock, and then the folder is as good as gone.
+            os.write(draft._lock, socket.gethostname().encode())
+        except BaseException:
+            draft.discard()
+            raise
         return draft
 
     def commit(self, files: Iterable[WrittenFile], about: Mapping[str, Any], latest: bool) -> WholeCheckpoint:
@@ -171,24 +180,45 @@ class Draft:
         listed = {written.name: {"bytes": written.num_bytes, "sha256": written.sha256} for written in files}
         manifest = {"format": FORMAT, "version": VERSION, "created_ns": time.time_ns(), **about, "files": listed}
         write_json(self.path / MANIFEST, manifest)
-        self._unlock()
+        # Still locked: one who opened it before would take the lock now, and remove the folder.
         (self.path / _LOCK).unlink()
-        WholeCheckpoint(self.path)  # also that all ranks wrote into the same folder
+        whole = WholeCheckpoint(self.path)  # also that all ranks wrote into the same folder
         sync_folder(self.path)
-        target, aside = self.root / self.tag, self.root / f"{_REPLACED}{self.tag}-{secrets.token_hex(4)}"
+        asides = self._take_name()
+        self._unlock()
         try:
-            os.rename(self.path, target)
-        except OSError:
-            if not os.path.lexists(target):
-                raise
-            os.rename(target, aside)
             sync_folder(self.root)
-            os.rename(self.path, target)
-        sync_folder(self.root)
-        if latest:
-            write_latest(self.root, self.tag)
-        _remove(aside)
-        return WholeCheckpoint(target)
+            if latest:
+                write_latest(self.root, self.tag)
+        finally:
+            for aside in asides:
+                _remove(aside)
+        whole.path, whole.tag = self.root / self.tag, self.tag
+        return whole
+
+    def _take_name(self) -> list[Path]:
+        """Rename to the tag; returns what had that name until then, under another."""
+        target = self.root / self.tag
+        asides: list[Path] = []
+        try:
+            while True:
+                try:
+                    os.rename(self.path, target)
+                    return asides
+                except OSError as error:
+                    # Another process may save under the same name in between, and so it may take several attempts.
+                    if error.errno not in _TAKEN or len(asides) == _MOST_ATTEMPTS:
+                        raise
+                aside = self.root / f"{_REPLACED}{self.tag}-{secrets.token_hex(4)}"
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(target, aside)
+                    asides.append(aside)
+                    sync_folder(self.root)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                if asides and not os.path.lexists(target):
+                    os.rename(asides[-1], target)
+            raise
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -219,10 +249,10 @@ def write_latest(root: Path, tag: str) -> None:
 def read_latest(root: Path) -> str | None:
     """The tag that ``latest`` names; None: there is none, or nothing that could be one."""
     try:
-        with open(root / LATEST, "rb") as file:
+        with open_regular(root / LATEST) as file:
             text = file.read(4 * _LONGEST_TAG)
         return check_tag(text.decode().rstrip("\n"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, CheckpointError):
         return None
 
 
@@ -239,11 +269,17 @@ def candidates(root: Path) -> Iterator[tuple[Path, CheckpointError | None]]:
             if path.name.startswith(_REPLACED):
                 continue
             found.append(((-1, -1), path, error))
-    found.sort(key=lambda entry: (entry[1].name == latest, entry[0]), reverse=True)
-    if latest is not None and not any(path.name == latest for _, path, _ in found):
+    found.sort(key=lambda entry: (tag_of(entry[1]) == latest, entry[0]), reverse=True)
+    if latest is not None and not any(tag_of(path) == latest for _, path, _ in found):
         yield root / latest, CheckpointError(f"there is no checkpoint {root / latest}, which {root / LATEST} names")
     for _, path, error in found:
         yield path, error
+
+
+def tag_of(path: Path) -> str:
+    """Also of one that was on its way out."""
+    name = path.name
+    return name[len(_REPLACED) :].rpartition("-")[0] if name.startswith(_REPLACED) else name
 
 
 def _folders(root: Path) -> list[Path]:
@@ -256,7 +292,7 @@ def _folders(root: Path) -> list[Path]:
     found = [path for path in entries if not path.name.startswith(".") and (path / MANIFEST).is_file()]
     names = {path.name for path in found}
     replaced = [path for path in entries if path.name.startswith(_REPLACED)]
-    return [*found, *(path for path in replaced if path.name[len(_REPLACED) :].rpartition("-")[0] not in names)]
+    return [*found, *(path for path in replaced if tag_of(path) not in names)]
 
 
 def prune(root: Path, keep_last: int, run: str) -> list[str]:
@@ -300,19 +336,19 @@ def _remove_stale(root: Path) -> None:
         if _abandoned(path):
             _remove(path)
     for path in root.glob(f"{_REPLACED}*"):
-        if (root / path.name[len(_REPLACED) :].rpartition("-")[0] / MANIFEST).is_file():
+        if (root / tag_of(path) / MANIFEST).is_file():
             _remove(path)
 
 
 def _abandoned(path: Path) -> bool:
     try:
-        with open(path / _LOCK, "rb+") as lock:
+        with open_regular(path / _LOCK, writable=True) as lock:
             if lock.read(256).decode(errors="replace") == socket.gethostname():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
     except FileNotFoundError:
         pass  # about to be locked, or being pruned, or given its name
-    except OSError:
+    except (OSError, CheckpointError):
         return False
     with contextlib.suppress(OSError):
         return time.time() - path.stat().st_mtime > _STALE_S

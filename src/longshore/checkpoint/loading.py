@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +14,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from longshore.checkpoint.crew import Crew
-from longshore.checkpoint.folder import WholeCheckpoint, candidates, check_tag
+from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, candidates, check_tag, tag_of
 from longshore.checkpoint.parts import PartLoadPlanner, WantedPart
 from longshore.checkpoint.reading import checked, read_json
-from longshore.checkpoint.saving import first_of
-from longshore.checkpoint.storage import SafetensorsReader, opened
+from longshore.checkpoint.saving import STATE, first_of, rank_file
+from longshore.checkpoint.storage import METADATA, SafetensorsReader, opened
 from longshore.checkpoint.values import decode
 from longshore.errors import CheckpointError
 
@@ -58,13 +60,8 @@ def _listed(root: Path, tag: str | None) -> list[tuple[str, str | None]]:
     found = [(str(path), None if error is None else str(error)) for path, error in candidates(root)]
     if tag is None:
         return found
-    mine = [(path, error) for path, error in found if _tag_of(Path(path)) == tag]
+    mine = [(path, error) for path, error in found if tag_of(Path(path)) == tag]
     return mine or [(str(root / tag), f"there is no checkpoint {root / tag}{_others(found)}")]
-
-
-def _tag_of(path: Path) -> str:
-    """Also of one that was on its way out."""
-    return path.name.removeprefix(".replaced-").rpartition("-")[0] if path.name.startswith(".") else path.name
 
 
 def _others(found: Sequence[tuple[str, str | None]]) -> str:
@@ -75,7 +72,28 @@ def _others(found: Sequence[tuple[str, str | None]]) -> str:
 def _verified(path: Path, crew: Crew) -> WholeCheckpoint:
     whole = WholeCheckpoint(path)
     whole.verify(sorted(whole.files)[crew.rank :: crew.world_size])
+    _check_listed(whole, crew)
     return whole
+
+
+def _check_listed(whole: WholeCheckpoint, crew: Crew) -> None:
+    """What is going to be read is what was verified."""
+    manifest = str(whole.path / MANIFEST)
+    ranks = checked(whole.manifest.get("world_size"), int, f"{manifest}: world_size")
+    needed = {METADATA, f"{STATE}.json"}
+    # Who was not there when it was saved reads what the first one wrote.
+    own = rank_file(crew.rank if crew.rank < ranks else 0)
+    if ranks > 0:
+        needed.add(f"{own}.json")
+    beside = (f"{STATE}.safetensors", f"{own}.json", f"{own}.safetensors")
+    needed |= {name for name in beside if os.path.lexists(whole.path / name)}
+    if crew.rank == 0:
+        needed |= {where.file for where in SafetensorsReader(whole.path).read_metadata().storage_data.values()}
+    missing = sorted(needed - whole.files.keys())
+    if missing:
+        raise CheckpointError(f"{manifest} does not list {missing[0]}, which belongs to the checkpoint: it is damaged")
+    if ranks > 0:
+        read_values(whole.path, own)  # nothing has changed yet
 
 
 def read_values(path: Path, stem: str) -> dict[str, Any]:
@@ -87,13 +105,24 @@ def read_values(path: Path, stem: str) -> dict[str, Any]:
     file = path / f"{stem}.json"
     content = checked(read_json(file), dict, str(file))
 
-    def tensor(name: str) -> Tensor:
-        with opened(path / f"{stem}.safetensors") as tensors:
-            if name not in tensors.keys():  # noqa: SIM118 - no mapping
-                raise CheckpointError(f"{path / stem}.safetensors has no {name}, which {file} names")
-            return tensors.get_tensor(name).clone()
+    values: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        tensors: list[Any] = []
+        left: set[str] = set()
 
-    return {key: decode(value, tensor, f"{file}: {key}") for key, value in content.items()}
+        def tensor(name: str) -> Tensor:
+            if not tensors:
+                tensors.append(stack.enter_context(opened(path / f"{stem}.safetensors")))
+                left.update(tensors[0].keys())
+            if name not in left:
+                raise CheckpointError(f"{path / stem}.safetensors has no {name}, which {file} names, or names twice")
+            # Named once: a short file could ask for any amount of copies.
+            left.remove(name)
+            return tensors[0].get_tensor(name).clone()
+
+        for key, value in content.items():
+            values[key] = decode(value, tensor, f"{file}: {key}")
+    return values
 
 
 def load_parts(path: Path, parts: Sequence[WantedPart], crew: Crew, begin: Callable[[], None] = lambda: None) -> None:
@@ -108,7 +137,7 @@ def load_parts(path: Path, parts: Sequence[WantedPart], crew: Crew, begin: Calla
     def plan() -> None:
         planner = PartLoadPlanner(parts)
         planner.set_up_planner({}, metadata)
-        planner.create_local_plan()
+        reader.check(planner.create_local_plan(), metadata)
 
     crew.together(plan)
     crew.together(begin)

@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from longshore.errors import CheckpointError
 
 T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 22
+_MOST_JSON_BYTES = 1 << 31
+"""More is a file with holes: it would take all memory before it turned out to be no JSON."""
+
+
+def open_regular(path: Path, writable: bool = False) -> io.FileIO:
+    """A file that is there, to read, not buffered.
+
+    Raises:
+        CheckpointError: no regular file.
+        OSError: it cannot be opened.
+    """
+    # A pipe would be waited for, and a device never ends.
+    handle = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise CheckpointError(f"{path} is no regular file")
+        return io.FileIO(handle, "r+" if writable else "r")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def is_file_name(name: str) -> bool:
+    """Of a file in a folder: no path, and nothing that the operating system would refuse."""
+    if not name or name in (".", "..") or any(letter in "/\\\0" for letter in name):
+        return False
+    try:
+        return len(os.fsencode(name)) <= 255
+    except UnicodeEncodeError:
+        return False
 
 
 def read_json(path: Path) -> Any:
@@ -23,17 +55,38 @@ def read_json(path: Path) -> Any:
         CheckpointError: no regular file, or no JSON.
     """
     try:
-        # A pipe would be waited for, and a device never ends.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise CheckpointError(f"{path} is no regular file")
+        with open_regular(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes > _MOST_JSON_BYTES:
+                raise CheckpointError(f"{path} has {num_bytes} bytes, which no such file has: it is damaged")
             text = file.read()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except MemoryError as error:
+        raise CheckpointError(f"{path} is larger than this process's memory") from error
     try:
-        return json.loads(text)
+        return json.loads(text.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is no JSON ({error})") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two entries of one name, some readers would take the first, and others the second."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has two entries of one name")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number that a float can be")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is none of its numbers")
 
 
 def checked(value: Any, kind: type[T], where: str) -> T:
@@ -54,7 +107,7 @@ def digest_of(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal. Raises CheckpointError where it cannot be read."""
     digest = hashlib.sha256()
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             buffer = memoryview(bytearray(_CHUNK_BYTES))
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])

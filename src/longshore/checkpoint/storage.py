@@ -6,8 +6,11 @@ A name of a tensor says which kind of file it goes into: what stands before its 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
+import stat
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +37,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from longshore.checkpoint.boxes import Box
-from longshore.checkpoint.parts import names_of
-from longshore.checkpoint.reading import checked, read_json
+from longshore.checkpoint.parts import names_of, stored
+from longshore.checkpoint.reading import checked, is_file_name, read_json
 from longshore.checkpoint.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
@@ -50,6 +53,8 @@ from longshore.errors import CheckpointError
 METADATA = "metadata.json"
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 62
+_MOST_COMPARISONS = 1 << 10
+"""For each chunk of a tensor: what it takes to see that no two overlap. Nobody cuts tensors in so many ways."""
 
 
 class Location(NamedTuple):
@@ -160,11 +165,14 @@ class SafetensorsReader(StorageReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._metadata: Metadata | None = None
+        self._sizes: dict[MetadataIndex, torch.Size] = {}
+        """Of the chunks that are to be read."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
         self._metadata = None
+        self._sizes = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What tensors there are.
@@ -185,37 +193,63 @@ class SafetensorsReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    def check(self, plan: LoadPlan, metadata: Metadata) -> None:
+        """All that is going to be read is there, as the metadata say; only the files' heads are looked at.
+
+        Raises:
+            CheckpointError: a file or a tensor is not there, or another one.
+        """
+        self._metadata = metadata
+        by_file: dict[str, dict[MetadataIndex, ReadItem]] = {}
+        for item in plan.items:
+            where: Location = metadata.storage_data[item.storage_index]
+            by_file.setdefault(where.file, {})[item.storage_index] = item
+        for name, items in by_file.items():
+            with opened(self.path / name) as file:
+                names = frozenset(file.keys())
+                for index, item in items.items():
+                    self._checked_slice(file, names, metadata.storage_data[index], item)
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._metadata is not None
         with contextlib.ExitStack() as stack:
-            files: dict[str, Any] = {}
+            files: dict[str, tuple[Any, frozenset[str]]] = {}
             for item in plan.items:
                 where: Location = self._metadata.storage_data[item.storage_index]
                 if where.file not in files:
-                    files[where.file] = stack.enter_context(opened(self.path / where.file))
-                values = self._read(files[where.file], where, item)
+                    file = stack.enter_context(opened(self.path / where.file))
+                    files[where.file] = file, frozenset(file.keys())
+                values = self._read(*files[where.file], where, item)
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(values)
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    def _read(self, file: Any, where: Location, item: ReadItem) -> torch.Tensor:
+    def _read(self, file: Any, names: frozenset[str], where: Location, item: ReadItem) -> torch.Tensor:
+        found = self._checked_slice(file, names, where, item)
+        if tuple(item.lengths) == tuple(found.get_shape()):
+            return file.get_tensor(where.tensor)
+        ends = zip(item.storage_offsets, item.lengths, strict=True)
+        return found[tuple(slice(start, start + length) for start, length in ends)]
+
+    def _checked_slice(self, file: Any, names: frozenset[str], where: Location, item: ReadItem) -> Any:
+        """A tensor of a file, to be read in part."""
         assert self._metadata is not None
-        about = names_of(self._metadata)[item.storage_index.fqn]
-        chunk = next(each for each in about.chunks if each.offsets == item.storage_index.offset)
-        if where.tensor not in file.keys():  # noqa: SIM118 - no mapping
+        name = item.storage_index.fqn
+        about = stored(self._metadata, name)
+        if item.storage_index not in self._sizes:
+            self._sizes.update({MetadataIndex(name, chunk.offsets): chunk.sizes for chunk in about.chunks})
+        sizes = self._sizes[item.storage_index]
+        if where.tensor not in names:
             raise CheckpointError(f"{self.path / where.file} has no {where.tensor}, which {METADATA} names")
         found = file.get_slice(where.tensor)
         shape, dtype = tuple(found.get_shape()), DTYPES.get(found.get_dtype())
-        if (shape, dtype) != (tuple(chunk.sizes), about.properties.dtype):
+        if (shape, dtype) != (tuple(sizes), about.properties.dtype):
             raise CheckpointError(
                 f"{self.path / where.file}: {where.tensor} is {found.get_dtype()} {list(shape)}, and {METADATA} says "
                 "otherwise"
             )
-        if tuple(item.lengths) == shape:
-            return file.get_tensor(where.tensor)
-        ends = zip(item.storage_offsets, item.lengths, strict=True)
-        return found[tuple(slice(start, start + length) for start, length in ends)]
+        return found
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -228,6 +262,8 @@ def opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise CheckpointError(f"{path} is no regular file")
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
@@ -260,7 +296,7 @@ def parsed_metadata(content: Any, where: str) -> Metadata:
             chunk = checked(chunk, dict, f"{at}: chunks")
             box = Box(_numbers(chunk.get("offsets"), f"{at}: offsets"), _numbers(chunk.get("sizes"), f"{at}: sizes"))
             file, tensor = (checked(chunk.get(key), str, f"{at}: {key}") for key in ("file", "tensor"))
-            if "/" in file or "\\" in file or "\0" in file or file in ("", ".", ".."):
+            if not is_file_name(file):
                 raise CheckpointError(f"{at} is said to be in {file!r}, which is no name of a file")
             places[MetadataIndex(name, box.offsets)] = Location(file, tensor)
             boxes.append(box)
@@ -289,17 +325,30 @@ def _check_boxes(shape: Sequence[int], boxes: Sequence[Box], where: str) -> None
             raise CheckpointError(f"{where} has a chunk at {list(box.offsets)} that is beyond its shape {list(shape)}")
     if sum(box.numel for box in boxes) != math.prod(shape):
         raise CheckpointError(f"{where}: its chunks do not have as many elements as its shape {list(shape)}")
-    if not shape or len(boxes) < 2:
-        return
-    full = [box for box in boxes if box.numel > 0]
-    sweep = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in full}))
-    full.sort(key=lambda box: box.offsets[sweep])
-    open_boxes: list[Box] = []
-    for box in full:
-        open_boxes = [each for each in open_boxes if each.offsets[sweep] + each.sizes[sweep] > box.offsets[sweep]]
-        if any(_overlap(box, each) for each in open_boxes):
-            raise CheckpointError(f"{where} has chunks that overlap, at {list(box.offsets)}")
-        open_boxes.append(box)
+    if len({box.offsets for box in boxes}) < len(boxes):
+        raise CheckpointError(f"{where} has two chunks that begin at the same element")
+    if _some_overlap(shape, [box for box in boxes if box.numel > 0], where):
+        raise CheckpointError(f"{where} has chunks that overlap")
+
+
+def _some_overlap(shape: Sequence[int], boxes: Sequence[Box], where: str) -> bool:
+    """Whether boxes with as many elements as the shape, all within it, are something else than all of it."""
+    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] < size for box in boxes)]
+    if len(boxes) <= min(1 << len(cut), _MOST_COMPARISONS):
+        return any(_overlap(one, other) for one, other in itertools.combinations(boxes, 2))
+    if 1 << len(cut) > _MOST_COMPARISONS:
+        raise CheckpointError(f"{where} has {len(boxes)} chunks, cut in {len(cut)} dimensions")
+    # Each element is in one box exactly if the mixed differences of "in how many boxes is it?" are those of the whole:
+    # at the corners of the boxes, with signs, what touches cancels. So it takes one pass over many chunks.
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box in boxes:
+        ends = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in cut]
+        for corner in itertools.product(*ends):
+            corners[tuple(place for place, _ in corner)] += math.prod(sign for _, sign in corner)
+    whole = itertools.product(*(((0, 1), (shape[dim], -1)) for dim in cut))
+    for corner in whole:
+        corners[tuple(place for place, _ in corner)] -= math.prod(sign for _, sign in corner)
+    return any(corners.values())
 
 
 def _overlap(one: Box, other: Box) -> bool:

@@ -104,12 +104,14 @@ def decode(value: Any, tensor: Callable[[str], Tensor], where: str, depth: int =
     if not others:
         if kind == _TENSOR and isinstance(content, str):
             return tensor(content)
-        if kind == _FLOAT and content in _FLOATS:
+        if kind == _FLOAT and isinstance(content, str) and content in _FLOATS:
             return _FLOATS[content]
         if kind == _TUPLE and isinstance(content, list):
             return tuple(decode(entry, tensor, where, depth + 1) for entry in content)
         if kind == _ITEMS and isinstance(content, list) and all(_is_item(entry) for entry in content):
-            return {key: decode(entry, tensor, where, depth + 1) for key, entry in content}
+            items = {key: decode(entry, tensor, where, depth + 1) for key, entry in content}
+            if len(items) == len(content):
+                return items
     raise CheckpointError(f"{where} has an entry {special[0]!r} that is none of this format")
 
 

@@ -1,0 +1,522 @@
+"""What a folder of checkpoints promises: each is whole or is not there, whatever ends a process or fills a disk."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import io
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longshore.checkpoint import folder as folder_module
+from longshore.checkpoint.boxes import Box
+from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.folder import Draft, WholeCheckpoint, candidates, check_tag, prune, read_latest
+from longshore.checkpoint.loading import find, load_parts, read_values
+from longshore.checkpoint.parts import SavedPart, WantedPart
+from longshore.checkpoint.saving import STATE, Content, Target, Values, write
+from longshore.errors import CheckpointError
+
+NUMEL = 1000
+TENSORS = "model-00000-of-00001.safetensors"
+
+
+def save(root: Path, tag: str, number: int, run: str = "run", **more: Any) -> Path:
+    """A small checkpoint, of one tensor full of ``number`` and a value that says the same."""
+    values = torch.full((NUMEL,), float(number))
+    part = SavedPart("model.weight", torch.float32, (NUMEL,), Box((0,), (NUMEL,)), lambda: values)
+    about = Values.of({"number": number, "again": torch.tensor(number)})
+    content = Content([part], about, Values.of({"rank": 0}), None, number, run)
+    return write(content, Target(root, tag, **more), Crew())
+
+
+def number_in(path: Path) -> int:
+    """What was saved; raises CheckpointError where it is not whole."""
+    WholeCheckpoint(path).verify()
+    values, found = read_values(path, STATE), list[Tensor]()
+    load_parts(path, [WantedPart("model.weight", (NUMEL,), Box((0,), (NUMEL,)), found.append)], Crew())
+    number = values["number"]
+    assert torch.equal(found[0], torch.full((NUMEL,), float(number))) and int(values["again"]) == number
+    return number
+
+
+def load(root: Path, tag: str | None = None) -> int | None:
+    whole = find(root, tag, Crew())
+    return None if whole is None else number_in(whole.path)
+
+
+def hidden(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name.startswith("."))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+# -- tags ---------------------------------------------------------------------
+
+NO_TAGS = ["../x", "..", ".", "", ".hidden", "a/b", "/a", "a\\b", "latest", "a\n", "a\nb", "a\0b", " a", "a ", "\ud800"]
+
+
+@pytest.mark.parametrize("tag", [*NO_TAGS, "a" * 300, "ä" * 150, 5, None, b"a", Path("a")], ids=repr)
+def test_no_tag(tag: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tag"):
+        check_tag(tag)
+    root = tmp_path / "root"
+    with pytest.raises(ValueError, match="tag"):
+        Draft.begin(root, tag)
+    assert not root.exists()
+    if tag is not None:
+        with pytest.raises(ValueError, match="tag"):
+            find(tmp_path, tag, Crew())
+
+
+@pytest.mark.parametrize("tag", ["a", "global_step5", "a b", "a.b", "-a", "latest2", "ä" * 100, "a" * 200, "模型", "*"])
+def test_tag(tag: str, tmp_path: Path) -> None:
+    for number in (1, 2):
+        assert save(tmp_path, tag, number) == tmp_path / tag
+        assert load(tmp_path, tag) == load(tmp_path) == number
+
+
+# -- processes that end -------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[1])
+from checkpoint import test_folder
+from longshore.checkpoint import saving
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+saving.SafetensorsWriter.finish = die
+test_folder.save(Path(sys.argv[2]), "a", 2)
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    tests = str(Path(__file__).parents[1])
+    ended = subprocess.run([sys.executable, "-c", KILLED, tests, str(tmp_path)], capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    (draft,) = hidden(tmp_path)
+    assert (tmp_path / draft / TENSORS).is_file()
+    assert load(tmp_path) == load(tmp_path, "a") == 1
+    save(tmp_path, "b", 3)
+    assert hidden(tmp_path) == [] and load(tmp_path) == 3
+
+
+def test_a_draft_of_a_process_that_lives_stays(tmp_path: Path) -> None:
+    drafts = [Draft.begin(tmp_path, "a") for _ in range(3)]
+    save(tmp_path, "a", 1)
+    assert all(draft.path.is_dir() for draft in drafts)
+    drafts[0].discard()
+    save(tmp_path, "b", 1)
+    assert hidden(tmp_path) == sorted(draft.path.name for draft in drafts[1:])
+    # Of another machine: nobody here can tell whether it lives.
+    drafts[1]._unlock()
+    (drafts[1].path / "lock").write_text("elsewhere")
+    save(tmp_path, "b", 2)
+    assert drafts[1].path.is_dir()
+    os.utime(drafts[1].path, (0, 0))  # but not for that long
+    drafts[2]._unlock()
+    save(tmp_path, "b", 3)
+    assert hidden(tmp_path) == []
+
+
+class Stop(BaseException):
+    """As if the process ended here: nothing that follows is done."""
+
+
+def stopping(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, names: tuple[str, ...], at: int, error: BaseException
+) -> list[str]:
+    """The ``at``-th call of these raises; where the process ends, those after it do, too. Returns what was called."""
+    calls: list[str] = []
+
+    def replaced(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) == at or (len(calls) > at and isinstance(error, Stop)):
+                raise error
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(owner, name, replaced(name, getattr(owner, name)))
+    return calls
+
+
+CALLS_OF_COMMIT = ("rename", "replace", "unlink", "fsync", "rmdir")
+
+
+def end_of_replacing(root: Path, at: int, error: BaseException, names: tuple[str, ...]) -> int:
+    """A second checkpoint of a tag, whose saving ends at a call; how many calls there were until then."""
+    save(root, "a", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = stopping(patch, os, names, at, error)
+        with contextlib.suppress(Stop, CheckpointError):
+            save(root, "a", 2)
+    return len(calls)
+
+
+@pytest.mark.parametrize("names", [("rename",), CALLS_OF_COMMIT])
+@pytest.mark.parametrize("error", [Stop(), OSError(errno.EIO, "bad disk")], ids=["ends", "fails"])
+def test_replacing_that_ends_half_way(error: BaseException, names: tuple[str, ...], tmp_path: Path) -> None:
+    for at in range(1, 1000):
+        root = tmp_path / str(at)
+        made = end_of_replacing(root, at, error, names)
+        found = {load(root), load(root, "a")}
+        assert len(found) == 1 and found <= {1, 2}, at
+        assert read_latest(root) == "a"
+        save(root, "b", 3)
+        assert load(root) == 3
+        assert load(root, "a") in (1, 2)
+        if made < at:
+            break
+        shutil.rmtree(root)
+    assert at > 2 and found == {2}
+
+
+# -- latest -------------------------------------------------------------------
+
+
+def put_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+POINTERS: list[Callable[[Path], Any]] = [
+    lambda path: None,
+    lambda path: path.write_bytes(b"\xff\xfe\0"),
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_text("../outside"),
+    lambda path: path.write_text("x" * 100_000),
+    put_pipe,
+    lambda path: path.mkdir(),
+    lambda path: path.symlink_to("/dev/zero"),
+    lambda path: path.symlink_to(path.name),
+]
+
+
+@pytest.mark.parametrize("lay", POINTERS, ids=map(str, range(len(POINTERS))))
+def test_a_pointer_that_is_gone_or_garbage(lay: Callable[[Path], Any], tmp_path: Path) -> None:
+    for number, tag in enumerate(("b", "c", "a")):
+        save(tmp_path, tag, number)
+    (tmp_path / "latest").unlink()
+    lay(tmp_path / "latest")
+    assert read_latest(tmp_path) is None
+    assert load(tmp_path) == 2 and load(tmp_path, "c") == 1
+
+
+def test_a_pointer_to_what_is_not_there(tmp_path: Path) -> None:
+    save(tmp_path, "b", 1)
+    save(tmp_path, "a", 2)
+    (tmp_path / "latest").write_text("gone\n")
+    with pytest.warns(UserWarning, match="no checkpoint .*gone, which .*latest names; the newest whole"):
+        assert load(tmp_path) == 2
+
+
+def test_the_pointer_goes_before_age(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    save(tmp_path, "b", 2, latest=False)
+    assert load(tmp_path) == 1
+    shutil.rmtree(tmp_path / "a")
+    with pytest.warns(UserWarning, match="no checkpoint .*a, which"):
+        assert load(tmp_path) == 2
+
+
+# -- damage -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [TENSORS, "state.json", "metadata.json", "manifest.json", "rank-00000.json"])
+@pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: os.truncate(path, 5)], ids=["bit", "gone", "short"])
+def test_a_damaged_one(name: str, damage: Callable[[Path], Any], tmp_path: Path) -> None:
+    for number, tag in enumerate(("old", "good", "bad")):
+        save(tmp_path, tag, number)
+    if (name, damage) == ("manifest.json", flip):
+        (tmp_path / "bad" / name).write_text("{")  # its last letter is a space
+    else:
+        damage(tmp_path / "bad" / name)
+    words = "there is no checkpoint.*bad" if (name, damage) == ("manifest.json", Path.unlink) else f"bad/{name}"
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path, "bad")
+    with pytest.warns(UserWarning, match=f"{words}.*the newest whole checkpoint before it is loaded instead"):
+        assert load(tmp_path) == 1
+    assert load(tmp_path, "good") == 1
+    flip(tmp_path / "good" / TENSORS)
+    flip(tmp_path / "old" / TENSORS)
+    warnings.simplefilter("ignore", UserWarning)  # one of each
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        load(tmp_path)
+
+
+def test_a_tag_that_is_not_there(tmp_path: Path) -> None:
+    assert load(tmp_path) is None
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load(tmp_path, "a")
+    save(tmp_path, "b", 1)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*; there are b"):
+        load(tmp_path, "a")
+
+
+def test_files_that_the_manifest_does_not_list(tmp_path: Path) -> None:
+    """What is read is what was verified."""
+    path = save(tmp_path, "a", 1)
+    (path / "notes.txt").write_text("mine")
+    assert load(tmp_path, "a") == 1
+    manifest = (path / "manifest.json").read_text()
+    for name in ("metadata.json", "state.json", "state.safetensors", "rank-00000.json", TENSORS):
+        (path / "manifest.json").write_text(manifest.replace(name, "notes.txt"))
+        (path / "notes.txt").write_bytes((path / name).read_bytes())
+        with pytest.raises(CheckpointError, match=f"does not list {name}"):
+            load(tmp_path, "a")
+
+
+# -- keeping some -------------------------------------------------------------
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    for number in range(4):
+        save(tmp_path, f"mine{number}", number)
+    save(tmp_path, "theirs", 10, run="other")
+    flip(tmp_path / "mine0" / "state.json")  # its size is right: who prunes does not read
+    (tmp_path / "mine1" / "state.json").unlink()
+    (tmp_path / "folder").mkdir()
+    save(tmp_path, "mine4", 4, latest=False)
+    (tmp_path / "latest").write_text("mine2\n")
+    save(tmp_path, "mine5", 5, latest=False, keep_last=2)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["folder", "latest", "mine1", "mine2", "mine4", "mine5", "theirs"]
+    assert prune(tmp_path, 1, "run") == ["mine4"]
+    assert prune(tmp_path, 1, "nobody's") == [] and load(tmp_path) == 2
+
+
+def test_keep_last_of_one_tag(tmp_path: Path) -> None:
+    for number in range(3):
+        save(tmp_path, "same", number, keep_last=1)
+        assert sorted(os.listdir(tmp_path)) == ["latest", "same"] and load(tmp_path) == number
+
+
+# -- several processes --------------------------------------------------------
+
+
+def _many(root: Path, first: int, tags: list[str], rounds: int, pipe: Any) -> None:
+    try:
+        for number in range(first, first + rounds):
+            save(root, tags[number % len(tags)], number, run=str(first))
+        pipe.send(None)
+    except BaseException as error:
+        pipe.send(repr(error))
+
+
+def check_many(root: Path, tags: list[list[str]], rounds: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    for place, own in enumerate(tags):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_many, args=(root, place * 10_000, own, rounds, theirs))
+        process.start()
+        processes.append((process, mine))
+    for process, pipe in processes:
+        assert pipe.poll(200) and pipe.recv() is None
+        process.join()
+    expected = {tag for own in tags for tag in own}
+    assert {path.name for path in root.iterdir()} == {*expected, "latest"}
+    assert all(load(root, tag) is not None for tag in expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(root) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tags", [[["a"], ["b"]], [["a"], ["a"]], [["a", "b"], ["b", "a", "c"], ["a"]]])
+def test_processes_that_save_into_one_folder(tags: list[list[str]], tmp_path: Path) -> None:
+    check_many(tmp_path, tags, 150)
+
+
+def test_two_processes_that_save_the_same_tag(tmp_path: Path) -> None:
+    check_many(tmp_path, [["a", "b"], ["a"]], 15)
+
+
+# -- disks that refuse --------------------------------------------------------
+
+
+class FullFile(io.FileIO):
+    """A file on a disk that is full from some write on."""
+
+    left = 0
+
+    def write(self, content: Any) -> int:
+        FullFile.left -= 1
+        if FullFile.left < 0:
+            # As Linux has it: what fits is written, and the next write fails.
+            if FullFile.left == -1 and len(content) > 1:
+                return super().write(memoryview(content)[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device", self.name)
+        return super().write(content)
+
+
+@contextlib.contextmanager
+def full_disk(writes: int) -> Iterator[None]:
+    """The disk is full after so many writes into files, locks and folders included."""
+    FullFile.left = writes
+    real_open, real_write, real_mkdir = builtins.open, os.write, os.mkdir
+
+    def opened(file: Any, mode: str = "r", buffering: int = -1, **options: Any) -> Any:
+        if "x" not in mode or isinstance(file, int):
+            return real_open(file, mode, buffering, **options)
+        raw = FullFile(file, mode.replace("b", ""))
+        if buffering == 0:
+            return raw
+        return io.BufferedWriter(raw) if "b" in mode else io.TextIOWrapper(io.BufferedWriter(raw), **options)
+
+    def refused(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            FullFile.left -= 1
+            if FullFile.left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtins, "open", opened)
+        patch.setattr(os, "write", refused(real_write))
+        patch.setattr(os, "mkdir", refused(real_mkdir))
+        yield
+
+
+@pytest.mark.parametrize("tag", ["old", "new"])
+def test_a_full_disk(tag: str, tmp_path: Path) -> None:
+    save(tmp_path, "old", 1)
+    for writes in range(1000):
+        try:
+            with full_disk(writes):
+                save(tmp_path, tag, 2)
+            break
+        except CheckpointError as error:
+            said = str(error)
+        assert "No space left" in said, said
+        assert hidden(tmp_path) == [], writes
+        assert load(tmp_path, "old") in ((1, 2) if tag == "old" else (1,))
+        assert load(tmp_path) is not None
+    assert writes > 8 and load(tmp_path) == 2 and FullFile.left == 0
+
+
+def test_a_small_disk(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=96k", "longshore-test", str(root)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        saved, full = 0, False
+        while not full:
+            try:
+                save(root, f"a{saved}", saved)
+                saved += 1
+            except CheckpointError as error:
+                full = "No space left" in str(error)
+                if not full:
+                    raise
+        assert saved > 0 and hidden(root) == []
+        assert load(root) == saved - 1
+        for number in range(saved):
+            assert load(root, f"a{number}") == number
+    finally:
+        subprocess.run(["umount", str(root)], check=True)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "a", 1)
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        with pytest.raises(CheckpointError, match=r"Permission denied.*before still are"):
+            save(tmp_path, "b", 2)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            save(tmp_path / "new", "b", 2)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save(file, "b", 2)
+    assert load(tmp_path) == 1 and load(file) is None
+
+
+# -- links --------------------------------------------------------------------
+
+
+def test_a_folder_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    for number in (1, 2):
+        assert save(link, "a", number) == link / "a"
+        assert load(link) == load(tmp_path / "real") == number
+    assert link.is_symlink() and os.listdir(link) != []
+
+
+def test_a_link_in_place_of_a_tag(tmp_path: Path) -> None:
+    """Loaded; replaced and pruned as a link: what it points to is somebody's."""
+    outside = save(tmp_path / "elsewhere", "a", 1)
+    root = tmp_path / "root"
+    save(root, "first", 0)
+    (root / "a").symlink_to(outside)
+    assert load(root, "a") == 1
+    save(root, "a", 2)
+    assert not (root / "a").is_symlink() and load(root, "a") == 2 and hidden(root) == []
+    (root / "b").symlink_to(outside)
+    assert prune(root, 1, "run") == ["b", "first"]
+    (root / "dangling").symlink_to("nothing")
+    save(root, "dangling", 3)
+    assert load(root) == 3 and number_in(outside) == 1
+
+
+def test_a_file_in_place_of_a_tag(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    assert [*candidates(tmp_path)] == []
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        load(tmp_path, "a")
+    save(tmp_path, "a", 1)
+    assert load(tmp_path) == 1
+
+
+@pytest.mark.parametrize("name", [TENSORS, "state.json", "manifest.json"])
+def test_a_pipe_or_link_in_place_of_a_file(name: str, tmp_path: Path) -> None:
+    path = save(tmp_path, "a", 1) / name
+    outside = tmp_path / "outside"
+    path.rename(outside)
+    for lay in (put_pipe, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        lay(path)
+        with pytest.raises(CheckpointError, match=r"no regular file|no checkpoint"):
+            load(tmp_path, "a")
+        path.rmdir() if path.is_dir() else path.unlink()
+    if name != "manifest.json":
+        path.symlink_to(outside)
+        with pytest.raises(CheckpointError, match="no regular file"):
+            load(tmp_path, "a")
+
+
+def test_the_folder_module_has_no_other_way_out() -> None:
+    """The cases above count calls by these names."""
+    used = Path(folder_module.__file__).read_text()
+    assert "os.rename(" in used and "os.replace(" in used and "shutil.move" not in used
