@@ -1,0 +1,349 @@
+"""A checkpoint that DeepSpeed's ``engine.save_checkpoint`` wrote, as one of ours.
+
+Nothing of DeepSpeed is needed for it, and nothing that the files name is run. Tensors are read from the files when they
+are written, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longshore.checkpoint.boxes import Box
+from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.deepspeed_files import Inert, SavedFiles, Shard, read_files
+from longshore.checkpoint.deepspeed_layout import (
+    Gathered,
+    OptimizerFiles,
+    read_optimizer,
+    shapes_of,
+    trimmed,
+)
+from longshore.checkpoint.model_state import KIND as MODEL_KIND
+from longshore.checkpoint.optimizer_state import array_name
+from longshore.checkpoint.parts import SavedPart
+from longshore.checkpoint.reading import checked
+from longshore.checkpoint.saving import Content, Target, Values, write
+from longshore.checkpoint.session import MODEL, OPTIMIZER
+from longshore.checkpoint.values import Encoder
+from longshore.errors import CheckpointError
+from longshore.host import MASTER
+
+_THEIRS = frozenset(
+    {
+        *("module", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
+        *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "ds_config", "ds_version"),
+        *("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size"),
+        *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts", "ds_autoep_layers"),
+        *("csr_tensor_module_names", "sparse_tensor_module_names"),
+    }
+)
+"""Keys of a model's file; all others are the user's client state."""
+_ARRAYS = ["exp_avg", "exp_avg_sq"]
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "maximize", "initial_lr")
+_EXTRA = "_extra_state"
+
+
+class _Model(NamedTuple):
+    """What the files say of a model."""
+
+    about: dict[str, Any]
+    parts: list[SavedPart]
+    dtypes: dict[str, torch.dtype]
+    """Of each parameter that is stepped."""
+
+
+def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
+    """Write what DeepSpeed saved as a checkpoint that ``engine.load_checkpoint(out)`` reads at any stage.
+
+    Weights, masters, Adam's moments and step counts, the options of parameter groups, the scheduler, the loss scale,
+    the counters and the client state. Of values that a checkpoint of ours cannot hold a warning says the key. Random
+    numbers and the place in the data are in no file of DeepSpeed's: both begin anew.
+
+    Args:
+        source: the folder that was given to DeepSpeed's ``save_checkpoint``, from ZeRO stage 1, 2 or 3.
+        out: where the checkpoint goes, under the same tag.
+        tag: which one; None: the one that ``latest`` names.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: files that are damaged, missing, of something else, or that would have to be run; ``out`` has
+            that tag already. Nothing was written.
+        ValueError: no tag.
+    """
+    files = read_files(Path(source), tag)
+    target = Target(Path(out).absolute(), files.folder.name)
+    if os.path.lexists(target.root / target.tag):
+        raise CheckpointError(
+            f"{target.root / target.tag} is there already: choose another folder, or move that one away"
+        )
+    optimizer = read_optimizer(files)
+    model = _read_model(files, optimizer)
+    first = files.models[0]
+    engine = _engine_state(files)
+    shared = {
+        MODEL: model.about,
+        OPTIMIZER: _about(optimizer, model, first),
+        "engine": engine,
+        "client_state": {key: value for key, value in first.content.items() if _is_client(key, value, first)},
+    }
+    parts = [*model.parts, *_optimizer_parts(optimizer, model)]
+    content = Content(
+        parts, Values.of(shared), Values.of({"random": _first_random()}), None, engine["global_steps"], engine["run"]
+    )
+    return write(content, target, Crew())
+
+
+# -- the model ----------------------------------------------------------------
+
+
+def _read_model(files: SavedFiles, optimizer: OptimizerFiles) -> _Model:
+    first = files.models[0]
+    module = checked(first.content.get("module"), dict, f"{first.path}: module")
+    buffers = set(checked(first.content.get("buffer_names") or [], list, f"{first.path}: buffer_names"))
+    frozen = shapes_of(first.content.get("frozen_param_shapes") or {}, f"{first.path}: frozen_param_shapes")
+    aliases = _aliases(first, module, {*optimizer.parameters, *frozen})
+    gathered = {name: stepped.master for name, stepped in optimizer.parameters.items()}
+    gathered |= _fragments(files, frozen)
+    split = len(files.models) > 1 or first.path.name.startswith("zero_")
+    about: dict[str, Any] = {"aliases": aliases, "left_out": [], "parameters": [], "extra_state": {}}
+    parts, dtypes = [], {}
+    for name, value in module.items():
+        if name.rpartition(".")[2] == _EXTRA:
+            if _fits(value, f"{first.path}: {name}"):
+                about["extra_state"][name.removesuffix(_EXTRA).rstrip(".")] = value
+            continue
+        if name in aliases:
+            continue
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{first.path}: {name} is no tensor")
+        if split and name not in buffers:
+            if name not in gathered:
+                warnings.warn(f"{first.path} has no values of {name}, and it is left out", stacklevel=3)
+                continue
+            parts.append(_gathered_part(f"{MODEL_KIND}.{name}", gathered[name], value.dtype))
+        else:
+            parts.append(_part(f"{MODEL_KIND}.{name}", value))
+        if name not in buffers:
+            about["parameters"].append(name)
+        dtypes[name] = value.dtype
+    for name, stepped in optimizer.parameters.items():
+        if name not in dtypes or (not split and tuple(module[name].shape) != stepped.master.shape):
+            raise CheckpointError(f"{first.path}: {name} is stepped, and the model has no such parameter of that shape")
+    return _Model(about, parts, dtypes)
+
+
+def _aliases(first: Shard, module: Mapping[str, Any], own: set[str]) -> dict[str, str]:
+    """Further names of tied tensors: those that DeepSpeed lists, and those that lie in the same memory."""
+    found: dict[str, str] = {}
+    for name, source in checked(first.content.get("shared_params") or {}, dict, f"{first.path}: shared_params").items():
+        if name in module and source in module and name != source:
+            found[name] = source
+    memory: dict[Any, str] = {}
+    for name, value in module.items():
+        if isinstance(value, Tensor) and value.numel() > 0 and name not in found:
+            place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+            source = memory.setdefault(place, name)
+            if source != name and name not in own:
+                found[name] = source
+    return found
+
+
+def _fragments(files: SavedFiles, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Gathered]:
+    """Frozen parameters, of which at stage 3 each rank has a part."""
+    ranks = []
+    for shard in files.models:
+        where = f"{shard.path}: frozen_param_fragments"
+        ranks.append(checked(shard.content.get("frozen_param_fragments") or {}, dict, where))
+    found = {}
+    for name, shape in shapes.items():
+        pieces = [rank.get(name) for rank in ranks]
+        if not all(isinstance(piece, Tensor) for piece in pieces):
+            raise CheckpointError(f"{files.folder}: a rank's file lacks its part of the frozen {name}")
+        numel = torch.Size(shape).numel()
+        flat = trimmed([piece.reshape(-1) for piece in pieces if piece is not None], numel)
+        if sum(piece.numel() for piece in flat) != numel:
+            raise CheckpointError(f"{files.folder}: the parts of the frozen {name} are not {list(shape)} together")
+        found[name] = Gathered(shape, flat)
+    return found
+
+
+def _part(name: str, value: Tensor) -> SavedPart:
+    shape = tuple(value.shape)
+    return SavedPart(name, value.dtype, shape, Box((0,) * len(shape), shape), lambda: value)
+
+
+def _gathered_part(name: str, gathered: Gathered, dtype: torch.dtype) -> SavedPart:
+    box = Box((0,) * len(gathered.shape), gathered.shape)
+    return SavedPart(name, dtype, gathered.shape, box, lambda: gathered.read(dtype))
+
+
+# -- the optimizer ------------------------------------------------------------
+
+
+def _arrays_of(optimizer: OptimizerFiles, model: _Model, name: str) -> dict[str, Gathered]:
+    """What a checkpoint of ours has of a parameter: a float32 parameter is its own master."""
+    stepped = optimizer.parameters[name]
+    master = {} if model.dtypes[name] == torch.float32 else {MASTER: stepped.master}
+    return {**stepped.arrays, **master}
+
+
+def _optimizer_parts(optimizer: OptimizerFiles, model: _Model) -> list[SavedPart]:
+    return [
+        _gathered_part(array_name(array, name), gathered, torch.float32)
+        for name in optimizer.parameters
+        for array, gathered in _arrays_of(optimizer, model, name).items()
+    ]
+
+
+def _about(optimizer: OptimizerFiles, model: _Model, first: Shard) -> dict[str, Any]:
+    """As :meth:`longshore.checkpoint.optimizer_state.OptimizerState.about` has it."""
+    for name, stepped in optimizer.parameters.items():
+        if sorted(stepped.arrays) != _ARRAYS and (stepped.arrays or stepped.step > 0):
+            raise CheckpointError(
+                f"{first.path}: {name} has the states {', '.join(sorted(stepped.arrays)) or 'of no kind'}, and those "
+                f"of Adam and AdamW are imported: {', '.join(_ARRAYS)}"
+            )
+    kind = _kind(optimizer, first)
+    groups = []
+    for group in optimizer.groups:
+        options = {key: _number(group.options[key]) for key in _OPTIONS if key in group.options}
+        if group.options.get("amsgrad"):
+            raise CheckpointError(f"{first.path}: amsgrad=True, and the maximum of second moments is not kept here")
+        groups.append({"options": {**options, "decoupled_weight_decay": kind == "AdamW"}, "parameters": group.names})
+    parameters = {
+        name: {"step": stepped.step, "scalars": {}, "arrays": [*_arrays_of(optimizer, model, name)]}
+        for name, stepped in optimizer.parameters.items()
+    }
+    return {"kind": kind, "groups": groups, "parameters": parameters}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return tuple(_number(each) for each in value) if isinstance(value, (list, tuple)) else value
+
+
+def _kind(optimizer: OptimizerFiles, first: Shard) -> str:
+    """Whether weight decay is decoupled: DeepSpeed's ``Adam`` means AdamW unless its options say otherwise."""
+    section = _config(first).get("optimizer")
+    named = section.get("type") if isinstance(section, dict) else None
+    if isinstance(section, dict) and isinstance(named, str):
+        params = section.get("params")
+        if named.lower() not in ("adam", "adamw"):
+            raise CheckpointError(f"{first.path} is of the optimizer {named}, and Adam and AdamW are imported")
+        plain = isinstance(params, dict) and params.get("adam_w_mode") is False and named.lower() == "adam"
+        return "Adam" if plain else "AdamW"
+    flags = {group.options.get("decoupled_weight_decay") for group in optimizer.groups}
+    if flags <= {True, False} and len(flags) == 1:
+        return "AdamW" if flags.pop() else "Adam"
+    warnings.warn(
+        f"{first.path} does not say whether it is of Adam or AdamW; it is imported as AdamW's, whose weight decay is "
+        "decoupled",
+        stacklevel=4,
+    )
+    return "AdamW"
+
+
+# -- the engine ---------------------------------------------------------------
+
+
+def _config(first: Shard) -> dict[str, Any]:
+    """The configuration as it was saved; empty where it was none that can be read."""
+    content = first.content.get("ds_config")
+    return content if isinstance(content, dict) else {}
+
+
+def _engine_state(files: SavedFiles) -> dict[str, Any]:
+    """As the engine's ``save_checkpoint`` has it. ``micro_steps``, which DeepSpeed does not save, is computed."""
+    first = files.models[0]
+    steps = checked(first.content.get("global_steps"), int, f"{first.path}: global_steps")
+    accumulation = _accumulation(first)
+    schedule = first.content.get("lr_scheduler")
+    if not (isinstance(schedule, dict) and _fits(schedule, f"{first.path}: lr_scheduler")):
+        schedule = None
+    for key in ("data_sampler", "random_ltd"):
+        if first.content.get(key) is not None:
+            warnings.warn(f"{first.path}: {key} is not imported; longshore has no such thing", stacklevel=3)
+    return {
+        "run": secrets.token_hex(8),
+        "global_steps": steps,
+        "micro_steps": steps * accumulation,
+        "skipped_steps": checked(first.content.get("skipped_steps") or 0, int, f"{first.path}: skipped_steps"),
+        "gradient_accumulation_steps": accumulation,
+        "loss_scale": _loss_scale(files.optimizers[0]),
+        "lr_scheduler": schedule,
+    }
+
+
+def _accumulation(first: Shard) -> int:
+    config = _config(first)
+    steps, micro, total = (
+        value if type(value) is int and value > 0 else None
+        for value in map(
+            config.get, ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+        )
+    )
+    if steps is None and micro is not None and total is not None:
+        steps = total // (micro * checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size"))
+    return steps or 1
+
+
+def _loss_scale(state: Shard) -> dict[str, Any]:
+    """The state of a dynamic scale; empty where there is none, or a static one, which the configuration says."""
+    scaler = state.content["optimizer_state_dict"].get("loss_scaler")
+    saved = scaler.state if isinstance(scaler, Inert) else None
+    if not isinstance(saved, dict) or "cur_hysteresis" not in saved:
+        return {}
+    where = f"{state.path}: loss_scaler"
+    scale, last = saved.get("cur_scale"), saved.get("last_overflow_iter")
+    if type(scale) not in (int, float) or type(last) is not int:
+        raise CheckpointError(f"{where} has the scale {scale!r}, and its last overflow at {last!r}: no numbers")
+    return {
+        "scale": float(scale),  # pyright: ignore[reportArgumentType]
+        "hysteresis_left": checked(saved["cur_hysteresis"], int, where),
+        "windows": checked(saved.get("cur_iter"), int, where),
+        "last_overflow": last,
+    }
+
+
+def _first_random() -> dict[str, Any]:
+    """DeepSpeed saves no random numbers: generators that have just been seeded, as the engine has their states."""
+    version, numbers, gauss = random.Random(0).getstate()
+    state: Any = np.random.RandomState(0).get_state()
+    _, key, position, has_gauss, cached = state
+    return {
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+        "numpy": {
+            "key": torch.from_numpy(np.asarray(key, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached_gaussian": float(cached),
+        },
+        "torch": torch.Generator().manual_seed(0).get_state(),
+    }
+
+
+def _is_client(key: str, value: Any, first: Shard) -> bool:
+    return key not in _THEIRS and _fits(value, f"{first.path}: {key}")
+
+
+def _fits(value: Any, where: str) -> bool:
+    """Whether a checkpoint of ours can hold it; warns where not."""
+    try:
+        Encoder("").encode(value, where)
+    except CheckpointError as error:
+        warnings.warn(f"left out of the import: {error}", stacklevel=4)
+        return False
+    return True

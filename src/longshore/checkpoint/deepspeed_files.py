@@ -1,0 +1,212 @@
+"""Files that DeepSpeed's ``save_checkpoint`` wrote, read without DeepSpeed, and without running what is in them.
+
+They are pickles. torch's restricted unpickler makes tensors, numbers, text and containers of them; for the few objects
+of DeepSpeed's own that lie between these, something inert stands in. A file that needs anything else is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from longshore.checkpoint.folder import check_tag
+from longshore.checkpoint.reading import checked
+from longshore.errors import CheckpointError
+
+_LATEST = "latest"
+_LONGEST_LATEST = 4096
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
+# Files of long ago lack the underscore.
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_?optim_states\.pt")
+_OTHER = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|.*_expert_.*\.pt")
+
+_INERT_NAMES = (
+    *(
+        f"deepspeed.runtime.{name}"
+        for name in (
+            "fp16.loss_scaler.LossScaler",
+            "fp16.loss_scaler.DynamicLossScaler",
+            "fp16.loss_scaler.LossScaleConfig",
+            "fp16.loss_scaler.LossScaleProfile",
+            "zero.config.ZeroStageEnum",
+            "zero.offload_config.OffloadDeviceEnum",
+        )
+    ),
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    # In the client state of many.
+    "argparse.Namespace",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+    "numpy.dtype",
+)
+
+
+class Inert:
+    """In the place of an object whose class is not loaded: what the file gave for it, and no more."""
+
+    state: Any
+    """None: nothing was given after it was made."""
+
+    def __new__(cls, *given: Any) -> Inert:
+        made = super().__new__(cls)
+        made.state = None
+        return made
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class Shard(NamedTuple):
+    """What one file has, and which one it is."""
+
+    path: Path
+    content: dict[str, Any]
+
+
+class SavedFiles(NamedTuple):
+    """All files of a checkpoint."""
+
+    folder: Path
+    models: Sequence[Shard]
+    """One, or at stage 3 each rank's."""
+    optimizers: Sequence[Shard]
+    """Each rank's."""
+
+
+def read_files(source: Path, tag: str | None) -> SavedFiles:
+    """The files of a checkpoint by its tag; None: the one that ``latest`` names. Tensors stay in the files until used.
+
+    Raises:
+        CheckpointError: it is not there, not whole, not of a kind that can be read, or would run something.
+        ValueError: no tag.
+    """
+    tag = _tag_in(source) if tag is None else check_tag(tag)
+    folder = source / tag
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint {folder}{_others(source)}")
+    names = sorted(path.name for path in folder.iterdir())
+    other = [name for name in names if _OTHER.fullmatch(name)]
+    if other:
+        raise CheckpointError(
+            f"{folder / other[0]} is of a pipeline or of experts, and models that were trained whole are imported only"
+        )
+    models, optimizers = _by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIMIZER)
+    if not models:
+        raise CheckpointError(f"{folder} has no file with a model (mp_rank_00_model_states.pt): it is no checkpoint")
+    first = _read(models[0])
+    ranks = checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size")
+    _check_stage(first)
+    _check_ranks(folder, "optimizer states", optimizers, ranks)
+    if models[0].name.startswith("zero_"):
+        _check_ranks(folder, "model states", models, ranks)
+    others = [_read(path) for path in models[1:]]
+    return SavedFiles(folder, [first, *others], [_read(path) for path in optimizers])
+
+
+def _tag_in(source: Path) -> str:
+    if not source.is_dir():
+        raise CheckpointError(f"there is no folder {source}")
+    if any(_MODEL.fullmatch(path.name) for path in source.iterdir()):
+        raise CheckpointError(
+            f"{source} is one checkpoint: give the folder that it lies in, and its name ({source.name}) as the tag"
+        )
+    try:
+        with open(source / _LATEST, "rb") as file:
+            return check_tag(file.read(_LONGEST_LATEST).decode().strip())
+    except OSError as error:
+        raise CheckpointError(
+            f"{source / _LATEST}, which names the newest checkpoint, cannot be read ({error.strerror}); give a "
+            f"tag{_others(source)}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{source / _LATEST} names no checkpoint: {error}") from error
+
+
+def _others(source: Path) -> str:
+    if not source.is_dir():
+        return ""
+    folders = sorted(path for path in source.iterdir() if path.is_dir())
+    found = [path.name for path in folders if any(_MODEL.fullmatch(each.name) for each in path.iterdir())]
+    return f"; there are {', '.join(found[:5])}" if found else ""
+
+
+def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> list[Path]:
+    """Files of a kind, in the order of their ranks; a hole in it is found by :func:`_check_ranks`."""
+    found: dict[int, Path] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        if int(match["part"]) > 0:
+            raise CheckpointError(f"{folder / name} is one part of a model that was split (mp_rank): not imported")
+        rank = int(match["rank"] or 0)
+        if rank in found:
+            raise CheckpointError(f"{folder} has {found[rank].name} and {name}, which are the same rank's; keep one")
+        found[rank] = folder / name
+    return [found[rank] for rank in sorted(found)]
+
+
+def _check_ranks(folder: Path, what: str, files: Sequence[Path], ranks: int) -> None:
+    numbers = [int(re.findall(r"pp_rank_(\d+)", path.name)[0]) for path in files]
+    missing = sorted({*range(ranks)} - {*numbers})
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks the {what} of rank {', '.join(map(str, missing[:10]))}: {ranks} ranks saved it, and files "
+            f"of {len(files)} are there; copy those of all machines into one folder"
+        )
+    if len(files) != ranks:
+        raise CheckpointError(f"{folder} has {what} of {len(files)} ranks, and {ranks} saved it: it is a mixture")
+
+
+def _check_stage(model: Shard) -> None:
+    if model.content.get("param_shapes") is None:
+        raise CheckpointError(
+            f"{model.path} was saved without ZeRO or without an optimizer, and then nothing in it says which state is "
+            "which parameter's; stages 1, 2 and 3 are imported"
+        )
+    if model.content.get("num_experts") or model.content.get("ds_autoep_layers"):
+        raise CheckpointError(f"{model.path} is of a model with experts, and those are not imported")
+    if model.content.get("mp_world_size", 1) != 1:
+        raise CheckpointError(f"{model.path} is of a model that was split over ranks, and those are not imported")
+
+
+def _read(path: Path) -> Shard:
+    """One file. Raises CheckpointError: it is damaged, or needs more than values."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file")
+    stand_ins: list[Any] = [(Inert, name) for name in _INERT_NAMES]
+    try:
+        with torch.serialization.safe_globals(stand_ins):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_refusal(path, str(error))) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # what an unpickler meets in bytes that anybody may have written
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {_first_line(error)}") from error
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        raise CheckpointError(f"{path} is no dictionary, as DeepSpeed's files are")
+    return Shard(path, dict(content))
+
+
+def _refusal(path: Path, said: str) -> str:
+    found = re.search(r"GLOBAL ([\w.]+)", said)
+    if found is None:
+        return f"{path} is damaged, or no file of DeepSpeed's: it cannot be read as tensors and plain values"
+    return (
+        f"{path} needs {found[1]} to be loaded, and an import runs nothing that a file names: it reads tensors, "
+        "numbers and text. Save again without it (in client_state, say)"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
