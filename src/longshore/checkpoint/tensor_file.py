@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,13 +76,14 @@ class TensorFile:
         path: must not exist.
         heads: all tensors. They are written in the order of :attr:`heads`: larger elements first, so that each lies
             at a multiple of its element's size.
+        about: texts for the entry of the header that is no tensor, which some readers ask for; None: no such entry.
 
     Raises:
         CheckpointError: a dtype that the format does not have, by name.
         OSError: the file cannot be made.
     """
 
-    def __init__(self, path: Path, heads: Iterable[TensorHead]) -> None:
+    def __init__(self, path: Path, heads: Iterable[TensorHead], about: Mapping[str, str] | None = None) -> None:
         self.path = path
         self.heads: Sequence[TensorHead] = sorted(heads, key=lambda head: -head.dtype.itemsize)
         header, end = {}, 0
@@ -94,6 +95,8 @@ class TensorFile:
             }
             end += head.num_bytes
         assert len(header) == len(self.heads)
+        if about is not None:
+            header = {"__metadata__": dict(about), **header}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._next = 0

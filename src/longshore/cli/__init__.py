@@ -1,4 +1,4 @@
-"""The command line: ``longshore train``, ``longshore demo``."""
+"""The command line: ``longshore train``, ``demo``, ``export`` and ``inspect``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from longshore.cli.checkpoints import export, inspect
 from longshore.cli.demo import demo
 from longshore.cli.failure import CommandError, SettingsError, SharedError, one_line, os_reason
 from longshore.cli.launched import leave_it_to_the_first, place
@@ -23,6 +24,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(demo)
+app.command()(export)
+app.command()(inspect)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,235 @@
+"""What is in a folder of checkpoints, and in one of them, without loading it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from longshore.checkpoint.export import is_checkpoint
+from longshore.checkpoint.folder import WholeCheckpoint, candidates, check_tag, read_latest
+from longshore.checkpoint.optimizer_state import checked_about
+from longshore.checkpoint.parts import names_of
+from longshore.checkpoint.reading import checked, read_json
+from longshore.checkpoint.saving import STATE
+from longshore.checkpoint.session import MODEL, OPTIMIZER
+from longshore.checkpoint.storage import SafetensorsReader
+from longshore.checkpoint.tensor_file import DTYPE_NAMES
+from longshore.checkpoint.values import decode
+from longshore.errors import CheckpointError
+
+CLIENT_STATE = "client_state"
+
+
+@dataclass(frozen=True)
+class TagSummary:
+    """A checkpoint of a folder."""
+
+    tag: str
+    step: int | None
+    created_ns: int | None
+    """Since 1970; None, as the step: it is damaged."""
+    num_bytes: int
+    latest: bool
+    problem: str | None
+    """Why it is not whole."""
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    name: str
+    dtype: str
+    """As safetensors names it."""
+    shape: tuple[int, ...]
+    chunks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """A parameter group of an optimizer."""
+
+    options: dict[str, Any]
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class OptimizerSummary:
+    """The state of an optimizer.
+
+    ``first_step`` and ``last_step``: the fewest and the most steps that a parameter with state has made; None: none
+    has any.
+    """
+
+    kind: str
+    groups: list[GroupSummary]
+    num_with_state: int
+    first_step: int | None
+    last_step: int | None
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """What one checkpoint holds."""
+
+    tag: str
+    path: str
+    step: int
+    created_ns: int
+    longshore: str | None
+    torch: str | None
+    """The versions that wrote it."""
+    world_size: int | None
+    run: str | None
+    files: dict[str, int]
+    """Their sizes in bytes."""
+    tensors: list[TensorSummary]
+    aliases: dict[str, str]
+    """Further names of tied parameters -> the first."""
+    left_out: list[str]
+    """Frozen parameters that were not saved."""
+    optimizer: OptimizerSummary | None
+    client_state: list[str]
+    """Its keys."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.files.values())
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect` found."""
+
+    path: str
+    latest: str | None
+    tags: list[TagSummary]
+    """In the order in which one would resume from them; none where ``path`` is a checkpoint itself."""
+    checkpoint: CheckpointSummary | None
+    """The one that was asked for, or the first that is whole; None: none is."""
+
+    def to_json(self) -> str:
+        """All of it, as a JSON object; numbers that JSON does not have are text."""
+        return json.dumps(_plain(asdict(self)), indent=2, allow_nan=False)
+
+
+def inspect(path: str | os.PathLike[str], tag: str | None = None, verify: bool = False) -> Inspection:
+    """Look into a folder of checkpoints, or into one checkpoint. Tensors are not read.
+
+    Args:
+        path: as it was given to ``save_checkpoint``, or the folder of a checkpoint.
+        tag: which of the folder to describe; None: the one that ``load_checkpoint`` would load.
+        verify: read all files, and compare their checksums; else only their sizes are.
+
+    Raises:
+        CheckpointError: there is none, or the one that was asked for is damaged.
+        ValueError: no tag.
+    """
+    root = Path(path).absolute()
+    if tag is not None:
+        check_tag(tag)
+    alone = tag is None and is_checkpoint(root)
+    latest = None if alone else read_latest(root)
+    found = [(root, None)] if alone else list(candidates(root))
+    if tag is not None and not any(each.name == tag for each, _ in found):
+        others = ", ".join(each.name for each, _ in found)
+        raise CheckpointError(f"there is no checkpoint {root / tag}{f'; there are {others}' if others else ''}")
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {root}")
+    tags: list[TagSummary] = []
+    checkpoint: CheckpointSummary | None = None
+    for each, problem in found:
+        try:
+            if problem is not None:
+                raise problem
+            whole = WholeCheckpoint(each)
+            if verify and tag in (None, each.name):
+                whole.verify()
+            summary = _summary(whole)
+        except CheckpointError as error:
+            if alone or tag == each.name:
+                raise
+            tags.append(TagSummary(each.name, None, None, _size_of(each), each.name == latest, str(error)))
+            continue
+        tags.append(TagSummary(each.name, whole.step, whole.created_ns, summary.num_bytes, each.name == latest, None))
+        if checkpoint is None and tag in (None, each.name):
+            checkpoint = summary
+    return Inspection(str(root), latest, [] if alone else tags, checkpoint)
+
+
+def _summary(whole: WholeCheckpoint) -> CheckpointSummary:
+    where = str(whole.path / f"{STATE}.json")
+    state = checked(read_json(whole.path / f"{STATE}.json"), dict, where)
+    model = checked(state.get(MODEL), dict, f"{where}: {MODEL}")
+    tensors = names_of(SafetensorsReader(whole.path).read_metadata())
+    about = decode(state.get(OPTIMIZER), _named, f"{where}: {OPTIMIZER}")
+    manifest = whole.manifest
+    return CheckpointSummary(
+        tag=whole.tag,
+        path=str(whole.path),
+        step=whole.step,
+        created_ns=whole.created_ns,
+        longshore=_entry(manifest, "longshore", str),
+        torch=_entry(manifest, "torch", str),
+        world_size=_entry(manifest, "world_size", int),
+        run=_entry(manifest, "run", str),
+        files={name: written.num_bytes for name, written in whole.files.items()},
+        tensors=[_tensor(name, entry) for name, entry in tensors.items()],
+        aliases=checked(model.get("aliases"), dict, f"{where}: aliases"),
+        left_out=checked(model.get("left_out"), list, f"{where}: left_out"),
+        optimizer=None if about is None else _optimizer(checked_about(about, f"{where}: {OPTIMIZER}")),
+        client_state=_keys(state.get(CLIENT_STATE), f"{where}: {CLIENT_STATE}"),
+    )
+
+
+def _tensor(name: str, about: TensorStorageMetadata) -> TensorSummary:
+    dtype, shape = about.properties.dtype, tuple(about.size)
+    return TensorSummary(name, DTYPE_NAMES[dtype], shape, len(about.chunks), math.prod(shape) * dtype.itemsize)
+
+
+def _optimizer(about: Mapping[str, Any]) -> OptimizerSummary:
+    groups = [GroupSummary(group["options"], len(group["parameters"])) for group in about["groups"]]
+    steps = [entry["step"] for entry in about["parameters"].values()]
+    return OptimizerSummary(about["kind"], groups, len(steps), min(steps, default=None), max(steps, default=None))
+
+
+def _keys(value: Any, where: str) -> list[str]:
+    """Of a dictionary of the caller; none where an engine saved nothing of that kind."""
+    found = decode(value, _named, where)
+    return [str(key) for key in found] if isinstance(found, dict) else []
+
+
+def _named(_: str) -> Tensor:
+    """In place of a tensor that is not read."""
+    return torch.empty((), device="meta")
+
+
+def _entry(manifest: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = manifest.get(key)
+    return value if type(value) is kind else None
+
+
+def _size_of(path: Path) -> int:
+    """Of all files in a folder that may be damaged, or not be there."""
+    try:
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
+    except OSError:
+        return 0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, Tensor):
+        return "a tensor"
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,233 @@
+"""``longshore export`` and ``longshore inspect``: what can be done with a checkpoint without the run it is of."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from longshore.cli.failure import SettingsError
+from longshore.cli.terminal import byte_quantity, make_console, plural, warn
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from longshore.checkpoint.inspection import CheckpointSummary, Inspection
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+_FOLDER = "Folder of checkpoints, or of one."
+_SHOWN_FILES = 20
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help=_FOLDER)],
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not be there, or be empty.")],
+    tag: Annotated[str | None, typer.Option(help="Which of the checkpoints. Default: the latest.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of the tensors in a file: 500MB, 5GB, 2GiB.")] = "5GB",
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DTYPES)}; cast to it. Default: as they were trained.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a former export.")] = False,
+) -> None:
+    """Write a checkpoint's weights as safetensors files that from_pretrained of transformers loads.
+
+    One tensor is in memory at a time, whatever the size of the model.
+    """
+    max_shard_bytes = byte_count(max_shard_size)
+    if dtype is not None and dtype not in DTYPES:
+        raise SettingsError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    import torch
+
+    from longshore.checkpoint.export import export as write
+
+    console = make_console()
+    with _bar(console) as progress, _told_warnings():
+        try:
+            done = write(
+                checkpoint,
+                out,
+                max_shard_bytes,
+                None if dtype is None else getattr(torch, DTYPES[dtype]),
+                tag=tag,
+                overwrite=overwrite,
+                progress=progress,
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+    num_files = sum(name.endswith(".safetensors") for name in done.files)
+    console.print(
+        f"{done.tag} (step {done.step}): {plural(done.num_tensors, 'tensor')}, {byte_quantity(done.num_bytes)}, in "
+        f"{plural(num_files, 'file')} of {done.path}",
+        markup=False,
+    )
+    if "config.json" not in done.files:
+        warn("the checkpoint has no config.json (its model is none of transformers); from_pretrained needs one")
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help=_FOLDER)],
+    tag: Annotated[str | None, typer.Option(help="Which to describe. Default: the latest.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors, too.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files, and compare their checksums.")] = False,
+) -> None:
+    """Show which checkpoints a folder has, whether they are whole, and what is in one of them.
+
+    Ends with 1 if none is whole.
+    """
+    from longshore.checkpoint.inspection import inspect as look
+
+    try:
+        found = look(checkpoint, tag, verify)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    console = make_console()
+    if as_json:
+        console.print(found.to_json(), markup=False, soft_wrap=True)
+    else:
+        _show(console, found, tensors)
+    raise typer.Exit(0 if found.checkpoint is not None else 1)
+
+
+def byte_count(text: str) -> int:
+    """'5GB' as 5000000000.
+
+    Raises:
+        SettingsError: no size, or none that a file can have.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]|[KMG]I)?B?", text.strip().upper())
+    count = 0 if found is None else int(float(found[1]) * _UNITS[found[2] or ""])
+    if not 1 <= count < 1 << 63:
+        raise SettingsError(f"--max-shard-size {text}: give a number of bytes, such as 500MB, 5GB or 2GiB")
+    return count
+
+
+@contextmanager
+def _told_warnings() -> Iterator[None]:
+    """Each as one line on stderr, at the end."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            for each in told:
+                warn(str(each.message))
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """What is called with how much is written; it shows on a terminal only."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("verifying", total=None)
+        yield lambda done, total: bar.update(task, description="writing", completed=done, total=total)
+
+
+def _show(console: Console, found: Inspection, tensors: bool) -> None:
+    if found.tags:
+        table = _table("tag", "step", "size", "")
+        for each in found.tags:
+            words = [*(["latest"] if each.latest else []), *(["damaged"] if each.problem else [])]
+            step = "" if each.step is None else str(each.step)
+            _add(table, each.tag, step, byte_quantity(each.num_bytes), ", ".join(words))
+        console.print(table)
+        for each in found.tags:
+            if each.problem is not None:
+                console.print(f"{each.tag}: {each.problem}", markup=False)
+    if found.checkpoint is None:
+        return
+    _show_checkpoint(console, found.checkpoint)
+    if tensors:
+        table = _table("tensor", "dtype", "shape", "chunks", "size")
+        for each in found.checkpoint.tensors:
+            shape = "x".join(map(str, each.shape)) or "scalar"
+            _add(table, each.name, each.dtype, shape, str(each.chunks), byte_quantity(each.num_bytes))
+        console.print(table)
+
+
+def _show_checkpoint(console: Console, checkpoint: CheckpointSummary) -> None:
+    from rich.table import Table
+
+    about = Table(show_header=False)
+    _add(about, "checkpoint", checkpoint.path)
+    _add(about, "step", str(checkpoint.step))
+    _add(about, "saved", f"{_date(checkpoint.created_ns)}, by {plural(checkpoint.world_size or 0, 'rank')}")
+    _add(about, "with", f"longshore {checkpoint.longshore}, torch {checkpoint.torch}")
+    _add(about, "size", f"{byte_quantity(checkpoint.num_bytes)} in {plural(len(checkpoint.files), 'file')}")
+    _add(about, "tensors", _kinds(checkpoint))
+    if checkpoint.aliases:
+        _add(about, "tied", ", ".join(f"{name} = {first}" for name, first in checkpoint.aliases.items()))
+    if checkpoint.left_out:
+        _add(about, "left out", f"{plural(len(checkpoint.left_out), 'frozen parameter')}")
+    state = checkpoint.optimizer
+    _add(about, "optimizer", "none" if state is None else f"{state.kind}, {_steps(state.first_step, state.last_step)}")
+    for number, group in enumerate([] if state is None else state.groups):
+        options = ", ".join(f"{key} {_short(value)}" for key, value in group.options.items() if value is not None)
+        _add(about, f"group {number}", f"{plural(group.num_parameters, 'parameter')}: {options}")
+    _add(about, "client_state", ", ".join(checkpoint.client_state) or "empty")
+    console.print(about)
+    files = _table("file", "size")
+    for name, num_bytes in list(checkpoint.files.items())[:_SHOWN_FILES]:
+        _add(files, name, byte_quantity(num_bytes))
+    if len(checkpoint.files) > _SHOWN_FILES:
+        _add(files, f"and {len(checkpoint.files) - _SHOWN_FILES} more", "")
+    console.print(files)
+
+
+def _kinds(checkpoint: CheckpointSummary) -> str:
+    """How many tensors of which kind; the kind stands before the first dot."""
+    kinds: dict[str, list[int]] = {}
+    for each in checkpoint.tensors:
+        kinds.setdefault(each.name.partition(".")[0], []).append(each.num_bytes)
+    return ", ".join(f"{len(sizes)} of the {kind} ({byte_quantity(sum(sizes))})" for kind, sizes in kinds.items())
+
+
+def _steps(first: int | None, last: int | None) -> str:
+    if first is None or last is None:
+        return "without state"
+    return f"{plural(last, 'step')}" if first == last else f"{first} to {last} steps"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else "a tensor" if hasattr(value, "is_meta") else str(value)
+
+
+def _date(created_ns: int) -> str:
+    from datetime import datetime, timezone
+
+    if created_ns < 0:
+        return "at a time that is not known"
+    return datetime.fromtimestamp(created_ns // 10**9, timezone.utc).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def _table(*headers: str) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for header in headers:
+        table.add_column(header, justify="right" if header in ("step", "size", "chunks") else "left")
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """Names of others are no markup, and what is not printable stays off the terminal."""
+    from rich.text import Text
+
+    table.add_row(*(Text("".join(letter if letter.isprintable() else "?" for letter in cell)) for cell in cells))
