@@ -316,6 +316,17 @@ def test_where_there_is_none(saved: Path, tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"run"}
 
 
+@pytest.mark.parametrize("name", ["model-00000-of-00001.safetensors", "metadata.json", "state.json"])
+def test_nothing_is_read_that_was_not_verified(name: str, saved: Path, tmp_path: Path) -> None:
+    manifest = saved / "global_step1" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["files"][name]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"does not list {name}"):
+        export(saved / "global_step1", tmp_path / "hf")
+    assert names_in(tmp_path) == {"run"}
+
+
 def test_without_frozen_parameters_it_is_no_model(tmp_path: Path) -> None:
     model = tiny("llama")
     model.model.layers[1].requires_grad_(False)

@@ -142,6 +142,16 @@ def test_tags(saved: Path) -> None:
     assert alone.checkpoint == one
 
 
+def test_one_that_was_being_replaced(saved: Path) -> None:
+    """The process ended between taking the name from the former one and giving it to the next."""
+    (saved / "two").rename(saved / ".replaced-two-0123abcd")
+    found = inspect(saved)
+    assert [(each.tag, each.latest, each.problem) for each in found.tags] == [("two", True, None), ("one", False, None)]
+    two = inspect(saved, "two").checkpoint
+    assert two is not None
+    assert (two.tag, two.step) == ("two", 2)
+
+
 def test_damage(saved: Path) -> None:
     (saved / "two" / "model-00000-of-00001.safetensors").write_bytes(b"short")
     found = inspect(saved)

@@ -145,6 +145,9 @@ def _weights_of(whole: WholeCheckpoint, reader: SafetensorsReader, dtype: torch.
             "all of the model: load it into the model, and save that with exclude_frozen_parameters=False"
         )
     metadata = reader.read_metadata()
+    files = {METADATA, f"{STATE}.json", *(where.file for where in metadata.storage_data.values())}
+    for name in sorted(files - whole.files.keys()):
+        raise CheckpointError(f"{whole.path} is damaged: its {MANIFEST} does not list {name}, and it was not verified")
     sources = {name.removeprefix(f"{KIND}."): name for name in names_of(metadata) if name.startswith(f"{KIND}.")}
     parameters = [
         checked(name, str, f"{where}: parameters")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from longshore.checkpoint.export import is_checkpoint
-from longshore.checkpoint.folder import WholeCheckpoint, candidates, check_tag, read_latest
+from longshore.checkpoint.folder import WholeCheckpoint, candidates, check_tag, read_latest, tag_of
 from longshore.checkpoint.optimizer_state import checked_about
 from longshore.checkpoint.parts import names_of
 from longshore.checkpoint.reading import checked, read_json
@@ -139,28 +139,29 @@ def inspect(path: str | os.PathLike[str], tag: str | None = None, verify: bool =
     alone = tag is None and is_checkpoint(root)
     latest = None if alone else read_latest(root)
     found = [(root, None)] if alone else list(candidates(root))
-    if tag is not None and not any(each.name == tag for each, _ in found):
-        others = ", ".join(each.name for each, _ in found)
+    if tag is not None and not any(tag_of(each) == tag for each, _ in found):
+        others = ", ".join(tag_of(each) for each, _ in found)
         raise CheckpointError(f"there is no checkpoint {root / tag}{f'; there are {others}' if others else ''}")
     if not found:
         raise CheckpointError(f"there is no checkpoint in {root}")
     tags: list[TagSummary] = []
     checkpoint: CheckpointSummary | None = None
     for each, problem in found:
+        name = tag_of(each)
         try:
             if problem is not None:
                 raise problem
             whole = WholeCheckpoint(each)
-            if verify and tag in (None, each.name):
+            if verify and tag in (None, name):
                 whole.verify()
             summary = _summary(whole)
         except CheckpointError as error:
-            if alone or tag == each.name:
+            if alone or tag == name:
                 raise
-            tags.append(TagSummary(each.name, None, None, _size_of(each), each.name == latest, str(error)))
+            tags.append(TagSummary(name, None, None, _size_of(each), name == latest, str(error)))
             continue
-        tags.append(TagSummary(each.name, whole.step, whole.created_ns, summary.num_bytes, each.name == latest, None))
-        if checkpoint is None and tag in (None, each.name):
+        tags.append(TagSummary(name, whole.step, whole.created_ns, summary.num_bytes, name == latest, None))
+        if checkpoint is None and tag in (None, name):
             checkpoint = summary
     return Inspection(str(root), latest, [] if alone else tags, checkpoint)
 
@@ -173,7 +174,7 @@ def _summary(whole: WholeCheckpoint) -> CheckpointSummary:
     about = decode(state.get(OPTIMIZER), _named, f"{where}: {OPTIMIZER}")
     manifest = whole.manifest
     return CheckpointSummary(
-        tag=whole.tag,
+        tag=tag_of(whole.path),
         path=str(whole.path),
         step=whole.step,
         created_ns=whole.created_ns,
