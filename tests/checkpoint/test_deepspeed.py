@@ -6,25 +6,24 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks
 from safetensors.torch import load_file
 
-import longshore
-from checkpoint.write_deepspeed_data import CASES, Model, config_of, groups_of
+from checkpoint.deepspeed_cases import DATA, check_state, engine_of, load_on_ranks
+from checkpoint.write_deepspeed_data import CASES
 from longshore import utils
 from longshore.checkpoint.deepspeed import import_deepspeed
+from longshore.checkpoint.loading import read_values
 from longshore.cli import main
 from longshore.errors import CheckpointError
 
-DATA = Path(__file__).parent / "deepspeed_data"
-DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TAG = "global_step3"
 MODEL_FILE, OPTIMIZER_FILE = "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 PLAIN, TWO_RANKS, STAGE_3 = "stage2_bf16", "stage2_bf16_two_ranks", "stage3_bf16_two_ranks"
@@ -36,51 +35,6 @@ def brought(source: Path, out: Path, tag: str | None = None) -> Path:
         return import_deepspeed(source, out, tag)
 
 
-@contextmanager
-def engine_of(name: str, stage: int) -> Iterator[Any]:
-    """Of other weights than the case's."""
-    case = CASES[name]
-    torch.manual_seed(5)
-    model = Model().to(DTYPES[case.get("dtype")])
-    config = {**config_of(case), "zero_optimization": {"stage": stage}}
-    client = torch.optim.AdamW(groups_of(model), lr=1.0) if case.get("client") else None
-    if client is None:
-        config["optimizer"]["params"].pop("torch_adam", None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what our engine says to DeepSpeed's configuration
-        engine = longshore.initialize(
-            model=model, optimizer=client, model_parameters=None if client else groups_of(model), config=config
-        ).engine
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-
-
-def check_state(engine: Any, expected: dict[str, torch.Tensor]) -> None:
-    step = int(expected["step"])
-    for name, parameter in engine.module.named_parameters():
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        assert torch.equal(whole, expected[f"{name} weight"]), name
-        if not parameter.requires_grad:
-            continue
-        state = dict(engine.optimizer.state[parameter])
-        if whole.dtype == torch.float32:
-            assert torch.equal(whole, expected[f"{name} master"]), name
-        if step == 0:
-            assert not state
-            continue
-        assert state.pop("step") == step
-        assert state.keys() == {"exp_avg", "exp_avg_sq", *(["master"] if whole.dtype != torch.float32 else [])}
-        for key, value in state.items():
-            found = value.full_tensor() if hasattr(value, "full_tensor") else value
-            assert expected[f"{name} {key}"].abs().max() > 0
-            assert torch.equal(found, expected[f"{name} {key}"]), (name, key)
-    assert engine.module.calls == expected["calls"]
-    assert engine.get_lr() == expected["lr"].tolist()
-    assert engine.module.head.weight is engine.module.embedding.weight
-
-
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_all_of_it_is_there(name: str, stage: int, tmp_path: Path) -> None:
@@ -88,6 +42,10 @@ def test_all_of_it_is_there(name: str, stage: int, tmp_path: Path) -> None:
     path = brought(source, tmp_path)
     assert path == tmp_path / f"global_step{steps}"
     expected = load_file(source / "expected.safetensors")
+    saved = read_values(path, "state")
+    assert saved["model"]["aliases"] == {"head.weight": "embedding.weight"}
+    for entry in saved["optimizer"]["parameters"].values():
+        assert ("master" in entry["arrays"]) is ("dtype" in CASES[name])
     with engine_of(name, stage) as engine:
         loaded, client = engine.load_checkpoint(tmp_path)
         assert loaded == path
@@ -105,6 +63,12 @@ def test_all_of_it_is_there(name: str, stage: int, tmp_path: Path) -> None:
         assert engine.global_steps == steps + 1
         assert engine.was_step_applied()
         assert not torch.equal(utils.safe_get_full_fp32_param(engine.module.norm.bias), expected["norm.bias master"])
+
+
+@pytest.mark.parametrize(("name", "stage"), [(TWO_RANKS, 3), (STAGE_3, 2), ("stage2_fp32_offload_two_ranks", 1)])
+def test_on_two_ranks(name: str, stage: int, two_ranks: Ranks, tmp_path: Path) -> None:
+    brought(DATA / name, tmp_path)
+    two_ranks(load_on_ranks, name, stage, str(tmp_path))
 
 
 def test_masters_have_digits_that_the_weights_have_not() -> None:
@@ -231,6 +195,13 @@ def elastic(content: dict[str, Any]) -> None:
     state["base_optimizer_state"] = [base_of(content)["state"][number] for number in range(2)]
 
 
+def test_tied_weights_that_no_list_names(tmp_path: Path) -> None:
+    source = copied(PLAIN, tmp_path)
+    edit(source / TAG / MODEL_FILE, lambda content: content.pop("shared_params"))
+    path = brought(source, tmp_path / "out")
+    assert read_values(path, "state")["model"]["aliases"] == {"head.weight": "embedding.weight"}
+
+
 @pytest.mark.parametrize("change", [lambda content: None, old_steps, elastic])
 def test_older_layouts(change: Callable[[dict[str, Any]], Any], tmp_path: Path) -> None:
     source = copied(PLAIN, tmp_path)
@@ -337,6 +308,29 @@ def test_files_with_other_bytes(file: str, tmp_path: Path) -> None:
     assert 0 < refused < 40
 
 
+def nested() -> Any:
+    value: Any = [1] * 100
+    for _ in range(30):
+        value = [value] * 100
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (nested, "more than 3000000 values"),
+        (lambda: torch.zeros(1).expand(1 << 40), "and not its elements"),
+        (lambda: torch.zeros(1 << 40, device="meta"), "and not its elements"),
+    ],
+)
+def test_short_files_that_would_be_long(make: Callable[[], Any], match: str, tmp_path: Path) -> None:
+    source = copied(PLAIN, tmp_path)
+    edit(source / TAG / MODEL_FILE, lambda content: content.update(words=make()))
+    assert (source / TAG / MODEL_FILE).stat().st_size < 20_000
+    with pytest.raises(CheckpointError, match=match):
+        import_deepspeed(source, tmp_path / "out")
+
+
 # -- what is not there --------------------------------------------------------
 
 
@@ -387,7 +381,7 @@ def test_tags(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="names no checkpoint"):
         import_deepspeed(source, tmp_path / "out")
     (source / "latest").unlink()
-    with pytest.raises(CheckpointError, match=r"No such file.*give a tag; there are global_step3"):
+    with pytest.raises(CheckpointError, match=r"has no file `latest`.*give a tag; there are global_step3"):
         import_deepspeed(source, tmp_path / "out")
     assert brought(source, tmp_path / "out", TAG) == tmp_path / "out" / TAG
 

@@ -6,6 +6,7 @@ are written, one parameter at a time.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import secrets
@@ -171,7 +172,7 @@ def _fragments(files: SavedFiles, shapes: Mapping[str, tuple[int, ...]]) -> dict
         pieces = [rank.get(name) for rank in ranks]
         if not all(isinstance(piece, Tensor) for piece in pieces):
             raise CheckpointError(f"{files.folder}: a rank's file lacks its part of the frozen {name}")
-        numel = torch.Size(shape).numel()
+        numel = math.prod(shape)
         flat = trimmed([piece.reshape(-1) for piece in pieces if piece is not None], numel)
         if sum(piece.numel() for piece in flat) != numel:
             raise CheckpointError(f"{files.folder}: the parts of the frozen {name} are not {list(shape)} together")

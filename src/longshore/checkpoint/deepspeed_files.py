@@ -21,6 +21,8 @@ from longshore.errors import CheckpointError
 
 _LATEST = "latest"
 _LONGEST_LATEST = 4096
+_MOST_VALUES = 3_000_000
+_LARGEST_EXPANDED_BYTES = 1 << 26
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 # Files of long ago lack the underscore.
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_?optim_states\.pt")
@@ -119,14 +121,13 @@ def _tag_in(source: Path) -> str:
         raise CheckpointError(
             f"{source} is one checkpoint: give the folder that it lies in, and its name ({source.name}) as the tag"
         )
+    if not (source / _LATEST).is_file():
+        raise CheckpointError(f"{source} has no file `{_LATEST}` that names the newest; give a tag{_others(source)}")
     try:
         with open(source / _LATEST, "rb") as file:
             return check_tag(file.read(_LONGEST_LATEST).decode().strip())
     except OSError as error:
-        raise CheckpointError(
-            f"{source / _LATEST}, which names the newest checkpoint, cannot be read ({error.strerror}); give a "
-            f"tag{_others(source)}"
-        ) from error
+        raise CheckpointError(f"{source / _LATEST} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{source / _LATEST} names no checkpoint: {error}") from error
 
@@ -193,9 +194,28 @@ def _read(path: Path) -> Shard:
         raise
     except Exception as error:  # what an unpickler meets in bytes that anybody may have written
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {_first_line(error)}") from error
+    _check_size(content, path)
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(f"{path} is no dictionary, as DeepSpeed's files are")
     return Shard(path, dict(content))
+
+
+def _check_size(content: Any, path: Path) -> None:
+    """A short file can name a value many times, or one element as many: raises CheckpointError."""
+    left, count = [content], 0
+    while left:
+        value = left.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise CheckpointError(f"{path} has more than {_MOST_VALUES} values, which no such file has: it is damaged")
+        if isinstance(value, torch.Tensor):
+            held = 0 if value.is_meta or value.layout != torch.strided else value.untyped_storage().nbytes()
+            if value.numel() * value.itemsize > max(held, _LARGEST_EXPANDED_BYTES):
+                raise CheckpointError(f"{path} has a tensor {list(value.shape)}, and not its elements: it is damaged")
+        elif isinstance(value, Mapping):
+            left.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            left.extend(value)
 
 
 def _refusal(path: Path, said: str) -> str:

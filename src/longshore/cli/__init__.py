@@ -1,4 +1,4 @@
-"""The command line: ``longshore train``, ``demo``, ``export`` and ``inspect``."""
+"""The command line: ``longshore train``, ``demo``, ``export``, ``inspect`` and ``import-deepspeed``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from longshore.cli.checkpoints import export, inspect
 from longshore.cli.demo import demo
 from longshore.cli.failure import CommandError, SettingsError, SharedError, one_line, os_reason
+from longshore.cli.import_deepspeed import import_deepspeed
 from longshore.cli.launched import leave_it_to_the_first, place
 from longshore.cli.signals import StopNow
 from longshore.cli.terminal import silence_stdout, warn
@@ -26,6 +27,7 @@ app.command()(train)
 app.command()(demo)
 app.command()(export)
 app.command()(inspect)
+app.command()(import_deepspeed)
 
 
 def _show_version(wanted: bool) -> None:
