@@ -26,6 +26,7 @@ from longshore.cli.failure import CommandError, SettingsError, one_line
 from longshore.cli.loop import Diverged, Loop, Step, Validation
 from longshore.cli.optimizers import LongshoreStepper, Memory, Stepper, make_stepper, nbytes
 from longshore.cli.output import CURVE, MetricsFile, RunFolder
+from longshore.cli.resuming import RunCheckpoints, check_same_run
 from longshore.cli.settings import ModelSettings, TrainSettings
 from longshore.cli.signals import AgreedStop, StopSignals
 from longshore.cli.team import Team
@@ -68,19 +69,28 @@ def run(settings: TrainSettings, given: Mapping[str, Any], stage: int | None, fi
     stepper = team.guarded(lambda: _make_stepper(settings, prepared.model))
     console.print(_headline(settings, prepared), markup=False)
     description = describe(settings, prepared)
-    team.together(lambda: _open(prepared, description))
+    checkpoints = RunCheckpoints(settings, prepared.model, stepper)
+    team.together(lambda: _open(settings, prepared, description))
     timeline = _make_timeline(settings, stepper, team.leads)
-    with StopSignals(quiet=not team.leads) as signals, Recorder(settings, prepared, console, timeline) as recorder:
+    progress = team.guarded(checkpoints.load) if settings.resume else None
+    if settings.resume:
+        console.print(
+            f"going on behind step {progress['step']}" if progress else "no checkpoint yet: from the beginning"
+        )
+    recorder = Recorder(settings, prepared, console, timeline, progress)
+    with StopSignals(quiet=not team.leads) as signals, recorder:
         stop = AgreedStop(signals, team.largest)
         forward = stepper.engine if isinstance(stepper, EngineStepper) else prepared.model
         loop = Loop(forward, prepared.sequences, stepper, settings.loop, settings.optimizer, stop, team)
         diverged: Diverged | None = None
         try:
-            team.guarded(lambda: recorder.follow(loop))
+            team.guarded(lambda: recorder.follow(loop, checkpoints))
         except Diverged as error:
             diverged = error
             recorder.diverged(error)
         stopped = stop()
+        if stopped and diverged is None:
+            team.guarded(lambda: checkpoints.save(recorder.steps_done, recorder.progress, stopping=True))
         status = "diverged" if diverged else "interrupted" if stopped else "finished"
         if stopped:
             console.print(f"{stop.name}: ended after step {recorder.steps_done} of {settings.loop.steps}")
@@ -141,14 +151,20 @@ class Recorder:
     """Turns the loop's events into lines, metrics and a curve, and writes the results at the end."""
 
     def __init__(
-        self, settings: TrainSettings, prepared: Prepared, console: Console, timeline: Timeline | NoTimeline
+        self,
+        settings: TrainSettings,
+        prepared: Prepared,
+        console: Console,
+        timeline: Timeline | NoTimeline,
+        progress: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings = settings
         self._prepared = prepared
         self._console = console
         self._timeline = timeline
         self._display: Display = make_display(console, settings.loop.steps)
-        self._metrics: MetricsFile | None = prepared.folder.metrics() if prepared.folder else None
+        done = progress["step"] if progress else -1
+        self._metrics: MetricsFile | None = prepared.folder.metrics(until=done) if prepared.folder else None
         self._warned = False
         self._training = curve.Series("training")
         self._validation = curve.Series("validation", marker="o")
@@ -156,6 +172,20 @@ class Recorder:
         self._logged_step = 0
         self._logged_seconds = 0.0
         self._losses: list[float] = []  # since the last logged step
+        if progress:
+            self._last = Step(**{**progress["last"], "memory": Memory(*progress["last"]["memory"])})
+            self._losses = list(progress["losses"])
+            self._logged_step, self._logged_seconds = progress["logged"]
+            for series, points in zip((self._training, self._validation), progress["curves"], strict=True):
+                series.steps, series.losses = map(list, points)
+
+    def progress(self) -> dict[str, Any]:
+        """What a run that goes on here has to know."""
+        assert self._last is not None
+        last = {**dataclasses.asdict(self._last), "memory": list(self._last.memory)}
+        curves = [[series.steps, series.losses] for series in (self._training, self._validation)]
+        logged = [self._logged_step, self._logged_seconds]
+        return {"step": self.steps_done, "last": last, "losses": self._losses, "logged": logged, "curves": curves}
 
     def __enter__(self) -> Recorder:
         return self
@@ -170,11 +200,15 @@ class Recorder:
     def steps_done(self) -> int:
         return 0 if self._last is None else self._last.step
 
-    def follow(self, loop: Loop) -> None:
+    def follow(self, loop: Loop, checkpoints: RunCheckpoints) -> None:
         """Runs the loop to its end. The last step is logged, whichever it is."""
+
+        def after(step: int) -> None:
+            checkpoints.save(step, self.progress)
+
         with self._display:
             try:
-                for event in loop.run(self._timeline.around):
+                for event in loop.run(self._timeline.around, after, self._last):
                     if isinstance(event, Step):
                         self._step(event)
                     else:
@@ -284,7 +318,9 @@ class Recorder:
 
 
 def _read(settings: TrainSettings, leads: bool) -> tuple[Text, Corpus, Any, RunFolder | None]:
-    folder = RunFolder(settings.out, settings.overwrite) if settings.out is not None and leads else None
+    folder = (
+        RunFolder(settings.out, settings.overwrite, settings.resume) if settings.out is not None and leads else None
+    )
     if settings.trace is not None and leads:
         check_trace(settings.trace, folder)
     if settings.engine is not None and leads:
@@ -326,8 +362,10 @@ def _make_timeline(settings: TrainSettings, stepper: Stepper, leads: bool) -> Ti
     return Timeline(settings.trace, stepper.optimizer, settings.loop)
 
 
-def _open(prepared: Prepared, description: dict[str, Any]) -> None:
+def _open(settings: TrainSettings, prepared: Prepared, description: dict[str, Any]) -> None:
     if prepared.folder is not None:
+        if settings.resume:
+            check_same_run(prepared.folder.path, prepared.folder.former(), description)
         prepared.folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
 
 

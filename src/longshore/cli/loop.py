@@ -101,15 +101,23 @@ class Loop:
         self._device = next(model.parameters()).device
         self._validation = sequences.validation_batches(loop.eval_batches, loop.batch_size) if loop.eval_every else []
 
-    def run(self, around: Callable[[int], AbstractContextManager[object]] = nullcontext) -> Iterator[Step | Validation]:
+    def run(
+        self,
+        around: Callable[[int], AbstractContextManager[object]] = nullcontext,
+        after: Callable[[int], None] = lambda step: None,
+        last: Step | None = None,
+    ) -> Iterator[Step | Validation]:
         """Raises ``Diverged``, ends early when ``stop`` says so, and otherwise makes all steps.
 
         Args:
             around: of the number of a step, from 1: a context for it, from its first forward until it was applied.
+            after: called when all of a step, with its validation, was yielded.
+            last: the step behind which the run goes on; None: it begins.
         """
-        yield from self._validate(0)
-        seconds, skipped = 0.0, 0
-        for step in range(1, self._loop.steps + 1):
+        if last is None:
+            yield from self._validate(0)
+        done, seconds, skipped = (0, 0.0, 0) if last is None else (last.step, last.seconds, last.skipped)
+        for step in range(done + 1, self._loop.steps + 1):
             if self._stop():
                 return
             start = time.perf_counter()
@@ -129,6 +137,7 @@ class Loop:
             yield Step(step, loss, lr, None if overflow else grad_norm, seconds, memory, skipped)
             if self._loop.eval_every and (step % self._loop.eval_every == 0 or step == self._loop.steps):
                 yield from self._validate(step)
+            after(step)
 
     def _backward(self, step: int, lr: float) -> float:
         """One window's backwards; its loss over all ranks, which is not NaN or infinite."""

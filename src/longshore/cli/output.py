@@ -17,6 +17,7 @@ RUN = "run.json"
 METRICS = "metrics.jsonl"
 CURVE = "loss.png"
 WEIGHTS = "model.safetensors"
+CHECKPOINTS = "checkpoints"
 _WRITING = ".writing"  # the folder beside, in which files become whole
 
 _OURS = (
@@ -37,23 +38,29 @@ _OURS = (
 
 
 class RunFolder:
-    """``--out DIR``. Only an empty folder, a new one, or with ``overwrite`` one that holds a run is accepted."""
+    """``--out DIR``. Only an empty folder, a new one, or with ``overwrite`` or ``resume`` one that holds a run is
+    accepted."""
 
-    def __init__(self, path: Path, overwrite: bool) -> None:
+    def __init__(self, path: Path, overwrite: bool, resume: bool = False) -> None:
         """Looks, and changes nothing."""
         self.path = path
+        self._resume = resume
         try:
             names = {entry.name for entry in path.iterdir()} if path.exists() else set()
         except NotADirectoryError as error:
             raise CommandError(f"--out {path} is not a folder: choose another", USAGE) from error
         except OSError as error:
             raise CommandError(f"cannot read --out {path}: {os_reason(error)}") from error
-        if not names - {_WRITING}:
+        if resume and not _is_run(path / RUN):
+            raise CommandError(f"--out {path} holds no run to go on with: leave --resume out to begin one", USAGE)
+        if resume or not names - {_WRITING}:
             return
         if not _is_run(path / RUN):
             raise CommandError(f"--out {path} is not empty and holds no run of longshore: choose another folder", USAGE)
         if not overwrite:
-            raise CommandError(f"--out {path} holds a run already: choose another folder, or add --overwrite", USAGE)
+            raise CommandError(
+                f"--out {path} holds a run already: choose another folder, or add --overwrite, or --resume", USAGE
+            )
 
     def needs(self, path: Path) -> bool:
         """Whether ``path`` is this folder, one that it is in, or a file that a run writes here."""
@@ -70,8 +77,10 @@ class RunFolder:
                     f"the weights take {weight_bytes} bytes, but the disk of --out {self.path} has only {free} left: "
                     f"free some, or choose another folder"
                 )
-            for name in _OURS:
-                (self.path / name).unlink(missing_ok=True)
+            if not self._resume:
+                _remove(self.path / CHECKPOINTS)
+                for name in _OURS:
+                    (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise self._unwritable(self.path, error) from error
         self.write_run(run)
@@ -108,9 +117,14 @@ class RunFolder:
         finally:
             _remove(writing)
 
-    def metrics(self) -> MetricsFile:
+    def former(self) -> dict[str, Any]:
+        """``run.json`` of the run that is here."""
+        return json.loads((self.path / RUN).read_bytes())
+
+    def metrics(self, until: int = -1) -> MetricsFile:
+        """For a new file; or for what there is up to step ``until``, if that is 0 or more."""
         try:
-            return MetricsFile(self.path / METRICS)
+            return MetricsFile(self.path / METRICS, until)
         except OSError as error:
             raise self._unwritable(self.path / METRICS, error) from error
 
@@ -130,10 +144,11 @@ class MetricsFile:
     file ends with its last whole line, and the next ``write`` tries again. ``close`` raises if lines are left.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, until: int = -1) -> None:
+        kept = _lines_until(path, until)
         self._file = path.open("wb", buffering=0)
         self._path = path
-        self._whole = 0  # bytes
+        self._whole = self._file.write(kept)  # bytes
         self._pending = b""
         self.failure: OSError | None = None
 
@@ -210,6 +225,20 @@ def check_writable(path: Path, option: str) -> None:
         beside.unlink()
     except OSError as error:
         raise CommandError(f"cannot write {option} {path}: {os_reason(error)}") from error
+
+
+def _lines_until(path: Path, step: int) -> bytes:
+    """The whole lines of a metrics file that are of steps up to ``step``."""
+    if step < 0 or not path.is_file():
+        return b""
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # half a line, from a process that was killed
+    return b"".join(kept)
 
 
 def _is_run(path: Path) -> bool:

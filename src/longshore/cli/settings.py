@@ -179,7 +179,8 @@ class EngineSettings:
 @dataclass(frozen=True)
 class TrainSettings:
     """All of a run. ``out`` None writes nothing; ``engine`` None trains in one process without the engine.
-    ``trace``: the page of a trace, with JSON beside it; None: nothing is traced."""
+    ``trace``: the page of a trace, with JSON beside it; None: nothing is traced. ``save_every``: steps between
+    checkpoints, 0 for none. ``resume``: go on with the run in ``out``."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -189,8 +190,16 @@ class TrainSettings:
     overwrite: bool = False
     engine: EngineSettings | None = None
     trace: Path | None = None
+    save_every: int = 0
+    resume: bool = False
 
     def __post_init__(self) -> None:
+        _at_least("--save-every", self.save_every, 0)
+        for option, given in (("--save-every", self.save_every), ("--resume", self.resume)):
+            if given and self.out is None:
+                raise SettingsError(f"{option} needs --out DIR, the folder of the run")
+        if self.resume and self.overwrite:
+            raise SettingsError("--resume goes on with the run in --out, and --overwrite replaces it: leave one out")
         if self.overwrite and self.out is None:
             raise SettingsError("--overwrite needs --out DIR: without it nothing is written")
         if self.out is not None and self.model.path is not None and self.out.resolve() == self.model.path.resolve():

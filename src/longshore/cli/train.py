@@ -158,6 +158,18 @@ def train(
         Path | None, _option(_OUTPUT, "--out", help="Folder for weights, metrics and the loss curve.")
     ] = None,
     overwrite: Annotated[bool, _option(_OUTPUT, "--overwrite", help="Replace the run in --out.")] = False,
+    save_every: Annotated[
+        int,
+        _option(_OUTPUT, "--save-every", help="Steps between checkpoints in --out, of which two stay; 0 for none."),
+    ] = 0,
+    resume: Annotated[
+        bool,
+        _option(
+            _OUTPUT,
+            "--resume",
+            help="Go on with the run in --out from its newest checkpoint, to the weights of a run that never stopped.",
+        ),
+    ] = False,
     trace: Annotated[
         Path | None,
         _option(
@@ -170,7 +182,7 @@ def train(
 ) -> None:
     """Train a causal language model on plain text.
 
-    Ctrl-C ends after the current step and writes what there is.
+    Ctrl-C ends after the current step and writes what there is; with --save-every a checkpoint too.
     """
     parts = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "layers": layers, "heads": heads}
     of_model = _given(dtype=dtype)
@@ -199,6 +211,8 @@ def train(
         out=out,
         overwrite=overwrite,
         trace=trace,
+        save_every=save_every,
+        resume=resume,
     )
     from longshore.cli.job import run
 

@@ -1,0 +1,115 @@
+"""``--resume``: a run that was stopped, or killed, ends with the weights of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+from cli.conftest import MICRO_MODEL, MICRO_RUN
+from cli.rank_cases import command
+
+from longshore.cli.loop import Loop
+
+ENGINE = [["--stage", "2"], ["--stage", "0", "--dtype", "bf16", "--no-offload"]]
+ALONE = [[], ["--release-gradients", "--dtype", "bf16"]]
+RUN = ["--steps", "7", "--warmup", "2", "--eval-every", "3", "--eval-batches", "1", "--log-every", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Makes a signal come in the backward of a step."""
+
+    def interrupt(at: int) -> None:
+        backward = Loop._backward
+
+        def with_signal(loop, step, lr):
+            if step == at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return backward(loop, step, lr)
+
+        monkeypatch.setattr(Loop, "_backward", with_signal)
+        monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
+
+    return interrupt
+
+
+def without_times(records):
+    return [
+        {key: value for key, value in record.items() if "second" not in key and "bytes" not in key}
+        for record in records
+    ]
+
+
+@pytest.mark.parametrize("options", [*ENGINE, *ALONE], ids=" ".join)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_after_ctrl_c_or_a_kill(options, lost, train, trained, interrupted, monkeypatch, tmp_path, results):
+    """``lost``: checkpoints that the run did not come to write, as where it was killed before."""
+    whole = trained(*RUN, *options)
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        interrupted(5)
+        ran = train(*RUN, *options, "--out", out, "--save-every", "2")
+        assert ran.code == 130
+        assert "after step 5 of 7" in ran.out
+        patch.undo()
+    monkeypatch.undo()
+    tags = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert tags == ["latest", "step4", "step5"]
+    if lost:
+        shutil.rmtree(out / "checkpoints" / "step5")
+        (out / "checkpoints" / "latest").write_text("step4\n")
+        with (out / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"kind": "train", "st')
+    ran = train(*RUN, *options, "--out", out, "--save-every", "2", "--resume")
+    assert (ran.code, ran.err) == (0, "")
+    assert f"going on behind step {5 - lost}" in ran.out
+    resumed = results(out)
+    assert resumed.differing(whole) == []
+    assert resumed.run["status"] == "finished"
+    # Where the run stopped it logged a line more.
+    logged = [record for record in resumed.metrics("train") if record["step"] % 2 == 0 or record["step"] == 7]
+    if lost:
+        assert without_times(logged) == without_times(whole.metrics("train"))
+    assert without_times(resumed.metrics("validation")) == without_times(whole.metrics("validation"))
+
+
+def test_two_ranks(two_ranks, text, tmp_path, results):
+    common = ["train", "--data", str(text), *MICRO_MODEL, *MICRO_RUN, "--stage", "3", "--save-every", "2"]
+    two_ranks(command, [*common, "--out", str(tmp_path / "whole")])
+    stopped = [*common, "--out", str(tmp_path / "stopped")]
+    assert [code for code, _, _ in two_ranks(command, stopped, {0: (3, signal.SIGTERM)})] == [143, 143]
+    assert [code for code, _, _ in two_ranks(command, [*stopped, "--resume"])] == [0, 0]
+    assert results(tmp_path / "stopped").differing(results(tmp_path / "whole")) == []
+
+
+def test_what_cannot_go_on(train, trained, tmp_path):
+    out = tmp_path / "run"
+    assert "holds no run to go on with" in train("--resume", "--out", out).refused()
+    assert "needs --out" in train("--resume").refused()
+    assert "leave one out" in train("--resume", "--overwrite", "--out", out).refused()
+    assert "plain PyTorch" in train("--save-every", "2", "--no-offload", "--out", out).refused()
+    assert "at least 0" in train("--save-every", "-1", "--out", out).refused()
+    assert train("--save-every", "2", "--out", out).code == 0
+    other = train("--resume", "--out", out, "--lr", "0.5", "--seq-len", "8").refused()
+    assert "optimizer.lr 0.001 there, 0.5 here; loop.seq_len 16 there, 8 here" in other
+    (out / "run.json").write_text(json.dumps({"longshore": "0"}))
+    assert "is another one" in train("--resume", "--out", out).refused()
+
+
+def test_a_new_run_takes_the_former_checkpoints_away(train, tmp_path):
+    out = tmp_path / "run"
+    assert train("--save-every", "2", "--out", out).code == 0
+    assert (out / "checkpoints").exists()
+    assert train("--overwrite", "--out", out).code == 0
+    assert not (out / "checkpoints").exists()
+    ran = train("--resume", "--out", out)
+    assert ran.code == 0
+    assert "no checkpoint yet: from the beginning" in ran.out
