@@ -185,6 +185,7 @@ def test_replacing_that_ends_half_way(error: BaseException, names: tuple[str, ..
         found = {load(root), load(root, "a")}
         assert len(found) == 1 and found <= {1, 2}, at
         assert read_latest(root) == "a"
+        assert isinstance(error, Stop) or number_in(root / "a") in found
         save(root, "b", 3)
         assert load(root) == 3
         assert load(root, "a") in (1, 2)
@@ -288,6 +289,14 @@ def test_files_that_the_manifest_does_not_list(tmp_path: Path) -> None:
             load(tmp_path, "a")
 
 
+@pytest.mark.parametrize("name", ["\\ud800", "a" * 300, "a\\u0000b", "../a", "manifest.json"])
+def test_a_manifest_that_lists_what_no_file_is_called(name: str, tmp_path: Path) -> None:
+    path = save(tmp_path, "a", 1) / "manifest.json"
+    path.write_text(path.read_text().replace('"files":{', f'"files":{{"{name}":{{"bytes":0,"sha256":""}},'))
+    with pytest.raises(CheckpointError, match="no name of a file"):
+        load(tmp_path, "a")
+
+
 # -- keeping some -------------------------------------------------------------
 
 
@@ -348,6 +357,22 @@ def check_many(root: Path, tags: list[list[str]], rounds: int) -> None:
 @pytest.mark.parametrize("tags", [[["a"], ["b"]], [["a"], ["a"]], [["a", "b"], ["b", "a", "c"], ["a"]]])
 def test_processes_that_save_into_one_folder(tags: list[list[str]], tmp_path: Path) -> None:
     check_many(tmp_path, tags, 150)
+
+
+def test_a_name_that_another_process_takes_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "a", 1)
+    other = save(tmp_path / "elsewhere", "a", 5)
+    times: list[Path] = []
+    synced = folder_module.sync_folder
+
+    def sync(path: Path) -> None:
+        if not (tmp_path / "a").exists() and len(times) < 5:
+            times.append(shutil.copytree(other, tmp_path / "a"))
+        synced(path)
+
+    monkeypatch.setattr(folder_module, "sync_folder", sync)
+    save(tmp_path, "a", 2)
+    assert len(times) == 5 and load(tmp_path, "a") == 2 and hidden(tmp_path) == []
 
 
 def test_two_processes_that_save_the_same_tag(tmp_path: Path) -> None:
@@ -514,9 +539,3 @@ def test_a_pipe_or_link_in_place_of_a_file(name: str, tmp_path: Path) -> None:
         path.symlink_to(outside)
         with pytest.raises(CheckpointError, match="no regular file"):
             load(tmp_path, "a")
-
-
-def test_the_folder_module_has_no_other_way_out() -> None:
-    """The cases above count calls by these names."""
-    used = Path(folder_module.__file__).read_text()
-    assert "os.rename(" in used and "os.replace(" in used and "shutil.move" not in used

@@ -493,6 +493,18 @@ def test_no_file_name(name: str) -> None:
         parsed_metadata({"tensors": {"x": {"dtype": "F32", "shape": [2], "chunks": [chunk]}}}, "here")
 
 
+def test_no_regular_file(tmp_path: Path) -> None:
+    """Also where nobody looked at the folder before."""
+    (tmp_path / "x.json").symlink_to("/dev/null")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        read_json(tmp_path / "x.json")
+    Values.of({"x": torch.zeros(3)}).write(tmp_path, STATE)
+    (tmp_path / f"{STATE}.safetensors").rename(tmp_path / "elsewhere")
+    (tmp_path / f"{STATE}.safetensors").symlink_to("elsewhere")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        read_values(tmp_path, STATE)
+
+
 def metadata_of(shape: list[int], boxes: list[tuple[Any, Any]]) -> Any:
     chunks = [{"offsets": [*start], "sizes": [*size], "file": "f", "tensor": "t"} for start, size in boxes]
     return {"tensors": {"x": {"dtype": "F32", "shape": shape, "chunks": chunks}}}
