@@ -124,7 +124,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     for name, parameter in engine.module.named_parameters():
         found[name] = whole(parameter).detach().clone()
         if parameter.requires_grad:
-            found[f"{name} master"] = utils.safe_get_full_fp32_param(parameter)
+            found[f"{name} in full"] = utils.safe_get_full_fp32_param(parameter)
             state = engine.optimizer.state[parameter]
             for key in sorted(state):
                 found[f"{name} {key}"] = whole(state[key]).clone()

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,7 +99,12 @@ def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
     }
     parts = [*model.parts, *_optimizer_parts(optimizer, model)]
     content = Content(
-        parts, Values.of(shared), Values.of({"random": _first_random()}), None, engine["global_steps"], engine["run"]
+        parts,
+        Values.of(shared),
+        Values.of({"random": None, "loader": None}),
+        None,
+        engine["global_steps"],
+        engine["run"],
     )
     return write(content, target, Crew())
 
@@ -316,23 +319,6 @@ def _loss_scale(state: Shard) -> dict[str, Any]:
         "hysteresis_left": checked(saved["cur_hysteresis"], int, where),
         "windows": checked(saved.get("cur_iter"), int, where),
         "last_overflow": last,
-    }
-
-
-def _first_random() -> dict[str, Any]:
-    """DeepSpeed saves no random numbers: generators that have just been seeded, as the engine has their states."""
-    version, numbers, gauss = random.Random(0).getstate()
-    state: Any = np.random.RandomState(0).get_state()
-    _, key, position, has_gauss, cached = state
-    return {
-        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
-        "numpy": {
-            "key": torch.from_numpy(np.asarray(key, dtype=np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached_gaussian": float(cached),
-        },
-        "torch": torch.Generator().manual_seed(0).get_state(),
     }
 
 

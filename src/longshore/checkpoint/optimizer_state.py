@@ -72,7 +72,12 @@ class OptimizerState:
             for group in self.optimizer.param_groups
         ]
         parameters = {
-            name: {"step": record.history.step, "scalars": dict(record.history.scalars), "arrays": _arrays_of(record)}
+            name: {
+                "step": record.history.step,
+                "scalars": dict(record.history.scalars),
+                "arrays": _arrays_of(record),
+                "published": not record.changed,
+            }
             for name, record in self.records.items()
             if record.has_state or _arrays_of(record)
         }
@@ -190,6 +195,8 @@ class OptimizerState:
             record.has_state = entry["step"] > 0 or bool(arrays - {MASTER})
             record.has_master = MASTER in arrays
             record.published = None  # compare with the parameter before the next step
+            if record.has_master and entry.get("published") is True:
+                record.mark_published()  # the parameter is its rounded master
 
 
 def checked_about(content: Any, where: str) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class Checkpoints:
         # A rank that was not there goes on with the data where the others do.
         own = read_values(whole.path, rank_file(crew.rank if saved else 0))
         _restore(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)
-        if saved:
+        if saved and own.get("random") is not None:
             restore_random_states(checked(own.get("random"), dict, f"{where}: random"), engine.device)
         if ranks != crew.world_size and crew.rank == 0:
             warnings.warn(
