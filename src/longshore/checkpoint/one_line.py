@@ -105,8 +105,11 @@ def load(
         if whole is None:
             warnings.warn(f"{load_dir} has no checkpoint; nothing was loaded", stacklevel=2)
             return None
-        values = Session(model, ours, crew).load(whole, Selection(strict, ours is not None))
-    return checked(values.get(_STATE), dict, f"{whole.path}: {_STATE}")
+
+        def look(values: Mapping[str, Any]) -> None:
+            checked(values.get(_STATE), dict, f"{whole.path}: {_STATE}")
+
+        return Session(model, ours, crew).load(whole, Selection(strict, ours is not None), look)[_STATE]
 
 
 class _Crew:

@@ -137,6 +137,11 @@ class OptimizerState:
             if lost:
                 found.append(f"no parameter group of the checkpoint has {_several(lost)}")
             kinds = {repr(options[name]): name for name in names if name in options}
+            for name in kinds.values():
+                try:
+                    self._family.check_group(self._merged(options[name], group))
+                except (ValueError, TypeError, KeyError) as error:
+                    found.append(f"the options of {name} in the checkpoint are none of {self.kind}: {error}")
             if len(kinds) > 1:
                 found.append(
                     f"parameter group {number} of this optimizer has {' and '.join(list(kinds.values())[:2])}, which "
@@ -154,9 +159,11 @@ class OptimizerState:
         for group in self.optimizer.param_groups:
             theirs = next((options[among[name]] for name in self._names(group) if name in among), None)
             if theirs is not None:
-                merged = merged_group(theirs, group, self.optimizer.defaults, self._family)
                 # In place: schedulers may hold the group.
-                group.update({**merged, "params": group["params"]})
+                group.update({**self._merged(theirs, group), "params": group["params"]})
+
+    def _merged(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+        return merged_group(theirs, group, self.optimizer.defaults, self._family)
 
     def clear(self) -> None:
         """As if nothing had ever been stepped."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -94,13 +94,29 @@ class Session:
 
     # -- loading --------------------------------------------------------------
 
-    def load(self, whole: WholeCheckpoint, selection: Selection) -> dict[str, Any]:
+    def load(
+        self,
+        whole: WholeCheckpoint,
+        selection: Selection,
+        look: Callable[[Mapping[str, Any]], None] = lambda values: None,
+    ) -> dict[str, Any]:
         """Load; all processes of the crew have to call. Returns the values that :meth:`content` was given as shared.
+
+        Args:
+            whole: verified.
+            selection: what of it.
+            look: checks those values before anything changes.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or does not fit, with all that does not; nothing was loaded.
         """
-        values, fit, about = self._crew.together(lambda: self._compare(whole, selection))
+
+        def compare() -> tuple[dict[str, Any], _Fit, dict[str, Any] | None]:
+            found = self._compare(whole, selection)
+            look(found[0])
+            return found
+
+        values, fit, about = self._crew.together(compare)
         self._complain(whole, fit.differences, selection.strict)
         parts = self._model.wanted(fit.sources)
         among = self._among(fit)
@@ -127,6 +143,8 @@ class Session:
         model = checked(values.get(MODEL), dict, f"{where}: model")
         for key, kind in (("aliases", dict), ("left_out", list), ("extra_state", dict)):
             checked(model.get(key), kind, f"{where}: {key}")
+        for name in (*model["aliases"].values(), *model["left_out"]):
+            checked(name, str, f"{where}: a name")
         fit = self._fit(SafetensorsReader(whole.path), model)
         about = None
         if selection.optimizer and self._optimizer is not None:

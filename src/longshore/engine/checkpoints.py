@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longshore.checkpoint.crew import Crew
 from longshore.checkpoint.folder import WholeCheckpoint, check_tag
@@ -15,15 +16,24 @@ from longshore.checkpoint.loading import find, read_values
 from longshore.checkpoint.reading import checked
 from longshore.checkpoint.saving import Target, rank_file, write
 from longshore.checkpoint.session import Selection, Session
-from longshore.engine.random_states import random_states, restore_random_states
+from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.wording import is_integer, shown
-from longshore.errors import CheckpointError
+from longshore.errors import CheckpointError, LongshoreError
 from longshore.sharding.groups import twin_of
 
 if TYPE_CHECKING:
     from longshore.engine.engine import Engine
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
+
+
+class _Found(NamedTuple):
+    """What of a checkpoint is the engine's own."""
+
+    state: Mapping[str, Any]
+    own: Mapping[str, Any]
+    """Of this rank."""
+    client: dict[str, Any]
 
 
 class Checkpoints:
@@ -119,34 +129,60 @@ class Checkpoints:
                 warnings.warn(f"{root} has no checkpoint; nothing was loaded", stacklevel=3)
             return None, None
         session = Session(engine.module, engine.optimizer, crew)
-        values = session.load(whole, Selection(strict, optimizer_states and not module_only))
-        client = checked(values.get("client_state"), dict, f"{whole.path}: client_state")
-        if not module_only:
-            crew.together(lambda: self._restore(whole, values, scheduler_states, crew))
-        return whole.path, client
+        looked: list[_Found] = []
 
-    def _restore(self, whole: WholeCheckpoint, values: Mapping[str, Any], scheduler: bool, crew: Crew) -> None:
-        engine, where = self._engine, str(whole.path)
+        def look(values: Mapping[str, Any]) -> None:
+            looked.append(self._look(whole, values, crew, module_only))
+
+        session.load(whole, Selection(strict, optimizer_states and not module_only), look)
+        found = looked[0]
+        if not module_only:
+            crew.together(lambda: self._restore(whole, found, scheduler_states, crew))
+        return whole.path, found.client
+
+    def _look(self, whole: WholeCheckpoint, values: Mapping[str, Any], crew: Crew, module_only: bool) -> _Found:
+        """What is the engine's own, checked before anything changes. Raises CheckpointError."""
+        where = str(whole.path)
+        client = checked(values.get("client_state"), dict, f"{where}: client_state")
+        if module_only:
+            return _Found({}, {}, client)
         state = checked(values.get("engine"), dict, f"{where}: engine")
-        for name in _COUNTERS:
-            setattr(engine, name, checked(state.get(name), int, f"{where}: {name}"))
-        self._run = checked(state.get("run"), str, f"{where}: run")
-        engine.set_gradient_accumulation_steps(checked(state.get("gradient_accumulation_steps"), int, where))
-        engine.loss_scaling.load_state_dict(checked(state.get("loss_scale"), dict, f"{where}: loss_scale"))
-        engine.optimizer.set_loss_scale(engine.loss_scale)
-        if scheduler:
-            _restore(engine.lr_scheduler, state.get("lr_scheduler"), "lr_scheduler", whole)
-        ranks = whole.manifest.get("world_size")
+        for name in (*_COUNTERS, "gradient_accumulation_steps"):
+            checked(state.get(name), int, f"{where}: {name}")
+        checked(state.get("run"), str, f"{where}: run")
+        scaling = checked(state.get("loss_scale"), dict, f"{where}: loss_scale")
+        try:
+            copy.copy(self._engine.loss_scaling).load_state_dict(scaling)
+            self._engine.check_accumulation_steps(state["gradient_accumulation_steps"])
+        except (ValueError, TypeError, LongshoreError) as error:
+            raise CheckpointError(f"{where}: {error}") from error
         saved = f"{rank_file(crew.rank)}.json" in whole.files
         # A rank that was not there goes on with the data where the others do.
         own = read_values(whole.path, rank_file(crew.rank if saved else 0))
-        _restore(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)
-        if saved and own.get("random") is not None:
-            restore_random_states(checked(own.get("random"), dict, f"{where}: random"), engine.device)
+        if not saved:
+            own["random"] = None
+        if own.get("random") is not None:
+            check_random_states(checked(own["random"], dict, f"{where}: random"), self._engine.device)
+        return _Found(state, own, client)
+
+    def _restore(self, whole: WholeCheckpoint, found: _Found, scheduler: bool, crew: Crew) -> None:
+        engine, state = self._engine, found.state
+        for name in _COUNTERS:
+            setattr(engine, name, state[name])
+        self._run = state["run"]
+        engine.set_gradient_accumulation_steps(state["gradient_accumulation_steps"])
+        engine.loss_scaling.load_state_dict(state["loss_scale"])
+        engine.optimizer.set_loss_scale(engine.loss_scale)
+        if scheduler:
+            _restore(engine.lr_scheduler, state.get("lr_scheduler"), "lr_scheduler", whole)
+        _restore(engine.training_dataloader, found.own.get("loader"), "training_dataloader", whole)
+        if found.own.get("random") is not None:
+            restore_random_states(found.own["random"], engine.device)
+        ranks = whole.manifest.get("world_size")
         if ranks != crew.world_size and crew.rank == 0:
             warnings.warn(
-                f"{where} was saved by {ranks} ranks, and these are {crew.world_size}: random numbers (dropout) and "
-                "the split of batches over ranks are not those of that run; all else is",
+                f"{whole.path} was saved by {ranks} ranks, and these are {crew.world_size}: random numbers (dropout) "
+                "and the split of batches over ranks are not those of that run; all else is",
                 stacklevel=5,
             )
 

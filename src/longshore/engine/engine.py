@@ -276,6 +276,10 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
         self._sizes = sizes
         self.optimizer.expect_backwards(steps)
 
+    def check_accumulation_steps(self, steps: int) -> None:
+        """Raises what :meth:`set_gradient_accumulation_steps` would."""
+        self._sizes.with_accumulation_steps(steps)
+
     def train_batch_size(self) -> int:
         """Samples a step, over all ranks."""
         return self._sizes.train_batch_size

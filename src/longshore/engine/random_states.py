@@ -48,3 +48,12 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
             torch.cuda.set_rng_state(states["cuda"], device)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"the states of random number generators are damaged: {error}") from error
+
+
+def check_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Raises what :func:`restore_random_states` would, and leaves all generators as they are."""
+    present = random_states(device)
+    try:
+        restore_random_states(states, device)
+    finally:
+        restore_random_states(present, device)
