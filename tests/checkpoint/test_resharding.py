@@ -45,11 +45,10 @@ def test_every_number_of_ranks(saving: int, loading: int, run_on: RunOn, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("second_stage", range(4))
 @pytest.mark.parametrize("first_stage", range(4))
-@pytest.mark.parametrize("loading", COUNTS)
-@pytest.mark.parametrize("saving", COUNTS)
-def test_every_stage(
-    saving: int, loading: int, first_stage: int, second_stage: int, run_on: RunOn, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("turn", range(4))
+def test_every_stage(turn: int, first_stage: int, second_stage: int, run_on: RunOn, tmp_path: Path) -> None:
+    """Every two stages, every two numbers of ranks."""
+    saving, loading = COUNTS[(turn + first_stage) % 4], COUNTS[(turn + 2 * first_stage + second_stage) % 4]
     check(run_on, saving, Setting(first_stage), loading, Setting(second_stage, tile_numel=11), tmp_path)
 
 
