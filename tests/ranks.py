@@ -102,7 +102,7 @@ class Ranks:
                 self._processes[rank].join(self._timeout_s)
                 code = self._processes[rank].exitcode
                 words = _words_of(self._folder, rank).read_text(errors="replace")[-_LAST_WORDS:]
-                done, result = False, f"ended with exit code {code}" + (f":\n{words}" if code < 0 else "")
+                done, result = False, f"ended with exit code {code}" + (f":\n{words}" if code < 0 and words else "")
             results.append(result)
             if not done:
                 failures.append(f"rank {rank}: {result}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -104,6 +105,8 @@ class CollectiveLane:
         """The window of the rank that gave one up, as it counts since, where a meeting raised for that."""
         # Change with each meeting; read by the thread that waits for the lane's.
         self._meeting: _Meeting | None = None
+        self._latest: Any = None
+        """The last exchange of rows that began."""
         self._last_met = "when the engine was made"
         self.notes: list[list[int]] = []
         """Of the last meeting, by rank."""
@@ -183,7 +186,11 @@ class CollectiveLane:
             self._owns_group = False
             dist.destroy_process_group(self.group)
             # The last reference, most often: its threads and sockets go now and not when garbage is collected.
-            self.group = None
+            held, self.group = [self.group], None
+            if self._latest is not None and not self._latest.is_completed():
+                # After an error: nobody comes to that meeting, and its thread waits as long as the group would.
+                threading.Thread(target=held.clear, name="longshore-closing", daemon=True).start()
+            self._latest = None
 
     # -- collectives, from jobs -----------------------------------------------
 
@@ -236,6 +243,7 @@ class CollectiveLane:
         try:
             with self._communicating():
                 meeting.work.wait()
+            meeting.work = None  # whoever has it, as the traceback of an error may, keeps sockets open
             return meeting.rows.view(self.world_size, -1).tolist()
         finally:
             self._meeting = None
@@ -297,7 +305,8 @@ class CollectiveLane:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         rows = torch.empty((self.world_size * row.numel(),), dtype=row.dtype, device=self.device)
         with self._communicating():
-            return rows, gather(rows, mine.reshape(-1), group=self.group, async_op=True)
+            self._latest = gather(rows, mine.reshape(-1), group=self.group, async_op=True)
+        return rows, self._latest
 
     def outgoing(self, num_bytes: int, device: torch.device) -> Outgoing:
         """Memory to write into what :meth:`exchange` or :meth:`gather` is to send next."""
