@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import os
+import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from support import whole
 
 from checkpoint.resume_cases import Setting, make_engine, train
+from longshore.errors import RankError
+
+
+def _digest(engine: Any) -> str:
+    digest = hashlib.sha256()
+    try:
+        for parameter in engine.module.parameters():
+            digest.update(whole(parameter).detach().contiguous().view(torch.uint8).numpy().tobytes())
+    except RuntimeError as error:
+        raise RankError("another rank ended while torch put parameters together for this test") from error
+    return digest.hexdigest()
 
 
 def run(rank: int, world_size: int, store: str, folder: str, stage: int, steps: int, pipe: Connection) -> None:
@@ -31,11 +44,9 @@ def run(rank: int, world_size: int, store: str, folder: str, stage: int, steps: 
             train(engine, 1)
             pipe.send(("saving", engine.global_steps))
             engine.save_checkpoint(folder, keep_last=2)
-        digest = hashlib.sha256()
-        for parameter in engine.module.parameters():
-            digest.update(whole(parameter).detach().contiguous().view(torch.uint8).numpy().tobytes())
-        pipe.send(("end", digest.hexdigest()))
+        pipe.send(("end", _digest(engine)))
         engine.destroy()
     except Exception as error:
-        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        where = "".join(traceback.format_tb(error.__traceback__)[-6:])
+        pipe.send(("error", f"{type(error).__name__}: {error}\n{where}"))
     os._exit(0)  # what is left of a group whose other rank was killed is nobody's business

@@ -253,6 +253,7 @@ print(done.num_bytes, (peak() - before) * 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
     """The most that a process has ever had resident, mapped files and all, as the system counts it."""
     numel, count = 1 << 21, 12

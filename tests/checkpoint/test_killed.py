@@ -88,7 +88,8 @@ def kill_once(server: Any, folder: Path, stage: int, chance: random.Random) -> N
     try:
         assert team.next(0)[0] == "ready"
         for _ in range(chance.randrange(4)):
-            team.next(0)
+            if team.next(0)[0] == "end":
+                return  # earlier kills left it little to do
         time.sleep(chance.random() * 0.03)
         victim = chance.randrange(2)
         team.kill(victim)
@@ -114,9 +115,9 @@ def check(server: Any, folder: Path, stage: int, seed: int, kills: int) -> None:
     assert kept == {"latest", f"global_step{STEPS - 1}", f"global_step{STEPS}"}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_while_saving(seed: int, server: Any, tmp_path: Path) -> None:
-    check(server, tmp_path / "run", 2 + seed % 2, seed, kills=5)
+    check(server, tmp_path / "run", 2 + seed, seed, kills=10)
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from engine.scenarios import HEADS, inputs
 from longshore.errors import LongshoreError
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 @pytest.mark.parametrize("name", list(LOOPS))
 @pytest.mark.parametrize("by_engine", [False, True])
 def test_two_ranks_train_like_plain_torch(stage: int, name: str, by_engine: bool, two_ranks: Ranks) -> None:

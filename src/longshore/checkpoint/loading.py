@@ -148,3 +148,6 @@ def load_parts(path: Path, parts: Sequence[WantedPart], crew: Crew, begin: Calla
             load({}, storage_reader=reader, planner=PartLoadPlanner(parts), process_group=crew.group, no_dist=alone)
     except CheckpointException as failure:
         raise first_of(failure, f"{path} could be read in part only; load again before going on", alone) from failure
+    except RuntimeError as error:
+        crew.gather(None)  # says so where another rank is gone
+        raise CheckpointError(f"{path} could be read in part only: {error}; load again before going on") from error
