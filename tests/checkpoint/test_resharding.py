@@ -34,7 +34,7 @@ def check(run_on: RunOn, saving: int, first: Setting, loading: int, second: Sett
         cases.check_same(found, saved[0], but=("norm",))
 
 
-@pytest.mark.parametrize(("saving", "loading"), itertools.permutations(COUNTS, 2))
+@pytest.mark.parametrize(("saving", "loading"), list(itertools.permutations(COUNTS, 2)))
 def test_every_number_of_ranks(saving: int, loading: int, run_on: RunOn, tmp_path: Path) -> None:
     """Of stages, places and tiles that differ, too."""
     first = Setting((saving + loading) % 4, ("cpu", "simulated", "none")[saving % 3])

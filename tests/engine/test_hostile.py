@@ -19,7 +19,7 @@ def engine_of(**config: Any) -> Any:
     return longshore.initialize(model=make_model(torch.float32), config=settings).engine
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_users_own_collectives_between_backward_and_step(slow: int, two_ranks: Ranks) -> None:
     assert two_ranks(hostile_cases.collectives_of_the_users_own, 2, slow) == [[3.0] * 4] * 2
 

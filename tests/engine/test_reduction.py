@@ -112,7 +112,7 @@ BUCKETS = {
 
 
 @STAGES
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_bucket_sizes(stage: int, overlap: bool, two_ranks: Ranks) -> None:
     """Buckets hold as much as they may, or half of it where one fills while another travels; parameters are gathered
     in so many parts."""

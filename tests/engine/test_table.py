@@ -72,7 +72,7 @@ def test_the_pairs_are_all_there() -> None:
         assert {(row[a], row[b]) for row in FEW} == set(itertools.product(first, second))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_four_ranks_within_a_bound(stage: int, four_ranks: Ranks) -> None:
     """Four numbers may be added in another order than the plain loop's: a few units in the last place."""
     for difference in four_ranks(cases.distance, "accumulation of 4", stage, 4):
