@@ -8,7 +8,7 @@ import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,15 @@ from support import whole
 
 from checkpoint.resume_cases import Setting, make_engine, train
 from longshore.errors import RankError
+
+
+class Run(NamedTuple):
+    """What is trained."""
+
+    folder: str
+    stage: int
+    async_save: bool
+    steps: int
 
 
 def _digest(engine: Any) -> str:
@@ -28,7 +37,7 @@ def _digest(engine: Any) -> str:
     return digest.hexdigest()
 
 
-def run(rank: int, world_size: int, store: str, folder: str, stage: int, steps: int, pipe: Connection) -> None:
+def run(rank: int, world_size: int, store: str, about: Run, pipe: Connection) -> None:
     """Says ``("ready", step)``, ``("saving", step)`` and in the end a digest of the weights, or an error's name."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -36,14 +45,15 @@ def run(rank: int, world_size: int, store: str, folder: str, stage: int, steps: 
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=20)
     )
     try:
-        engine = make_engine(Setting(stage))
+        engine = make_engine(Setting(about.stage))
         torch.manual_seed(100 + rank)
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(about.folder)
         pipe.send(("ready", engine.global_steps))
-        while engine.global_steps < steps:
+        while engine.global_steps < about.steps:
             train(engine, 1)
             pipe.send(("saving", engine.global_steps))
-            engine.save_checkpoint(folder, keep_last=2)
+            engine.save_checkpoint(about.folder, keep_last=2, async_save=about.async_save)
+        engine.wait_for_checkpoint()
         pipe.send(("end", _digest(engine)))
         engine.destroy()
     except Exception as error:

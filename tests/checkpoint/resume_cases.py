@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from engine.fully_sharded_cases import WORDS, Block, Tower
@@ -15,6 +19,10 @@ from torch import Tensor, nn
 
 import longshore
 from longshore import utils
+from longshore.checkpoint import model_state
+from longshore.checkpoint.storage import SafetensorsReader
+from longshore.engine.config import AdamWConfig
+from longshore.errors import BrokenStateError, CheckpointError, LongshoreError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -176,6 +184,33 @@ def save_whole(setting: Setting, folder: str) -> dict[str, Any]:
         return state_of(engine)
 
 
+def save_shared_out(setting: Setting, folder: str) -> dict[str, Any]:
+    """As large tensors are: every rank writes a part of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_state, "_LEAST_NUMEL", 3)
+        return save_whole(setting, folder)
+
+
+def save_unlike_buffers(stage: int, folder: str) -> list[Tensor]:
+    """Each rank has statistics of its own. Returns those that were loaded again."""
+    model = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16))
+    engine = longshore.initialize(model=model, config=longshore.Config(stage=stage, optimizer=AdamWConfig())).engine
+    for buffer in model.buffers():
+        buffer.fill_(1 + _rank()[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_state, "_LEAST_NUMEL", 3)
+        engine.save_checkpoint(folder, "shared-out")
+    engine.save_checkpoint(folder, "one-each")
+    found = []
+    for tag in ("shared-out", "one-each"):
+        for buffer in model.buffers():
+            buffer.zero_()
+        engine.load_checkpoint(folder, tag)
+        found += [buffer.clone() for buffer in model.buffers()]
+    engine.destroy()
+    return found
+
+
 def load_whole(setting: Setting, folder: str) -> dict[str, Any]:
     """In an engine of other weights, which has trained already."""
     with engine_of(setting, seed=1) as engine:
@@ -192,3 +227,61 @@ def warned(setting: Setting, folder: str) -> list[str]:
         warnings.simplefilter("always")
         engine.load_checkpoint(folder)
         return [str(each.message) for each in caught]
+
+
+def replaced_while_it_is_read(setting: Setting, folder: str) -> dict[str, Any]:
+    """On rank 0 another one gets its name in between. Returns the state after it was loaded again."""
+    with engine_of(setting, seed=1) as engine:
+        train(engine, 5)
+        engine.save_checkpoint(folder, "other")
+        read, count = SafetensorsReader._read, itertools.count()
+
+        def reading(reader: SafetensorsReader, *arguments: Any) -> Tensor:
+            if _rank()[0] == 0 and next(count) == 20:
+                Path(folder, "global_step4").rename(Path(folder, "kept"))
+                Path(folder, "other").rename(Path(folder, "global_step4"))
+            return read(reader, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SafetensorsReader, "_read", reading)
+            with pytest.raises(CheckpointError, match="was replaced or removed by another process while it was read"):
+                engine.load_checkpoint(folder, "global_step4")
+        with pytest.raises(BrokenStateError, match="a checkpoint was loaded in part only"):
+            engine.save_checkpoint(folder, "half")
+        engine.load_checkpoint(folder, "kept")
+        return state_of(engine)
+
+
+def broken_on_one_rank(setting: Setting, folder: str) -> dict[str, Any]:
+    """As after a Ctrl-C that only rank 0 got in the middle of a step. Returns the state after loading."""
+    with engine_of(setting, seed=1) as engine:
+        train(engine, 1)
+        if _rank()[0] == 0:
+            engine.optimizer.store.load_failed(CheckpointError("only here"))
+        engine.load_checkpoint(folder)
+        return state_of(engine)
+
+
+def fail_half_way(setting: Setting, folder: str) -> dict[str, Any]:
+    """The disk fails while states are read, on rank 0. Returns the state after all of it was loaded again."""
+    with engine_of(setting, seed=1) as engine:
+        train(engine, 1)
+        read, count = SafetensorsReader._read, itertools.count()
+
+        def failing(reader: SafetensorsReader, *arguments: Any) -> Tensor:
+            if _rank()[0] == 0 and next(count) == 20:
+                raise OSError(errno.EIO, "Input/output error")
+            return read(reader, *arguments)
+
+        SafetensorsReader._read = failing
+        try:
+            with pytest.raises(CheckpointError, match=r"in part only; load again.*Input/output error"):
+                engine.load_checkpoint(folder)
+        finally:
+            SafetensorsReader._read = read
+        with pytest.raises(BrokenStateError, match="a checkpoint was loaded in part only"):
+            engine.save_checkpoint(folder, "half")
+        with pytest.raises(LongshoreError, match="a checkpoint was loaded in part only"):
+            train(engine, 1)  # a BrokenStateError: as it is from step, and inside a GradientError from backward
+        engine.load_checkpoint(folder)
+        return state_of(engine)

@@ -28,6 +28,7 @@ from longshore.checkpoint.folder import Draft, WholeCheckpoint, candidates, chec
 from longshore.checkpoint.loading import find, load_parts, read_values
 from longshore.checkpoint.parts import SavedPart, WantedPart
 from longshore.checkpoint.saving import STATE, Content, Target, Values, write
+from longshore.checkpoint.storage import SafetensorsReader
 from longshore.errors import CheckpointError
 
 NUMEL = 1000
@@ -47,7 +48,8 @@ def number_in(path: Path) -> int:
     """What was saved; raises CheckpointError where it is not whole."""
     WholeCheckpoint(path).verify()
     values, found = read_values(path, STATE), list[Tensor]()
-    load_parts(path, [WantedPart("model.weight", (NUMEL,), Box((0,), (NUMEL,)), found.append)], Crew())
+    part = WantedPart("model.weight", (NUMEL,), Box((0,), (NUMEL,)), found.append)
+    load_parts(SafetensorsReader(path), [part], Crew())
     number = values["number"]
     assert torch.equal(found[0], torch.full((NUMEL,), float(number))) and int(values["again"]) == number
     return number
@@ -222,7 +224,12 @@ def test_a_pointer_that_is_gone_or_garbage(lay: Callable[[Path], Any], tmp_path:
     (tmp_path / "latest").unlink()
     lay(tmp_path / "latest")
     assert read_latest(tmp_path) is None
-    assert load(tmp_path) == 2 and load(tmp_path, "c") == 1
+    assert load(tmp_path, "c") == 1
+    if os.path.lexists(tmp_path / "latest"):
+        with pytest.warns(UserWarning, match="latest is damaged: it names no tag; the newest whole"):
+            assert load(tmp_path) == 2
+    else:
+        assert load(tmp_path) == 2
 
 
 def test_a_pointer_to_what_is_not_there(tmp_path: Path) -> None:
@@ -307,13 +314,14 @@ def test_keep_last(tmp_path: Path) -> None:
     flip(tmp_path / "mine0" / "state.json")  # its size is right: who prunes does not read
     (tmp_path / "mine1" / "state.json").unlink()
     (tmp_path / "folder").mkdir()
-    save(tmp_path, "mine4", 4, latest=False)
-    (tmp_path / "latest").write_text("mine2\n")
-    save(tmp_path, "mine5", 5, latest=False, keep_last=2)
+    save(tmp_path, "best", 4, latest=False)
+    save(tmp_path, "mine4", 4)
+    save(tmp_path, "mine5", 5, keep_last=3)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["folder", "latest", "mine1", "mine2", "mine4", "mine5", "theirs"]
+    assert left == ["best", "folder", "latest", "mine1", "mine3", "mine4", "mine5", "theirs"]
+    (tmp_path / "latest").write_text("mine3\n")
     assert prune(tmp_path, 1, "run") == ["mine4"]
-    assert prune(tmp_path, 1, "nobody's") == [] and load(tmp_path) == 2
+    assert prune(tmp_path, 1, "nobody's") == [] and load(tmp_path) == 3
 
 
 def test_keep_last_of_one_tag(tmp_path: Path) -> None:
@@ -484,7 +492,22 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     file.write_text("")
     with pytest.raises(CheckpointError, match="could not be written"):
         save(file, "b", 2)
-    assert load(tmp_path) == 1 and load(file) is None
+    with pytest.raises(CheckpointError, match="file is a file"):
+        load(file)
+    assert load(tmp_path) == 1
+
+
+def test_a_folder_that_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    with pytest.raises(CheckpointError, match="is one checkpoint: give the folder that it lies in, and its name"):
+        load(tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").unlink()
+    (tmp_path / "latest").unlink()
+    said = pytest.raises(CheckpointError, match=r"has no whole checkpoint: .*a has no manifest.json")
+    with said, pytest.warns(UserWarning, match="manifest"):
+        load(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert load(tmp_path / "empty") is None
 
 
 # -- links --------------------------------------------------------------------

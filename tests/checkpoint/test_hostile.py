@@ -26,7 +26,7 @@ from checkpoint import resume_cases as cases
 from longshore.checkpoint.boxes import Box
 from longshore.checkpoint.crew import Crew
 from longshore.checkpoint.folder import MANIFEST
-from longshore.checkpoint.loading import find, load_parts, read_values
+from longshore.checkpoint.loading import check_parts, find, load_parts, read_values
 from longshore.checkpoint.optimizer_state import checked_about
 from longshore.checkpoint.parts import WantedPart, names_of
 from longshore.checkpoint.reading import is_file_name, read_json
@@ -365,7 +365,10 @@ def read_tensors(root: Path, names: dict[str, tuple[int, ...]]) -> dict[str, Ten
     ]
     began: list[bool] = []
     try:
-        load_parts(whole.path, parts, crew, lambda: began.append(True))
+        reader = SafetensorsReader(whole.path)
+        check_parts(reader, parts, crew)
+        began.append(True)
+        load_parts(reader, parts, crew)
     except CheckpointError:
         assert not began, "an error that could have been found before reading began"
         raise

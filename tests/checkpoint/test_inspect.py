@@ -261,8 +261,10 @@ def test_command_damage(saved: Path, tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "model-00000-of-00001.safetensors is damaged" in out
     damage(saved / "one" / "model-00000-of-00001.safetensors")
     assert run(capfd, saved, "--verify")[0] == 1
+    (tmp_path / "empty").mkdir()
     for arguments, expected, words in (
         ((saved, "--tag", "two", "--verify"), 1, "checksum"),
+        ((tmp_path / "gone",), 2, "there is no folder"),
         ((tmp_path / "empty",), 1, "there is no checkpoint in"),
         ((saved, "--tag", "a/b"), 2, "'a/b' is no tag"),
     ):

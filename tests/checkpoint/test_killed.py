@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
 import random
 import tempfile
 import time
@@ -12,36 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import forking_context
 
 from checkpoint import killed_cases
+from checkpoint.killed_cases import Run
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def server() -> Any:
-    """Forks processes that have torch already: each start takes milliseconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["checkpoint.killed_cases"])
-    former = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-    yield context
-    os.environ.pop("PYTHONPATH")
-    if former is not None:
-        os.environ["PYTHONPATH"] = former
 
 
 class Team:
     """Two ranks."""
 
-    def __init__(self, server: Any, folder: Path, stage: int) -> None:
-        store = folder.with_suffix(".store")
+    def __init__(self, about: Run) -> None:
+        store = Path(about.folder).with_suffix(".store")
         store.unlink(missing_ok=True)
         self._processes, self._pipes = [], []
+        context = forking_context()
         for rank in range(2):
-            mine, theirs = server.Pipe()
-            arguments = (rank, 2, str(store), str(folder), stage, STEPS, theirs)
-            process = server.Process(target=killed_cases.run, args=arguments, daemon=True)
+            mine, theirs = context.Pipe()
+            arguments = (rank, 2, str(store), about, theirs)
+            process = context.Process(target=killed_cases.run, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -70,9 +58,9 @@ class Team:
             process.join()
 
 
-def result_of(server: Any, folder: Path, stage: int) -> str:
+def result_of(about: Run) -> str:
     """Where a run that nobody disturbs ends."""
-    team = Team(server, folder, stage)
+    team = Team(about)
     try:
         (one, digest), other = team.last(0), team.last(1)
         assert (one, digest) == other, other
@@ -82,9 +70,9 @@ def result_of(server: Any, folder: Path, stage: int) -> str:
         team.stop()
 
 
-def kill_once(server: Any, folder: Path, stage: int, chance: random.Random) -> None:
+def kill_once(about: Run, chance: random.Random) -> None:
     """Somewhere in the run, most often in a save."""
-    team = Team(server, folder, stage)
+    team = Team(about)
     try:
         assert team.next(0)[0] == "ready"
         for _ in range(chance.randrange(4)):
@@ -101,26 +89,27 @@ def kill_once(server: Any, folder: Path, stage: int, chance: random.Random) -> N
 
 
 @functools.lru_cache
-def undisturbed(server: Any, stage: int) -> str:
+def undisturbed(stage: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        return result_of(server, Path(folder) / "run", stage)
+        return result_of(Run(str(Path(folder) / "run"), stage, False, STEPS))
 
 
-def check(server: Any, folder: Path, stage: int, seed: int, kills: int) -> None:
+def check(about: Run, seed: int, kills: int) -> None:
     chance = random.Random(seed)
     for _ in range(kills):
-        kill_once(server, folder, stage, chance)
-    assert result_of(server, folder, stage) == undisturbed(server, stage)
-    kept = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+        kill_once(about, chance)
+    assert result_of(about) == undisturbed(about.stage)
+    kept = {path.name for path in Path(about.folder).iterdir() if not path.name.startswith(".")}
     assert kept == {"latest", f"global_step{STEPS - 1}", f"global_step{STEPS}"}
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_killed_while_saving(seed: int, server: Any, tmp_path: Path) -> None:
-    check(server, tmp_path / "run", 2 + seed, seed, kills=10)
+@pytest.mark.parametrize(("stage", "async_save"), [(2, False), (3, True)])
+def test_killed_while_saving(stage: int, async_save: bool, tmp_path: Path) -> None:
+    check(Run(str(tmp_path / "run"), stage, async_save, STEPS), stage, kills=10)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("seed", range(4, 24))
-def test_killed_while_saving_often(seed: int, server: Any, tmp_path: Path) -> None:
-    check(server, tmp_path / "run", seed % 4, seed, kills=10)
+def test_killed_while_saving_often(seed: int, async_save: bool, tmp_path: Path) -> None:
+    check(Run(str(tmp_path / "run"), seed % 4, async_save, STEPS), seed, kills=10)

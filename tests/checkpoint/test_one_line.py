@@ -12,6 +12,7 @@ from torch import nn
 
 import longshore
 from checkpoint import one_line_cases as cases
+from longshore.checkpoint import one_line
 from longshore.errors import CheckpointError
 
 
@@ -88,3 +89,48 @@ def test_only_our_optimizers(tmp_path: Path) -> None:
     model, _ = cases.make()
     with pytest.raises(TypeError, match="state_dict"):
         longshore.save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_run_that_goes_on_prunes_its_own(tmp_path: Path) -> None:
+    """As a process of its own would, which knows nothing of the one before."""
+    model, optimizer = cases.make()
+    for number in range(4):
+        one_line._RUNS.clear()
+        if number:
+            longshore.load(tmp_path, model, optimizer)
+        cases.train(model, optimizer, 1)
+        longshore.save(tmp_path, model, optimizer, f"step{number}", keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step2", "step3"]
+
+
+def test_gradients_on_the_host_are_not_stepped_into_what_is_loaded(tmp_path: Path) -> None:
+    model, optimizer = cases.make(release_gradients=True)
+    longshore.save(tmp_path, model, optimizer)
+    model(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(CheckpointError, match="would be stepped into what is loaded: load right after step"):
+        longshore.load(tmp_path, model, optimizer)
+    optimizer.zero_grad()
+    longshore.load(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2, dtype=torch.complex64), {"a": [torch.zeros(2, dtype=torch.complex64)]}]
+)
+def test_a_dtype_that_cannot_be_saved_is_named_by_its_key(value: Any, tmp_path: Path) -> None:
+    model, optimizer = cases.make()
+    with pytest.raises(CheckpointError, match=r"client_state\['mine'\].* is torch.complex64"):
+        longshore.save(tmp_path, model, optimizer, state={"mine": value})
+
+
+def test_frozen_and_left_out_is_not_trained(tmp_path: Path) -> None:
+    model, _ = cases.make()
+    model[0].requires_grad_(False)
+    config = longshore.Config(optimizer={"type": "AdamW", "lr": 1.0}, micro_batch_size=1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = longshore.initialize(model=model, model_parameters=trained, config=config).engine
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    engine.load_checkpoint(tmp_path)
+    engine.destroy()
+    other, _ = cases.make(seed=1)
+    with pytest.raises(CheckpointError, match=r"0.weight was frozen and left out .* and is trained here"):
+        longshore.load(tmp_path, other)

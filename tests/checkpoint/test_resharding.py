@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,16 @@ def test_every_stage(turn: int, first_stage: int, second_stage: int, run_on: Run
     """Every two stages, every two numbers of ranks."""
     saving, loading = COUNTS[(turn + first_stage) % 4], COUNTS[(turn + 2 * first_stage + second_stage) % 4]
     check(run_on, saving, Setting(first_stage), loading, Setting(second_stage, tile_numel=11), tmp_path)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (3, 2), (4, 3)])
+def test_large_tensors_are_shared_out(saving: int, loading: int, run_on: RunOn, tmp_path: Path) -> None:
+    saved = run_on(saving, cases.save_shared_out, Setting(saving % 3), str(tmp_path))
+    for found in run_on(loading, cases.load_whole, Setting(), str(tmp_path)):
+        cases.check_same(found, saved[0], but=("norm",))
+    tensors = json.loads((tmp_path / "global_step4/metadata.json").read_text())["tensors"]
+    files = {len({chunk["file"] for chunk in each["chunks"]}) for name, each in tensors.items() if "model." in name}
+    assert files == {1, saving}
 
 
 def test_what_other_ranks_cannot_have_is_said(two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from pathlib import Path
 
@@ -59,3 +60,47 @@ def test_one_rank(first: Setting, second: Setting, tmp_path: Path) -> None:
 def test_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     setting = Setting(optimizer=optimizer, dtype="bf16")
     check(None, setting, setting._replace(tile_numel=9), tmp_path)
+
+
+def test_half_of_a_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
+    saved = cases.save_whole(Setting(), str(tmp_path))
+    cases.check_same(cases.fail_half_way(Setting(), str(tmp_path)), saved, but=("norm",))
+    assert not (tmp_path / "half").exists()
+
+
+@pytest.mark.parametrize("setting", [Setting(2, "split"), Setting(3)])
+def test_nor_on_any_rank(setting: Setting, two_ranks: Ranks, tmp_path: Path) -> None:
+    saved = two_ranks(cases.save_whole, setting, str(tmp_path))
+    for found in two_ranks(cases.fail_half_way, setting, str(tmp_path)):
+        cases.check_same(found, saved[0], but=("norm",))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buffers_are_those_of_one_rank(stage: int, two_ranks: Ranks, tmp_path: Path) -> None:
+    for found in two_ranks(cases.save_unlike_buffers, stage, str(tmp_path)):
+        assert len(found) == 6 and all(bool((buffer == 1).all()) for buffer in found), found
+
+
+def test_broken_on_one_rank(two_ranks: Ranks, tmp_path: Path) -> None:
+    saved = two_ranks(cases.save_whole, Setting(), str(tmp_path))
+    for found in two_ranks(cases.broken_on_one_rank, Setting(), str(tmp_path)):
+        cases.check_same(found, saved[0], but=("norm",))
+
+
+def test_replaced_while_it_is_read(two_ranks: Ranks, tmp_path: Path) -> None:
+    saved = two_ranks(cases.save_whole, Setting(), str(tmp_path))
+    for found in two_ranks(cases.replaced_while_it_is_read, Setting(), str(tmp_path)):
+        cases.check_same(found, saved[0], but=("norm",))
+
+
+def test_where_older_ones_cannot_be_removed_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "somewhere")
+
+    with cases.engine_of(Setting()) as engine:
+        monkeypatch.setattr("longshore.checkpoint.saving.prune", refuse)
+        with pytest.warns(UserWarning, match=r"older checkpoints in .* could not be removed \(Permission denied"):
+            path = engine.save_checkpoint(tmp_path, keep_last=1)
+        assert engine.load_checkpoint(tmp_path)[0] == path

@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 
+from longshore.checkpoint.folder import LATEST
 from longshore.cli import comparison
+from longshore.cli.output import CHECKPOINTS
 
 MICRO = ["--size", "tiny", "--steps", "3", "--seq-len", "16", "--batch-size", "2"]
 ALONE = ["--no-two-ranks"]
@@ -23,6 +25,7 @@ def test_equal(cli, text, tmp_path, monkeypatch, stages):
     from PIL import Image
 
     monkeypatch.setattr(comparison, "_STAGES", stages)
+    monkeypatch.setattr(comparison, "_KILLED", ())
     ran = cli("demo", "--data", text, *MICRO, "--out", tmp_path / "curves.png")
     assert (ran.code, ran.err) == (0, "")
     table = rows(ran.out)
@@ -76,6 +79,40 @@ def test_one_bit_is_different(cli, text, monkeypatch, dtype, other, bits):
 
 
 @pytest.mark.slow
+def test_killed_and_resumed(cli, text, monkeypatch):
+    monkeypatch.setattr(comparison, "_DTYPES", ())
+    monkeypatch.setattr(comparison, "_STAGES", ())
+    ran = cli("demo", "--data", text, *MICRO, "--steps", "40")
+    assert (ran.code, ran.err) == (0, "")
+    name = "fp32, ZeRO-2, resumed"
+    assert rows(ran.out)[name][-1] == "yes"
+    found = re.search(rf"{name}: SIGKILL for rank 0 after step (\d+), and --resume went on after step (\d+)", ran.out)
+    assert found is not None
+    after, behind = map(int, found.groups())
+    assert 20 <= after < 40 and behind in (8, 16, 24, 32)
+    assert "in one process: 40 of 40" in ran.out
+
+
+@pytest.mark.slow
+def test_killed_before_latest_was_written(cli, text, monkeypatch):
+    """Its first checkpoint is whole, and used, though nothing names it yet: no step is lost from the comparison."""
+    monkeypatch.setattr(comparison, "_DTYPES", ())
+    monkeypatch.setattr(comparison, "_STAGES", ())
+    train = comparison.KilledContestant._train
+
+    def forgetful(contestant, out, *further):
+        if "--resume" in further:
+            (out / CHECKPOINTS / LATEST).unlink()
+        yield from train(contestant, out, *further)
+
+    monkeypatch.setattr(comparison.KilledContestant, "_train", forgetful)
+    ran = cli("demo", "--data", text, *MICRO, "--steps", "10")
+    assert (ran.code, ran.err) == (0, "")
+    assert "in one process: 10 of 10" in ran.out
+    assert re.search(r"and --resume went on after step [2468]\b", ran.out)
+
+
+@pytest.mark.slow
 def test_another_rank_order_is_different(cli, text, monkeypatch):
     """The ranks get the batches of another seed: the row says no, and so does the exit code."""
     original = comparison.RanksContestant.__init__
@@ -87,8 +124,8 @@ def test_another_rank_order_is_different(cli, text, monkeypatch):
     monkeypatch.setattr(comparison.RanksContestant, "__init__", reseeded)
     ran = cli("demo", "--data", text, *MICRO)
     assert ran.code == 1
-    for stage in (1, 2, 3):
-        assert rows(ran.out)[f"fp32, 2 ranks, ZeRO-{stage}"][-1] == "no: 21 of 21"
+    for name in ("2 ranks, ZeRO-1", "2 ranks, ZeRO-2", "2 ranks, ZeRO-3", "ZeRO-2, resumed"):
+        assert rows(ran.out)[f"fp32, {name}"][-1] == "no: 21 of 21"
     assert "of fp32, 2 ranks, ZeRO-1" in ran.refused()
 
 
@@ -123,7 +160,7 @@ def test_seconds_choose_the_steps(cli, text, monkeypatch):
 @pytest.mark.slow
 def test_seconds_count_the_ranks(cli, text, monkeypatch):
     monkeypatch.setattr(comparison.LocalContestant, "seconds_per_step", property(lambda _: 0.5))
-    assert "a Llama of size tiny, 3 steps of 2" in cli("demo", "--data", text, *MICRO, "--seconds", "10").out
+    assert "a Llama of size tiny, 3 steps of 2" in cli("demo", "--data", text, *MICRO, "--seconds", "11").out
 
 
 def test_sizes_with_a_scalar_tail_are_refused(cli, text, monkeypatch):

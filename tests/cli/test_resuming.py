@@ -11,6 +11,7 @@ import pytest
 from cli.conftest import MICRO_MODEL, MICRO_RUN
 from cli.rank_cases import command
 
+from longshore.cli import output
 from longshore.cli.loop import Loop
 
 ENGINE = [["--stage", "2"], ["--stage", "0", "--dtype", "bf16", "--no-offload"]]
@@ -70,7 +71,7 @@ def test_after_ctrl_c_or_a_kill(options, lost, train, trained, interrupted, monk
             file.write(b'{"kind": "train", "st')
     ran = train(*RUN, *options, "--out", out, "--save-every", "2", "--resume")
     assert (ran.code, ran.err) == (0, "")
-    assert f"going on behind step {5 - lost}" in ran.out
+    assert f"going on after step {5 - lost}" in ran.out
     resumed = results(out)
     assert resumed.differing(whole) == []
     assert resumed.run["status"] == "finished"
@@ -99,7 +100,9 @@ def test_what_cannot_go_on(train, trained, tmp_path):
     assert "at least 0" in train("--save-every", "-1", "--out", out).refused()
     assert train("--save-every", "2", "--out", out).code == 0
     other = train("--resume", "--out", out, "--lr", "0.5", "--seq-len", "8").refused()
-    assert "optimizer.lr 0.001 there, 0.5 here; loop.seq_len 16 there, 8 here" in other
+    assert "--lr 0.001 there, 0.5 here; --seq-len 16 there, 8 here. Give what it was begun with" in other
+    other = train("--resume", "--out", out, "--stage", "0").refused()
+    assert "training without the engine there, by the engine (--stage) here" in other
     (out / "run.json").write_text(json.dumps({"longshore": "0"}))
     assert "is another one" in train("--resume", "--out", out).refused()
 
@@ -113,3 +116,38 @@ def test_a_new_run_takes_the_former_checkpoints_away(train, tmp_path):
     ran = train("--resume", "--out", out)
     assert ran.code == 0
     assert "no checkpoint yet: from the beginning" in ran.out
+
+
+def test_another_number_of_ranks(two_ranks, train, text, tmp_path, results):
+    """One process with two backwards a step goes on where two ranks with one each stopped."""
+    common = ["--data", str(text), *MICRO_MODEL, *MICRO_RUN, "--save-every", "2"]
+    two_ranks(command, ["train", *common, "--stage", "2", "--out", str(tmp_path / "whole")])
+    stopped = ["train", *common, "--stage", "2", "--out", str(tmp_path / "stopped")]
+    assert [code for code, _, _ in two_ranks(command, stopped, {0: (3, signal.SIGTERM)})] == [143, 143]
+    alone = ("--save-every", "2", "--stage", "0", "--out", tmp_path / "stopped", "--resume")
+    assert "backwards a step (ranks times --accumulation) 2 there, 1 here" in train(*alone).refused()
+    ran = train(*alone, "--accumulation", "2")
+    assert ran.code == 0
+    assert "were saved by 2 ranks" in ran.err or "was saved by 2 ranks" in ran.err
+    assert results(tmp_path / "stopped").differing(results(tmp_path / "whole")) == []
+
+
+def test_one_run_at_a_time(train, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    assert train("--save-every", "2", "--out", out).code == 0
+    folder = output.RunFolder(out, overwrite=False, resume=True)
+    folder._lock()
+    assert "another run is writing to --out" in train("--resume", "--out", out).refused()
+    assert "another run is writing to --out" in train("--overwrite", "--out", out).refused()
+    folder.close()
+    assert train("--resume", "--out", out).code == 0
+
+
+def test_a_checkpoint_at_the_end(train, tmp_path, results):
+    out = tmp_path / "run"
+    assert train(*RUN, "--save-every", "4", "--out", out).code == 0
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step4", "step7"]
+    first = results(out)
+    ran = train(*RUN, "--save-every", "4", "--out", out, "--resume")
+    assert ran.code == 0 and "going on after step 7" in ran.out
+    assert results(out).differing(first) == []

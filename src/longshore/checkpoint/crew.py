@@ -1,4 +1,4 @@
-"""The processes that save and load together, and how a failure of one reaches all."""
+"""Processes that do something together, and how a failure of one reaches all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from longshore.errors import CheckpointError, RankError
+from longshore.errors import BrokenStateError, CheckpointError, RankError
 
 T = TypeVar("T")
 
-_KINDS = {kind.__name__: kind for kind in (CheckpointError, ValueError, TypeError, OSError, FileNotFoundError)}
+_PASSED_ON = (BrokenStateError, CheckpointError, ValueError, TypeError, OSError, FileNotFoundError, PermissionError)
+_KINDS = {kind.__name__: kind for kind in _PASSED_ON}
+"""What a failure on one rank is on the others; anything else is a RankError there."""
 
 
 class Crew:
@@ -34,13 +36,14 @@ class Crew:
         """
         if self.world_size == 1:
             return [value]
+        assert self.group is not None  # closed: None would be the default group
         found: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(found, value, group=self.group)
         except RuntimeError as error:
             raise RankError(
-                f"rank {self.rank}: another rank ended while a checkpoint was saved or loaded; look at the first error "
-                "of any rank. The checkpoints that were whole before are whole"
+                f"rank {self.rank}: another rank ended; look at the first error of any rank (checkpoints that were "
+                "whole before still are)"
             ) from error
         return found
 

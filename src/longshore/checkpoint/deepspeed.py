@@ -32,7 +32,7 @@ from longshore.checkpoint.optimizer_state import array_name
 from longshore.checkpoint.parts import SavedPart
 from longshore.checkpoint.reading import checked
 from longshore.checkpoint.saving import Content, Target, Values, write
-from longshore.checkpoint.session import MODEL, OPTIMIZER
+from longshore.checkpoint.session import CLIENT_STATE, MODEL, OPTIMIZER
 from longshore.checkpoint.values import Encoder
 from longshore.errors import CheckpointError
 from longshore.host import MASTER
@@ -95,7 +95,7 @@ def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
         MODEL: model.about,
         OPTIMIZER: _about(optimizer, model, first),
         "engine": engine,
-        "client_state": {key: value for key, value in first.content.items() if _is_client(key, value, first)},
+        CLIENT_STATE: {key: value for key, value in first.content.items() if _is_client(key, value, first)},
     }
     parts = [*model.parts, *_optimizer_parts(optimizer, model)]
     content = Content(

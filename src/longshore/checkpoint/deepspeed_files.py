@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longshore.checkpoint.folder import check_tag
+from longshore.checkpoint.loading import is_checkpoint
 from longshore.checkpoint.reading import checked
 from longshore.errors import CheckpointError
 
@@ -84,6 +85,16 @@ class SavedFiles(NamedTuple):
     """Each rank's."""
 
 
+def is_deepspeed(source: Path, tag: str | None) -> bool:
+    """Whether the checkpoint of that tag, or else the one that ``latest`` names, is DeepSpeed's."""
+    try:
+        folder = source / (_tag_in(source) if tag is None else check_tag(tag))
+        names = [path.name for path in folder.iterdir()]
+    except (CheckpointError, ValueError, OSError):
+        return False
+    return not is_checkpoint(folder) and any(map(_MODEL.fullmatch, names))
+
+
 def read_files(source: Path, tag: str | None) -> SavedFiles:
     """The files of a checkpoint by its tag; None: the one that ``latest`` names. Tensors stay in the files until used.
 
@@ -102,6 +113,8 @@ def read_files(source: Path, tag: str | None) -> SavedFiles:
             f"{folder / other[0]} is of a pipeline or of experts, and models that were trained whole are imported only"
         )
     models, optimizers = _by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIMIZER)
+    if not models and is_checkpoint(folder):
+        raise CheckpointError(f"{folder} is a checkpoint of longshore's already: load it, or `longshore export` it")
     if not models:
         raise CheckpointError(f"{folder} has no file with a model (mp_rank_00_model_states.pt): it is no checkpoint")
     first = _read(models[0])

@@ -17,14 +17,17 @@ from torch import Tensor
 from longshore.checkpoint.boxes import Box
 from longshore.checkpoint.crew import Crew
 from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, sync_folder
-from longshore.checkpoint.loading import find
+from longshore.checkpoint.loading import find, is_checkpoint
 from longshore.checkpoint.model_state import KIND
+from longshore.checkpoint.optimizer_state import array_name, checked_about
 from longshore.checkpoint.parts import PartLoadPlanner, WantedPart, names_of, stored
 from longshore.checkpoint.reading import checked, read_json
 from longshore.checkpoint.saving import CONFIG, STATE
+from longshore.checkpoint.session import OPTIMIZER
 from longshore.checkpoint.storage import METADATA, SafetensorsReader
 from longshore.checkpoint.tensor_file import TensorFile, TensorHead, write_json
 from longshore.errors import CheckpointError
+from longshore.host import MASTER
 
 EXPORT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """That weights can be cast to, and from: numbers of fewer bits mean something only together with their scales."""
@@ -50,7 +53,7 @@ class Exported(NamedTuple):
     """Of the tensors."""
 
 
-class _Weight(NamedTuple):
+class Weight(NamedTuple):
     """A tensor that is exported."""
 
     source: str
@@ -81,7 +84,8 @@ def export(
         checkpoint: its folder, or the one that was given to ``save_checkpoint``. All of its files are verified.
         out: a folder that is not there or is empty.
         max_shard_bytes: of the tensors in a file; a larger tensor has a file of its own.
-        dtype: for floating-point tensors, one of :data:`EXPORT_DTYPES`; None: as they are.
+        dtype: for floating-point tensors, one of :data:`EXPORT_DTYPES`; None: as they are. ``float32``, of weights in
+            fewer bits: their masters, where the checkpoint has them, with all digits that training had.
         tag: in the folder; None: as ``load_checkpoint`` chooses, with a warning for a damaged one that it passes over.
         overwrite: replace ``out`` where it has nothing but a former export.
         progress: called with the bytes that were written, and all.
@@ -99,13 +103,14 @@ def export(
     _check_target(target, overwrite)
     whole = chosen(Path(checkpoint).absolute(), tag)
     reader = SafetensorsReader(whole.path)
-    weights = _weights_of(whole, reader, dtype)
+    weights = weights_of(whole, reader, dtype)
     shards = shards_of(weights, max_shard_bytes)
     with _written_beside(target, overwrite) as folder:
         _write_shards(folder, shards, reader, progress)
         if CONFIG in whole.files:
             config = checked(read_json(whole.path / CONFIG), dict, str(whole.path / CONFIG))
             write_json(folder / CONFIG, _with_dtype(config, [weight.head for weight in weights]))
+        whole.check_unchanged()
         names = tuple(sorted(os.listdir(folder)))
     num_bytes = sum(weight.head.num_bytes for weight in weights)
     return Exported(target, whole.tag, whole.step, names, len(weights), num_bytes)
@@ -128,18 +133,19 @@ def chosen(path: Path, tag: str | None) -> WholeCheckpoint:
     return found
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one, be it damaged, and not one that has some."""
-    return any((path / name).is_file() for name in (MANIFEST, METADATA))
+def weights_of(
+    whole: WholeCheckpoint, reader: SafetensorsReader, dtype: torch.dtype | None, all_of_it: bool = True
+) -> list[Weight]:
+    """What a checkpoint has of a model, in its order: parameters, then buffers.
 
-
-def _weights_of(whole: WholeCheckpoint, reader: SafetensorsReader, dtype: torch.dtype | None) -> list[_Weight]:
-    """In the order of the model: parameters, then buffers."""
+    Raises:
+        CheckpointError: it is damaged; or, with ``all_of_it``, frozen parameters were left out.
+    """
     where = str(whole.path / f"{STATE}.json")
     about = checked(read_json(whole.path / f"{STATE}.json"), dict, where)
     model = checked(about.get(KIND), dict, f"{where}: {KIND}")
     left_out = checked(model.get("left_out"), list, f"{where}: left_out")
-    if left_out:
+    if left_out and all_of_it:
         raise CheckpointError(
             f"{whole.path} was saved without frozen parameters ({left_out[0]!r}, {len(left_out)} of them) and has not "
             "all of the model: load it into the model, and save that with exclude_frozen_parameters=False"
@@ -157,19 +163,33 @@ def _weights_of(whole: WholeCheckpoint, reader: SafetensorsReader, dtype: torch.
     if lost:
         raise CheckpointError(f"{whole.path} is damaged: {METADATA} has no {lost[0]}, which {where} names")
     weights = []
+    masters = _masters_of(about, where) if dtype is torch.float32 else frozenset()
     for name in dict.fromkeys([*parameters, *sources]):
         entry = stored(metadata, sources[name])
         found = entry.properties.dtype
         head = TensorHead(name, dtype if dtype is not None and found in EXPORT_DTYPES else found, tuple(entry.size))
-        weights.append(_Weight(sources[name], head))
+        source = array_name(MASTER, name) if name in masters else sources[name]
+        if stored(metadata, source).size != entry.size:
+            raise CheckpointError(f"{whole.path} is damaged: {source} has not the shape of {sources[name]}")
+        weights.append(Weight(source, head))
     if not weights:
         raise CheckpointError(f"{whole.path} has no weights")
     return weights
 
 
-def shards_of(weights: Sequence[_Weight], max_shard_bytes: int) -> dict[str, list[_Weight]]:
+def _masters_of(about: Mapping[str, Any], where: str) -> frozenset[str]:
+    """The parameters that have one, and are its rounded values."""
+    if about.get(OPTIMIZER) is None:
+        return frozenset()
+    entries = checked_about(about[OPTIMIZER], f"{where}: {OPTIMIZER}")["parameters"]
+    return frozenset(
+        name for name, entry in entries.items() if MASTER in entry["arrays"] and entry.get("published") is True
+    )
+
+
+def shards_of(weights: Sequence[Weight], max_shard_bytes: int) -> dict[str, list[Weight]]:
     """Files by name, each with the weights that follow each other and fit into it."""
-    groups: list[list[_Weight]] = [[]]
+    groups: list[list[Weight]] = [[]]
     num_bytes = 0
     for weight in weights:
         if groups[-1] and num_bytes + weight.head.num_bytes > max_shard_bytes:
@@ -184,7 +204,7 @@ def shards_of(weights: Sequence[_Weight], max_shard_bytes: int) -> dict[str, lis
 
 def _write_shards(
     folder: Path,
-    shards: Mapping[str, Sequence[_Weight]],
+    shards: Mapping[str, Sequence[Weight]],
     reader: SafetensorsReader,
     progress: Callable[[int, int], None],
 ) -> None:
@@ -195,7 +215,7 @@ def _write_shards(
         sources = {weight.head.name: weight.source for weight in group}
         with TensorFile(folder / name, [weight.head for weight in group], _ABOUT) as file:
             for head in file.heads:
-                file.write(_read(reader, sources[head.name], head))
+                file.write(read_weight(reader, sources[head.name], head))
                 done += head.num_bytes
                 progress(done, total)
             file.finish()
@@ -204,7 +224,7 @@ def _write_shards(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _read(reader: SafetensorsReader, source: str, head: TensorHead) -> Tensor:
+def read_weight(reader: SafetensorsReader, source: str, head: TensorHead) -> Tensor:
     """All of a tensor, in the dtype of ``head``. Its files are mapped only meanwhile: nothing of others stays."""
     metadata = reader.read_metadata()
     held: list[Tensor] = []

@@ -130,6 +130,21 @@ class WholeCheckpoint:
             if digest_of(self.path / name) != written.sha256:
                 raise CheckpointError(f"{self.path / name} is damaged: its checksum is not the one in {MANIFEST}")
 
+    def check_unchanged(self) -> None:
+        """What was read since :meth:`verify` is of this checkpoint.
+
+        Raises:
+            CheckpointError: another one has its name now, or it was removed.
+        """
+        try:
+            same = read_json(self.path / MANIFEST) == self.manifest
+        except CheckpointError:
+            same = False
+        if not same:
+            raise CheckpointError(
+                f"{self.path} was replaced or removed by another process while it was read: try again"
+            )
+
 
 class Draft:
     """A checkpoint on its way, in a folder of another name.
@@ -178,7 +193,8 @@ class Draft:
             OSError: the disk refuses.
         """
         listed = {written.name: {"bytes": written.num_bytes, "sha256": written.sha256} for written in files}
-        manifest = {"format": FORMAT, "version": VERSION, "created_ns": time.time_ns(), **about, "files": listed}
+        head = {"format": FORMAT, "version": VERSION, "created_ns": time.time_ns(), "latest": latest}
+        manifest = {**head, **about, "files": listed}
         write_json(self.path / MANIFEST, manifest)
         # Still locked: one who opened it before would take the lock now, and remove the folder.
         (self.path / _LOCK).unlink()
@@ -297,19 +313,21 @@ def _folders(root: Path) -> list[Path]:
 
 def prune(root: Path, keep_last: int, run: str) -> list[str]:
     """Remove the oldest whole checkpoints of one run beyond the newest ``keep_last``, never the one that ``latest``
-    names; returns their tags."""
+    names, and none that it was never to name; returns their tags."""
     latest, own = read_latest(root), []
     for path in _folders(root):
         with contextlib.suppress(CheckpointError):
             whole = WholeCheckpoint(path)
-            if whole.run == run and not path.name.startswith("."):
+            apart = path.name.startswith(".") or whole.manifest.get("latest") is False
+            if whole.run == run and not apart:
                 own.append(whole)
     own.sort(key=lambda whole: (whole.created_ns, whole.step))
     gone = [whole.tag for whole in own[: max(0, len(own) - keep_last)] if whole.tag != latest]
     for tag in gone:
         # Under another name first: half of it must not look like one.
         aside = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
-        os.rename(root / tag, aside)
+        with contextlib.suppress(FileNotFoundError):  # another process did it
+            os.rename(root / tag, aside)
         _remove(aside)
     return gone
 

@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from longshore.checkpoint.export import is_checkpoint
 from longshore.checkpoint.folder import WholeCheckpoint, candidates, check_tag, read_latest, tag_of
+from longshore.checkpoint.loading import is_checkpoint
 from longshore.checkpoint.optimizer_state import checked_about
 from longshore.checkpoint.parts import names_of
 from longshore.checkpoint.reading import checked, read_json
 from longshore.checkpoint.saving import STATE
-from longshore.checkpoint.session import MODEL, OPTIMIZER
+from longshore.checkpoint.session import CLIENT_STATE, MODEL, OPTIMIZER
 from longshore.checkpoint.storage import SafetensorsReader
 from longshore.checkpoint.tensor_file import DTYPE_NAMES
 from longshore.checkpoint.values import decode
 from longshore.errors import CheckpointError
-
-CLIENT_STATE = "client_state"
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from longshore.checkpoint.crew import Crew
-from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, candidates, check_tag, tag_of
+from longshore.checkpoint.folder import LATEST, MANIFEST, WholeCheckpoint, candidates, check_tag, read_latest, tag_of
 from longshore.checkpoint.parts import PartLoadPlanner, WantedPart
+from longshore.checkpoint.planned import planned
 from longshore.checkpoint.reading import checked, read_json
-from longshore.checkpoint.saving import STATE, first_of, rank_file
+from longshore.checkpoint.saving import STATE, rank_file
 from longshore.checkpoint.storage import METADATA, SafetensorsReader, opened
 from longshore.checkpoint.values import decode
 from longshore.errors import CheckpointError
@@ -39,6 +39,10 @@ def find(root: Path, tag: str | None, crew: Crew) -> WholeCheckpoint | None:
         check_tag(tag)
     found = crew.first(lambda: _listed(root, tag))
     passed: list[str] = []
+    if tag is None and crew.rank == 0 and found and os.path.lexists(root / LATEST) and read_latest(root) is None:
+        warnings.warn(
+            f"{root / LATEST} is damaged: it names no tag; the newest whole checkpoint is loaded", stacklevel=4
+        )
     for path, error in found:
         problem = error
         if problem is None:
@@ -57,11 +61,23 @@ def find(root: Path, tag: str | None, crew: Crew) -> WholeCheckpoint | None:
 
 
 def _listed(root: Path, tag: str | None) -> list[tuple[str, str | None]]:
+    if is_checkpoint(root):
+        raise CheckpointError(f"{root} is one checkpoint: give the folder that it lies in, and its name as the tag")
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"{root} is a file, and checkpoints are in folders")
     found = [(str(path), None if error is None else str(error)) for path, error in candidates(root)]
     if tag is None:
+        if not found and root.is_dir():
+            halves = [path for path in sorted(root.iterdir()) if is_checkpoint(path) and not path.name.startswith(".")]
+            return [(str(path), f"{path} has no {MANIFEST}: it is damaged") for path in halves]
         return found
     mine = [(path, error) for path, error in found if tag_of(Path(path)) == tag]
     return mine or [(str(root / tag), f"there is no checkpoint {root / tag}{_others(found)}")]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one, be it damaged, and not one that has some."""
+    return any((path / name).is_file() for name in (MANIFEST, METADATA))
 
 
 def _others(found: Sequence[tuple[str, str | None]]) -> str:
@@ -125,29 +141,22 @@ def read_values(path: Path, stem: str) -> dict[str, Any]:
     return values
 
 
-def load_parts(path: Path, parts: Sequence[WantedPart], crew: Crew, begin: Callable[[], None] = lambda: None) -> None:
-    """Read what each process wants; all have to call. ``begin`` is called when all of it was found there.
-
-    Raises:
-        CheckpointError: a tensor is not there, or the disk fails half way.
-    """
-    reader = SafetensorsReader(path)
-    metadata = crew.together(reader.read_metadata)
+def check_parts(reader: SafetensorsReader, parts: Sequence[WantedPart], crew: Crew) -> None:
+    """All that each process wants is there; all have to call. Raises CheckpointError, and nothing was loaded."""
 
     def plan() -> None:
-        planner = PartLoadPlanner(parts)
+        planner, metadata = PartLoadPlanner(parts), reader.read_metadata()
         planner.set_up_planner({}, metadata)
         reader.check(planner.create_local_plan(), metadata)
 
     crew.together(plan)
-    crew.together(begin)
-    alone = crew.world_size == 1
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load({}, storage_reader=reader, planner=PartLoadPlanner(parts), process_group=crew.group, no_dist=alone)
-    except CheckpointException as failure:
-        raise first_of(failure, f"{path} could be read in part only; load again before going on", alone) from failure
-    except RuntimeError as error:
-        crew.gather(None)  # says so where another rank is gone
-        raise CheckpointError(f"{path} could be read in part only: {error}; load again before going on") from error
+
+
+def load_parts(reader: SafetensorsReader, parts: Sequence[WantedPart], crew: Crew) -> None:
+    """Read what each process wants, and :func:`check_parts` found; all have to call.
+
+    Raises:
+        CheckpointError: the disk fails half way.
+    """
+    failed = f"{reader.path} could be read in part only; load again before going on"
+    planned(load, failed, crew, storage_reader=reader, planner=PartLoadPlanner(parts))

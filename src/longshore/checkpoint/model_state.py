@@ -92,15 +92,20 @@ class ModelState:
             here = first and (box.numel > 0 or (math.prod(shape) == 0 and self._rank == 0))
             read = held_part(tensor).detach
             return [SavedPart(name, tensor.dtype, shape, box, read)] if here else []
-        start, numel = self._share(tensor.numel(), place)
+        start, numel = self._share(tensor, place)
         if tensor.numel() == 0:
             whole = Box((0,) * len(shape), shape)
             return [SavedPart(name, tensor.dtype, shape, whole, tensor.detach)] if self._rank == 0 else []
         boxes = boxes_of_run(shape, start, numel)
         return saved_run(name, shape, boxes, tensor.dtype, lambda: flat(tensor)[start : start + numel])
 
-    def _share(self, numel: int, place: int) -> tuple[int, int]:
+    def _share(self, tensor: Tensor, place: int) -> tuple[int, int]:
         """What this process writes of a tensor that all processes have."""
+        numel = tensor.numel()
+        if not isinstance(tensor, nn.Parameter):
+            # Each process may have a buffer of other values, such as the statistics of the batches that it saw. A mean
+            # of one process would not go with the variance of another.
+            return (0, numel) if self._rank == 0 else (0, 0)
         if numel < _LEAST_NUMEL * self._world_size:
             return (0, numel) if place % self._world_size == self._rank else (0, 0)
         first, last = (numel * rank // self._world_size for rank in (self._rank, self._rank + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import warnings
@@ -14,19 +15,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from longshore.checkpoint.background import Background
 from longshore.checkpoint.crew import Crew
 from longshore.checkpoint.folder import check_tag
 from longshore.checkpoint.loading import find
 from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import Target, write
-from longshore.checkpoint.session import Selection, Session
+from longshore.checkpoint.saving import Content, Target, memory_for_snapshot, prepare, write
+from longshore.checkpoint.session import CLIENT_STATE, Selection, Session
 from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.shards import is_sharded
 from longshore.sharding.groups import twin_of
 
-_RUN = secrets.token_hex(8)
-_STATE = "client_state"
+_RUNS: dict[Path, str] = {}
+"""By folder: which run saves there; the one that was loaded from it goes on."""
+_BACKGROUND = Background()
 
 
 def save(
@@ -37,6 +40,7 @@ def save(
     state: Mapping[str, Any] | None = None,
     *,
     keep_last: int | None = None,
+    async_save: bool = False,
 ) -> Path:
     """Save a model and its longshore optimizer, between two steps, in the format of ``engine.save_checkpoint``.
 
@@ -49,31 +53,59 @@ def save(
         optimizer: ``longshore.AdamW`` or another of ours; None: weights only.
         tag: the checkpoint's name in the folder. One of that name is replaced when the new one is whole.
         state: values of yours (schedulers, counters, random numbers): JSON, and tensors.
-        keep_last: remove older checkpoints that this process wrote there beyond so many.
+        keep_last: remove older checkpoints beyond so many that this process, or the run that it goes on with, wrote
+            there.
+        async_save: return at once, and write while training goes on; as for an engine's ``save_checkpoint``.
 
     Returns:
-        The checkpoint's folder.
+        The checkpoint's folder; with ``async_save`` it is there after :func:`wait_for_checkpoint`.
 
     Raises:
         CheckpointError: a value that cannot be saved, by its key; gradients that are on the host and would be lost; a
-            disk that refuses. What was there before still is.
+            disk that refuses. What was there before still is. With ``async_save`` the next call of this function, of
+            :func:`load` or of :func:`wait_for_checkpoint` raises it.
         ValueError: a tag that is no name of a folder.
     """
+    wait_for_checkpoint()
     root, ours = Path(save_dir).absolute(), _checked(optimizer)
     check_tag(tag)
     together = _together(model)
     if not together and _rank() != 0:
         return root / tag
-    if ours is not None and ours.gradients_arrived:
-        raise CheckpointError(
-            "a checkpoint has no gradients, and those that release_gradients=True took to the host would be lost: save "
-            "right after step(), or after zero_grad()"
-        )
-    with _Crew(together) as crew:
+    with contextlib.ExitStack() as stack:
+        crew = stack.enter_context(_crew_of(together))
+        crew.together(lambda: _check_no_gradients(ours, "a checkpoint has no gradients, and {} would be lost: save"))
         session = Session(model, ours, crew)
         step = max((record.step for record in ours.records), default=0) if ours is not None else 0
-        content = crew.together(lambda: session.content({_STATE: dict(state or {})}, {}, step, _RUN))
-        return write(content, Target(root, tag, True, keep_last), crew)
+        memory_bytes = memory_for_snapshot(crew) if async_save else None
+        values, run = {CLIENT_STATE: dict(state or {})}, _RUNS.setdefault(root, secrets.token_hex(8))
+        content = prepare(lambda: session.content(values, {}, step, run, memory_bytes=memory_bytes), crew)
+        target = Target(root, tag, True, keep_last)
+        if not async_save:
+            return write(content, target, crew)
+        _write_beside(content, target, crew, stack.pop_all())
+        return root / tag
+
+
+def _write_beside(content: Content, target: Target, crew: Crew, closing: contextlib.ExitStack) -> None:
+    def work() -> None:
+        with closing:
+            write(content, target, crew)
+
+    def give_up() -> None:
+        content.close()
+        closing.close()
+
+    _BACKGROUND.start(work, f"saving {target.root / target.tag}", give_up)
+
+
+def wait_for_checkpoint() -> None:
+    """Until what ``longshore.save(async_save=True)`` began is on the disk.
+
+    Raises:
+        CheckpointError, RankError: it could not be written, as :func:`save` says.
+    """
+    _BACKGROUND.wait()
 
 
 def load(
@@ -99,30 +131,34 @@ def load(
     Raises:
         CheckpointError: damaged, or of another model or optimizer: lists the differences. Nothing was loaded.
     """
+    wait_for_checkpoint()
     ours = _checked(optimizer)
-    with _Crew(_together(model)) as crew:
+    with _crew_of(_together(model)) as crew:
+        crew.together(lambda: _check_no_gradients(ours, "{} would be stepped into what is loaded: load"))
         whole = find(Path(load_dir).absolute(), tag, crew)
         if whole is None:
-            warnings.warn(f"{load_dir} has no checkpoint; nothing was loaded", stacklevel=2)
+            what = "nothing was loaded (where this is no first start, check the path)"
+            warnings.warn(f"{load_dir} has no checkpoint; {what}", stacklevel=2)
             return None
 
         def look(values: Mapping[str, Any]) -> None:
-            checked(values.get(_STATE), dict, f"{whole.path}: {_STATE}")
+            checked(values.get(CLIENT_STATE), dict, f"{whole.path}: {CLIENT_STATE}")
 
-        return Session(model, ours, crew).load(whole, Selection(strict, ours is not None), look)[_STATE]
+        state = Session(model, ours, crew).load(whole, Selection(strict, ours is not None), look)[CLIENT_STATE]
+        if whole.run is not None:
+            _RUNS[Path(load_dir).absolute()] = whole.run
+        return state
 
 
-class _Crew:
-    """Of one call: all ranks, or this one alone."""
+def _check_no_gradients(optimizer: HostOptimizer | None, why: str) -> None:
+    if optimizer is not None and not optimizer.store.broken and optimizer.gradients_arrived:
+        gradients = why.format("those that release_gradients=True took to the host")
+        raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 
-    def __init__(self, together: bool) -> None:
-        self._crew = Crew(twin_of(None, torch.device("cpu"), backend="gloo") if together else None)
 
-    def __enter__(self) -> Crew:
-        return self._crew
-
-    def __exit__(self, *_: object) -> None:
-        self._crew.close()
+def _crew_of(together: bool) -> contextlib.closing[Crew]:
+    """All ranks, or this one alone."""
+    return contextlib.closing(Crew(twin_of(None, torch.device("cpu"), backend="gloo") if together else None))
 
 
 def _together(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from longshore.checkpoint.model_state import ModelState, box_of_shard
 from longshore.checkpoint.parts import SavedPart, WantedPart, boxes_in, saved_run, wanted_run
 from longshore.checkpoint.reading import checked
 from longshore.errors import CheckpointError
-from longshore.host import MASTER
+from longshore.host import MASTER, Snapshot
 from longshore.optim.family import History
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.loading import merged_group
@@ -83,21 +83,30 @@ class OptimizerState:
         }
         return {"kind": self.kind, "groups": groups, "parameters": parameters}
 
-    def saved(self) -> list[SavedPart]:
-        """What this process writes."""
-        parts: list[SavedPart] = []
-        for name, record in self.records.items():
-            for array in _arrays_of(record):
-                parts += self._saved(array_name(array, name), record, array)
-        return parts
+    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedPart], Snapshot | None]:
+        """What this process writes, and, with ``memory_bytes``, the snapshot that it is read from.
 
-    def _saved(self, name: str, record: ParameterRecord, array: str) -> list[SavedPart]:
+        Raises:
+            BrokenStateError: a step, or the loading of a checkpoint, ended half way.
+        """
+        store = self._store
+        store.check_usable()
+        runs = [
+            (record, array, name, key, boxes)
+            for name, record in self.records.items()
+            for array in _arrays_of(record)
+            for key, boxes, tells in self._runs(record, name)
+            if tells
+        ]
+        snapshot = (
+            None if memory_bytes is None else store.snapshot([(key, a) for _, a, _, key, _ in runs], memory_bytes)
+        )
+        read = store.read_run if snapshot is None else snapshot.read_run
         parts: list[SavedPart] = []
-        shape = tuple(record.shape)
-        for key, boxes, tells in self._runs(record, name):
-            if tells:
-                parts += saved_run(name, shape, boxes, torch.float32, lambda key=key: self._store.read_run(key, array))
-        return parts
+        for record, array, name, key, boxes in runs:
+            values = functools.partial(read, key, array)
+            parts += saved_run(array_name(array, name), tuple(record.shape), boxes, torch.float32, values)
+        return parts, snapshot
 
     def _runs(self, record: ParameterRecord, name: str) -> list[tuple[int, list[Box], bool]]:
         """What this process keeps the state of: for the store, in the whole parameter, and whether it tells of it."""
@@ -167,10 +176,13 @@ class OptimizerState:
 
     def clear(self) -> None:
         """As if nothing had ever been stepped."""
-        if self._store.broken:
-            self._store.begin_load()
+        self.optimizer.begin_load()
         for record in self.records.values():
             clear_state(record, self._store)
+
+    def abandon(self, failure: BaseException) -> None:
+        """Loading failed half way: the optimizer steps nothing until a whole state is loaded."""
+        self._store.load_failed(CheckpointError(f"{type(failure).__name__}: {failure}"))
 
     def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedPart]:
         """What this process loads, and makes room for; arguments as for :meth:`differences`."""

@@ -42,6 +42,11 @@ class SavedPart(NamedTuple):
     read: Callable[[], Tensor]
     """Its values, of the box's shape; asked for once, when they are written."""
 
+    def copied(self) -> SavedPart:
+        """As it is now, on the CPU, until it has been asked for."""
+        values = [self.read().detach().to("cpu", copy=True)]
+        return self._replace(read=values.pop)
+
 
 class WantedPart(NamedTuple):
     """A box of a tensor, which this process loads."""

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from longshore.checkpoint.crew import Crew
 from longshore.checkpoint.folder import Draft, prune
 from longshore.checkpoint.parts import PartSavePlanner, SavedPart
+from longshore.checkpoint.planned import planned, save_alone, words_of
 from longshore.checkpoint.storage import SafetensorsWriter
 from longshore.checkpoint.tensor_file import TensorFile, TensorHead, WrittenFile, write_json
 from longshore.checkpoint.values import Encoder
 from longshore.errors import CheckpointError
+from longshore.host import Snapshot, memory_for_speculation
 
 STATE = "state"
 """Of the file with what is the same on all ranks."""
@@ -63,7 +65,7 @@ class Values(NamedTuple):
 class Content(NamedTuple):
     """What a checkpoint is going to hold."""
 
-    parts: Sequence[SavedPart]
+    parts: list[SavedPart]
     """Of this process."""
     shared: Values
     """The same on all ranks; the first one's are written."""
@@ -73,6 +75,36 @@ class Content(NamedTuple):
     """JSON that says how the model is built; None: the model has none."""
     step: int
     run: str
+    snapshot: Snapshot | None = None
+    """That parts are read from; None: they are read from what is trained, which waits."""
+
+    def close(self) -> None:
+        """It has been written, or will not be."""
+        if self.snapshot is not None:
+            self.snapshot.close()
+            self.parts.clear()  # with copies of weights: an error's frames may hold this
+
+
+def prepare(make: Callable[[], Content], crew: Crew) -> Content:
+    """What each process of ``crew`` makes; where one fails, all raise."""
+    made: list[Content] = []
+
+    def keep() -> None:
+        made.append(make())
+
+    try:
+        crew.together(keep)
+    except BaseException:
+        for each in made:
+            each.close()
+        raise
+    return made[0]
+
+
+def memory_for_snapshot(crew: Crew) -> int:
+    """Of the host, in bytes, for pages that are stepped into while others are written; all have to call."""
+    machines = crew.gather(platform.node())
+    return memory_for_speculation() // machines.count(machines[crew.rank])
 
 
 class Target(NamedTuple):
@@ -101,7 +133,12 @@ def write(content: Content, target: Target, crew: Crew) -> Path:
         path = Path(crew.first(lambda: _explained(begin, target)))
         written = crew.together(lambda: _explained(lambda: _write_own(content, path, crew), target))
         writer = SafetensorsWriter(path, crew.rank, crew.world_size)
-        _save_parts(content.parts, writer, crew, target)
+        failed = f"{target.root / target.tag} could not be written (those that were there before still are)"
+        planner = PartSavePlanner(content.parts)
+        if crew.world_size == 1:
+            save_alone(writer, planner, failed)
+        else:
+            planned(save, failed, crew, storage_writer=writer, planner=planner)
         files = [file for each in crew.gather([*written, *writer.files]) for file in each]
         about = {
             "longshore": version("longshore"),
@@ -111,17 +148,28 @@ def write(content: Content, target: Target, crew: Crew) -> Path:
             "world_size": crew.world_size,
         }
 
-        def commit() -> None:
-            draft[0].commit(files, about, target.latest)
-            if target.keep_last is not None:
-                prune(target.root, target.keep_last, content.run)
-
-        crew.first(lambda: _explained(commit, target))
+        crew.first(lambda: _explained(lambda: _commit(draft[0], files, about, target, content.run), target))
     except BaseException:
         for each in draft:
             each.discard()
         raise
+    finally:
+        content.close()
     return target.root / target.tag
+
+
+def _commit(draft: Draft, files: list[WrittenFile], about: Mapping[str, Any], target: Target, run: str) -> None:
+    draft.commit(files, about, target.latest)
+    if target.keep_last is None:
+        return
+    try:
+        prune(target.root, target.keep_last, run)
+    except OSError as error:  # the new one is whole
+        warnings.warn(
+            f"older checkpoints in {target.root} could not be removed ({words_of(error)}): they stay "
+            "until you remove them",
+            stacklevel=2,
+        )
 
 
 def _write_own(content: Content, path: Path, crew: Crew) -> list[WrittenFile]:
@@ -138,39 +186,11 @@ def _write_own(content: Content, path: Path, crew: Crew) -> list[WrittenFile]:
     return written
 
 
-def _save_parts(parts: Sequence[SavedPart], writer: SafetensorsWriter, crew: Crew, target: Target) -> None:
-    alone = crew.world_size == 1
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save({}, storage_writer=writer, planner=PartSavePlanner(parts), process_group=crew.group, no_dist=alone)
-    except CheckpointException as failure:
-        raise first_of(failure, f"{target.root / target.tag} could not be written", alone) from failure
-    except RuntimeError as error:
-        crew.gather(None)  # says so where another rank is gone
-        raise CheckpointError(f"{target.root / target.tag} could not be written: {error}") from error
-
-
-def first_of(failure: CheckpointException, what: str, alone: bool) -> BaseException:
-    """The error to raise for what torch collected from all ranks."""
-    rank, (error, _) = next(iter(failure.failures.items()))
-    if isinstance(error, KeyboardInterrupt) or not isinstance(error, Exception):
-        return error
-    where = "" if alone else f"rank {rank}: "
-    return CheckpointError(f"{what}: {where}{_words(error)}")
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return str(error)
-
-
 def _explained(work: Callable[[], Any], target: Target) -> Any:
     try:
         return work()
     except OSError as error:
         raise CheckpointError(
-            f"{target.root / target.tag} could not be written: {_words(error)}; the checkpoints that were there before "
-            "still are"
+            f"{target.root / target.tag} could not be written: {words_of(error)}; the checkpoints that were there "
+            "before still are"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch import nn
 
 from longshore.checkpoint.crew import Crew
 from longshore.checkpoint.folder import WholeCheckpoint
-from longshore.checkpoint.loading import load_parts, read_values
+from longshore.checkpoint.loading import check_parts, load_parts, read_values
 from longshore.checkpoint.model_state import KIND, ModelState
 from longshore.checkpoint.optimizer_state import OptimizerState, checked_about
 from longshore.checkpoint.parts import names_of
@@ -21,8 +22,8 @@ from longshore.checkpoint.storage import SafetensorsReader
 from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
 
-MODEL, OPTIMIZER = "model", "optimizer"
-"""Keys of what is shared; other keys are the caller's."""
+MODEL, OPTIMIZER, CLIENT_STATE = "model", "optimizer", "client_state"
+"""Keys of what is shared; but for the first two they are the caller's."""
 _SHOWN = 20
 
 
@@ -62,7 +63,13 @@ class Session:
     # -- saving ---------------------------------------------------------------
 
     def content(
-        self, shared: Mapping[str, Any], own: Mapping[str, Any], step: int, run: str, exclude_frozen: bool = False
+        self,
+        shared: Mapping[str, Any],
+        own: Mapping[str, Any],
+        step: int,
+        run: str,
+        exclude_frozen: bool = False,
+        memory_bytes: int | None = None,
     ) -> Content:
         """What a checkpoint is going to hold now.
 
@@ -72,6 +79,8 @@ class Session:
             step: of the run.
             run: which run it is.
             exclude_frozen: leave frozen parameters out.
+            memory_bytes: of the host, for training to go on before it is written: weights are copied, and the
+                optimizer's state is kept page by page. None: training waits until it is.
 
         Raises:
             CheckpointError: a value that a checkpoint cannot hold, by its key.
@@ -86,11 +95,17 @@ class Session:
             "extra_state": model.extra_state(),
         }
         parts = model.saved(names)
+        if memory_bytes is not None:
+            parts = [part.copied() for part in parts]
         values: dict[str, Any] = {MODEL: about, OPTIMIZER: None, **shared}
+        snapshot = None
         if self._optimizer is not None:
             values[OPTIMIZER] = self._optimizer.about()
-            parts += self._optimizer.saved()
-        return Content(parts, Values.of(values), Values.of(own), _config_of(model.model), step, run)
+        written, own_written, config = Values.of(values), Values.of(own), _config_of(model.model)
+        if self._optimizer is not None:
+            states, snapshot = self._optimizer.saved(memory_bytes)
+            parts += states
+        return Content(parts, written, own_written, config, step, run, snapshot)
 
     # -- loading --------------------------------------------------------------
 
@@ -111,8 +126,10 @@ class Session:
             CheckpointError: the checkpoint is damaged, or does not fit, with all that does not; nothing was loaded.
         """
 
+        reader = SafetensorsReader(whole.path)
+
         def compare() -> tuple[dict[str, Any], _Fit, dict[str, Any] | None]:
-            found = self._compare(whole, selection)
+            found = self._compare(reader, selection)
             look(found[0])
             return found
 
@@ -124,33 +141,39 @@ class Session:
         if state is not None and about is not None:
             parts += self._crew.together(lambda: state.wanted(about, among))
 
-        def begin() -> None:
-            if state is not None and about is not None:
-                state.clear()
-
-        load_parts(whole.path, parts, self._crew, begin)
-        if state is not None and about is not None:
-            state.restore_histories(about, among)
-            state.restore_groups(about, among)
+        check_parts(reader, parts, self._crew)
+        if state is None or about is None:
+            load_parts(reader, parts, self._crew)
+            self._crew.together(whole.check_unchanged)
+        else:
+            try:
+                self._crew.together(state.clear)
+                load_parts(reader, parts, self._crew)
+                self._crew.together(whole.check_unchanged)
+                state.restore_histories(about, among)
+                state.restore_groups(about, among)
+            except BaseException as failure:
+                state.abandon(failure)
+                raise
         self._model.load_extra_state(values[MODEL]["extra_state"])
         return {key: value for key, value in values.items() if key not in (MODEL, OPTIMIZER)}
 
     def _compare(
-        self, whole: WholeCheckpoint, selection: Selection
+        self, reader: SafetensorsReader, selection: Selection
     ) -> tuple[dict[str, Any], _Fit, dict[str, Any] | None]:
-        where = str(whole.path / STATE)
-        values = read_values(whole.path, STATE)
+        where = str(reader.path / STATE)
+        values = read_values(reader.path, STATE)
         model = checked(values.get(MODEL), dict, f"{where}: model")
         for key, kind in (("aliases", dict), ("left_out", list), ("extra_state", dict)):
             checked(model.get(key), kind, f"{where}: {key}")
         for name in (*model["aliases"].values(), *model["left_out"]):
             checked(name, str, f"{where}: a name")
-        fit = self._fit(SafetensorsReader(whole.path), model)
+        fit = self._fit(reader, model)
         about = None
         if selection.optimizer and self._optimizer is not None:
             if values.get(OPTIMIZER) is None:
                 fit.differences.append(
-                    "the checkpoint has no optimizer state (load_optimizer_states=False: do without)"
+                    "the checkpoint has no optimizer state (load_optimizer_states=False, or no optimizer: do without)"
                 )
             else:
                 about = checked_about(values[OPTIMIZER], f"{where}: optimizer")
@@ -182,6 +205,10 @@ class Session:
                 differences.append(f"{' and '.join(found)} are one tensor here, and several in the checkpoint")
             elif not found and name not in about["left_out"]:
                 differences.append(f"{name} is missing in the checkpoint")
+            elif not found and tensor.requires_grad:
+                differences.append(
+                    f"{name} was frozen and left out (exclude_frozen_parameters=True), and is trained here"
+                )
             for source in list(found)[:1]:
                 shape, dtype = tuple(saved[source].size), saved[source].properties.dtype
                 if shape != tuple(tensor.shape):
@@ -210,18 +237,25 @@ class Session:
         said = "\n".join(lines)
         if strict:
             raise CheckpointError(
-                f"{whole.path} does not fit ({len(differences)} differences); nothing was loaded. strict=False loads "
-                f"what fits\n{said}"
+                f"{whole.path} does not fit; nothing was loaded. strict=False loads what fits. Differences: "
+                f"{len(differences)}\n{said}"
             )
         if self._crew.rank == 0:
             warnings.warn(f"{whole.path} fits in part; what does not is skipped, or cast\n{said}", stacklevel=4)
 
 
 def _config_of(model: nn.Module) -> str | None:
-    """The configuration of a model that has one as transformers has it: JSON."""
+    """The configuration of a model that has one as transformers has it: JSON, with the name of the model's class."""
     config = getattr(model, "config", None)
     to_json = getattr(config, "to_json_string", None)
     if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
         return None
     text = to_json()
-    return text if isinstance(text, str) else None
+    if not isinstance(text, str):
+        return None
+    content = json.loads(text)
+    if "model_type" in content and not content.get("architectures"):
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        # fully_shard makes a class of its own.
+        content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
+    return json.dumps(content)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _CHUNK_BYTES = 1 << 24
+_BEHIND_BYTES = 1 << 26
+"""That the checksum may be behind what is written."""
 """Written and hashed at a time: what was just written is still in the cache."""
 
 
@@ -65,6 +68,54 @@ def dtype_name(dtype: torch.dtype, of: str) -> str:
     if name is None:
         raise CheckpointError(f"{of} is {dtype}, and safetensors files have {', '.join(DTYPE_NAMES.values())}")
     return name
+
+
+class _Hasher:
+    """SHA-256 on a thread of its own. (An executor would take nothing more once the main thread has ended.)"""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._changed = threading.Condition()
+        self._chunks: list[memoryview] = []
+        self._behind = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="longshore-sha256", daemon=True)
+        self._thread.start()
+
+    def add(self, content: memoryview) -> None:
+        """It stays as it is until :meth:`catch_up` or :meth:`close`."""
+        with self._changed:
+            self._chunks += [content[start : start + _CHUNK_BYTES] for start in range(0, len(content), _CHUNK_BYTES)]
+            self._behind += len(content)
+            self._changed.notify_all()
+
+    def catch_up(self, most_bytes: int) -> None:
+        """Until no more than so many bytes are left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._behind <= most_bytes)
+
+    def hexdigest(self) -> str:
+        self.catch_up(0)
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._chunks or self._closed)
+                if self._closed:
+                    return
+                chunk = self._chunks.pop(0)
+            self._hash.update(chunk)
+            with self._changed:
+                self._behind -= len(chunk)
+                del chunk
+                self._changed.notify_all()
 
 
 class TensorFile:
@@ -100,14 +151,14 @@ class TensorFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._next = 0
-        self._hash = hashlib.sha256()
         self._num_bytes = 0
         # Unbuffered: what is written is large.
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in __exit__
+        self._hasher = _Hasher()
         try:
             self._write(memoryview(len(text).to_bytes(8, "little") + text))
         except BaseException:
-            self._file.close()
+            self._close()
             raise
 
     def write(self, tensor: Tensor) -> None:
@@ -121,23 +172,28 @@ class TensorFile:
             self._write(memoryview(content))
 
     def _write(self, content: memoryview) -> None:
-        for start in range(0, len(content), _CHUNK_BYTES):
-            chunk = content[start : start + _CHUNK_BYTES]
-            self._hash.update(chunk)
-            self._num_bytes += len(chunk)
-            while chunk:
-                chunk = chunk[self._file.write(chunk) or 0 :]
+        # Hashed while they are written, and while the next ones are; both let go of the GIL.
+        self._num_bytes += len(content)
+        self._hasher.add(content)
+        most = _BEHIND_BYTES if len(content) <= _BEHIND_BYTES else 0  # a large tensor is not kept beside the next one
+        while content:
+            content = content[self._file.write(content[:_CHUNK_BYTES]) or 0 :]
+        self._hasher.catch_up(most)
 
     def finish(self) -> WrittenFile:
         """All of it is on the disk."""
         assert self._next == len(self.heads)
         os.fsync(self._file.fileno())
-        return WrittenFile(self.path.name, self._num_bytes, self._hash.hexdigest())
+        return WrittenFile(self.path.name, self._num_bytes, self._hasher.hexdigest())
 
     def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._hasher.close()
         self._file.close()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longshore.checkpoint.tensor_file import dtype_name
 from longshore.errors import CheckpointError
 
 _TENSOR, _TUPLE, _FLOAT, _ITEMS = "$tensor", "$tuple", "$float", "$items"
@@ -44,7 +45,7 @@ class Encoder:
             CheckpointError: anything else, by its key.
         """
         if depth > _DEEPEST:
-            raise CheckpointError(f"{where} is nested deeper than {_DEEPEST} levels, or contains itself")
+            raise CheckpointError(f"{where[:60]}... is nested deeper than {_DEEPEST} levels, or contains itself")
         if value is None or isinstance(value, (bool, int, str)):
             # Subclasses (enums, NumPy's numbers) would come back as something else.
             if type(value) in (type(None), bool, int, str):
@@ -61,7 +62,7 @@ class Encoder:
         raise CheckpointError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint holds numbers, text, "
             "lists, dictionaries and tensors only (a pickle could run whatever it likes when it is loaded); "
-            "save what you need of it as those"
+            "save what you need of it as those (NumPy's: .item(), .tolist(), torch.from_numpy)"
         )
 
     def _encode_items(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
@@ -80,6 +81,7 @@ class Encoder:
                 f"{where} is a {kind.__name__} ({value.layout}, {value.device}), and a checkpoint holds dense, plain "
                 "tensors; give what this rank has of it"
             )
+        dtype_name(value.dtype, where)
         name = f"{self._prefix}{len(self.tensors)}"
         self.tensors[name] = value.detach()
         return name

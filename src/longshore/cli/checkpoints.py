@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,8 @@ import typer
 from rich.console import Console
 
 from longshore.cli.failure import SettingsError
-from longshore.cli.terminal import byte_quantity, make_console, plural, warn
+from longshore.cli.output import CHECKPOINTS, RUN
+from longshore.cli.terminal import byte_quantity, make_console, plural, told_warnings, warn
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +32,8 @@ def export(
     tag: Annotated[str | None, typer.Option(help="Which of the checkpoints. Default: the latest.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of the tensors in a file: 500MB, 5GB, 2GiB.")] = "5GB",
     dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DTYPES)}; cast to it. Default: as they were trained.")
+        str | None,
+        typer.Option(help=f"{', '.join(DTYPES)}; cast to it (fp32: the masters). Default: as they were trained."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a former export.")] = False,
 ) -> None:
@@ -48,10 +49,10 @@ def export(
     from longshore.checkpoint.export import export as write
 
     console = make_console()
-    with _bar(console) as progress, _told_warnings():
+    with _bar(console) as progress, told_warnings():
         try:
             done = write(
-                checkpoint,
+                _folder_of(checkpoint),
                 out,
                 max_shard_bytes,
                 None if dtype is None else getattr(torch, DTYPES[dtype]),
@@ -60,7 +61,7 @@ def export(
                 progress=progress,
             )
         except ValueError as error:
-            raise SettingsError(str(error)) from error
+            raise SettingsError(str(error).replace("overwrite=True", "--overwrite")) from error
     num_files = sum(name.endswith(".safetensors") for name in done.files)
     console.print(
         f"{done.tag} (step {done.step}): {plural(done.num_tensors, 'tensor')}, {byte_quantity(done.num_bytes)}, in "
@@ -85,14 +86,14 @@ def inspect(
     from longshore.checkpoint.inspection import inspect as look
 
     try:
-        found = look(checkpoint, tag, verify)
+        found = look(_folder_of(checkpoint), tag, verify)
     except ValueError as error:
         raise SettingsError(str(error)) from error
     console = make_console()
     if as_json:
         console.print(found.to_json(), markup=False, soft_wrap=True)
     else:
-        _show(console, found, tensors)
+        _show(console, found, tensors, verify)
     raise typer.Exit(0 if found.checkpoint is not None else 1)
 
 
@@ -107,18 +108,6 @@ def byte_count(text: str) -> int:
     if not 1 <= count < 1 << 63:
         raise SettingsError(f"--max-shard-size {text}: give a number of bytes, such as 500MB, 5GB or 2GiB")
     return count
-
-
-@contextmanager
-def _told_warnings() -> Iterator[None]:
-    """Each as one line on stderr, at the end."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            yield
-        finally:
-            for each in told:
-                warn(str(each.message))
 
 
 @contextmanager
@@ -140,7 +129,14 @@ def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, description="writing", completed=done, total=total)
 
 
-def _show(console: Console, found: Inspection, tensors: bool) -> None:
+def _folder_of(path: Path) -> Path:
+    """Where the checkpoints are, also of a run of ``longshore train``."""
+    if not path.is_dir():
+        raise SettingsError(f"there is no folder {path}")
+    return path / CHECKPOINTS if (path / RUN).is_file() and (path / CHECKPOINTS).is_dir() else path
+
+
+def _show(console: Console, found: Inspection, tensors: bool, verified: bool) -> None:
     if found.tags:
         table = _table("tag", "step", "size", "")
         for each in found.tags:
@@ -153,7 +149,7 @@ def _show(console: Console, found: Inspection, tensors: bool) -> None:
                 console.print(f"{each.tag}: {each.problem}", markup=False)
     if found.checkpoint is None:
         return
-    _show_checkpoint(console, found.checkpoint)
+    _show_checkpoint(console, found.checkpoint, verified)
     if tensors:
         table = _table("tensor", "dtype", "shape", "chunks", "size")
         for each in found.checkpoint.tensors:
@@ -162,7 +158,7 @@ def _show(console: Console, found: Inspection, tensors: bool) -> None:
         console.print(table)
 
 
-def _show_checkpoint(console: Console, checkpoint: CheckpointSummary) -> None:
+def _show_checkpoint(console: Console, checkpoint: CheckpointSummary, verified: bool) -> None:
     from rich.table import Table
 
     about = Table(show_header=False)
@@ -171,6 +167,7 @@ def _show_checkpoint(console: Console, checkpoint: CheckpointSummary) -> None:
     _add(about, "saved", f"{_date(checkpoint.created_ns)}, by {plural(checkpoint.world_size or 0, 'rank')}")
     _add(about, "with", f"longshore {checkpoint.longshore}, torch {checkpoint.torch}")
     _add(about, "size", f"{byte_quantity(checkpoint.num_bytes)} in {plural(len(checkpoint.files), 'file')}")
+    _add(about, "whole", "sizes and checksums agree" if verified else "sizes agree (--verify: checksums, too)")
     _add(about, "tensors", _kinds(checkpoint))
     if checkpoint.aliases:
         _add(about, "tied", ", ".join(f"{name} = {first}" for name, first in checkpoint.aliases.items()))

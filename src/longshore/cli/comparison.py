@@ -13,7 +13,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from longshore.cli import curve, model
-from longshore.cli.contestants import RANKS, Contestant, LocalContestant, RanksContestant, set_threads
+from longshore.cli.contestants import (
+    RANKS,
+    Contestant,
+    KilledContestant,
+    LocalContestant,
+    RanksContestant,
+    set_threads,
+)
 from longshore.cli.data import Corpus, Sequences
 from longshore.cli.display import make_display
 from longshore.cli.failure import CommandError, SettingsError
@@ -35,8 +42,10 @@ _EVAL_BATCHES = 8
 _TRIAL_STEPS = 3  # for --seconds; the median leaves out the first, which warms up
 _DTYPES = ("fp32", "bf16")
 _STAGES = (1, 2, 3)
+_KILLED = (2,)
+"""Stages of which a run is killed, and resumed, too."""
 # Of a trial on half the threads: that run itself, and as many tokens on all threads by the ranks, at each stage.
-_RANKS_SHARE = 1.0 + 0.5 * len(_STAGES)
+_RANKS_SHARE = 1.0 + 0.5 * len((*_STAGES, *_KILLED))
 
 
 @dataclass(frozen=True)
@@ -124,18 +133,13 @@ def _race(settings: DemoSettings, steps: int, dtype: str, data: Data, console: C
 
 
 def _race_of_ranks(settings: DemoSettings, steps: int, data: Data, console: Console) -> list[Pair]:
-    """Two ranks at each stage, then one process that has their batches as two backwards a step. All have as many
-    threads for a backward, on which its sums depend."""
+    """Two ranks at each stage, once more with a kill, then one process that has their batches as two backwards a step.
+    All have as many threads for a backward, on which its sums depend."""
     threads = max(1, torch.get_num_threads() // RANKS)
     loop, plain = settings.loop(steps), _exact(settings, steps, data)
-    pairs = [
-        Pair(
-            f"at stage {stage}",
-            RanksContestant(stage, loop, _optimizer(steps, True), settings.size, settings.data, threads),
-            plain,
-        )
-        for stage in _STAGES
-    ]
+    about = loop, _optimizer(steps, True), settings.size, settings.data, threads
+    pairs = [Pair(f"at stage {stage}", RanksContestant(stage, *about), plain) for stage in _STAGES]
+    pairs += [Pair(f"at stage {stage} with a kill", KilledContestant(stage, *about), plain) for stage in _KILLED]
     former = set_threads(threads)
     try:
         for contestant in (*(pair.ours for pair in pairs), plain):
@@ -229,6 +233,8 @@ def _report(pairs: list[Pair], settings: DemoSettings, steps: int, console: Cons
             f"{_same_norms(pair)} of {steps}",
             markup=False,
         )
+        if isinstance(pair.ours, KilledContestant):
+            console.print(f"{pair.ours.name}: {pair.ours.story}", markup=False)
     if settings.out is not None:
         title = f"longshore demo, {settings.size}, {steps} steps"
         contestants = dict.fromkeys(contestant for pair in pairs for contestant in (pair.plain, pair.ours))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -153,25 +155,33 @@ class RanksContestant(Contestant):
 
     def run(self) -> Iterator[Step | None]:
         with tempfile.TemporaryDirectory(prefix="longshore-demo-") as folder:
-            out, errors = Path(folder, "run"), Path(folder, "stderr")
-            with errors.open("wb") as stderr:
-                # In a session of its own, so that a Ctrl-C reaches it once, from here.
-                process = subprocess.Popen(
-                    self._command(out),
-                    env={**os.environ, "OMP_NUM_THREADS": str(self._threads), "CUDA_VISIBLE_DEVICES": ""},
-                    stdout=subprocess.DEVNULL,
-                    stderr=stderr,
-                    start_new_session=True,
-                )
-            try:
-                yield from self._follow(process, out / METRICS)
-            finally:
-                _end(process)
-            if process.returncode != 0:
-                raise CommandError(f"the run on {RANKS} ranks failed: {_reason(errors)}")
-            from safetensors.torch import load_file
+            out = Path(folder, "run")
+            yield from self._train(out)
+            self._load(out)
 
-            self._weights = load_file(out / WEIGHTS)
+    def _train(self, out: Path, *further: str) -> Iterator[Step | None]:
+        """One command, to its end; ``further`` are options of it."""
+        errors = out.with_suffix(".stderr")
+        with errors.open("wb") as stderr:
+            # In a session of its own, so that a Ctrl-C reaches it once, from here.
+            process = subprocess.Popen(
+                [*self._command(out), *further],
+                env={**os.environ, "OMP_NUM_THREADS": str(self._threads), "CUDA_VISIBLE_DEVICES": ""},
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        try:
+            yield from self._follow(process, out / METRICS)
+        finally:
+            _end(process)
+        if process.returncode != 0:
+            raise CommandError(f"the run on {RANKS} ranks failed: {_reason(errors)}")
+
+    def _load(self, out: Path) -> None:
+        from safetensors.torch import load_file
+
+        self._weights = load_file(out / WEIGHTS)
 
     def _command(self, out: Path) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m", "longshore"]
@@ -189,6 +199,7 @@ class RanksContestant(Contestant):
                 record = json.loads(line)
                 if record["kind"] == "train":
                     self.steps.append(_step(record))
+                    self._trained(process)
                     yield self.steps[-1]
                 elif record["kind"] == "validation":
                     self.validation_loss = record["loss"]
@@ -197,6 +208,60 @@ class RanksContestant(Contestant):
             if ended:
                 return
             time.sleep(_POLL_S)
+
+    def _trained(self, process: subprocess.Popen[bytes]) -> None:
+        """A step was made."""
+
+
+class KilledContestant(RanksContestant):
+    """The same with checkpoints: one rank is killed half way, and the same command goes on with ``--resume``."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.name = f"fp32, ZeRO-{self._stage}, resumed"
+        steps = self._options["steps"]
+        self._save_every = max(1, steps // 5)
+        self._kill_at = max(self._save_every + 1, steps // 2)
+        self._killed_by = ""
+        self.story = "the run that was to be killed ended before it was"
+        """What became of it, in words."""
+
+    def run(self) -> Iterator[Step | None]:
+        with tempfile.TemporaryDirectory(prefix="longshore-demo-") as folder:
+            out = Path(folder, "run")
+            saving = ("--save-every", str(self._save_every))
+            try:
+                yield from self._train(out, *saving)
+            except CommandError:
+                if not self._killed_by:
+                    raise
+                seen, self.steps = self.steps, []
+                (out / METRICS).unlink()  # of the first life
+                yield from self._train(out, *saving, "--resume")
+                # From its own steps: a checkpoint may be whole, and used, before "latest" names it.
+                behind = self.steps[0].step - 1 if self.steps else len(seen)
+                self.steps[:0] = seen[:behind]
+                self.story = f"{self._killed_by} after step {len(seen)}, and --resume went on after step {behind}"
+            self._load(out)
+
+    def _trained(self, process: subprocess.Popen[bytes]) -> None:
+        if self._killed_by or self.steps[-1].step < self._kill_at or process.poll() is not None:
+            return
+        ranks = _children_of(process.pid)
+        if ranks:
+            self._killed_by = "SIGKILL for rank 0"
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ranks[0], signal.SIGKILL)
+        else:  # no /proc here
+            self._killed_by = "SIGTERM"
+            process.terminate()
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _step(record: dict[str, Any]) -> Step:

@@ -24,11 +24,17 @@ def demo(
         typer.Option(help="File or folder of plain text; repeatable. Default: Python's standard library."),
     ] = None,
     two_ranks: Annotated[
-        bool, typer.Option("--two-ranks/--no-two-ranks", help="Also train on two ranks, sharded by ZeRO-1, 2 and 3.")
+        bool,
+        typer.Option(
+            "--two-ranks/--no-two-ranks",
+            help="Also on two ranks, sharded by ZeRO-1, 2 and 3; one is killed and resumed.",
+        ),
     ] = True,
     out: Annotated[Path | None, typer.Option(help="Write the loss curves to this PNG file.")] = None,
 ) -> None:
     """Train with longshore and with plain PyTorch, in fp32, in bf16 and on two ranks, and compare.
+
+    One run on two ranks is killed half way and goes on from its checkpoint.
 
     Ends with 1 if any weight differs in any bit.
     """

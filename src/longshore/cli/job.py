@@ -75,7 +75,7 @@ def run(settings: TrainSettings, given: Mapping[str, Any], stage: int | None, fi
     progress = team.guarded(checkpoints.load) if settings.resume else None
     if settings.resume:
         console.print(
-            f"going on behind step {progress['step']}" if progress else "no checkpoint yet: from the beginning"
+            f"going on after step {progress['step']}" if progress else "no checkpoint yet: from the beginning"
         )
     recorder = Recorder(settings, prepared, console, timeline, progress)
     with StopSignals(quiet=not team.leads) as signals, recorder:
@@ -89,8 +89,9 @@ def run(settings: TrainSettings, given: Mapping[str, Any], stage: int | None, fi
             diverged = error
             recorder.diverged(error)
         stopped = stop()
-        if stopped and diverged is None:
-            team.guarded(lambda: checkpoints.save(recorder.steps_done, recorder.progress, stopping=True))
+        if diverged is None:
+            team.guarded(lambda: checkpoints.save(recorder.steps_done, recorder.progress, last=True))
+        team.guarded(checkpoints.wait)
         status = "diverged" if diverged else "interrupted" if stopped else "finished"
         if stopped:
             console.print(f"{stop.name}: ended after step {recorder.steps_done} of {settings.loop.steps}")
@@ -195,6 +196,8 @@ class Recorder:
         if self._metrics is not None:
             with contextlib.suppress(CommandError):
                 self._metrics.close()
+        if self._prepared.folder is not None:
+            self._prepared.folder.close()
 
     @property
     def steps_done(self) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ class RunFolder:
         """Looks, and changes nothing."""
         self.path = path
         self._resume = resume
+        self._unlock: weakref.finalize[..., RunFolder] | None = None
         try:
             names = {entry.name for entry in path.iterdir()} if path.exists() else set()
         except NotADirectoryError as error:
@@ -68,9 +71,21 @@ class RunFolder:
         return path in (own, *own.parents) or (path.parent == own and path.name in (RUN, *_OURS))
 
     def open(self, run: dict[str, Any], weight_bytes: int) -> None:
-        """Makes the folder, takes a former run's files away, and writes ``run.json``, all before any training."""
+        """Makes the folder, takes a former run's files away, and writes ``run.json``, all before any training.
+
+        Until :meth:`close`, or the end of this process, no other run can open it.
+        """
+        try:
+            self._make(weight_bytes)
+            self.write_run(run)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, weight_bytes: int) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock()
             free = shutil.disk_usage(self.path).free + _present_bytes(self.path / WEIGHTS)
             if free < weight_bytes:
                 raise CommandError(
@@ -83,7 +98,24 @@ class RunFolder:
                     (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise self._unwritable(self.path, error) from error
-        self.write_run(run)
+
+    def _lock(self) -> None:
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._unlock = weakref.finalize(self, os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._unlock()
+            raise CommandError(
+                f"another run is writing to --out {self.path}: let it end or end it, or choose another folder", USAGE
+            ) from error
+        except OSError:  # some network file systems have no locks
+            return
+
+    def close(self) -> None:
+        """Another run may open it."""
+        if self._unlock is not None:
+            self._unlock()  # once
 
     def write_run(self, run: dict[str, Any]) -> None:
         """``run.json``: what was asked, with which versions, and how it ended. It marks the folder as ours."""

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from longshore.checkpoint.background import Background
 from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.folder import WholeCheckpoint, check_tag
 from longshore.checkpoint.loading import find, read_values
 from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import Target, rank_file, write
-from longshore.checkpoint.session import Selection, Session
+from longshore.checkpoint.saving import Target, memory_for_snapshot, prepare, rank_file, write
+from longshore.checkpoint.session import CLIENT_STATE, Selection, Session
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError
@@ -47,6 +49,7 @@ class Checkpoints:
         self._engine = engine
         # From the first time on.
         self._crew: Crew | None = None
+        self._background = Background()
         self._run = secrets.token_hex(8)
         """Which run it is, also after it was resumed: what ``keep_last`` removes is its own."""
 
@@ -60,7 +63,9 @@ class Checkpoints:
         save_latest: bool,
         exclude_frozen: bool,
         keep_last: int | None,
+        async_save: bool,
     ) -> Path:
+        self.wait()
         engine = self._engine
         if keep_last is not None and (not is_integer(keep_last) or keep_last < 1):
             raise ValueError(f"keep_last is the number of checkpoints that stay, at least 1, not {shown(keep_last)}")
@@ -68,28 +73,37 @@ class Checkpoints:
             raise TypeError(f"client_state is a dictionary, not {type(client_state).__name__}")
         tag = check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
         crew = self._met(loading=False)
-        crew.together(self._check_no_window)
+        crew.together(lambda: self._check_no_window("a checkpoint has no gradients, and {} would be lost: save"))
         self._check_same(crew, "tag", tag)
         root = Path(save_dir).absolute()
         self._check_same(crew, "save_dir", str(root))
         session = Session(engine.module, engine.optimizer, crew)
-        content = crew.together(
+        memory_bytes = memory_for_snapshot(crew) if async_save else None
+        content = prepare(
             lambda: session.content(
-                {"engine": self._state(), "client_state": dict(client_state)},
+                {"engine": self._state(), CLIENT_STATE: dict(client_state)},
                 self._own_state(),
                 engine.global_steps,
                 self._run,
                 exclude_frozen,
-            )
+                memory_bytes,
+            ),
+            crew,
         )
-        return write(content, Target(root, tag, save_latest, keep_last), crew)
+        target = Target(root, tag, save_latest, keep_last)
+        if not async_save:
+            return write(content, target, crew)
+        self._background.start(lambda: write(content, target, crew), f"saving {root / tag}", content.close)
+        return root / tag
 
-    def _check_no_window(self) -> None:
-        engine = self._engine
-        if engine.in_window:
+    def wait(self) -> None:
+        self._background.wait()
+
+    def _check_no_window(self, why: str) -> None:
+        if self._engine.in_window:
             raise CheckpointError(
-                "a checkpoint has no gradients, and those of the window under way would be lost: save right after a "
-                "step() that was applied, or discard the window with zero_grad()"
+                f"{why.format('those of the window under way')} right after a step() that was applied, or discard the "
+                "window with zero_grad()"
             )
 
     def _state(self) -> dict[str, Any]:
@@ -117,16 +131,21 @@ class Checkpoints:
         scheduler_states: bool,
         module_only: bool,
     ) -> tuple[Path | None, dict[str, Any] | None]:
+        self.wait()
         engine = self._engine
         crew = self._met(loading=True)
         root = Path(load_dir).absolute()
         self._check_same(crew, "load_dir", str(root))
         self._check_same(crew, "tag", tag)
-        crew.together(self._check_no_window)
+        # Where a step failed half way, perhaps on this rank alone, its window went down with it.
+        gone = engine.optimizer.store.broken and not module_only
+        crew.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
+        crew.first(lambda: _check_ours(root, None if tag is None else str(tag)))
         whole = find(root, None if tag is None else str(tag), crew)
         if whole is None:
             if crew.rank == 0:
-                warnings.warn(f"{root} has no checkpoint; nothing was loaded", stacklevel=3)
+                what = "nothing was loaded (where this is no first start, check the path)"
+                warnings.warn(f"{root} has no checkpoint; {what}", stacklevel=3)
             return None, None
         session = Session(engine.module, engine.optimizer, crew)
         looked: list[_Found] = []
@@ -143,7 +162,7 @@ class Checkpoints:
     def _look(self, whole: WholeCheckpoint, values: Mapping[str, Any], crew: Crew, module_only: bool) -> _Found:
         """What is the engine's own, checked before anything changes. Raises CheckpointError."""
         where = str(whole.path)
-        client = checked(values.get("client_state"), dict, f"{where}: client_state")
+        client = checked(values.get(CLIENT_STATE), dict, f"{where}: {CLIENT_STATE}")
         if module_only:
             return _Found({}, {}, client)
         state = checked(values.get("engine"), dict, f"{where}: engine")
@@ -204,9 +223,14 @@ class Checkpoints:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(map(repr, said))}")
 
     def close(self) -> None:
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
+        """Raises what a save on its way raised."""
+        try:
+            self.wait()
+        finally:
+            # After Ctrl-C the save may go on, and talks in that group.
+            if self._crew is not None and not self._background.busy:
+                self._crew.close()
+                self._crew = None
 
 
 class SavesCheckpoints:
@@ -223,6 +247,7 @@ class SavesCheckpoints:
         exclude_frozen_parameters: bool = False,
         *,
         keep_last: int | None = None,
+        async_save: bool = False,
     ) -> Path:
         """Save all that a run needs to go on exactly; all ranks have to call, between two windows.
 
@@ -237,20 +262,34 @@ class SavesCheckpoints:
             client_state: values of yours: JSON, and tensors.
             save_latest: ``load_checkpoint`` without a tag finds this one.
             exclude_frozen_parameters: leave those out (of adapters on weights that are elsewhere).
-            keep_last: remove older checkpoints of this run beyond so many; None: none.
+            keep_last: remove older checkpoints of this run beyond so many, but none that was saved with
+                ``save_latest=False``; None: none.
+            async_save: return at once, and write on another thread while training goes on. Weights are copied; masters
+                and moments are not: a step into a page that is not written yet goes into another one, of those for
+                steps ahead (``speculation_memory``) or, without them, of at most a quarter of the memory that is free.
+                Beyond it a step waits.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; with ``async_save`` it is there after :meth:`wait_for_checkpoint`.
 
         Raises:
             CheckpointError: in the middle of a window; a value that cannot be saved, by its key; a disk that refuses.
-                What was there before still is.
+                What was there before still is. With ``async_save`` the next call that saves, loads, waits or destroys
+                raises it, and the log has it at once.
             ValueError: a tag that is no name of a folder, or others on other ranks.
             RankError: another rank does something else, or is gone.
         """
         return self._checkpoints.save(
-            save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, keep_last
+            save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, keep_last, async_save
         )
+
+    def wait_for_checkpoint(self) -> None:
+        """Until what ``save_checkpoint(async_save=True)`` began is on the disk.
+
+        Raises:
+            CheckpointError, RankError: it could not be written, as :meth:`save_checkpoint` says.
+        """
+        self._checkpoints.wait()
 
     def load_checkpoint(
         self,
@@ -291,6 +330,15 @@ class SavesCheckpoints:
             load_optimizer_states,
             load_lr_scheduler_states,
             load_module_only,
+        )
+
+
+def _check_ours(root: Path, tag: str | None) -> None:
+    """A run that goes on from DeepSpeed's checkpoint must not begin anew instead."""
+    if is_deepspeed(root, tag):
+        raise CheckpointError(
+            f"the checkpoint in {root} is DeepSpeed's; write it as longshore's once, `longshore import-deepspeed "
+            f"{root} --out FOLDER`, and load that folder"
         )
 
 

@@ -3,7 +3,7 @@
 from longshore.kernels._native import InstructionSet, supported_instruction_sets
 from longshore.kernels.base import NORM_BLOCK_NUMEL, Kernels, total_of_blocks
 from longshore.kernels.device import DeviceKernels
-from longshore.kernels.host import SUPPORTED_DTYPES, HostKernels, usable_cpus
+from longshore.kernels.host import SUPPORTED_DTYPES, HostKernels
 from longshore.kernels.rules import (
     UNSCALED,
     AdagradRule,
@@ -17,6 +17,7 @@ from longshore.kernels.rules import (
     TorchRule,
 )
 from longshore.kernels.torch_rules import next_scalars
+from longshore.machine import usable_cpus
 
 __all__ = [
     "NORM_BLOCK_NUMEL",

@@ -23,6 +23,7 @@ from longshore.kernels.rules import (
     TorchRule,
 )
 from longshore.kernels.torch_rules import step_by_torch
+from longshore.machine import binding_of, usable_cpus
 
 _DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -37,11 +38,6 @@ SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
 """Dtypes of parameters and gradients that the kernels read and write."""
 
 
-def usable_cpus() -> list[int]:
-    """The logical CPUs that this process may use, in order."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
 class HostKernels:
     """The native kernels together with the threads that run them.
 
@@ -49,7 +45,7 @@ class HostKernels:
     threads, any cut into segments and any instruction set.
 
     Args:
-        threads: how many; default: one for each CPU that the process may use.
+        threads: how many; default: what ``longshore launch`` granted, or one for each CPU that the process may use.
         cpu_set: logical CPUs that the threads may run on; default: any.
         instruction_set: for tests; default: the best that this CPU runs.
 
@@ -70,7 +66,9 @@ class HostKernels:
         if cpu_set is not None and not cpus:
             raise ValueError("cpu_set is empty: name at least one CPU, or leave it out to use any")
         if threads is None:
-            threads = len(cpus or usable_cpus())  # whatever OMP_NUM_THREADS says
+            granted = binding_of(os.environ) if not cpus else None
+            # Whatever OMP_NUM_THREADS says.
+            threads = len(cpus or usable_cpus()) if granted is None else granted.host_threads
         supported = _native.supported_instruction_sets()
         if instruction_set is not None and instruction_set not in supported:
             raise ValueError(f"this CPU does not run {instruction_set.name} code; it runs {supported}")

@@ -1,0 +1,204 @@
+"""The state of an optimizer as it was at one moment, for a thread that writes it while training goes on.
+
+Nothing is copied at that moment. A page that is still to be read is held: a step into it goes into another page, which
+becomes the tile's (as a speculative step does), and the old one is the snapshot's alone until it has been read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from longshore.errors import LongshoreError
+from longshore.host.holds import PageHolds
+from longshore.host.memory import PagePool
+from longshore.host.speculator import Speculator
+from longshore.host.tile import Segment, Tile
+from longshore.layout import SegmentLayout
+
+_PART_OF_DEVICE = 4
+Read = tuple[int, str]
+"""What :meth:`ParameterStore.read_run` is given: a run's key, and the name of an array."""
+
+
+class Snapshot(ABC):
+    """What a store's state was. Each of its reads is made once, from one thread."""
+
+    @abstractmethod
+    def read_run(self, key: int, which: str) -> Tensor:
+        """One array of a run: float32, flat, on the CPU."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing more is read. May be called again."""
+
+
+class PageSnapshot(Snapshot):
+    """Of pages.
+
+    Args:
+        holds: of the store; the pages are held there until they have been read.
+        rows: where in a page each array is.
+        parts: for each key, its pages and where in them it is.
+        reads: all that will be read.
+    """
+
+    def __init__(
+        self,
+        holds: PageHolds,
+        rows: Mapping[str, int],
+        parts: Mapping[int, Sequence[tuple[Tensor, SegmentLayout]]],
+        reads: Sequence[Read],
+    ) -> None:
+        self._holds = holds
+        self._rows = rows
+        self._parts = parts
+        pages = [page for key, _ in reads for page, _ in parts[key]]
+        self._pages = {page.data_ptr(): page for page in pages}
+        self._missing = Counter(page.data_ptr() for page in pages)
+        holds.hold(pages)
+
+    def read_run(self, key: int, which: str) -> Tensor:
+        row, pieces = self._rows[which], []
+        for page, segment in self._parts[key]:
+            pieces.append(page[row, segment.in_page])
+        # A copy, and all of it is there: cat copies also one, and cpu() waits.
+        values = torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
+        for page, _ in self._parts[key]:
+            address = page.data_ptr()
+            self._missing[address] -= 1
+            if self._missing[address] == 0:
+                self._holds.release(self._pages.pop(address))
+        return values
+
+    def close(self) -> None:
+        for page in list(self._pages.values()):
+            self._holds.release(page)
+        self._pages.clear()
+        self._parts = {}
+
+
+class JoinedSnapshot(Snapshot):
+    """Of several stores that have parts of the same parameters, one after the other.
+
+    Args:
+        parts_of: by key, which of the snapshots have a part of it, in the order of the parts.
+    """
+
+    def __init__(self, parts_of: Mapping[int, Sequence[int]]) -> None:
+        self._snapshots: list[Snapshot] = []
+        self._parts_of = parts_of
+
+    def add(self, snapshot: Snapshot) -> None:
+        """The next one."""
+        self._snapshots.append(snapshot)
+
+    def read_run(self, key: int, which: str) -> Tensor:
+        return torch.cat([self._snapshots[place].read_run(key, which) for place in self._parts_of[key]])
+
+    def close(self) -> None:
+        for snapshot in self._snapshots:
+            snapshot.close()
+
+
+class Snapshots:
+    """Takes snapshots of a store's pages, and moves tiles away from pages that one has still to read.
+
+    Args:
+        pages: the tiles' pool; its holds are ``holds``.
+        holds: which pages are still to be read.
+        speculator: lends its spare pages, if it has any.
+    """
+
+    def __init__(self, pages: PagePool, holds: PageHolds, speculator: Speculator) -> None:
+        self._pages = pages
+        self._holds = holds
+        self._speculator = speculator
+        self._most_bytes = 0
+        """Of the tiles' pool, while it makes the spare pages."""
+        self._extended = False
+        """Whether it made any."""
+
+    def take(
+        self,
+        arrays: Sequence[str],
+        parts_of: Mapping[int, Sequence[tuple[Tile, Segment]]],
+        reads: Sequence[Read],
+        memory_bytes: int,
+    ) -> PageSnapshot:
+        """The one before is closed.
+
+        Args:
+            arrays: of a page.
+            parts_of: a parameter's tiles and segments.
+            reads: all that will be read.
+            memory_bytes: of the host, for other pages, where the speculator has none to lend (pages on a device: a part
+                of what is free there). Beyond it a step waits for the reader.
+        """
+        self.collect()
+        if self._holds:
+            raise LongshoreError("another checkpoint of this optimizer is still being written: wait for it first")
+        parts: dict[int, list[tuple[Tensor, SegmentLayout]]] = {}
+        for key, _ in reads:
+            if key not in parts:
+                parts[key] = []
+                for tile, segment in parts_of[key]:
+                    parts[key].append((tile.have_page(self._pages), segment.layout))
+        devices = {page.device for pages in parts.values() for page, _ in pages if page.is_cuda}
+        for device in devices:
+            torch.cuda.synchronize(device)  # the reader is on another stream
+            memory_bytes = torch.cuda.mem_get_info(device)[0] // _PART_OF_DEVICE
+        self._most_bytes = self._pages.allocated_bytes + memory_bytes
+        return PageSnapshot(self._holds, {name: row for row, name in enumerate(arrays)}, parts, reads)
+
+    @contextmanager
+    def page_for(self, tile: Tile) -> Iterator[Tensor | None]:
+        """Where to step the tile into, if not in place; afterwards that is its page."""
+        old = tile.page
+        page = None if old is None else self._other_than(old)
+        try:
+            yield page
+        except BaseException:
+            if page is not None:
+                self._pool.give_back(page)
+            raise
+        if page is not None and old is not None:
+            self._pool.give_back(old)  # when it has been read
+
+    def make_writable(self, tile: Tile) -> None:
+        """Something other than a step is about to write to the tile's page."""
+        with self.page_for(tile) as page:
+            if page is not None and tile.page is not None:
+                page.copy_(tile.page)
+                tile.page = page
+
+    def collect(self) -> None:
+        """Pages that have been read are spare again, or are let go of."""
+        if self._holds:
+            self._holds.collect()
+        if self._extended and not self._holds:
+            self._pages.trim()
+            self._extended = False
+
+    @property
+    def _pool(self) -> PagePool:
+        return self._speculator.spares or self._pages
+
+    def _other_than(self, page: Tensor) -> Tensor | None:
+        while page in self._holds:
+            self._holds.collect()
+            numel = page.shape[1]
+            if self._speculator.spares is not None:
+                spare = self._speculator.lend(numel)
+            else:
+                spare = self._pages.take_within(numel, self._most_bytes)
+                self._extended = True
+            if spare is not None:
+                return spare
+            self._holds.wait_for(page)
+        return None

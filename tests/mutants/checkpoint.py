@@ -1,0 +1,179 @@
+"""Mutants of checkpoints and of the snapshots that they are written from."""
+
+from __future__ import annotations
+
+from mutants.mutant import ASYNC, FOLDER, MEMORY, ONE_LINE, RESHARDING, RESUME, SNAPSHOT, Mutant
+
+MUTANTS = [
+    # -- snapshots ------------------------------------------------------------
+    Mutant(
+        "a page is stepped in place while it is written",
+        "host/snapshot.py",
+        "        while page in self._holds:\n",
+        "        while False:\n",
+        (f"{ASYNC}::test_training_goes_on",),
+    ),
+    Mutant(
+        "a page that is still to be written is handed out again",
+        "host/memory.py",
+        "        if self._holds is not None and self._holds.leave(page, self.give_back):\n            return\n",
+        "",
+        (f"{ASYNC}::test_training_goes_on",),
+    ),
+    Mutant(
+        "what has no gradient is not carried over to the other page",
+        "host/stepping.py",
+        "                into[:, part] = page[:, part]\n",
+        "                pass\n",
+        (f"{ASYNC}::test_training_goes_on",),
+    ),
+    Mutant(
+        "state is written into a page that is held",
+        "host/store.py",
+        "            self._snapshots.make_writable(tile)\n",
+        "",
+        (f"{ASYNC}::test_writes_to_state",),
+    ),
+    Mutant(
+        "a page is let go of after its first read",
+        "host/snapshot.py",
+        "            if self._missing[address] == 0:\n",
+        "            if address in self._pages:\n",
+        (SNAPSHOT,),
+    ),
+    Mutant(
+        "more memory than granted",
+        "host/snapshot.py",
+        "self._pages.allocated_bytes + memory_bytes\n",
+        "self._pages.allocated_bytes + 8 * memory_bytes + 100_000\n",
+        (f"{ASYNC}::test_no_more_memory_than_granted",),
+    ),
+    Mutant(
+        "pages that were written are not let go of",
+        "host/snapshot.py",
+        "            self._pages.trim()\n",
+        "            pass\n",
+        (f"{ASYNC}::test_training_goes_on",),
+    ),
+    Mutant(
+        "a failed write keeps its pages",
+        "checkpoint/saving.py",
+        "    finally:\n        content.close()\n",
+        "    finally:\n        pass\n",
+        (f"{ASYNC}::test_what_fails_is_raised_by_the_next_call",),
+    ),
+    Mutant(
+        "weights are not copied",
+        "checkpoint/session.py",
+        "            parts = [part.copied() for part in parts]\n",
+        "            pass\n",
+        (f"{ASYNC}::test_training_goes_on",),
+    ),
+    Mutant(
+        "a failed write is not raised",
+        "checkpoint/background.py",
+        "            raise failure\n",
+        "            pass\n",
+        (f"{ASYNC}::test_what_fails_is_raised_by_the_next_call",),
+    ),
+    Mutant(
+        "a free page counts against the limit",
+        "host/memory.py",
+        "        return self.take(page_numel) if self._free.get(page_numel) or fits else None\n",
+        "        return self.take(page_numel) if fits else None\n",
+        (MEMORY,),
+    ),
+    # -- folders --------------------------------------------------------------
+    Mutant(
+        "a checksum is not compared",
+        "checkpoint/folder.py",
+        "            if digest_of(self.path / name) != written.sha256:\n",
+        "            if digest_of(self.path / name) == '':\n",
+        (f"{FOLDER}::test_a_damaged_one",),
+    ),
+    Mutant(
+        "the pointer is written before the folder has its name",
+        "checkpoint/folder.py",
+        "        asides = self._take_name()\n",
+        "        write_latest(self.root, self.tag)\n        asides = self._take_name()\n",
+        (FOLDER,),
+    ),
+    Mutant(
+        "what the pointer names is pruned",
+        "checkpoint/folder.py",
+        " if whole.tag != latest]\n",
+        "]\n",
+        (FOLDER,),
+    ),
+    Mutant(
+        "checkpoints of other runs are pruned",
+        "checkpoint/folder.py",
+        "            if whole.run == run and not apart:\n",
+        "            if not apart:\n",
+        (FOLDER,),
+    ),
+    Mutant(
+        "a draft stays where writing failed",
+        "checkpoint/saving.py",
+        "            each.discard()\n",
+        "            pass\n",
+        (f"{FOLDER}::test_a_full_disk",),
+    ),
+    Mutant(
+        "files that the manifest does not list are read",
+        "checkpoint/loading.py",
+        "    if missing:\n",
+        "    if False:\n",
+        (f"{FOLDER}::test_files_that_the_manifest_does_not_list",),
+    ),
+    # -- what is saved and loaded ---------------------------------------------
+    Mutant(
+        "random numbers are not restored",
+        "engine/checkpoints.py",
+        '            restore_random_states(found.own["random"], engine.device)\n',
+        "            pass\n",
+        (RESUME,),
+    ),
+    Mutant(
+        "step counts are those of the optimizer before",
+        "checkpoint/optimizer_state.py",
+        'History(entry["step"], ',
+        "History(record.history.step, ",
+        (RESUME,),
+    ),
+    Mutant(
+        "a half-loaded engine trains on",
+        "checkpoint/session.py",
+        "                state.abandon(failure)\n",
+        "                pass\n",
+        (f"{RESUME}::test_half_of_a_checkpoint_is_not_trained_on",),
+    ),
+    Mutant(
+        "a half-loaded engine is saved",
+        "checkpoint/optimizer_state.py",
+        "        store.check_usable()\n",
+        "        pass\n",
+        (f"{RESUME}::test_half_of_a_checkpoint_is_not_trained_on",),
+    ),
+    Mutant(
+        "a window that a failed load left cannot be left",
+        "engine/checkpoints.py",
+        "        gone = engine.optimizer.store.broken and not module_only\n",
+        "        gone = False\n",
+        (f"{RESUME}::test_half_of_a_checkpoint_is_not_trained_on",),
+    ),
+    Mutant(
+        "every rank writes all of a tensor that all have",
+        "checkpoint/model_state.py",
+        "        first, last = (numel * rank // self._world_size for rank in (self._rank, self._rank + 1))\n",
+        "        first, last = 0, numel\n",
+        (f"{RESHARDING}::test_large_tensors_are_shared_out", RESHARDING),
+    ),
+    Mutant(
+        "gradients on the host are lost",
+        "checkpoint/one_line.py",
+        "    if optimizer is not None and not optimizer.store.broken and optimizer.gradients_arrived:\n",
+        "    if False:\n",
+        (ONE_LINE,),
+    ),
+]
