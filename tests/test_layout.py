@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.layout import SEGMENT_ALIGNMENT, align, plan_tiles
+from longshore.layout import SEGMENT_ALIGNMENT, align, plan_tiles, tile_runs
 
 sizes = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 400)), max_size=12)
 
@@ -95,3 +95,24 @@ def test_a_tile_has_elements(tile_numel: int) -> None:
 def test_a_negative_size_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="parameter 5 has -2 elements"):
         plan_tiles([(4, 1), (5, -2)], 8)
+
+
+@given(numels=sizes, tile_numel=st.integers(1, 300))
+def test_counted_tiles_are_the_tiles(numels: list[int], tile_numel: int) -> None:
+    runs = tile_runs(enumerate(numels), tile_numel)
+    counted = [run[1:] for run in runs for _ in range(run.tiles)]
+    planned = plan_tiles(enumerate(numels), tile_numel)
+    assert counted == [
+        (tile.numel, tile.page_numel, tuple(segment.parameter for segment in tile.segments)) for tile in planned
+    ]
+
+
+def test_counting_takes_as_long_as_there_are_parameters() -> None:
+    runs = tile_runs([(0, 10**15), (1, 10**15)], 3)
+    assert len(runs) == 4 and sum(run.tiles for run in runs) == -(-2 * 10**15 // 3)
+
+
+@pytest.mark.parametrize(("parameters", "tile_numel"), [([(0, -1)], 8), ([(0, 1)], 0)])
+def test_what_cannot_be_counted(parameters: list[tuple[int, int]], tile_numel: int) -> None:
+    with pytest.raises(ValueError, match=r"parameter 0 has -1 elements|at least one element, not 0"):
+        tile_runs(parameters, tile_numel)

@@ -41,6 +41,11 @@ class SegmentLayout:
     page_offset: int
     numel: int
 
+    @property
+    def in_page(self) -> slice:
+        """Its elements in each of a page's arrays."""
+        return slice(self.page_offset, self.page_offset + self.numel)
+
 
 @dataclass(frozen=True)
 class TileLayout:
@@ -59,6 +64,44 @@ class TileLayout:
 def align(numel: int) -> int:
     """``numel`` rounded up to :data:`SEGMENT_ALIGNMENT`."""
     return -(-numel // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+
+
+class TileRun(NamedTuple):
+    """Consecutive tiles of one size."""
+
+    tiles: int
+    numel: int
+    page_numel: int
+    parameters: tuple[int, ...]
+    """Those that have a segment in each of them."""
+
+
+def tile_runs(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple[TileRun, ...]:
+    """The tiles of :func:`plan_tiles`, counted and not made: as many entries as there are parameters, at most about two
+    for each, however large they are. The arguments and errors are those of that one."""
+    if tile_numel < 1:
+        raise ValueError(f"a tile has at least one element, not {tile_numel}")
+    runs: list[TileRun] = []
+    members: list[int] = []
+    filled = page_end = 0
+    for parameter, numel in parameters:
+        if numel < 0:
+            raise ValueError(f"parameter {parameter} has {numel} elements")
+        while numel > 0:
+            whole = numel // tile_numel
+            if filled == 0 and whole > 0:
+                runs.append(TileRun(whole, tile_numel, align(tile_numel), (parameter,)))
+                numel -= whole * tile_numel
+                continue
+            count = min(numel, tile_numel - filled)
+            members.append(parameter)
+            numel, filled, page_end = numel - count, filled + count, page_end + align(count)
+            if filled == tile_numel:
+                runs.append(TileRun(1, filled, page_end, tuple(members)))
+                members, filled, page_end = [], 0, 0
+    if members:
+        runs.append(TileRun(1, filled, page_end, tuple(members)))
+    return tuple(runs)
 
 
 def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0) -> tuple[TileLayout, ...]:

@@ -87,6 +87,29 @@ def test_pages_of_the_old_shape_are_let_go_of() -> None:
     assert pool.take(32) is wide
 
 
+def test_a_limit_is_for_new_pages_only() -> None:
+    pool = PagePool(3)
+    page = pool.take_within(32, 12 * 32)
+    assert page is not None
+    assert pool.take_within(32, 12 * 63) is None
+    pool.give_back(page)
+    assert pool.take_within(16, 12 * 47) is None
+    assert pool.take_within(32, 0) is page
+    assert pool.take_within(32, 12 * 64) is not None
+    assert pool.allocated_bytes == 12 * 64
+
+
+def test_what_is_free_can_be_let_go_of() -> None:
+    pool = PagePool(3)
+    kept, free = pool.take(32), pool.take(16)
+    pool.give_back(free)
+    pool.trim()
+    assert pool.allocated_bytes == 12 * 32
+    assert pool.take(16) is not free
+    pool.give_back(kept)
+    assert pool.take(32) is kept
+
+
 # -- accumulators -------------------------------------------------------------
 
 

@@ -12,13 +12,13 @@ from longshore.host.stepping import (
     SegmentStep,
     Speculation,
     begin_speculation,
+    commit_tile,
     drop,
     end_speculation,
     fail_speculation,
     keep,
     redo,
     run_speculation,
-    step_in_place,
 )
 from longshore.host.tile import Tile
 from longshore.host.tile_state import TileEvent, TileState
@@ -121,7 +121,7 @@ def speculate(
     tile: Tile, spares: PagePool, kernels: HostKernels, scale: Scale = UNSCALED
 ) -> tuple[Speculation, list[SegmentStep]]:
     steps = steps_for(tile)
-    speculation = begin_speculation(tile, steps, spares)
+    speculation = begin_speculation(tile, steps, spares.take(tile.layout.page_numel))
     run_speculation(speculation, scale, kernels)
     return speculation, steps
 
@@ -137,7 +137,7 @@ def test_in_place(dtype: torch.dtype, active: tuple[int, ...], kernels: HostKern
     expected = expected_of(tile, gradients, HALVED)
     arrive(tile, gradients)
     steps = steps_for(tile)
-    step_in_place(tile, steps, HALVED, kernels)
+    commit_tile(tile, steps, HALVED, kernels)
     assert tile.state is TileState.COMMITTED
     assert same(state_of(tile), expected)
     for segment, _, output in steps:
@@ -150,7 +150,7 @@ def test_the_output_may_take_the_gradients_memory(kernels: HostKernels) -> None:
     expected = expected_of(tile, gradients)
     arrive(tile, gradients)
     steps = [step._replace(output=step.segment.wait()) for step in steps_for(tile)]
-    step_in_place(tile, steps, UNSCALED, kernels)
+    commit_tile(tile, steps, UNSCALED, kernels)
     assert same(state_of(tile), expected)
     assert all(torch.equal(gradients[p], expected[p][0].to(torch.bfloat16)) for p in gradients)
 
@@ -159,21 +159,21 @@ def test_a_kernel_that_fails_in_place_leaves_the_tile_broken(kernels: HostKernel
     tile = make_tile(PagePool(3))
     arrive(tile, gradients_for(0))
     with pytest.raises(RuntimeError, match="the kernel failed"):
-        step_in_place(tile, steps_for(tile), UNSCALED, Broken(threads=1))
+        commit_tile(tile, steps_for(tile), UNSCALED, Broken(threads=1))
     assert tile.state is TileState.BROKEN
     with pytest.raises(BrokenStateError):
         tile.arrived(tile.segments[0])
     with pytest.raises(BrokenStateError):
-        step_in_place(tile, steps_for(tile), UNSCALED, kernels)
+        commit_tile(tile, steps_for(tile), UNSCALED, kernels)
 
 
 def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
     tile = make_tile(PagePool(3))
     before = state_of(tile)
     with pytest.raises(IllegalTransitionError):
-        step_in_place(tile, [], UNSCALED, kernels)
+        commit_tile(tile, [], UNSCALED, kernels)
     with pytest.raises(IllegalTransitionError):
-        begin_speculation(tile, [], PagePool(3))
+        begin_speculation(tile, [], PagePool(3).take(tile.layout.page_numel))
     assert same(state_of(tile), before)
 
 
@@ -192,7 +192,7 @@ def test_kept_is_what_in_place_would_have_given(
     gradients = gradients_for(*active, dtype=dtype)
     arrive(twin, gradients)
     twin_steps = steps_for(twin)
-    step_in_place(twin, twin_steps, HALVED, kernels)
+    commit_tile(twin, twin_steps, HALVED, kernels)
 
     before, old_page = state_of(tile), tile.page
     complete(tile, gradients)
@@ -245,7 +245,7 @@ def test_pages_go_round(kernels: HostKernels) -> None:
         assert end_speculation(tile, speculation, spares)
         keep(tile, spares)
         arrive(twin, gradients)
-        step_in_place(twin, steps_for(twin), UNSCALED, kernels)
+        commit_tile(twin, steps_for(twin), UNSCALED, kernels)
         assert same(state_of(tile), state_of(twin))
         for each in (tile, twin):
             each.move(TileEvent.PUBLISHED)
@@ -268,7 +268,7 @@ def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels)
     assert tile.state is TileState.READY
     assert same(state_of(tile), before)
     assert spares.take(speculation.page.shape[1]) is speculation.spare.page
-    step_in_place(tile, steps_for(tile), HALVED, kernels)
+    commit_tile(tile, steps_for(tile), HALVED, kernels)
     assert same(state_of(tile), expected)
 
 
@@ -287,7 +287,7 @@ def test_an_arrival_while_stepping_voids_the_ticket(kernels: HostKernels) -> Non
     assert spares.take(speculation.page.shape[1]) is speculation.spare.page
     assert same(state_of(tile), before)
     expected = expected_of(tile, {**early, **late})
-    step_in_place(tile, steps_for(tile), UNSCALED, kernels)
+    commit_tile(tile, steps_for(tile), UNSCALED, kernels)
     assert same(state_of(tile), expected)
 
 
@@ -302,7 +302,7 @@ def test_a_gradient_that_is_taken_out_while_stepping_voids_the_ticket(kernels: H
     assert not end_speculation(tile, speculation, spares)
     assert tile.state is TileState.FILLING and tile.spare is None
     expected = expected_of(tile, {0: gradients[0]})
-    step_in_place(tile, steps_for(tile), UNSCALED, kernels)
+    commit_tile(tile, steps_for(tile), UNSCALED, kernels)
     assert same(state_of(tile), expected)
 
 
@@ -313,10 +313,10 @@ def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKerne
     early, late = gradients_for(0, 1), gradients_for(2)
     complete(tile, early)
     old_steps = steps_for(tile)
-    old = begin_speculation(tile, old_steps, spares)
+    old = begin_speculation(tile, old_steps, spares.take(tile.layout.page_numel))
     complete(tile, late)
     expected = expected_of(tile, {**early, **late})
-    new = begin_speculation(tile, steps_for(tile), spares)
+    new = begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
     assert new.spare.page is not old.spare.page
     run_speculation(new, UNSCALED, kernels)
     run_speculation(old, UNSCALED, kernels)
@@ -340,7 +340,7 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
     if again:
         # As many arrivals as before, so that only the window tells the tickets apart.
         complete(tile, gradients_for(1, 2))
-        begin_speculation(tile, steps_for(tile), spares)
+        begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
         assert tile.ticket.arrivals == speculation.ticket.arrivals
     assert not end_speculation(tile, speculation, spares)
     assert tile.state is (TileState.STEPPING if again else TileState.EMPTY)
@@ -368,7 +368,7 @@ def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) ->
     gradients = gradients_for(0, 1)
     before, expected = state_of(tile), expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = begin_speculation(tile, steps_for(tile), spares)
+    speculation = begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
     with pytest.raises(RuntimeError, match="the kernel failed"):
         run_speculation(speculation, UNSCALED, Broken(threads=1))
     fail_speculation(tile, speculation, spares)
@@ -385,7 +385,7 @@ def test_a_failed_pass_with_an_old_ticket(kernels: HostKernels) -> None:
     spares = PagePool(3)
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
-    speculation = begin_speculation(tile, steps_for(tile), spares)
+    speculation = begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
     arrive(tile, gradients_for(1))
     fail_speculation(tile, speculation, spares)
     assert tile.state is TileState.FILLING and tile.spare is None
@@ -399,7 +399,7 @@ def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
     gradients = gradients_for(0)
     expected = expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = begin_speculation(tile, steps_for(tile), spares)
+    speculation = begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
     layout = tile.segments[0].layout
     tile.move(TileEvent.DISCARD)
     tile.end_window(stepped=True)

@@ -1,7 +1,9 @@
 """Pages, the tile state machine, and the worker that adds and steps on the host."""
 
 from longshore.host.parameter_store import MASTER, OwnedRun, ParameterStore, check_not_broken, debugging
+from longshore.host.ranges import Ranges, annotating
 from longshore.host.recorder import NO_RECORDER, Recorder
+from longshore.host.snapshot import Read, Snapshot
 from longshore.host.speculation import SpeculationMemory, memory_for_speculation
 from longshore.host.speculator import Forecast
 from longshore.host.speculator import Record as SpeculationRecord
@@ -20,7 +22,10 @@ __all__ = [
     "OwnedRun",
     "ParameterStep",
     "ParameterStore",
+    "Ranges",
+    "Read",
     "Recorder",
+    "Snapshot",
     "SpeculationMemory",
     "SpeculationRecord",
     "SplitStore",
@@ -28,6 +33,7 @@ __all__ = [
     "TileEvent",
     "TileState",
     "Worker",
+    "annotating",
     "check_not_broken",
     "debugging",
     "memory_for_speculation",

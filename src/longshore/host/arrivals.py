@@ -42,7 +42,7 @@ class Arrivals:
 
     def _copy(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
         recorder = tile.recorder
-        begin_ns = recorder.now()
+        begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
         handle = self._transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, after)
         recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
         return handle

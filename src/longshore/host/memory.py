@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from longshore.host.holds import PageHolds
 from longshore.transfer import CopyHandle, Transfer
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -63,12 +64,19 @@ class PagePool:
     Args:
         page_arrays: of each page.
         allocate: makes flat zeros; see :func:`allocator_on`.
+        holds: a page that is held there is handed out again only once it is not; None: none ever is.
     """
 
-    def __init__(self, page_arrays: int, allocate: Callable[[int], Tensor] = allocate_zeros) -> None:
+    def __init__(
+        self,
+        page_arrays: int,
+        allocate: Callable[[int], Tensor] = allocate_zeros,
+        holds: PageHolds | None = None,
+    ) -> None:
         self.allocated_bytes = 0
         self._page_arrays = page_arrays
         self._allocate = allocate
+        self._holds = holds
         self._free: dict[int, list[Tensor]] = {}
 
     def page_bytes(self, page_numel: int) -> int:
@@ -86,11 +94,23 @@ class PagePool:
         page = self.take(page_numel)
         return page.zero_() if used else page  # a new one takes memory only as it is touched
 
+    def take_within(self, page_numel: int, most_bytes: int) -> Tensor | None:
+        """One that is free, or a new one if the pool has at most ``most_bytes`` with it; None: neither."""
+        fits = self.allocated_bytes + self.page_bytes(page_numel) <= most_bytes
+        return self.take(page_numel) if self._free.get(page_numel) or fits else None
+
     def give_back(self, page: Tensor) -> None:
+        if self._holds is not None and self._holds.leave(page, self.give_back):
+            return
         if page.shape[0] == self._page_arrays:
             self._free.setdefault(page.shape[1], []).append(page)
         else:
             self.allocated_bytes -= 4 * page.numel()
+
+    def trim(self) -> None:
+        """Let go of what is free."""
+        self.allocated_bytes -= sum(page.nbytes for pages in self._free.values() for page in pages)
+        self._free.clear()
 
     def set_arrays(self, page_arrays: int) -> None:
         """Pages have another number of arrays from here on; those of the old shape are let go of as they come back."""
@@ -167,15 +187,15 @@ class SlotSlab:
         slots are packed into blocks that are one, or nearly.
         """
         slots: list[Slot] = []
-        remaining = sum(_rounded(size) for size in sizes)
+        remaining = sum(padded_bytes(size) for size in sizes)
         while len(slots) < len(sizes):
             capacity = min(1 << (remaining.bit_length() - 1), _LARGEST_BLOCK_BYTES) if remaining else 0
             packed, block_bytes = [], 0
             for size in sizes[len(slots) :]:
-                if packed and block_bytes + _rounded(size) > capacity:
+                if packed and block_bytes + padded_bytes(size) > capacity:
                     break
                 packed.append((block_bytes, size))
-                block_bytes += _rounded(size)
+                block_bytes += padded_bytes(size)
             block = self._transfer.allocate(block_bytes)
             slots += [Slot(block[start : start + size]) for start, size in packed]
             self.allocated_bytes += block_bytes
@@ -212,5 +232,6 @@ class SlotRing:
         return self._slots[0]
 
 
-def _rounded(size: int) -> int:
+def padded_bytes(size: int) -> int:
+    """What a slot for ``size`` bytes takes in its block."""
     return -(-size // 64) * 64

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError
-from longshore.host.recorder import Recorder
+from longshore.errors import BrokenStateError, CheckpointError
+from longshore.host.recorder import Recorder, joined
+from longshore.host.snapshot import Read, Snapshot
 from longshore.host.speculator import Forecast
 from longshore.host.speculator import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
@@ -37,7 +38,11 @@ def debugging() -> bool:
 
 
 def check_not_broken(failure: BaseException | None, where: str = "", on: str = "") -> None:
-    """Raises BrokenStateError where an earlier commit ended half way with ``failure``."""
+    """Raises BrokenStateError where a commit, or the loading of a checkpoint, ended half way with ``failure``."""
+    if isinstance(failure, CheckpointError):
+        raise BrokenStateError(
+            f"a checkpoint was loaded in part only ({failure}); load a whole one{on} before going on"
+        ) from failure
     if failure is not None:
         raise BrokenStateError(
             f"an earlier step failed half way{where}, so some weights were stepped and others were not "
@@ -61,6 +66,9 @@ class ParameterStore(ABC):
     """Optimizer state and gradients by parameter."""
 
     transfer: Transfer
+    recorders: tuple[Recorder, ...] = ()
+    _broken: BaseException | None = None
+    """What a commit, or the loading of a checkpoint, ended with half way."""
 
     # -- layout ---------------------------------------------------------------
 
@@ -91,7 +99,17 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def record(self, recorder: Recorder) -> None:
-        """Tell ``recorder`` of the life of each tile from here on; ``NO_RECORDER``: nobody."""
+        """Tell ``recorder`` alone of the life of each tile from here on; ``NO_RECORDER``: nobody."""
+
+    def add_recorder(self, recorder: Recorder) -> None:
+        """Tell ``recorder`` too."""
+        self.recorders = (*self.recorders, recorder)
+        self.record(joined(self.recorders))
+
+    def remove_recorder(self, recorder: Recorder) -> None:
+        """The end of :meth:`add_recorder`."""
+        self.recorders = tuple(each for each in self.recorders if each is not recorder)
+        self.record(joined(self.recorders))
 
     @abstractmethod
     def host_bytes(self) -> dict[str, int]:
@@ -197,17 +215,21 @@ class ParameterStore(ABC):
     # -- state ----------------------------------------------------------------
 
     @property
-    @abstractmethod
     def broken(self) -> bool:
-        """Whether a commit failed half way."""
+        """Whether a commit, or the loading of a checkpoint, ended half way."""
+        return self._broken is not None
 
-    @abstractmethod
     def check_usable(self) -> None:
-        """Raises BrokenStateError after a commit that failed half way."""
+        """Raises BrokenStateError where it did."""
+        check_not_broken(self._broken)
 
     @abstractmethod
     def begin_load(self) -> None:
         """Discard the window and leave the broken state; whole states are about to be written."""
+
+    def load_failed(self, failure: CheckpointError) -> None:
+        """States were written in part; nothing is stepped until whole ones are."""
+        self._broken = failure
 
     @abstractmethod
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
@@ -265,6 +287,18 @@ class ParameterStore(ABC):
     def write_run(self, key: int, which: str, values: Tensor) -> None:
         """:meth:`write_state` of an owned run alone."""
         self.write_state(key, which, values)
+
+    @abstractmethod
+    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> Snapshot:
+        """The state as it is now, for another thread to read while this one goes on.
+
+        Args:
+            reads: all that will be read, as :meth:`read_run` is asked for it. The snapshot before is closed.
+            memory_bytes: of further pages, where no spare ones are there for steps ahead. Beyond it a step waits.
+
+        Raises:
+            BrokenStateError: see :meth:`check_usable`.
+        """
 
     @abstractmethod
     def clear_state(self, parameter: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,14 +9,13 @@ from torch import Tensor
 
 from longshore.host.memory import SlotRing
 from longshore.host.recorder import PUBLISH
+from longshore.host.schedule import PIPELINE_DEPTH, Move, commit_moves
+from longshore.host.snapshot import Snapshots
 from longshore.host.speculator import Speculator
-from longshore.host.stepping import ParameterStep, SegmentStep, step_in_place
+from longshore.host.stepping import ParameterStep, SegmentStep, commit_tile
 from longshore.host.tile import Segment, Tile
 from longshore.kernels import Kernels, Scale
 from longshore.transfer import CopyHandle, Transfer
-
-PIPELINE_DEPTH = 4
-"""Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
 
 Work = tuple[Tile, list[tuple[Segment, ParameterStep]]]
 """A tile, and those of its segments that have a gradient."""
@@ -36,6 +34,7 @@ class Pipeline:
         hold_gradients: every tile has a slot of its own for its gradients.
         arrive: brings a gradient of a tile's segment down, from a point of the current stream.
         speculator: what was stepped ahead.
+        snapshots: of the tiles' pages.
     """
 
     def __init__(
@@ -46,6 +45,7 @@ class Pipeline:
         hold_gradients: bool,
         arrive: Callable[[Tile, Segment, Tensor, Any], None],
         speculator: Speculator,
+        snapshots: Snapshots,
     ) -> None:
         self._transfer = transfer
         self._kernels = kernels
@@ -53,6 +53,7 @@ class Pipeline:
         self._hold_gradients = hold_gradients
         self._arrive = arrive
         self._speculator = speculator
+        self._snapshots = snapshots
         self.stepped: list[Tile] = []
         """Tiles that are COMMITTED, and on their way to the device."""
 
@@ -61,16 +62,14 @@ class Pipeline:
         ready = self._transfer.mark()
         self._transfer.begin_publish()
         remaining = [(tile, active) for tile, active in work if not self._take_stepped(tile, active, scale)]
-        under_way: deque[Work] = deque()
-        for tile, active in remaining:
-            if len(under_way) == PIPELINE_DEPTH:
-                self._finish(*under_way.popleft(), scale)
+        for move, place in commit_moves(len(remaining), PIPELINE_DEPTH):
+            tile, active = remaining[place]
+            if move is Move.FINISH:
+                self._finish(tile, active, scale)
+                continue
             if self._transfer.staged and not self._hold_gradients:
                 tile.slot = self._ring.next()
             self._fill(tile, active, ready)
-            under_way.append((tile, active))
-        while under_way:
-            self._finish(*under_way.popleft(), scale)
         self._transfer.end_publish()
 
     def _take_stepped(self, tile: Tile, active: list[tuple[Segment, ParameterStep]], scale: Scale) -> bool:
@@ -84,7 +83,7 @@ class Pipeline:
         return True
 
     def _publish(self, tile: Tile, output: Tensor, target: Tensor) -> CopyHandle:
-        begin_ns = tile.recorder.now()
+        begin_ns = tile.recorder.begin(PUBLISH, tile.layout.index)
         handle = self._transfer.copy_to_device(output, target)
         tile.recorder.copying(PUBLISH, tile.layout.index, handle, begin_ns)
         return handle
@@ -107,7 +106,8 @@ class Pipeline:
             targets.append(target)
             output = self._transfer.output_for(target, tile.output_view(segment.layout))
             segment_steps.append(SegmentStep(segment, step.rule, output))
-        step_in_place(tile, segment_steps, scale, self._kernels)
+        with self._snapshots.page_for(tile) as into:
+            commit_tile(tile, segment_steps, scale, self._kernels, into)
         self.stepped.append(tile)
         for segment_step, target in zip(segment_steps, targets, strict=True):
             handle = self._publish(tile, segment_step.output, target)

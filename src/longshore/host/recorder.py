@@ -6,8 +6,10 @@ has to do with a tile; what is told must not change what is done.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -35,8 +37,9 @@ class Recorder(ABC):
     """The policy of one store. A caller keeps the recorder from an event's beginning to its end."""
 
     @abstractmethod
-    def now(self) -> int:
-        """What ``begin_ns`` of the other calls takes: nanoseconds of ``time.perf_counter_ns``."""
+    def begin(self, name: str, tile: int | None) -> int:
+        """This thread begins what one of the calls below will tell of. Returns their ``begin_ns``: nanoseconds of
+        ``time.perf_counter_ns``."""
 
     @abstractmethod
     def mark(self, name: str, tile: int | None) -> None:
@@ -50,13 +53,17 @@ class Recorder(ABC):
     def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         """A pass over ``rows`` of a tile's page, ``[page_arrays, page_numel]``, from ``begin_ns`` until now."""
 
+    def working(self, lane: str) -> AbstractContextManager[None]:
+        """This thread, which is a lane's, runs one job inside."""
+        return nullcontext()
+
     @abstractmethod
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
         """A copy that was asked for at ``begin_ns`` and may still run."""
 
 
 class NoRecorder(Recorder):
-    def now(self) -> int:
+    def begin(self, name: str, tile: int | None) -> int:
         return 0
 
     def mark(self, name: str, tile: int | None) -> None:
@@ -73,3 +80,45 @@ class NoRecorder(Recorder):
 
 
 NO_RECORDER = NoRecorder()
+
+
+class Several(Recorder):
+    """Tells each of ``recorders``."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self.recorders = tuple(recorders)
+
+    def begin(self, name: str, tile: int | None) -> int:
+        for each in self.recorders:
+            each.begin(name, tile)
+        return time.perf_counter_ns()
+
+    def mark(self, name: str, tile: int | None) -> None:
+        for each in self.recorders:
+            each.mark(name, tile)
+
+    def span(self, name: str, tile: int | None, begin_ns: int) -> None:
+        for each in self.recorders:
+            each.span(name, tile, begin_ns)
+
+    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+        for each in self.recorders:
+            each.passed(name, tile, page, rows, begin_ns)
+
+    @contextmanager
+    def working(self, lane: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for each in self.recorders:
+                stack.enter_context(each.working(lane))
+            yield
+
+    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+        for each in self.recorders:
+            each.copying(name, tile, handle, begin_ns)
+
+
+def joined(recorders: Sequence[Recorder]) -> Recorder:
+    """One that tells all of them."""
+    if not recorders:
+        return NO_RECORDER
+    return recorders[0] if len(recorders) == 1 else Several(recorders)

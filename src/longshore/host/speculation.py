@@ -15,6 +15,8 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from longshore.host.early_norms import Due, EarlyNorms
 from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
 from longshore.host.predictor import Predictor
@@ -49,6 +51,13 @@ def memory_for_speculation() -> int:
     return available_bytes() // _AUTO_PART
 
 
+def speculation_budget(memory: SpeculationMemory, most: int) -> int:
+    """Bytes for spares, where a spare for every tile would take ``most``."""
+    if isinstance(memory, str):
+        return min(most, memory_for_speculation())
+    return int(most * memory) if isinstance(memory, float) else memory
+
+
 @dataclass
 class _Bet:
     """One tile's pass, from its beginning to the end of the window."""
@@ -70,7 +79,7 @@ class Ahead(Speculator):
 
     Args:
         memory: how much spare pages and outputs may take.
-        pages: a pool for spare pages alone.
+        spares: a pool for spare pages alone.
         transfer: makes memory for outputs.
         kernels: run the passes.
         worker: runs them behind what was queued before.
@@ -80,7 +89,7 @@ class Ahead(Speculator):
     def __init__(
         self,
         memory: SpeculationMemory,
-        pages: PagePool,
+        spares: PagePool,
         transfer: Transfer,
         kernels: HostKernels,
         worker: JobRunner,
@@ -88,7 +97,7 @@ class Ahead(Speculator):
     ) -> None:
         # Fixed.
         self._memory = memory
-        self._pages = pages
+        self._pool = spares
         self._transfer = transfer
         self._kernels = kernels
         self._worker = worker
@@ -96,7 +105,7 @@ class Ahead(Speculator):
         # Grow with tiles.
         self._reserved_for = 0
         self._slabs: list[SlotSlab] = []
-        self._spares: dict[tuple[int, int], list[Slot]] = {}
+        self._slots: dict[tuple[int, int], list[Slot]] = {}
         """By elements of a page and bytes of an output; each stands for a page in the pool, too."""
         self._spare_count = 0
         self._spare_page_bytes = 0
@@ -117,6 +126,13 @@ class Ahead(Speculator):
     def spare_bytes(self) -> int:
         return self._spare_page_bytes + sum(slab.allocated_bytes for slab in self._slabs)
 
+    @property
+    def spares(self) -> PagePool:
+        return self._pool
+
+    def lend(self, page_numel: int) -> Tensor | None:
+        return self._pool.take_within(page_numel, self._spare_page_bytes)
+
     # -- during backward ------------------------------------------------------
 
     def consider(self, tile: Tile) -> None:
@@ -133,13 +149,17 @@ class Ahead(Speculator):
             self._bet_on(tile, forecast)
 
     def _bet_on(self, tile: Tile, forecast: Forecast) -> None:
-        free = self._spares.get((tile.layout.page_numel, tile.output_bytes))
+        free = self._slots.get((tile.layout.page_numel, tile.output_bytes))
         if not free:
             self._counts["waited"] += 1
             return
         rules = self._planned(forecast)
         active = [segment for segment in tile.segments.values() if segment.arrivals > 0]
         if any(segment.layout.parameter not in rules for segment in active):
+            return
+        page = self.lend(tile.layout.page_numel)
+        if page is None:  # a snapshot still reads what was a tile's before
+            self._counts["waited"] += 1
             return
         slot = free.pop()
         steps = [
@@ -152,7 +172,7 @@ class Ahead(Speculator):
         ]
         bet = _Bet(
             tile,
-            begin_speculation(tile, steps, self._pages),
+            begin_speculation(tile, steps, page),
             slot,
             {step.segment.layout.parameter: step.rule for step in steps},
             forecast.scale(),
@@ -191,7 +211,7 @@ class Ahead(Speculator):
 
     def _pass(self, bet: _Bet) -> None:
         speculation, recorder = bet.speculation, bet.tile.recorder
-        begin_ns = recorder.now()
+        begin_ns = recorder.begin(STEP_AHEAD, bet.tile.layout.index)
         try:
             run_speculation(speculation, bet.scale, self._kernels)
         finally:
@@ -218,20 +238,20 @@ class Ahead(Speculator):
             bet.open = False
             # One that is still held was put off when Ctrl-C ended the wait for it.
             if (bet.failed or bet.held) and bet.tile.ticket == bet.speculation.ticket:
-                fail_speculation(bet.tile, bet.speculation, self._pages)
-            elif not end_speculation(bet.tile, bet.speculation, self._pages):
+                fail_speculation(bet.tile, bet.speculation, self._pool)
+            elif not end_speculation(bet.tile, bet.speculation, self._pool):
                 self._count_dropped(bet.tile)
 
     def void(self, tile: Tile) -> None:
         self._norms.forget(tile.segments)
         if tile.state is TileState.STEPPED:
             self._count_dropped(tile)
-            redo(tile, self._pages)
+            redo(tile, self._pool)
 
     def drop(self, tile: Tile) -> None:
         if tile.spare is not None:
             self._count_dropped(tile)
-            drop(tile, self._pages)
+            drop(tile, self._pool)
 
     def _count_dropped(self, tile: Tile) -> None:
         self._counts["dropped"] += 1
@@ -239,9 +259,9 @@ class Ahead(Speculator):
 
     def set_arrays(self, page_arrays: int) -> None:
         # Spares are made anew, those of bets that are out too.
-        self._pages.set_arrays(page_arrays)
+        self._pool.set_arrays(page_arrays)
         self._bets.clear()
-        self._spares.clear()
+        self._slots.clear()
         self._slabs.clear()
         self._reserved_for = self._spare_count = self._spare_page_bytes = 0
 
@@ -250,18 +270,18 @@ class Ahead(Speculator):
             return None
         bet = self._bets[tile.layout.index]
         if bet.scale == scale and bet.rules == {segment.layout.parameter: step.rule for segment, step in active}:
-            keep(tile, self._pages)
+            keep(tile, self._pool)
             self._counts["kept"] += 1
             tile.recorder.mark(KEPT, tile.layout.index)
             return bet.slot
-        redo(tile, self._pages)
+        redo(tile, self._pool)
         self._counts["redone"] += 1
         tile.recorder.mark(REDONE, tile.layout.index)
         return None
 
     def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
         for bet in self._bets.values():
-            self._spares[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)
+            self._slots[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)
         self._bets.clear()
         self._considered.clear()
         self._rules = None
@@ -278,7 +298,7 @@ class Ahead(Speculator):
     def _reserve(self, tiles: Sequence[Tile]) -> None:
         """Make the spares: the tiles of the last parameters come first in backward, and in the budget."""
         self._reserved_for = len(tiles)
-        have = {key: len(slots) for key, slots in self._spares.items()}
+        have = {key: len(slots) for key, slots in self._slots.items()}
         budget = self._budget(tiles) - self.spare_bytes
         wanted = []
         for tile in reversed(tiles):
@@ -286,22 +306,20 @@ class Ahead(Speculator):
             if have.get(key, 0) > 0:
                 have[key] -= 1
                 continue
-            budget -= self._pages.page_bytes(tile.layout.page_numel) + tile.output_bytes
+            budget -= self._pool.page_bytes(tile.layout.page_numel) + tile.output_bytes
             if budget < 0:
                 break
             wanted.append(tile)
         self._slabs.append(slab := SlotSlab(self._transfer))
         for tile, slot in zip(wanted, slab.cut([tile.output_bytes for tile in wanted]), strict=True):
-            self._spares.setdefault((tile.layout.page_numel, tile.output_bytes), []).append(slot)
-            self._spare_page_bytes += self._pages.page_bytes(tile.layout.page_numel)
+            self._slots.setdefault((tile.layout.page_numel, tile.output_bytes), []).append(slot)
+            self._spare_page_bytes += self._pool.page_bytes(tile.layout.page_numel)
         for page in [
-            self._pages.take(tile.layout.page_numel).zero_() for tile in wanted
+            self._pool.take(tile.layout.page_numel).zero_() for tile in wanted
         ]:  # touched now, not in backward
-            self._pages.give_back(page)
+            self._pool.give_back(page)
         self._spare_count += len(wanted)
 
     def _budget(self, tiles: Sequence[Tile]) -> int:
-        most = sum(self._pages.page_bytes(tile.layout.page_numel) + tile.output_bytes for tile in tiles)
-        if isinstance(self._memory, str):
-            return min(most, memory_for_speculation())
-        return int(most * self._memory) if isinstance(self._memory, float) else self._memory
+        most = sum(self._pool.page_bytes(tile.layout.page_numel) + tile.output_bytes for tile in tiles)
+        return speculation_budget(self._memory, most)

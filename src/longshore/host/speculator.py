@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from longshore.host.memory import Slot
+from torch import Tensor
+
+from longshore.host.memory import PagePool, Slot
 from longshore.host.stepping import ParameterStep
 from longshore.host.tile import Segment, Tile
 from longshore.kernels import HostRule, Scale
@@ -47,6 +49,15 @@ class Speculator(ABC):
     """The policy of one store."""
 
     forecast: Forecast | None = None
+
+    @property
+    def spares(self) -> PagePool | None:
+        """Pages to step into ahead of the verdict; None: there are none."""
+        return None
+
+    def lend(self, page_numel: int) -> Tensor | None:
+        """A spare page, for :attr:`spares` to get it or another one back; None: all of them are in use."""
+        return None
 
     @property
     def record(self) -> Record | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longshore.host.parameter_store import ParameterStore, check_not_broken
 from longshore.host.recorder import Recorder
+from longshore.host.snapshot import JoinedSnapshot, Read, Snapshot
 from longshore.host.speculator import Forecast
 from longshore.host.speculator import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
@@ -28,6 +29,19 @@ class _Part(NamedTuple):
     def of(self, values: Tensor) -> Tensor:
         """This part of a flat tensor of the whole parameter."""
         return values[self.start : self.stop]
+
+
+def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
+    """Of parameters with so many elements, how many of each stay on the device where ``ratio`` of all are on the host:
+    the first ones, and of one of them the first blocks of the norm."""
+    total = sum(numels)
+    left = total - round(total * ratio)
+    kept_numels = []
+    for numel in numels:
+        kept = numel if left >= numel else left // NORM_BLOCK_NUMEL * NORM_BLOCK_NUMEL
+        left = left - kept if kept == numel else 0
+        kept_numels.append(kept)
+    return kept_numels
 
 
 class SplitStore(ParameterStore):
@@ -50,20 +64,15 @@ class SplitStore(ParameterStore):
         self._ratio = ratio
         # Grow with parameters.
         self._parts: dict[int, list[_Part]] = {}
-        # Changes once, until state is loaded.
-        self._broken: BaseException | None = None
 
     # -- layout ---------------------------------------------------------------
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         entries = list(parameters)
-        total = sum(numel for _, numel, _ in entries)
-        left = total - round(total * self._ratio)
         on_device: list[tuple[int, int, torch.dtype]] = []
         on_host: list[tuple[int, int, torch.dtype]] = []
-        for index, numel, dtype in entries:
-            kept = numel if left >= numel else left // NORM_BLOCK_NUMEL * NORM_BLOCK_NUMEL
-            left = left - kept if kept == numel else 0
+        kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)
+        for (index, numel, dtype), kept in zip(entries, kept_numels, strict=True):
             parts = self._parts[index] = []
             if kept > 0:
                 parts.append(_Part(self.device, 0, kept))
@@ -198,6 +207,18 @@ class SplitStore(ParameterStore):
     def read_state(self, parameter: int, which: str) -> Tensor:
         self.check_usable()
         return torch.cat([part.store.read_state(parameter, which) for part in self._parts[parameter]])
+
+    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> Snapshot:
+        self.check_usable()
+        parts_of = {key: [self._stores.index(part.store) for part in self._parts[key]] for key, _ in reads}
+        joined = JoinedSnapshot(parts_of)
+        try:
+            for place, store in enumerate(self._stores):
+                joined.add(store.snapshot([read for read in reads if place in parts_of[read[0]]], memory_bytes))
+        except BaseException:
+            joined.close()
+            raise
+        return joined
 
     def read_gradient(self, parameter: int) -> Tensor | None:
         self.check_usable()

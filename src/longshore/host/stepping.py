@@ -1,4 +1,4 @@
-"""Stepping one tile: in place, or out of place into a spare page that is kept or dropped.
+"""Stepping one tile: at the verdict, or ahead of it into a spare page that is kept or dropped.
 
 A speculative step has three parts, so that the long one can run on any thread
 while gradients arrive: :func:`begin_speculation` and :func:`end_speculation`
@@ -67,8 +67,17 @@ def _table(
     return rows, [rule for _, rule in rules.values()]
 
 
-def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels) -> None:
+def _idle_parts(tile: Tile, steps: Sequence[SegmentStep]) -> tuple[slice, ...]:
+    stepped = {segment.layout.parameter for segment, _, _ in steps}
+    return tuple(segment.in_page for segment in tile.layout.segments if segment.parameter not in stepped)
+
+
+def commit_tile(
+    tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels, into: Tensor | None = None
+) -> None:
     """FILLING or READY -> COMMITTED: the tile's page and the outputs hold the new values.
+
+    With ``into`` that becomes the tile's page, and the one that it had is only read; otherwise it is stepped in place.
 
     Raises:
         BaseException: what the pass raised; the tile is then BROKEN.
@@ -76,21 +85,26 @@ def step_in_place(tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernel
     rows, rules = _table(steps, Segment.wait)
     page = tile.page
     assert page is not None
+    target = page if into is None else into
     tile.move(TileEvent.COMMIT)
     recorder = tile.recorder
-    begin_ns = recorder.now()
+    begin_ns = recorder.begin(STEP_IN_PLACE, tile.layout.index)
     try:
-        kernels.step_tile(page, page, rows, rules, scale)
+        if into is not None:
+            for part in _idle_parts(tile, steps):  # idle means untouched, in either page
+                into[:, part] = page[:, part]
+        kernels.step_tile(page, target, rows, rules, scale)
     except BaseException:
         tile.move(TileEvent.COMMIT_FAILED)
         raise
     finally:
         recorder.passed(STEP_IN_PLACE, tile.layout.index, page, rows, begin_ns)
+    tile.page = target
     tile.move(TileEvent.COMMIT_DONE)
 
 
-def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], spares: PagePool) -> Speculation:
-    """READY -> STEPPING: take a spare page.
+def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], into: Tensor) -> Speculation:
+    """READY -> STEPPING, into a spare page.
 
     The tile's page and its gradients will only be read, so the outputs must
     not be the gradients' own memory, nor the parameters. Gradients may still be
@@ -101,14 +115,8 @@ def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], spares: PagePool
     page = tile.page
     assert page is not None
     tile.move(TileEvent.SPECULATE)
-    stepped = {segment.layout.parameter for segment, _, _ in steps}
-    idle = tuple(
-        slice(segment.page_offset, segment.page_offset + segment.numel)
-        for segment in tile.layout.segments
-        if segment.parameter not in stepped
-    )
-    spare = SparePage(spares.take(page.shape[1]), tuple(step.output for step in steps))
-    return Speculation(tile.ticket, page, spare, rows, rules, copies, idle)
+    spare = SparePage(into, tuple(step.output for step in steps))
+    return Speculation(tile.ticket, page, spare, rows, rules, copies, _idle_parts(tile, steps))
 
 
 def run_speculation(speculation: Speculation, scale: Scale, kernels: Kernels) -> None:

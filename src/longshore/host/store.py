@@ -16,10 +16,12 @@ from torch import Tensor
 
 from longshore.errors import GradientError
 from longshore.host.arrivals import Arrivals
+from longshore.host.holds import PageHolds
 from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab, allocator_on
-from longshore.host.parameter_store import MASTER, ParameterStore, check_not_broken
+from longshore.host.parameter_store import MASTER, ParameterStore
 from longshore.host.pipeline import PIPELINE_DEPTH, Pipeline
 from longshore.host.recorder import DISCARD, NO_RECORDER, NORM, Recorder
+from longshore.host.snapshot import Read, Snapshot, Snapshots
 from longshore.host.speculation import Ahead, SpeculationMemory
 from longshore.host.speculator import Forecast, NoSpeculation, Speculator
 from longshore.host.speculator import Record as SpeculationRecord
@@ -56,7 +58,6 @@ class HostStore(ParameterStore):
         speculation_memory: SpeculationMemory = 0,
     ) -> None:
         assert not transfer.staged or kernels.device.type == "cpu"
-        # Fixed.
         self.transfer = transfer
         self.kernels = kernels
         self._tile_numel = tile_numel
@@ -72,7 +73,8 @@ class HostStore(ParameterStore):
         """For gradients that do not stay, or for new parameters whose gradients have another dtype."""
         memory = allocator_on(kernels.device)
         self._arrays: tuple[str, ...] = (MASTER,)
-        self._pages = PagePool(len(self._arrays), memory)
+        holds = PageHolds()
+        self._pages = PagePool(len(self._arrays), memory, holds)
         # Change with each window. Several autograd threads may bring gradients
         # of one tile; the worker's jobs never take the lock.
         self._lock = threading.Lock()
@@ -81,11 +83,11 @@ class HostStore(ParameterStore):
         self._arrivals = Arrivals(transfer, kernels, self._accumulators, self._worker)
         self.speculator: Speculator = NoSpeculation()
         if speculation_memory and hold_gradients and isinstance(kernels, HostKernels):
-            spares = PagePool(len(self._arrays), memory)
+            spares = PagePool(len(self._arrays), memory, holds)
             parts_of = self._parts.__getitem__
             self.speculator = Ahead(speculation_memory, spares, transfer, kernels, self._worker, parts_of)
+        self._snapshots = Snapshots(self._pages, holds, self.speculator)
         self._incomplete: BaseException | None = None
-        self._broken: BaseException | None = None
 
     # -- layout ---------------------------------------------------------------
 
@@ -178,6 +180,7 @@ class HostStore(ParameterStore):
     def record(self, recorder: Recorder) -> None:
         with self._lock:
             self._recorder = recorder
+            self._worker.working = lambda: recorder.working("host")
             for tile in self._tiles:
                 tile.recorder = recorder
 
@@ -244,7 +247,7 @@ class HostStore(ParameterStore):
 
         The arguments are those of :meth:`sum_of_squares`.
         """
-        begin_ns = self._recorder.now()
+        begin_ns = self._recorder.begin(NORM, None)
         self.speculator.hold()
         try:
             self.settle()
@@ -259,7 +262,7 @@ class HostStore(ParameterStore):
             measured = dict(zip(pieces, self.kernels.block_sums(list(pieces.values()), scale), strict=True))
         finally:
             self.speculator.resume()
-        self._recorder.span(NORM, None, begin_ns)
+            self._recorder.span(NORM, None, begin_ns)
         return {one: known[one] if one in known else measured[one] for one in gradients}
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
@@ -278,7 +281,9 @@ class HostStore(ParameterStore):
         for parameter, step in steps.items():
             for tile, segment in self._parts[parameter]:
                 work.setdefault(tile.layout.index, []).append((segment, step))
-        line = Pipeline(self.transfer, self.kernels, self._ring, self._hold_gradients, self._arrive, self.speculator)
+        self._snapshots.collect()
+        hold, ring = self._hold_gradients, self._ring
+        line = Pipeline(self.transfer, self.kernels, ring, hold, self._arrive, self.speculator, self._snapshots)
         try:
             line.run([(self._tiles[index], work[index]) for index in sorted(work)], scale)
             self._end_window(line.stepped, TileEvent.PUBLISHED)
@@ -316,14 +321,6 @@ class HostStore(ParameterStore):
 
     # -- optimizer state ------------------------------------------------------
 
-    def check_usable(self) -> None:
-        """Raises BrokenStateError after a commit that failed half way."""
-        check_not_broken(self._broken)
-
-    @property
-    def broken(self) -> bool:
-        return self._broken is not None
-
     def begin_load(self) -> None:
         with self._lock:
             self._drain()
@@ -337,6 +334,12 @@ class HostStore(ParameterStore):
         self._drain()
         for tile, _ in self._parts.get(parameter, ()):
             self.speculator.void(tile)
+            self._snapshots.make_writable(tile)
+
+    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> Snapshot:
+        self.check_usable()
+        self._drain()
+        return self._snapshots.take(self._arrays, self._parts, reads, memory_bytes)
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()
@@ -359,8 +362,9 @@ class HostStore(ParameterStore):
 
     def read_state(self, parameter: int, which: str) -> Tensor:
         self.check_usable()
-        row = self._arrays.index(which)
-        pieces = [tile.page_view(segment.layout, row) for tile, segment in self._parts[parameter]]
+        row, parts = self._arrays.index(which), self._parts[parameter]
+        # States may have been set by their numbers alone, before the first step.
+        pieces = [tile.have_page(self._pages)[row, segment.layout.in_page] for tile, segment in parts]
         return torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def read_gradient(self, parameter: int) -> Tensor | None:

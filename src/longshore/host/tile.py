@@ -175,21 +175,22 @@ class Tile:
 
     def accumulator_view(self, segment: SegmentLayout) -> Tensor:
         assert self.accumulator is not None
-        return self.accumulator[segment.page_offset : segment.page_offset + segment.numel]
+        return self.accumulator[segment.in_page]
 
     def rows(self, segment: SegmentLayout) -> Tensor:
         """The segment's part of all arrays of the page, ``[page_arrays, numel]``, as a view."""
         assert self.page is not None
-        return self.page[:, segment.page_offset : segment.page_offset + segment.numel]
+        return self.page[:, segment.in_page]
 
     def page_view(self, segment: SegmentLayout, row: int) -> Tensor:
         """The segment's part of one array of the page (0: the master), as a view."""
         return self.rows(segment)[row]
 
-    def have_page(self, pages: PagePool) -> None:
-        """Take a page, if there is none yet; all of it is zero."""
+    def have_page(self, pages: PagePool) -> Tensor:
+        """The page; one of zeros is taken if there is none yet."""
         if self.page is None:
             self.page = pages.take_zeros(self.layout.page_numel)
+        return self.page
 
     def widen_page(self, rows: Sequence[int], pages: PagePool) -> None:
         """Move to a page with more arrays; ``rows`` is where the present ones go, and new ones are zero."""

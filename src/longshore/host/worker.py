@@ -9,12 +9,19 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotInTime  # another class before Python 3.11
+from contextlib import AbstractContextManager, nullcontext
 
 from longshore.kernels import Kernels
 
 
 class JobRunner(ABC):
-    """Runs jobs in the order in which they were submitted, and keeps the first failure."""
+    """Runs jobs in the order in which they were submitted, and keeps the first failure.
+
+    Attributes:
+        working: entered around each job.
+    """
+
+    working: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     @abstractmethod
     def submit(self, job: Callable[[], None], held_bytes: int) -> None:
@@ -148,7 +155,8 @@ class Worker(JobRunner):
 
     def _run(self, job: Callable[[], None]) -> None:
         self._on_start()
-        job()
+        with self.working():
+            job()
 
     def _retire(self) -> None:
         future, held_bytes = self._jobs[0]

@@ -9,7 +9,7 @@ lies in one shard: what one rank owns of it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from longshore.layout import align
@@ -79,7 +79,7 @@ def plan_buckets(
     if world_size < 1:
         raise ValueError(f"a bucket is shared by at least one rank, not {world_size}")
     buckets: list[Bucket] = []
-    for members in _filled(parameters, bucket_numel):
+    for members in fill_buckets(parameters, bucket_numel):
         bucket = _cut(first_bucket + len(buckets), members, world_size, first_piece)
         first_piece += sum(len(pieces) for pieces in bucket.pieces)
         buckets.append(bucket)
@@ -103,7 +103,7 @@ def plan_shards(
         first_piece: as there.
     """
     buckets: list[Bucket] = []
-    for filling in _filled(parameters, bucket_numel):
+    for filling in fill_buckets(parameters, bucket_numel):
         by_rank: list[tuple[Piece, ...]] = []
         lengths = []
         for rank in range(len(shards[filling[0][0]])):
@@ -121,8 +121,8 @@ def plan_shards(
     return tuple(buckets)
 
 
-def _filled(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: int) -> list[list[tuple[int, int]]]:
-    """``(index, numel)`` of the members of each bucket."""
+def fill_buckets(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: int) -> list[list[tuple[int, int]]]:
+    """``(index, numel)`` of the members of each bucket; the arguments are those of :func:`plan_buckets`."""
     entries = list(parameters)
     for parameter, numel, _ in entries:
         if numel < 0:
@@ -149,18 +149,28 @@ def _members(parameters: list[tuple[int, int]]) -> tuple[Member, ...]:
     return tuple(members)
 
 
+def shard_numel_of(members: Sequence[tuple[int, int]], world_size: int) -> int:
+    """Elements of each rank's shard of a bucket with these members, given as ``(index, numel)``."""
+    return align(-(-sum(numel for _, numel in members) // world_size))
+
+
+def shard_parts(members: Sequence[tuple[int, int]], shard_numel: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
+    """``(parameter, its offset in the parameter, its offset in the shard, numel)`` of what lies in a rank's shard."""
+    start, stop, offset = rank * shard_numel, (rank + 1) * shard_numel, 0
+    for parameter, numel in members:
+        first, last = max(offset, start), min(offset + numel, stop)
+        if first < last:
+            yield parameter, first - offset, first - start, last - first
+        offset += numel
+
+
 def _cut(index: int, parameters: list[tuple[int, int]], world_size: int, next_piece: int) -> Bucket:
-    members = _members(parameters)
-    end = members[-1].offset + members[-1].numel
-    shard_numel = align(-(-end // world_size))
+    shard_numel = shard_numel_of(parameters, world_size)
     shards = []
     for rank in range(world_size):
-        start, stop = rank * shard_numel, (rank + 1) * shard_numel
         pieces = []
-        for member in members:
-            first, last = max(member.offset, start), min(member.offset + member.numel, stop)
-            if first < last:
-                pieces.append(Piece(next_piece, member.parameter, first - member.offset, first - start, last - first))
-                next_piece += 1
+        for part in shard_parts(parameters, shard_numel, rank):
+            pieces.append(Piece(next_piece, *part))
+            next_piece += 1
         shards.append(tuple(pieces))
-    return Bucket(index, members, shard_numel, tuple(shards))
+    return Bucket(index, _members(parameters), shard_numel, tuple(shards))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshore.errors import GradientError, RankError
-from longshore.host import Worker, debugging
+from longshore.host import Recorder, Worker, debugging
 from longshore.sharding.action import Action
 from longshore.sharding.segments import Segment, SharedSegments
 
@@ -116,6 +116,10 @@ class CollectiveLane:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
     # -- jobs, from any thread ------------------------------------------------
+
+    def record(self, recorder: Recorder) -> None:
+        """Tell ``recorder`` of each job from here on."""
+        self._worker.working = lambda: recorder.working("collectives")
 
     def submit(self, job: Callable[[], None], held_bytes: int = 0) -> None:
         """Queue ``job``; blocks for a while where gradients of more than the limit wait."""

@@ -65,9 +65,7 @@ class ShardedPlacement(Placement):
     def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> ShardedStore:
         strategy = STRATEGIES[self.stage]
         settings = replace(self.settings, each_backward=strategy.each_backward)
-        if settings.early and settings.each_backward:
-            # One bucket fills while another is on its way: together they are what was asked for.
-            settings = replace(settings, bucket_numel=max(1, settings.bucket_numel // 2))
+        settings = replace(settings, bucket_numel=bucket_numel_of(settings))
         waiting_numel = settings.bucket_numel
         if self.sharded is not None:
             # No more than what is gathered together: the device has no room for gradients of all modules either.
@@ -79,6 +77,14 @@ class ShardedPlacement(Placement):
         # What comes out of a reduction is float32, whatever went in.
         inner = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
         return ShardedStore(inner, strategy.ownership(self, lane, parameters), settings)
+
+
+def bucket_numel_of(settings: ReductionSettings) -> int:
+    """Elements of one bucket."""
+    if settings.early and settings.each_backward:
+        # One bucket fills while another is on its way: together they are what was asked for.
+        return max(1, settings.bucket_numel // 2)
+    return settings.bucket_numel
 
 
 def _fully_sharded(placement: ShardedPlacement, lane: CollectiveLane, parameters: Mapping[int, Tensor]) -> Ownership:

@@ -89,7 +89,7 @@ class Cut:
         """Where a part lies in the parameter; None: it is all of it."""
         if self.dim is None:
             return None
-        start, stop = _chunk(self.shape[self.dim], self.parts, part)
+        start, stop = chunk(self.shape[self.dim], self.parts, part)
         return Slab(self.dim, start, stop - start)
 
     def part_shape(self, part: int) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class Cut:
     def shard(self, place: Place) -> tuple[int, int]:
         """``(offset, numel)`` of a shard in its part, flat."""
         rows, *others = self.part_shape(place.part)
-        start, stop = _chunk(rows, self.shards, place.shard)
+        start, stop = chunk(rows, self.shards, place.shard)
         return start * math.prod(others), (stop - start) * math.prod(others)
 
     def part_of(self, values: Tensor, part: int) -> Tensor:
@@ -115,7 +115,7 @@ class Cut:
         return torch.cat(shaped, self.dim).reshape(-1)
 
 
-def _chunk(size: int, chunks: int, number: int) -> tuple[int, int]:
+def chunk(size: int, chunks: int, number: int) -> tuple[int, int]:
     """Where chunk ``number`` begins and ends, as ``torch.chunk`` cuts; the last ones may be empty."""
     step = -(-size // chunks)
     return min(number * step, size), min((number + 1) * step, size)

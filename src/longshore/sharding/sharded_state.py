@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from longshore.host import HostStore, OwnedRun, ParameterStore, SplitStore
+from longshore.host import HostStore, OwnedRun, ParameterStore, Read, Snapshot, SplitStore
 from longshore.layout import Slab
 from longshore.sharding.bucket import Piece
 from longshore.sharding.shards import Shards
@@ -26,9 +27,9 @@ class ShardedState(ParameterStore):
         self.shards = shards
         self._ownership = shards.ownership
 
+    @abstractmethod
     def _before_writing(self) -> None:
         """What is under way, and reads state, is done."""
-        raise NotImplementedError
 
     # -- this rank's part -----------------------------------------------------
 
@@ -50,6 +51,10 @@ class ShardedState(ParameterStore):
     def write_run(self, key: int, which: str, values: Tensor) -> None:
         self._before_writing()
         self.inner.write_state(key, which, values)
+
+    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> Snapshot:
+        self.check_usable()
+        return self.inner.snapshot(reads, memory_bytes)
 
     # -- all of it --------------------------------------------------------------
 

@@ -61,7 +61,6 @@ class ShardedStore(ShardedState):
         # Change with each window.
         self._window = WindowGradients(self.shards, settings, self._launch)
         self._windows = ownership.windows
-        self._broken: BaseException | None = None
         self._closed = False
 
     # -- layout ---------------------------------------------------------------
@@ -87,6 +86,7 @@ class ShardedStore(ShardedState):
 
     def record(self, recorder: Recorder) -> None:
         self.inner.record(recorder)
+        self.lane.record(recorder)
 
     def host_bytes(self) -> dict[str, int]:
         return self.inner.host_bytes()

@@ -2,6 +2,6 @@
 
 from longshore.tracing.events import Event
 from longshore.tracing.summary import Summary
-from longshore.tracing.trace import Trace, trace
+from longshore.tracing.trace import Trace, annotate, trace
 
-__all__ = ["Event", "Summary", "Trace", "trace"]
+__all__ = ["Event", "Summary", "Trace", "annotate", "trace"]

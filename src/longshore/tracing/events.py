@@ -52,7 +52,7 @@ class EventRecorder(Recorder):
         events, self._events = self._events, []
         return events
 
-    def now(self) -> int:
+    def begin(self, name: str, tile: int | None) -> int:
         return time.perf_counter_ns()
 
     def mark(self, name: str, tile: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch.distributed
 
 from longshore.errors import LongshoreError
-from longshore.host import NO_RECORDER
+from longshore.host import Ranges
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.tracing.chrome import chrome_events
 from longshore.tracing.events import Event, EventRecorder, in_order
@@ -64,6 +65,29 @@ class Trace:
 
 
 @contextmanager
+def annotate(engine_or_optimizer: Any) -> Iterator[None]:
+    """Ranges of ``torch.profiler`` and, with CUDA, of NVTX for what each lane does during the block.
+
+    One for every pass over a tile, every copy that is asked for, every norm, and every job of the host's and the
+    collectives' threads, on the thread that does it. ``LONGSHORE_ANNOTATE=1`` in the environment does it for the
+    whole run (``nsys profile``). ``torch.profiler`` sees other threads with
+    ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
+
+    Args:
+        engine_or_optimizer: of ``longshore.initialize``, or any longshore optimizer.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    optimizer, ranges = _optimizer_of(engine_or_optimizer, "annotate"), Ranges()
+    optimizer.store.add_recorder(ranges)
+    try:
+        yield
+    finally:
+        optimizer.store.remove_recorder(ranges)
+
+
+@contextmanager
 def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
     """Record the life of each tile during the block; the weights are the same bits with it and without.
 
@@ -80,38 +104,41 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         TypeError: it is neither.
         LongshoreError: it is being traced already.
     """
-    optimizer = getattr(engine_or_optimizer, "optimizer", engine_or_optimizer)
-    if not isinstance(optimizer, HostOptimizer):
-        found = type(engine_or_optimizer)
-        raise TypeError(
-            "longshore.trace takes an engine of longshore.initialize or a longshore optimizer, not "
-            f"{found.__module__}.{found.__qualname__}"
-        )
-    store = optimizer.store
-    if any(tile.recorder is not NO_RECORDER for tile in store.tiles):
+    optimizer = _optimizer_of(engine_or_optimizer, "trace")
+    if any(isinstance(each, EventRecorder) for each in optimizer.store.recorders):
         raise LongshoreError("this optimizer is being traced already; end that block of longshore.trace first")
     recorder = EventRecorder()
-    begin_ns = recorder.now()
-    called_ns = begin_ns
+    begin_ns = called_ns = time.perf_counter_ns()
 
     def called(*_: Any) -> None:
         nonlocal called_ns
-        called_ns = recorder.now()
+        called_ns = time.perf_counter_ns()
 
     hooks = [
         optimizer.register_step_pre_hook(called),
         optimizer.register_step_post_hook(lambda *_: recorder.step(called_ns)),
     ]
     result = Trace(_rank(), begin_ns)
-    store.record(recorder)
+    optimizer.store.add_recorder(recorder)
     try:
         yield result
     finally:
-        store.record(NO_RECORDER)
+        optimizer.store.remove_recorder(recorder)
         for hook in hooks:
             hook.remove()
-        speculation = store.speculation
+        speculation = optimizer.store.speculation
         result.finish(recorder.close(), 0 if speculation is None else speculation.spares)
+
+
+def _optimizer_of(engine_or_optimizer: Any, caller: str) -> HostOptimizer:
+    optimizer = getattr(engine_or_optimizer, "optimizer", engine_or_optimizer)
+    if not isinstance(optimizer, HostOptimizer):
+        found = type(engine_or_optimizer)
+        raise TypeError(
+            f"longshore.{caller} takes an engine of longshore.initialize or a longshore optimizer, not "
+            f"{found.__module__}.{found.__qualname__}"
+        )
+    return optimizer
 
 
 def _rank() -> int:
