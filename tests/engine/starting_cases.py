@@ -164,7 +164,8 @@ def big(folder: str, how: str) -> float:
 
     if how == "files" and ranks.rank == 0:
         save_file({name: each.detach() for name, each in make().named_parameters()}, Path(folder) / "big.safetensors")
-    gc.collect()  # what is left of earlier cases
+    gc.collect()  # what is left of earlier cases, and what malloc kept of it: used again, it would not count as growth
+    ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
     with _Watch() as watch:
         with longshore.Init(empty=how == "files", enabled=how != "without"):

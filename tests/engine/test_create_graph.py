@@ -16,7 +16,7 @@ from longshore.errors import LongshoreError
     "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )
 @pytest.mark.parametrize("name", list(LOOPS))
-@pytest.mark.parametrize("by_engine", [False, True])
+@pytest.mark.parametrize("by_engine", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_ranks_train_like_plain_torch(stage: int, name: str, by_engine: bool, two_ranks: Ranks) -> None:
     arguments = (trains, stage, name, by_engine, 0.01 if by_engine else None)
     if stage == 3 and name.startswith("penalty"):

@@ -36,6 +36,16 @@ def test_before_and_after_a_step() -> None:
         assert after.host_bytes["pages"] >= 12 * sum(NUMELS.values())
 
 
+def test_between_backward_and_step() -> None:
+    """Gradients are on the host by then, and what stands for them is no memory."""
+    with started(file()) as engine:
+        engine.backward(loss_of(engine, 0))
+        found = engine.explain(print_it=False)
+        assert found.device_bytes == {"parameters": 4 * sum(NUMELS.values()), "gradients": 0}
+        assert found.host_bytes["gradients"] == 4 * sum(NUMELS.values())
+        engine.step()
+
+
 def test_the_account_is_of_the_last_window() -> None:
     """Three backwards, one of which uses a part; then one in which nothing but a bias is used."""
     model = small_model()

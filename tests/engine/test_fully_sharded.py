@@ -170,6 +170,7 @@ def test_two_losses_of_one_forward(discard: bool, two_ranks: Ranks) -> None:
 
 
 @DTYPES
+@pytest.mark.slow
 def test_four_ranks_have_the_bits_of_stage_2(dtype: torch.dtype, four_ranks: Ranks) -> None:
     four_ranks(cases.equal_to_stage_2, dtype)
 

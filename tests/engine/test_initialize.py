@@ -327,9 +327,19 @@ def test_names_that_a_deepspeed_script_has_say_what_to_call_instead() -> None:
 
 
 def _check_what_the_engine_says(engine: Any) -> None:
-    for name, words in {"save_fp16_model": "on every rank", "save_16bit_model": "get_model_state_dict"}.items():
-        assert not hasattr(engine, name)
-        with pytest.raises(AttributeError, match=words):
-            getattr(engine, name)
+    assert not hasattr(engine, "offload_states")
+    with pytest.raises(AttributeError, match=r"'offload_states'; .*offload_optimizer"):
+        _ = engine.offload_states
     with pytest.raises(AttributeError, match=r"'nothing'$"):
         _ = engine.nothing
+
+
+def test_the_device() -> None:
+    engine = initialize(config=without(file(), "gradient_accumulation_steps"), device="cpu").engine
+    assert engine.device == torch.device("cpu")
+    engine.destroy()
+    count = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=f"asks for cuda:{count + 3}"):
+        initialize(config=file(), device=f"cuda:{count + 3}")
+    with pytest.raises(ValueError, match=r"device='gpu' is no device"):
+        initialize(config=file(), device="gpu")

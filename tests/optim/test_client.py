@@ -211,6 +211,22 @@ def test_names_of_the_model_are_those_of_errors() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("named", ["by the model", "by the user"])
+def test_an_empty_group_has_no_names_and_stays(named: str) -> None:
+    """As transformers' Trainer makes one for biases that an adapter has not."""
+    model = nn.Linear(3, 2)
+    groups = [{"params": []}, {"params": list(model.parameters())}, {"params": []}]
+    names = {id(parameter): name for name, parameter in model.named_parameters()} if named == "by the model" else None
+    client = torch.optim.AdamW(groups)
+    if named == "by the user":
+        client = torch.optim.AdamW([{"params": list(model.named_parameters())}])
+        client.add_param_group({"params": [], "param_names": []})
+    made = from_client(client, release_gradients=False, names=names)
+    assert [len(group["params"]) for group in made.param_groups] == [
+        len(group["params"]) for group in client.param_groups
+    ]
+
+
 def test_that_it_is_slower_is_said_once() -> None:
     client = torch.optim.RMSprop(small_model().parameters())
     with pytest.warns(UserWarning, match=r"torch.optim.RMSprop has no kernel in longshore") as caught:

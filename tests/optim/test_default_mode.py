@@ -517,3 +517,37 @@ def test_no_threads_are_left_behind() -> None:
     del optimizer
     gc.collect()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_parameters_replaced_before_the_first_step(release: bool) -> None:
+    """As Accelerate does when it puts a model on FSDP2: the new ones are stepped; afterwards it is an error."""
+    model, twin = small_model(), small_model()
+    optimizer = longshore.AdamW([torch.zeros(3, requires_grad=True)], lr=1e-2, release_gradients=release)
+    loop = PlainLoop(twin.parameters(), lr=1e-2)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    for seed in range(3):
+        for each in (model, twin):
+            loss_of(each, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.step_on_grads()
+    assert same_weights(model, twin)
+    assert [record.parameter is each for record, each in zip(optimizer.records, model.parameters(), strict=True)]
+    optimizer.param_groups[0]["params"][0] = torch.zeros(3, requires_grad=True)
+    with pytest.raises(longshore.ParameterError, match="a tensor that this optimizer was not built with"):
+        optimizer.step()
+
+
+def test_replaced_by_what_cannot_be_stepped() -> None:
+    """The optimizer says so, and is as it was."""
+    model = small_model()
+    optimizer = longshore.AdamW(model.parameters())
+    mine = optimizer.param_groups[0]["params"]
+    shared = nn.Parameter(torch.zeros(3))
+    optimizer.param_groups[0]["params"] = [shared, nn.Parameter(shared.data)]
+    with pytest.raises(ValueError, match="over the same memory"):
+        optimizer.zero_grad()
+    optimizer.param_groups[0]["params"] = mine
+    loss_of(model, 0).backward()
+    optimizer.step()

@@ -51,6 +51,8 @@ def test_grad_is_a_placeholder_without_memory() -> None:
         with torch._C.DisableTorchFunctionSubclass():
             assert parameter.grad.untyped_storage().nbytes() <= 4
     assert "0.weight" in repr(model[0].weight.grad)
+    with pytest.raises(longshore.LongshoreError, match=r"parameter 0.weight: .* norm asked for it"):
+        model[0].weight.grad.data.norm()
     optimizer.step()
     assert all(parameter.grad is None for parameter in model.parameters())
 

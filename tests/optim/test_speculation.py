@@ -281,7 +281,7 @@ def test_a_discarded_window_says_nothing_of_the_next_one(pair: Pair, backwards: 
 
 
 def test_spares_that_are_dropped_are_used_again(pair: Pair) -> None:
-    pool = pair.ahead.store.speculator._pages
+    pool = pair.ahead.store.speculator.spares
     allocated = pool.allocated_bytes
     for _ in range(3):
         pair.backward()
@@ -517,7 +517,7 @@ def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> None:
         raise AssertionError("memory was asked for in backward")
 
-    monkeypatch.setattr(pair.ahead.store.speculator._pages, "_allocate", refuse)
+    monkeypatch.setattr(pair.ahead.store.speculator.spares, "_allocate", refuse)
     assert pair.train(3).kept > 2
 
 

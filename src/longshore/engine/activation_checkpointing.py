@@ -120,9 +120,14 @@ def configure(
     Args:
         mpu_: a model-parallel unit; accepted when it has one model-parallel rank.
         deepspeed_config: a path or a dict, of which ``activation_checkpointing`` is read.
-        checkpoint_in_cpu: overrides its ``cpu_checkpointing``.
-        partition_activations, contiguous_checkpointing, num_checkpoints, synchronize, profile: override
-            their keys there; all are checked, and change nothing (:data:`CANNOT_CHANGE_RESULTS` says why).
+        partition_activations: overrides its key there. Like ``contiguous_checkpointing``, ``num_checkpoints``,
+            ``synchronize`` and ``profile`` it is checked, and changes nothing (:data:`CANNOT_CHANGE_RESULTS`
+            says why).
+        contiguous_checkpointing: overrides ``contiguous_memory_optimization``.
+        num_checkpoints: overrides ``number_checkpoints``.
+        checkpoint_in_cpu: overrides ``cpu_checkpointing``.
+        synchronize: overrides ``synchronize_checkpoint_boundary``.
+        profile: overrides its key there.
 
     Raises:
         ValueError: all that is wrong with the section and the arguments; a file that is no JSON object;
@@ -195,7 +200,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Args:
         function: gives the same outputs for the same inputs and random state.
-        args, kwargs: all go to ``function``; tensors among them may require gradients.
+        *args: go to ``function``; tensors among them may require gradients.
+        **kwargs: likewise.
 
     Returns:
         What ``function`` returns.

@@ -32,6 +32,12 @@ class BatchSizes:
             raise ValueError(f"gradient_accumulation_steps is a number of backwards, at least 1, not {steps!r}")
         return replace(self, accumulation_steps=steps)
 
+    def with_micro_batch_size(self, micro_batch_size: int) -> BatchSizes:
+        """Raises ValueError where that is no number of samples."""
+        if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+            raise ValueError(f"the micro batch size is a number of samples, at least 1, not {micro_batch_size!r}")
+        return replace(self, micro_batch_size=micro_batch_size)
+
     def steps_for(self, train_batch_size: int) -> int:
         """Accumulation steps that make up this train batch size.
 

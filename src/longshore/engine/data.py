@@ -144,10 +144,11 @@ def make_loader(
     drop_last: bool = False,
     num_workers: int = 0,
     seed: int = 0,
+    shuffle: bool = True,
 ) -> TrainingLoader[Any]:
     """The loader of ``training_data`` for one rank.
 
-    Shuffled, the same whichever number of ranks looks at it: rank r of n has the samples r, r + n, ... of one
+    Shuffled, if at all, alike whichever number of ranks looks at it: rank r of n has the samples r, r + n, ... of one
     order. Where they do not come out even, the first ones are repeated, so that all ranks have as many batches.
 
     Args:
@@ -158,6 +159,7 @@ def make_loader(
         drop_last: leave out a last batch with fewer samples (the configuration's ``dataloader_drop_last``).
         num_workers: processes that read ahead.
         seed: of the order.
+        shuffle: False: samples come in their order.
 
     Raises:
         TypeError: what is no dataset, a stream with several ranks, arguments of another type.
@@ -169,7 +171,7 @@ def make_loader(
     _check_data(training_data, ranks)
     order: _Order | None = None
     if not isinstance(training_data, IterableDataset):
-        sampler = DistributedSampler(training_data, ranks.world_size, ranks.rank, shuffle=True, seed=seed)
+        sampler = DistributedSampler(training_data, ranks.world_size, ranks.rank, shuffle=shuffle, seed=seed)
         order = _Order(sampler)
         if drop_last and len(sampler) < micro_batch_size:
             raise ValueError(

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longshore.engine.batch_sizes import BatchSizes
+from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints, SavesCheckpoints
 from longshore.engine.config import Config
 from longshore.engine.conversion import leaves_as_is
-from longshore.engine.deepspeed_calls import INSTEAD
+from longshore.engine.deepspeed_calls import INSTEAD, DeepSpeedCalls
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import LossScale
+from longshore.engine.monitoring import monitor_for
 from longshore.engine.precision import Precision
 from longshore.engine.ranks import Ranks
 from longshore.engine.readings import Readings
@@ -30,7 +32,7 @@ _DISCARDS_OF_A_LOOP = 3
 """A bad batch is discarded once; a loop that discards in every micro step never trains."""
 
 
-class Engine(SavesCheckpoints, Readings, nn.Module):
+class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
     """What ``longshore.initialize`` returns first.
 
     ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``: with several
@@ -53,6 +55,7 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
         ranks: Ranks,
         precision: Precision,
         loss_scale: LossScale,
+        binding: Binding,
     ) -> None:
         super().__init__()
         # Fixed.
@@ -62,6 +65,7 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
         self.ranks = ranks
         self._precision = precision
         self.loss_scaling = loss_scale
+        self.binding = binding
         self._clip = config.gradient_clipping
         # Set once, by initialize().
         self.lr_scheduler: Any = None
@@ -77,6 +81,7 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
         """Of windows that were only partly filled, since the last step that was due."""
         self._norm: Tensor | None = None
         self._line = StepLine(config, ranks.rank)
+        self._monitor = monitor_for(config, ranks.rank, optimizer.store.add_recorder)
         self._checkpoints = Checkpoints(self)
         # Of one window.
         self._synchronize = True
@@ -98,7 +103,13 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {INSTEAD[name]}")
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+        return getattr(module, name)  # generate(), save_pretrained(): scripts call the engine as if it were the model
 
     # -- forward and backward -------------------------------------------------
 
@@ -134,6 +145,7 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"engine.backward() takes a loss of one element, not {found}; reduce it, with mean() say")
+        given = loss
         if scale_wrt_gas and self._window.accumulation_steps > 1:
             loss = loss / self._window.accumulation_steps
         self._check_alive()
@@ -153,6 +165,7 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
             raise
         finally:
             self.optimizer.store.end_backward(failure)
+        self._monitor.backward(given)
         self._announced += self.optimizer.gradients_arrived - before
         self._window.backwards += 1
         self.micro_steps += 1
@@ -171,8 +184,11 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
 
     # -- the step -------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Apply the window if it is due: clip, step, publish, advance the schedule. Otherwise nothing.
+
+        Args:
+            lr_kwargs: arguments of the schedule's ``step()``.
 
         Raises:
             GradientError: a gradient that cannot be counted, by name; nothing was stepped.
@@ -190,13 +206,19 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
                 f"gradients came from loss.backward() without the loss scale ({self.loss_scaling.value:g}); "
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        with self._line.timing("step"):
-            self._applied = self._apply_window()
+        self._stepping = True
+        try:
+            with self._line.timing("step"), self._monitor.stepping():
+                self._applied = self._apply_window()
+        finally:
+            self._stepping = False
         self.global_steps += 1
         self._discards = 0
-        self._line.after_step(self)  # with the rates of this step, not of the next
+        # With the rates of this step, not of the next.
+        self._line.after_step(self)
+        self._monitor.stepped(self)
         if self._applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def _anything(self) -> bool:
         """Whether there was a backward. Raw ones may have been on other ranks, so that they have to agree."""
@@ -222,11 +244,7 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
             if overflow:
                 self.optimizer.set_loss_scale(self.loss_scaling.value)
                 return False
-        self._stepping = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._stepping = False
+        self.optimizer.step()
         self.optimizer.set_loss_scale(self.loss_scaling.value)
         return True
 
@@ -235,6 +253,8 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
         self._announced = 0
         self._scaled = False
         self._failed = False
+        if not self._stepping:  # otherwise the monitor is told when the step is over
+            self._monitor.discarded()
 
     def _discard_window(self) -> None:
         """The user discarded the window; a loop that does so in every micro step would never train."""
@@ -267,6 +287,7 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
         self._window.boundary = is_boundary
 
     def gradient_accumulation_steps(self) -> int:
+        """Backwards a step, from which ``step()`` knows when it is due."""
         return self._window.accumulation_steps
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
@@ -319,11 +340,18 @@ class Engine(SavesCheckpoints, Readings, nn.Module):
         return super()._apply(fn, recurse)
 
     def destroy(self) -> None:
-        """Wait for what is under way, leave the parameters as ordinary ones, and let go of threads and groups."""
+        """Wait for what is under way, leave the parameters as ordinary ones, and let go of threads and groups.
+
+        Raises what a checkpoint on its way raised.
+        """
         self._destroyed = True
-        self._checkpoints.close()
-        self.optimizer.close()
-        self.ranks.close()
+        try:
+            self._checkpoints.close()
+        finally:
+            self._monitor.close()
+            self.optimizer.close()
+            self.ranks.close()
+            self.binding.release()
 
     def _check_alive(self) -> None:
         if self._destroyed:

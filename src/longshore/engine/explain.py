@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from longshore.engine.wording import byte_count
 from longshore.host import SpeculationRecord, SplitStore
 from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.released import is_released
+from longshore.optim.shards import held_part
 from longshore.sharding import ShardedStore
 
 _MOST_ROWS = 60
@@ -67,6 +70,8 @@ class Explanation:
     parameters: tuple[ParameterRow, ...]
     speculation: SpeculationRecord | None = None
     """What was stepped ahead in the last window, by tiles; None where nothing ever is."""
+    cpus: str = ""
+    """Where this rank runs, with how many threads, and why."""
 
     def print(self, console: Console | None = None) -> None:
         """The page; at most 60 parameters, the rest is counted."""
@@ -78,6 +83,8 @@ class Explanation:
             f"longshore: stage {self.stage}, rank {self.rank} of {self.world_size}, {self._where()}, {self.tiles} "
             f"tiles of up to {self.tile_numel:,} elements"
         )
+        if self.cpus:
+            console.print(f"CPUs: {self.cpus}")
         console.print(_bytes_line("host", self.host_bytes))
         console.print(_bytes_line("device", self.device_bytes))
         if (ahead := self.speculation) is not None:
@@ -143,7 +150,11 @@ def explain(engine: Any) -> Explanation:
         )  # fmt: skip
     parameter_bytes = sum(record.held.numel() * record.held.element_size() for record in records)
     held = [record.parameter.grad for record in records]
-    gradient_bytes = sum(gradient.untyped_storage().nbytes() for gradient in held if gradient is not None)
+    gradient_bytes = sum(
+        held_part(gradient).untyped_storage().nbytes()
+        for gradient in held
+        if gradient is not None and not is_released(gradient)
+    )
     device_bytes = {"parameters": parameter_bytes, "gradients": gradient_bytes}
     for kind, count in store.device_bytes().items():
         device_bytes[kind] = device_bytes.get(kind, 0) + count
@@ -160,6 +171,7 @@ def explain(engine: Any) -> Explanation:
         device_bytes=device_bytes,
         parameters=tuple(rows),
         speculation=optimizer.speculation,
+        cpus=f"{engine.binding.text}; torch threads: {torch.get_num_threads()}",
     )
 
 

@@ -28,6 +28,16 @@ def adopt_schedule(given: Any, optimizer: Optimizer, client: Optimizer | None) -
         found = f"{type(schedule).__name__}" if schedule is given else f"a function that returns {_name(schedule)}"
         raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {found}")
     _check_step(schedule)
+    change_over(schedule, optimizer, client)
+    return schedule
+
+
+def change_over(schedule: Any, optimizer: Optimizer, client: Optimizer | None) -> None:
+    """A scheduler that was built on ``client``, and those inside it, drive ``optimizer`` from now on.
+
+    Raises:
+        ValueError: one on any other optimizer.
+    """
     holders = list(_holders(schedule, set()))
     for holder, name in holders:
         held = getattr(holder, name)
@@ -39,7 +49,6 @@ def adopt_schedule(given: Any, optimizer: Optimizer, client: Optimizer | None) -
             if getattr(holder, "_step_count", None) == 1:
                 # The first step() would look for a mark that torch left on the other optimizer, and warn.
                 holder._step_count = 2
-    return schedule
 
 
 def _holders(schedule: Any, seen: set[int]) -> Iterator[tuple[Any, str]]:

@@ -16,11 +16,14 @@ class HostCpus(NamedTuple):
     cpu_set: tuple[int, ...] | None
 
 
-def host_cpus(config: Config, neighbours: Neighbours) -> HostCpus:
-    """What the configuration says; where it says nothing, ranks that may use the same CPUs share them."""
+def host_cpus(config: Config, neighbours: Neighbours, granted: int | None = None) -> HostCpus:
+    """What the configuration says; where it says nothing, the threads that were ``granted`` when this rank was bound;
+    where it was not, ranks that may use the same CPUs share them."""
     if config.threads is not None or config.cpu_set is not None:
         return HostCpus(config.threads, config.cpu_set)
     cpus = usable_cpus()
+    if config.cpu_share is None and granted is not None:
+        return HostCpus(granted, None)
     if config.cpu_share is None:
         return HostCpus(max(1, len(cpus) // neighbours.on_cpus), None)
     # More ranks than CPUs: some share one.

@@ -65,7 +65,7 @@ def shard_model(
         )
     # Imported here: FSDP2 takes a while to import, and only stage 3 needs it.
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     from longshore.sharding.fully_sharded import FullyShardedModel
 
@@ -78,6 +78,10 @@ def shard_model(
         without_memory(model)
         for module in (*units, model):
             fully_shard(module, mesh=mesh)
+        if callable(getattr(model, "generate", None)):
+            # transformers' calls parts of the model, an encoder say, before the model itself: those of its parameters
+            # that belong to no unit have to be there.
+            register_fsdp_forward_method(model, "generate")
     with_memory(model, ranks.device)
     sharded = FullyShardedModel(model)
     present = replacement.made(client, model_parameters)

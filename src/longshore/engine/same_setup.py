@@ -55,7 +55,7 @@ def check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
 
 
 def _compare(parts: Mapping[str, bytes], ranks: Ranks, duty: str) -> None:
-    rows = _of_all_ranks(b"".join(parts.values()), ranks)
+    rows = bytes_of_all_ranks(b"".join(parts.values()), ranks)
     for number, what in enumerate(parts):
         part = slice(number * _DIGEST_BYTES, (number + 1) * _DIGEST_BYTES)
         differing = [rank for rank, row in enumerate(rows) if row[part] != rows[0][part]]
@@ -79,14 +79,14 @@ def neighbours_of(ranks: Ranks) -> Neighbours:
     """Who shares this machine's memory and CPUs; all have to call."""
     if ranks.world_size == 1:
         return Neighbours(1, 1, 0)
-    rows = _of_all_ranks(_digest([platform.node()]) + _digest(map(str, usable_cpus())), ranks)
+    rows = bytes_of_all_ranks(_digest([platform.node()]) + _digest(map(str, usable_cpus())), ranks)
     machine = rows[ranks.rank][:_DIGEST_BYTES]
     sharing = [rank for rank, row in enumerate(rows) if row == rows[ranks.rank]]
     on_machine = sum(row[:_DIGEST_BYTES] == machine for row in rows)
     return Neighbours(on_machine, len(sharing), sharing.index(ranks.rank))
 
 
-def _of_all_ranks(mine: bytes, ranks: Ranks) -> list[bytes]:
+def bytes_of_all_ranks(mine: bytes, ranks: Ranks) -> list[bytes]:
     """What each rank gives, as many bytes on all, by rank; all have to call."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(ranks.device)
     rows = [torch.empty_like(sent) for _ in range(ranks.world_size)]

@@ -29,16 +29,15 @@ describe is known by its name too, and is torch's own.
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from longshore.engine.schedule_rules import CosineRule, OneCycleRule, RangeTestRule, Rule, WarmupRule
 from longshore.engine.schedule_settings import (
     REQUIRED,
     SCHEDULES,
@@ -71,171 +70,32 @@ TORCH_SCHEDULES: frozenset[str] = frozenset(
 """Schedulers of torch that are known by name as well; their parameters are torch's."""
 
 
-class _Rule(ABC):
-    """Learning rates and momenta as functions of how often ``step()`` was called."""
+class Schedule(LRScheduler):
+    """A rule behind torch's interface, one class for each of :data:`SCHEDULES`; sets the first learning rates at once.
 
-    @abstractmethod
-    def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
-        """One learning rate a group. ``base_lrs``: where each group started."""
+    ``last_epoch`` counts the calls of ``step()``, and ``last_batch_iteration`` is one less, as DeepSpeed counts.
 
-    def betas(self, steps: int) -> list[tuple[float, float]] | None:
-        """One pair a group, or ``None`` to leave them as they are."""
-        return None
+    Args:
+        optimizer: whose groups are scheduled; call ``step()`` after each of its steps.
+        values, params: the schedule's parameters (:data:`SCHEDULES`), in order or by name. Where one allows a list, it
+            has one value a group.
 
-
-def _each(value: float | Sequence[float], count: int) -> list[float]:
-    return list(value) if isinstance(value, (list, tuple)) else [value] * count  # type: ignore[list-item]
-
-
-class _Warmup:
-    """0 to 1 over ``steps`` iterations, the shape that the three warmups share."""
-
-    def __init__(self, steps: int, kind: str) -> None:
-        self.steps = max(2, int(steps))  # log(1) would divide by zero
-        self._is_log = kind == "log"
-        self._per_log = 1.0 / math.log(self.steps)
-
-    def fraction(self, iteration: int) -> float:
-        return self._per_log * math.log(iteration + 1) if self._is_log else iteration / self.steps
-
-
-class _WarmupRule(_Rule):
-    """``WarmupLR``, and with ``total_num_steps`` also ``WarmupDecayLR``."""
-
-    def __init__(self, params: Mapping[str, Any]) -> None:
-        self._low, self._high = params["warmup_min_lr"], params["warmup_max_lr"]
-        self._warmup = _Warmup(params["warmup_num_steps"], params["warmup_type"])
-        self._total: int | None = params.get("total_num_steps")
-
-    def _fraction(self, iteration: int) -> float:
-        if iteration < self._warmup.steps:
-            return self._warmup.fraction(iteration)
-        if self._total is None:
-            return 1.0
-        return max(0.0, (self._total - iteration) / max(1, self._total - self._warmup.steps))
-
-    def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
-        low = _each(self._low, len(base_lrs))
-        high = list(base_lrs) if self._high is None else _each(self._high, len(base_lrs))
-        if steps == 0:
-            return low
-        fraction = self._fraction(steps - 1)
-        return [bottom + (top - bottom) * fraction for bottom, top in zip(low, high, strict=True)]
-
-
-class _CosineRule(_Rule):
-    def __init__(self, params: Mapping[str, Any]) -> None:
-        self._start, self._floor = params["warmup_min_ratio"], params["cos_min_ratio"]
-        self._warmup = _Warmup(params["warmup_num_steps"], params["warmup_type"])
-        self._total: int = params["total_num_steps"]
-
-    def _ratio(self, steps: int) -> float:
-        if steps == 0:
-            return 0.0
-        iteration = steps - 1
-        if iteration < self._warmup.steps:
-            return self._start + self._warmup.fraction(iteration) * (1.0 - self._start)
-        decayed = iteration - self._warmup.steps + 1
-        progress = min(1.0, decayed / max(1, self._total - self._warmup.steps))
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        return max(0.0, self._floor + (1.0 - self._floor) * cosine)
-
-    def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
-        ratio = self._ratio(steps)
-        return [base * ratio for base in base_lrs]
-
-
-class _RangeTestRule(_Rule):
-    def __init__(self, params: Mapping[str, Any]) -> None:
-        self._low = params["lr_range_test_min_lr"]
-        self._interval, self._rate = int(params["lr_range_test_step_size"]), params["lr_range_test_step_rate"]
-        self._is_staircase = params["lr_range_test_staircase"]
-
-    def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
-        intervals = steps // self._interval if self._is_staircase else steps / self._interval
-        growth = 1 + self._rate * intervals
-        return [low * growth for low in _each(self._low, len(base_lrs))]
-
-
-class _OneCycleRule(_Rule):
-    """Up over the first half, down over the second, then decay; momentum the other way round.
-
-    Source: L. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
+    Raises:
+        ValueError: all that is wrong with the parameters, at once.
+        TypeError: more values than parameters, one that is given twice, or something that is no optimizer.
     """
 
-    _BETA2 = 0.99
-
-    def __init__(self, params: Mapping[str, Any], group_count: int) -> None:
-        self._groups = group_count
-        self._low_lrs, self._high_lrs = (_each(params[key], group_count) for key in ("cycle_min_lr", "cycle_max_lr"))
-        self._low_momenta, self._high_momenta = (
-            _each(params[key], group_count) for key in ("cycle_min_mom", "cycle_max_mom")
-        )
-        self._first = float(params["cycle_first_step_size"])
-        second = params["cycle_second_step_size"]
-        self._second = self._first if second is None else float(second)
-        self._total = self._first + self._second
-        self._turn = self._first / self._total
-        stairs = params["cycle_second_stair_count"]
-        self._first_stairs: int = params["cycle_first_stair_count"]
-        self._second_stairs: int = self._first_stairs if stairs is None else stairs
-        self._decay_interval = params["decay_step_size"]
-        self._lr_rate, self._momentum_rate = params["decay_lr_rate"], params["decay_mom_rate"]
-        self._cycles_momentum: bool = params["cycle_momentum"]
-
-    def _in_cycle(self, steps: int) -> bool:
-        return steps - 1 < self._total
-
-    def _height(self, steps: int) -> float:
-        """0 at the ends of the cycle, 1 where it turns."""
-        position = 1.0 + steps / self._total - math.floor(1 + steps / self._total)
-        rising = position <= self._turn
-        stairs = self._first_stairs if rising else self._second_stairs
-        if stairs <= 0:
-            return position / self._turn if rising else (position - 1) / (self._turn - 1)
-        # From whole steps: a position that is 1e-16 below a stair's edge would be a stair too low.
-        offset = steps % self._total
-        if offset <= self._first:
-            return math.floor(offset * stairs / self._first) / stairs
-        return math.floor((self._total - offset) * stairs / self._second) / stairs
-
-    def _decay(self, steps: int, rate: float) -> float:
-        if self._decay_interval == 0 or rate == 0:
-            return 1
-        return 1 + rate * ((steps - self._total) / self._decay_interval)
-
-    def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
-        if self._in_cycle(steps):
-            height = self._height(steps)
-            return [low + (high - low) * height for low, high in zip(self._low_lrs, self._high_lrs, strict=True)]
-        return [low / self._decay(steps, self._lr_rate) for low in self._low_lrs]
-
-    def betas(self, steps: int) -> list[tuple[float, float]] | None:
-        if not self._cycles_momentum:
-            return None
-        if steps == 0:
-            momenta = self._low_momenta
-        elif self._in_cycle(steps):
-            height = self._height(steps)
-            pairs = zip(self._low_momenta, self._high_momenta, strict=True)
-            momenta = [high - (high - low) * height for low, high in pairs]
-        else:
-            momenta = [high * self._decay(steps, self._momentum_rate) for high in self._high_momenta]
-        for index, momentum in enumerate(momenta):
-            if not 0.0 <= momentum < 1.0:
-                raise ValueError(
-                    f"OneCycle: after {steps} steps, decay_mom_rate={self._momentum_rate} makes betas[0] of group "
-                    f"{index} {momentum:g}, which must be at least 0 and below 1: lower decay_mom_rate or cycle_max_mom"
-                )
-        return [(momentum, self._BETA2) for momentum in momenta]
-
-
-class _Schedule(LRScheduler):
-    """A rule behind torch's interface. ``last_epoch`` counts the calls of ``step()``."""
-
-    def __init__(self, optimizer: Optimizer, rule: _Rule) -> None:
-        self._rule = rule  # before torch's __init__, which sets the first rates
+    def __init__(self, optimizer: Optimizer, *values: Any, **params: Any) -> None:
+        name = type(self).__name__
+        params = _bound(name, values, params)
+        _check(name, params, optimizer)
+        self._rule = _rule_for(name, params, optimizer)  # before torch's __init__, which sets the first rates
         super().__init__(optimizer)
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """-1 before the first ``step()``."""
+        return self.last_epoch - 1
 
     def get_lr(self) -> list[float | Tensor]:
         return [*self._rule.lrs(self.last_epoch, [float(base) for base in self.base_lrs])]
@@ -271,6 +131,52 @@ class _Schedule(LRScheduler):
         self.last_epoch = count
         self._step_count = count + 1
         self._last_lr = self.get_lr()
+
+
+class LRRangeTest(Schedule):
+    """Rates that grow, to see which are too high."""
+
+
+class OneCycle(Schedule):
+    """Up, down, and then decay."""
+
+
+class WarmupLR(Schedule):
+    """Warmup to a rate that stays."""
+
+
+class WarmupDecayLR(Schedule):
+    """Warmup, then a straight line to 0."""
+
+
+class WarmupCosineLR(Schedule):
+    """Warmup, then half a cosine."""
+
+
+_CLASSES = {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+
+
+def _bound(name: str, values: tuple[Any, ...], params: dict[str, Any]) -> dict[str, Any]:
+    names = list(SCHEDULES[name])
+    if len(values) > len(names):
+        raise TypeError(f"{name} has {len(names)} parameters besides the optimizer, and got {len(values)}")
+    by_place = dict(zip(names, values, strict=False))
+    twice = sorted(by_place.keys() & params.keys())
+    if twice:
+        raise TypeError(f"{name} got {twice[0]} twice, by place and by name")
+    return {**by_place, **params}
+
+
+def _check(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"a schedule needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    problems = schedule_problems(name, params)
+    if not problems or problems[0][0] not in ("type", "params"):
+        problems += _group_problems(name, params, optimizer)
+    if problems:
+        raise ValueError(
+            "the scheduler cannot be made:" + "".join(f"\n  scheduler.{path}: {problem}" for path, problem in problems)
+        )
 
 
 def _checked_state(state: Mapping[str, Any], group_count: int) -> tuple[int, list[float] | None]:
@@ -352,7 +258,7 @@ def _has_betas(optimizer: Optimizer) -> bool:
     return all("betas" in group for group in optimizer.param_groups)
 
 
-def _rule_for(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> _Rule:
+def _rule_for(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> Rule:
     settings = with_defaults(name, params)
     total = settings.get("total_num_steps")
     if total is not None and total < settings["warmup_num_steps"]:
@@ -363,10 +269,10 @@ def _rule_for(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> _Ru
         )
     if name == "OneCycle":
         settings["cycle_momentum"] = settings["cycle_momentum"] and _has_betas(optimizer)
-        return _OneCycleRule(settings, len(optimizer.param_groups))
+        return OneCycleRule(settings, len(optimizer.param_groups))
     if name == "LRRangeTest":
-        return _RangeTestRule(settings)
-    return _CosineRule(settings) if name == "WarmupCosineLR" else _WarmupRule(settings)
+        return RangeTestRule(settings)
+    return CosineRule(settings) if name == "WarmupCosineLR" else WarmupRule(settings)
 
 
 def make_schedule(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
@@ -381,17 +287,9 @@ def make_schedule(name: str, params: Mapping[str, Any], optimizer: Optimizer) ->
         ValueError: all that is wrong with the name and the parameters, at once.
         TypeError: something that is no optimizer.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"a schedule needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    problems = schedule_problems(name, params)
-    if not problems or problems[0][0] not in ("type", "params"):
-        problems += _group_problems(name, params, optimizer)
-    if problems:
-        raise ValueError(
-            "the scheduler cannot be made:" + "".join(f"\n  scheduler.{path}: {problem}" for path, problem in problems)
-        )
+    _check(name, params, optimizer)
     if name in SCHEDULES:
-        return _Schedule(optimizer, _rule_for(name, params, optimizer))
+        return _CLASSES[name](optimizer, **params)
     try:
         return getattr(lr_scheduler, name)(optimizer, **params)
     except (TypeError, ValueError) as error:

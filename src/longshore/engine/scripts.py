@@ -22,8 +22,9 @@ def init_distributed(
 
     Args:
         dist_backend: of torch.distributed; default: nccl for CUDA, gloo for the CPU.
-        auto_mpi_discovery, verbose: accepted; launchers are always looked for, and nothing is printed.
+        auto_mpi_discovery: accepted; launchers are always looked for.
         distributed_port: of rank 0, where no launcher names one.
+        verbose: accepted; nothing is printed.
         timeout: of each collective.
 
     Raises:

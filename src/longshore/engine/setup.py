@@ -8,13 +8,15 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from longshore.engine.access import register
 from longshore.engine.activation_checkpointing import CheckpointingSettings, install, is_configured
-from longshore.engine.config import Config, load_config
+from longshore.engine.binding import Binding, bind
+from longshore.engine.config import Config, LoadedConfig, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
 from longshore.engine.given_schedule import adopt_schedule
@@ -28,6 +30,7 @@ from longshore.engine.model_sharding import (
     shard_model,
     tensor_parallel_size,
 )
+from longshore.engine.monitoring import check_installed
 from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, expected_world_size, join
@@ -72,6 +75,7 @@ def initialize(
     offload: Offload | None = None,
     wrap_policy: WrapPolicy | None = None,
     weights: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
 ) -> Initialized:
     """Make an engine; the signature is ``deepspeed.initialize``'s.
 
@@ -80,22 +84,22 @@ def initialize(
     Args:
         args: may carry ``deepspeed_config``, a path, where ``config`` is not given.
         model: moved to this rank's device and cast as the configuration says; stays the same object.
-        optimizer: one of ours, an elementwise one of torch, or a function from parameters to one.
-            None: the one that the configuration names.
+        optimizer: ours, an elementwise one of torch, or a function from parameters to one. None: the configuration's.
         model_parameters: parameters or groups for that one; None: all that are trainable.
         training_data: a dataset; gives the third result.
         lr_scheduler: ``optimizer``'s, or a function from an optimizer to one. None: the configuration's, or none.
         distributed_port: of rank 0, where no launcher names one.
-        mpu, mesh_param: model parallelism is refused.
+        mpu: model parallelism is refused.
         dist_init_required: False: the process group has to be there already.
-        collate_fn: of the loader of ``training_data``.
+        collate_fn: how the loader of ``training_data`` makes a batch of samples.
         config: a path to a DeepSpeed JSON file, its content, or our own :class:`Config`.
+        mesh_param: refused, as ``mpu`` is.
         config_params: the old name of ``config``.
         offload: settings of the host side beyond the configuration's (tests pass a simulated transfer).
-        wrap_policy: at stage 3, which modules are gathered as a whole: ``"auto"``, names of classes, a number of
-            elements, or a function of name and module. None: the configuration's ``longshore.wrap_policy``.
-        weights: a safetensors file, or a folder of them, to read the model's parameters from, which may be on the meta
-            device then (:class:`longshore.Init`). None: rank 0's model has them.
+        wrap_policy: at stage 3, which modules are gathered whole: ``"auto"``, names of classes, a number of elements,
+            or a function of name and module. None: the configuration's ``longshore.wrap_policy``.
+        weights: safetensors, a file or folder, for a model that may be on the meta device. None: rank 0's model's.
+        device: where this rank trains. None: the local rank's CUDA device if there is CUDA, else the CPU.
 
     Returns:
         Engine, its optimizer, the loader or None, the scheduler or None.
@@ -109,24 +113,24 @@ def initialize(
     chosen = _chosen_config(args, config, config_params)
     environ = _environ(distributed_port, dist_init_required)
     # Before the ranks meet: they would meet, or wait for each other in vain, only to hear of a mistake in a file.
-    loaded = load_config(chosen, world_size=_data_ranks(model, environ), needs_optimizer=optimizer is None)
-    ranks, settings = join(environ=environ), loaded.config
+    loaded = _loaded(chosen, _data_ranks(model, environ), optimizer is None)
+    ranks, settings = join(device=device, environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
-        _tell(loaded.notes, ranks)
+        binding = _begin(loaded.notes, settings, ranks, environ, undo)
         precision, begin = _place(model, settings, ranks, weights)
         listed = materialized(model_parameters)
         client = client_optimizer(model, optimizer, listed, settings)
         sharded, present = shard_model(model, wrap_policy, settings, ranks, client, listed, begin)
         begin.close()
-        made = make_optimizer(model, client, present, settings, _placement(settings, ranks, offload, sharded))
+        made = make_optimizer(model, client, present, settings, _placement(settings, ranks, offload, sharded, binding))
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         check_same_parameters(made, ranks)
         _discard_left_over(made)
         register(made)
         if sharded is not None:
             sharded.when_gathered(made.look_again)
-        engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings))
+        engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings), binding)
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
         engine.training_dataloader = _loader(training_data, settings, data_parallel(ranks, sharded), collate_fn)
         undo.pop_all()
@@ -141,10 +145,23 @@ def _module(model: nn.Module | None) -> nn.Module:
     return model
 
 
-def _tell(notes: Iterable[str], ranks: Ranks) -> None:
+def _loaded(chosen: Any, data_ranks: int, needs_optimizer: bool) -> LoadedConfig:
+    """The configuration, which can be done as far as can be told."""
+    loaded = load_config(chosen, world_size=data_ranks, needs_optimizer=needs_optimizer)
+    check_installed(loaded.config)
+    return loaded
+
+
+def _begin(
+    notes: Iterable[str], config: Config, ranks: Ranks, environ: Mapping[str, str] | None, undo: contextlib.ExitStack
+) -> Binding:
+    """What comes before anything is put into memory, which then comes from the node of the CPUs that were chosen."""
     if ranks.rank == 0:
         for note in notes:
-            warnings.warn(note, stacklevel=3)
+            warnings.warn(note, stacklevel=4)
+    binding = bind(config, ranks, os.environ if environ is None else environ)
+    undo.callback(binding.release)
+    return binding
 
 
 def _data_ranks(model: nn.Module, environ: Mapping[str, str] | None) -> int:
@@ -198,10 +215,12 @@ def _environ(port: int | None, required: bool | None) -> dict[str, str] | None:
     return with_port(port)
 
 
-def _placement(config: Config, ranks: Ranks, offload: Offload | None, sharded: FullyShardedModel | None) -> Placement:
+def _placement(
+    config: Config, ranks: Ranks, offload: Offload | None, sharded: FullyShardedModel | None, binding: Binding
+) -> Placement:
     """The strategy, chosen once: one rank keeps everything, several share it."""
     if offload is None:
-        offload = _offload(config, ranks)
+        offload = _offload(config, ranks, binding)
     if ranks.world_size == 1:
         return offload
     averaged = data_parallel(ranks, sharded).world_size
@@ -217,7 +236,7 @@ def _placement(config: Config, ranks: Ranks, offload: Offload | None, sharded: F
     return ShardedPlacement(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel, sharded)
 
 
-def _offload(config: Config, ranks: Ranks) -> Offload:
+def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     """The host side of this rank, which shares the machine's CPUs and memory with others."""
     place, ahead = config.offload_optimizer, config.speculation_memory
     if place == "none" and ranks.device.type != "cpu":
@@ -225,7 +244,7 @@ def _offload(config: Config, ranks: Ranks) -> Offload:
     neighbours = neighbours_of(ranks)
     if ahead == "auto" and neighbours.on_machine > 1:
         ahead = memory_for_speculation() // neighbours.on_machine
-    cpus = host_cpus(config, neighbours)
+    cpus = host_cpus(config, neighbours, binding.host_threads)
     return Offload(
         config.tile_numel,
         cpus.threads,

@@ -1,17 +1,21 @@
-"""Weights in safetensors files, read part by part."""
+"""Weights in safetensors files, read part by part; and those of a model, gathered and written as a whole."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from longshore.optim.shards import is_sharded
+from longshore.sharding import gather
 
 _INDEX = "model.safetensors.index.json"
 
@@ -142,3 +146,79 @@ def _several(entries: Sequence[str]) -> str:
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     """As ``module.to(dtype)`` would."""
     return values if values.dtype == dtype else values.to(dtype)
+
+
+# -- whole weights of a model that is there --------------------------------------
+
+
+def whole_weights(model: nn.Module, keep: bool, trainable_only: bool = False) -> dict[str, Tensor] | None:
+    """Parameters and persistent buffers as a state dict of copies on the CPU, tied ones once for all of their names.
+
+    Where parameters are sharded all ranks have to call, and each module's are gathered in turn.
+
+    Args:
+        model: of an engine.
+        keep: whether this process is one that gets them.
+        trainable_only: leave frozen parameters out.
+
+    Returns:
+        None without ``keep``.
+    """
+    state = model.state_dict(keep_vars=True)
+    wanted = {id(each) for each in state.values() if isinstance(each, Tensor)}
+    copies: dict[int, Tensor | None] = {}
+    for module in model.modules():
+        own = [each for each in module.parameters(recurse=False) if id(each) in wanted and id(each) not in copies]
+        # Otherwise every process would take part in nothing.
+        with gather(own) if any(map(is_sharded, own)) else contextlib.nullcontext(own) as whole:
+            for parameter, values in zip(own, whole, strict=True):
+                left_out = trainable_only and not parameter.requires_grad
+                copies[id(parameter)] = values.detach().to("cpu", copy=True) if keep and not left_out else None
+    if not keep:
+        return None
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and id(value) not in copies:
+            copies[id(value)] = value.detach().to("cpu", copy=True)
+        copy = copies[id(value)] if isinstance(value, Tensor) else value
+        if copy is not None:
+            found[name] = copy
+    return found
+
+
+def save_weights(weights: Mapping[str, Any], folder: str | os.PathLike[str], name: str) -> Path:
+    """Write a state dict, as safetensors where the name ends so (tied tensors once), else for ``torch.load``.
+
+    The file gets its name when it is whole.
+    """
+    path = Path(folder) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.writing-{secrets.token_hex(4)}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save_file
+
+            first: dict[int, str] = {}
+            own = {name: each for name, each in weights.items() if first.setdefault(id(each), name) == name}
+            save_file({name: each.contiguous() for name, each in own.items()}, half, {"format": "pt"})
+        else:
+            torch.save(dict(weights), half)
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+    return path
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """``model.load_state_dict`` with whole tensors, also where the model has shards; all ranks have to have the same.
+
+    Raises:
+        RuntimeError: torch's, where they do not fit.
+    """
+    if not any(map(is_sharded, model.parameters())):
+        model.load_state_dict(state, strict=strict)
+        return
+    # Imported here: only shards need it, and it takes a while.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True, strict=strict))

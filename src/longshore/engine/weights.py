@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longshore.checkpoint.crew import Crew
 from longshore.engine.creation import on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.weight_files import WeightFiles, cast
-from longshore.errors import RankError
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part
 
@@ -134,16 +134,17 @@ def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: 
     Raises:
         ValueError, FileNotFoundError: weights that are not there, by name; on all ranks, whichever lacks them.
     """
-    problem, weights = None, Weights()
-    try:
+    weights = Weights()
+
+    def look() -> None:
+        nonlocal weights
         if path is not None and (everywhere or ranks.rank == 0):
             weights = _from_files(model, WeightFiles(path))
         elif path is None and ranks.rank == 0:
             _check_there(model)
-    except Exception as error:  # whatever it is: the others would wait
-        problem = error
+
     try:
-        _raise_everywhere(problem, ranks)
+        Crew(ranks.group if ranks.world_size > 1 else None).together(look)
     except BaseException:
         weights.close()
         raise
@@ -179,21 +180,6 @@ def _check_there(model: nn.Module) -> None:
                     f"{kind} {name} is on the meta device, and rank 0 has no values for it; give "
                     "initialize(weights=...) safetensors files, or make the model under longshore.Init()"
                 )
-
-
-def _raise_everywhere(problem: Exception | None, ranks: Ranks) -> None:
-    kinds = {kind.__name__: kind for kind in (ValueError, TypeError, OSError, FileNotFoundError, PermissionError)}
-    mine = None if problem is None else (type(problem).__name__, str(problem))
-    said: list[tuple[str, str] | None] = [mine]
-    if ranks.world_size > 1:
-        said = [None] * ranks.world_size
-        dist.all_gather_object(said, mine, group=ranks.group)
-    if problem is not None:
-        raise problem
-    for rank, theirs in enumerate(said):
-        if theirs is not None:
-            name, text = theirs
-            raise kinds[name](f"rank {rank}: {text}") if name in kinds else RankError(f"rank {rank}: {name}: {text}")
 
 
 def without_memory(model: nn.Module) -> None:

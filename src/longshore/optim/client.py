@@ -25,6 +25,10 @@ _NATIVE: Mapping[type, type[HostOptimizer]] = {
     **{kind: kind for kind in (Adam, AdamW, Adagrad, Lion, SGD)},
 }
 
+_SAYS_SO = "longshore_kind"
+"""An attribute of a class of someone else's, which is stepped as that one of ours. A subclass may step otherwise, and
+has to say it again."""
+
 _REFUSED = {
     "Adafactor": "it keeps sums over the rows and columns of a matrix",
     "LBFGS": "it takes products of whole gradients and evaluates the model several times a step",
@@ -60,7 +64,7 @@ def from_client(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
     client = _ClientOptimizer(optimizer, names)
-    kind = _NATIVE.get(type(optimizer))
+    kind = _NATIVE.get(type(optimizer)) or vars(type(optimizer)).get(_SAYS_SO)
     if kind is not None:
         made: HostOptimizer = kind(
             client.groups(), **client.options_of(kind), release_gradients=release_gradients, offload=offload
@@ -115,6 +119,7 @@ class _ClientOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None) -> None:
         self._optimizer = optimizer
         self._names = names
+        self._has_names = names is not None or any("param_names" in group for group in optimizer.param_groups)
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups, with names where there are any."""
@@ -127,7 +132,9 @@ class _ClientOptimizer:
                 members = [(named.get(id(p), f"{position}.{place}"), p) for place, p in enumerate(members)]
             elif "param_names" in group:
                 members = list(zip(group["param_names"], members, strict=True))
-            groups.append({**options, **_how(options), "params": list(members)})
+            # torch takes names from the members, and an empty group has none to take them from.
+            nameless = {"param_names": []} if self._has_names and not members else {}
+            groups.append({**options, **_how(options), **nameless, "params": list(members)})
         return groups
 
     def options_of(self, kind: type) -> dict[str, Any]:

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from longshore.host import ParameterStep, ParameterStore, SpeculationRecord
+from longshore.host import ParameterStep, ParameterStore, Ranges, SpeculationRecord, annotating
 from longshore.kernels import HostRule
 from longshore.optim.clipping import Clipping, gradient_norm
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.forecast import OptimizerForecast, checked_backwards
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
+from longshore.optim.has_state import HasState
 from longshore.optim.ledger import Entry, balance
-from longshore.optim.loading import loadable_state, merged_group
 from longshore.optim.masters import adopt_masters, publish, refresh_masters
 from longshore.optim.offload import Offload, Placement
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, group_members
 from longshore.optim.planning import planned, records_of
-from longshore.optim.state import StateAccess, StateMap, begin_states, clear_state, name_states, write_state
+from longshore.optim.state import begin_states, name_states
 
 
-class HostOptimizer(torch.optim.Optimizer):
+class HostOptimizer(HasState):
     """Everything but the signature and the rule, which is its ``family``'s business. Not for direct use."""
 
     def __init__(
@@ -50,6 +50,8 @@ class HostOptimizer(torch.optim.Optimizer):
         """By ``id(parameter)``; each record keeps its parameter alive."""
         self._parameters: dict[int, Tensor] = {}
         """By the index of the record."""
+        self._begun = False
+        """Whether a step was applied."""
         # Change with each window.
         self._clipping = Clipping()
         self.ledger: Mapping[int, Entry] = {}  # of the last window's gradients
@@ -71,8 +73,7 @@ class HostOptimizer(torch.optim.Optimizer):
         """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.
 
         Raises:
-            ValueError: an option or a parameter that cannot be honoured, by
-                name; the optimizer is then as it was.
+            ValueError: an option or a parameter that cannot be honoured, by name; the optimizer is then as it was.
         """
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set)):
             param_group["params"] = group_members(self.param_groups, param_group["params"])
@@ -80,17 +81,17 @@ class HostOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._family.check_group(group)
-            self._register(group)
+            self._register(group, len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _register(self, group: dict[str, Any]) -> None:
+    def _register(self, group: dict[str, Any], place: int) -> None:
         names = group.get("param_names")
         records = []
         device = self._device
         for position, parameter in enumerate(group["params"]):
-            name = names[position] if names else f"{len(self.param_groups) - 1}.{position}"
+            name = names[position] if names else f"{place}.{position}"
             check_parameter(parameter, name, device, self._offload.takes_shards)
             device = parameter.device
             records.append(ParameterRecord(len(self._records) + position, name, parameter, self._offload))
@@ -109,14 +110,48 @@ class HostOptimizer(torch.optim.Optimizer):
         if self._store is None or self._source is None:
             self._store = self._offload.make_store(records[0].device, self._release_gradients, self._parameters)
             self._source = (ReleasedGradients if self._release_gradients else KeptGradients)(self._store)
+            if annotating():
+                self._store.add_recorder(Ranges())
             self._store.foresee(OptimizerForecast(self._clipping, self._planned_rules))
         name_states(self._store, self._family, self.param_groups)
         self._source.register(records)
 
     def _parts(self) -> tuple[ParameterStore, GradientSource]:
+        if not self._begun and self._replaced():
+            self._lay_out_anew()
         if self._store is None or self._source is None:
             raise ValueError("the optimizer has no parameters")
         return self._store, self._source
+
+    def _replaced(self) -> bool:
+        """Whether others were put in the place of all parameters before anything was stepped."""
+        found = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        return (
+            bool(found)
+            and found.isdisjoint(self._records)
+            and not any(record.has_state for record in self._records.values())
+        )
+
+    def _lay_out_anew(self) -> None:
+        """Accelerate makes the optimizer first, then puts the model on FSDP2, and its shards into the groups."""
+        former = self._store, self._source, self._device, self._records, self._parameters
+        self._store, self._source, self._device, self._records, self._parameters = None, None, None, {}, {}
+        self._waiting = []
+        try:
+            for place, group in enumerate(self.param_groups):
+                self._register(group, place)
+            waiting, self._waiting = self._waiting, None
+            check_no_shared_memory(waiting)
+            self._lay_out(waiting)
+            for recorder in former[0].recorders if former[0] is not None else ():
+                if self._store is not None and not (annotating() and isinstance(recorder, Ranges)):
+                    self._store.add_recorder(recorder)
+        except BaseException:
+            self._store, self._source, self._device, self._records, self._parameters = former
+            raise
+        finally:
+            self._waiting = None
+        _close(former[:2])
 
     # -- the step -------------------------------------------------------------
 
@@ -130,16 +165,14 @@ class HostOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every parameter that has a gradient, and publish the new values.
 
-        A parameter without one keeps its weight, its states and its step
-        count. With ``release_gradients=True`` the window ends here.
+        A parameter without one keeps weight, states and step count. With ``release_gradients=True`` the window ends.
 
         Args:
             closure: evaluates the model again and returns the loss.
 
         Raises:
             GradientError: a gradient that cannot be counted, by name; nothing was stepped.
-            ParameterError: a parameter that was moved, converted or (with
-                ``LONGSHORE_DEBUG=1``) written unseen, by name; nothing was stepped.
+            ParameterError: one that was moved, converted or, by ``LONGSHORE_DEBUG=1``, written unseen; likewise.
             BrokenStateError: this or an earlier step failed half way.
         """
         loss = None
@@ -163,6 +196,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 publish(records[index], step, histories[index])
             source.consumed()
             self._clipping.reset()
+            self._begun = True
 
         store.commit(steps, scale, published)
         self.ledger = entries
@@ -224,8 +258,7 @@ class HostOptimizer(torch.optim.Optimizer):
         """Discard the gradients of this window, on the host too.
 
         Raises:
-            ValueError: ``set_to_none=False`` with ``release_gradients=True``:
-                there is no ``.grad`` to fill with zeros.
+            ValueError: ``set_to_none=False`` with ``release_gradients=True``: there is no ``.grad`` to fill with zeros.
         """
         _, source = self._parts()
         if not set_to_none:
@@ -280,8 +313,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch.amp.GradScaler asks this before it would skip its own check for
-        # infinities; without gradients to look at, it could only do so silently.
+        # GradScaler asks this before it skips its own check for infinities; without gradients it would do so silently.
         if self._release_gradients:
             raise ValueError(
                 "torch.amp.GradScaler cannot see gradients that release_gradients=True moved to the host; "
@@ -323,78 +355,10 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Wait for what is under way, remove the hooks, and let go of threads and lanes."""
-        for part in reversed(self._parts()):
+        _close((self._store, self._source))
+
+
+def _close(parts: tuple[ParameterStore | None, GradientSource | None]) -> None:
+    for part in reversed(parts):
+        if part is not None:
             part.close()
-
-    # -- state ----------------------------------------------------------------
-
-    @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Parameter -> its states as torch names them (and ``master``), looked up at each access."""
-        return StateMap(self._records, self.state_access())
-
-    def state_access(self) -> StateAccess:
-        store, source = self._parts()
-        return StateAccess(store, self._family, lambda record: source.watch([record]))
-
-    @state.setter
-    def state(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, value: Mapping[Tensor, Mapping[str, Any]]
-    ) -> None:
-        if self._store is None:  # the base class, before it has parameters
-            return
-        state = self.state
-        state.clear()
-        for parameter, entries in value.items():
-            state[parameter] = entries
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of its twin in ``torch.optim``.
-
-        States and masters stay in float32 whatever the parameter's dtype.
-        Where the state has no master, the parameter is the master. Also leaves
-        a broken state.
-
-        Raises:
-            ValueError: the state does not fit, by name; nothing was changed.
-        """
-        # The base class would cast every tensor to the parameter's dtype; so it
-        # gets the groups only, from a hook that runs after all of the user's.
-        handle = self.register_load_state_dict_pre_hook(HostOptimizer._take_state)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-            self._loading = None
-
-    @staticmethod
-    def _take_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        assert isinstance(optimizer, HostOptimizer)
-        records = [record for group in optimizer.param_groups for record in records_of(group, optimizer._records)]
-        optimizer._loading = loadable_state(
-            state_dict, optimizer.param_groups, optimizer.defaults, records, optimizer._family
-        )
-        return {**state_dict, "state": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if self._loading is None:
-            raise TypeError("a longshore optimizer is restored with load_state_dict, not by unpickling")
-        self.param_groups = [
-            merged_group(group, mine, self.defaults, self._family)
-            for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
-        ]
-        store, source = self._parts()
-        if store.broken:
-            store.begin_load()
-            source.consumed()  # the window went down with the step; otherwise it goes on, as in torch
-        access = self.state_access()
-        for record in self._records.values():
-            clear_state(record, store)
-            loaded = self._loading.get(record.index)
-            if loaded:
-                write_state(record, access, loaded)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a longshore optimizer owns threads and pinned memory and cannot be pickled or copied; use state_dict()"
-        )

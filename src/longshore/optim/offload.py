@@ -18,6 +18,11 @@ _STAGED_TILE_NUMEL = 1 << 22
 _TILE_NUMEL = 1 << 24
 
 
+def default_tile_numel(staged: bool) -> int:
+    """Elements a tile where nobody says; ``staged``: tiles are copied."""
+    return _STAGED_TILE_NUMEL if staged else _TILE_NUMEL
+
+
 class Placement(ABC):
     """Where an optimizer keeps its state: makes the store."""
 
@@ -60,8 +65,9 @@ class Offload(Placement):
             back. Default: 4 Mi, which is 8 MiB of bfloat16 and some 300
             microseconds of a PCIe 4 link; 16 Mi where nothing is copied, since
             a call for each tile is then all that smaller ones bring.
-        threads: host threads that step; default: one for each CPU that the
-            process may use, whatever ``OMP_NUM_THREADS`` says.
+        threads: host threads that step; default: what ``longshore launch``
+            granted, or else one for each CPU that the process may use, whatever
+            ``OMP_NUM_THREADS`` says.
         cpu_set: logical CPUs that those threads may run on; default: any.
         transfer: how bytes move; default: by the parameters' device. Tests pass
             a :class:`~longshore.transfer.SimulatedTransfer`. With
@@ -182,5 +188,5 @@ class Offload(Placement):
 
     def _make_one(self, device: torch.device, hold_gradients: bool, gradient_dtype: torch.dtype | None) -> HostStore:
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)
-        tile_numel = self.tile_numel or (_STAGED_TILE_NUMEL if transfer.staged else _TILE_NUMEL)
+        tile_numel = self.tile_numel or default_tile_numel(transfer.staged)
         return HostStore(transfer, kernels, tile_numel, hold_gradients, gradient_dtype, self.speculation_memory)

@@ -48,7 +48,10 @@ class ReleasedGradient(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         if name in _HARMLESS:
-            return super().__torch_function__(func, types, args, kwargs or {})
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            if isinstance(result, ReleasedGradient) and isinstance(args[0], ReleasedGradient):
+                result.parameter_name = args[0].parameter_name  # .data, say, whose reader is to hear whose it is
+            return result
         raise _moved(args, name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -66,6 +66,7 @@ def test_every_field_of_config_can_be_reached_from_a_file() -> None:
     by_translation = {
         *("dtype", "autocast", "loss_scaling", "cast_inputs"),
         *("gradient_clipping", "optimizer", "scheduler", "cpu_share"),
+        *("tensorboard", "wandb", "csv_monitor"),
     }
     assert {*TARGETS} | by_translation == {*Config.model_fields}
     assert not {*TARGETS} & by_translation

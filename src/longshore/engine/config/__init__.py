@@ -2,6 +2,7 @@
 
 from longshore.engine.config.load import LoadedConfig, load_config
 from longshore.engine.config.model import Config, LossScaling
+from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.config.optimizers import (
     AdagradConfig,
     AdamConfig,
@@ -26,6 +27,7 @@ __all__ = [
     "AdamWConfig",
     "Config",
     "ConfigError",
+    "CsvConfig",
     "LRRangeTestConfig",
     "LionConfig",
     "LoadedConfig",
@@ -35,6 +37,8 @@ __all__ = [
     "Problem",
     "SGDConfig",
     "SchedulerConfig",
+    "TensorBoardConfig",
+    "WandbConfig",
     "WarmupCosineLRConfig",
     "WarmupDecayLRConfig",
     "WarmupLRConfig",

@@ -15,6 +15,7 @@ from longshore.engine.config.source import read_file
 from longshore.engine.config.table import TABLE, TARGETS
 from longshore.engine.config.translate import (
     clipping_fields,
+    monitor_fields,
     named_fields,
     offload_fields,
     precision_fields,
@@ -92,6 +93,7 @@ def _translate(
     fields |= clipping_fields(reading, data)
     fields |= offload_fields(reading)
     fields |= wrap_fields(reading)
+    fields |= monitor_fields(reading)
     fields |= named_fields(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
         reading.problems.append(_NO_OPTIMIZER)

@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from longshore.engine.config.base import FrozenModel
 from longshore.engine.config.batch import Batch, check_world_size, resolve
+from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.config.optimizers import OptimizerConfig
 from longshore.engine.config.problems import ConfigError, Problem
 from longshore.engine.config.schedulers import SchedulerConfig
@@ -68,10 +69,10 @@ class Config(FrozenModel):
     """What the engine does. Every field is honoured; there are no others.
 
     Attributes:
-        train_batch_size: samples a step, over all ranks.
+        train_batch_size: samples a step, over all ranks. None, for any of the
+            three batch numbers: it follows from the others (:meth:`resolved`).
         micro_batch_size: samples a backward, on one rank.
-        gradient_accumulation_steps: backwards a step. None, for any of the
-            three: see :meth:`resolved`.
+        gradient_accumulation_steps: backwards a step.
         drop_last: the loader leaves out the last batch if it is not full.
         stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
         offload_optimizer: where optimizer state lives and is stepped.
@@ -84,11 +85,17 @@ class Config(FrozenModel):
         wrap_policy: at stage 3, the modules that are gathered as a whole: the
             transformer blocks (``"auto"``), those of the named classes, or
             those with at least so many elements.
-        tile_numel, threads, cpu_set: as in :class:`longshore.Offload`.
+        tile_numel: elements that are copied and stepped at a time. None: 4 Mi
+            with a GPU, 16 Mi without.
+        threads: host threads that step. None: one for each CPU that the
+            process may use.
+        cpu_set: logical CPUs that those threads may run on. None: any.
         cpu_share: host threads run on this share, from 0 (one CPU) to 1, of the
             CPUs that this process may use: the last ones. ``cpu_set`` names them instead.
-        speculation_memory, offload_ratio: as in :class:`longshore.Offload`
-            (there ``ratio``); they need ``offload_optimizer`` cpu.
+        speculation_memory: host memory for stepping tiles while backward still
+            runs, as in :class:`longshore.Offload`; needs ``offload_optimizer`` cpu.
+        offload_ratio: the share of the optimizer's state that is on the host,
+            as ``ratio`` in :class:`longshore.Offload`; needs ``offload_optimizer`` cpu.
         dtype: parameters are cast to it when the engine is made; buffers keep
             theirs. None: parameters stay as they are. Masters are float32.
         autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
@@ -108,6 +115,10 @@ class Config(FrozenModel):
             summed, and by ranks / factor after.
         optimizer: by name; None: ``initialize(optimizer=...)`` brings one.
         scheduler: by name; None: ``initialize(lr_scheduler=...)``, or none.
+        tensorboard: rank 0's numbers of every step go there: loss, learning
+            rate, norm, times, bandwidths, hit rate, memory. None: they do not.
+        wandb: they go to Weights & Biases.
+        csv_monitor: they go to a CSV file.
         steps_per_print: a line on rank 0 every so many steps; None: never.
         wall_clock_breakdown: that line has the times of forward, backward and step.
         dump_state: ``explain()`` is printed on rank 0 when the engine is made.
@@ -130,7 +141,7 @@ class Config(FrozenModel):
     overlap_comm: bool = True
     wrap_policy: Annotated[int | str | tuple[str, ...], checked(WRAP_POLICY)] = "auto"
 
-    tile_numel: _Count | None = None
+    tile_numel: _MaybeCount = None
     threads: _MaybeCount = None
     cpu_set: Annotated[tuple[int, ...] | None, checked(CPU_SET)] = None
     cpu_share: Annotated[float | None, checked(FRACTION)] = None
@@ -151,6 +162,9 @@ class Config(FrozenModel):
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
 
+    tensorboard: TensorBoardConfig | None = None
+    wandb: WandbConfig | None = None
+    csv_monitor: CsvConfig | None = None
     steps_per_print: _MaybeCount = None
     wall_clock_breakdown: bool = False
     dump_state: bool = False

@@ -68,11 +68,12 @@ def _section(section: str, keys: list[Key]) -> str:
 def _row(key: Key) -> str:
     of = f" ({', '.join(key.of)})" if key.of else ""
     test = f"`{key.test}`" if key.test else ""
-    what = f"{_values(key)} {_sentence(key.what)}".strip()
+    what = f"{_values(key)} {sentence(key.what)}".strip()
     return f"| `{key.name}`{of} | {key.treatment.value} | {what} | {test} |".replace("  ", " ")
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
+    """``text`` with a capital (but for names) and a full stop."""
     first = text.split()[0]
     # Names keep their case.
     start = text[0] if "_" in first or first == "longshore" else text[0].upper()
@@ -82,7 +83,7 @@ def _sentence(text: str) -> str:
 def _values(key: Key) -> str:
     """What its values are; for a refused key, those that are fine."""
     if key.treatment is not Treatment.REFUSED:
-        return "" if isinstance(key.kind, Block) else _sentence(key.kind.says())
+        return "" if isinstance(key.kind, Block) else sentence(key.kind.says())
     if isinstance(key.kind, Block):
         return "Fine when off or empty." if key.kind.switches else "Fine when empty."
     if not key.harmless:

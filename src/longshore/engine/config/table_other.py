@@ -17,6 +17,8 @@ from longshore.engine.config.values import (
 )
 
 _LOGGING = "tests/engine/test_logging.py::"
+_MONITORS = "tests/engine/test_monitoring.py::"
+_FILES = {"output_path": "The folder; `runs` where it is left out.", "job_name": "A folder in it; `longshore`."}
 _OFF = "Read only when the section is enabled, which is refused."
 _MONITOR = "log loss, engine.get_lr() and engine.get_global_grad_norm() from your loop; set enabled to false"
 _CHECKPOINTS = "it is a way of saving that longshore does not have; leave it out"
@@ -34,18 +36,24 @@ LOGGING: tuple[Key, ...] = (
     refused("", "memory_breakdown", BOOLEAN, (False,), "call engine.explain(), which has the bytes by kind"),
     accepted("", "log_level", TEXT, "What DeepSpeed's own logger prints."),
     *(
-        refused(section, "enabled", BOOLEAN, (False,), _MONITOR)
-        for section in ("tensorboard", "wandb", "csv_monitor", "comet")
+        honoured(section, "enabled", BOOLEAN, f"Rank 0's numbers of every step go to {where}.",
+                 f"{_MONITORS}test_{section}")
+        for section, where in (("tensorboard", "TensorBoard"), ("wandb", "Weights & Biases"),
+                               ("csv_monitor", "`metrics.csv`"))
     ),
     *(
-        accepted(section, name, TEXT, _OFF)
-        for section, names in (
-            ("tensorboard", ("output_path", "job_name")),
-            ("wandb", ("group", "team", "project")),
-            ("csv_monitor", ("output_path", "job_name")),
-            ("comet", ("project", "workspace", "api_key", "experiment_name", "experiment_key", "mode")),
+        honoured(section, name, TEXT, what, f"{_MONITORS}test_{section}")
+        for section, rows in (
+            ("tensorboard", _FILES),
+            ("csv_monitor", _FILES),
+            ("wandb", {"project": "Of the run.", "team": "Its entity.", "group": "Of the run."}),
         )
-        for name in names
+        for name, what in rows.items()
+    ),
+    refused("comet", "enabled", BOOLEAN, (False,), _MONITOR),
+    *(
+        accepted("comet", name, TEXT, _OFF)
+        for name in ("project", "workspace", "api_key", "experiment_name", "experiment_key", "mode")
     ),
     accepted("comet", "samples_log_interval", AT_LEAST_1, _OFF),
     accepted("comet", "online", BOOLEAN, _OFF),
@@ -75,7 +83,7 @@ OTHER: tuple[Key, ...] = (
     accepted("", "aio", Block({}), "Read with NVMe only, which is refused."),
     refused("", "graph_harvesting", BOOLEAN, (False,), "capture graphs of the model in your code; leave it out"),
     accepted("checkpoint", "tag_validation", Choice(("Ignore", "Warn", "Fail")),
-             "It compares names of checkpoints over ranks; training does not see it."),
+             "Names of checkpoints that differ over ranks are an error in any case."),
     refused("checkpoint", "load_universal", BOOLEAN, (False,), _CHECKPOINTS),
     refused("checkpoint", "use_node_local_storage", BOOLEAN, (False,), _CHECKPOINTS),
     accepted("checkpoint", "checkpoint_serialization", BOOLEAN, "How files of DeepSpeed's are written."),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from longshore.engine.config.base import NamedModel
+from longshore.engine.config.base import FrozenModel, NamedModel
 from longshore.engine.config.model import LossScaling
+from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS
 from longshore.engine.config.problems import ConfigError
 from longshore.engine.config.reading import Reading
@@ -94,6 +95,23 @@ def clipping_fields(reading: Reading, data: Mapping[Any, Any]) -> dict[str, Any]
             )
         return {"gradient_clipping": DEEPSPEED_CLIPPING}
     return {"gradient_clipping": norm or None}
+
+
+_MONITORS: dict[str, type[FrozenModel]] = {
+    "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig,
+    "csv_monitor": CsvConfig,
+}
+
+
+def monitor_fields(reading: Reading) -> dict[str, Any]:
+    """``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled. An empty text is none."""
+    fields: dict[str, Any] = {}
+    for section, kind in _MONITORS.items():
+        if reading.values.get(f"{section}.enabled"):
+            given = {name: reading.values.get(f"{section}.{name}") for name in kind.model_fields}
+            fields[section] = kind(**{name: value for name, value in given.items() if value})
+    return fields
 
 
 def wrap_fields(reading: Reading) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pydantic import BeforeValidator
@@ -39,7 +40,19 @@ class Kind(ABC):
 
 def checked(kind: Kind) -> BeforeValidator:
     """For a field of a model. None is passed on: whether it may be None is the annotation's to say."""
-    return BeforeValidator(lambda value: None if value is None else kind.check(value))
+    return BeforeValidator(partial(_read, kind))
+
+
+def _read(kind: Kind, value: object) -> Any:
+    return None if value is None else kind.check(value)
+
+
+def kind_of(metadata: Sequence[object]) -> Kind | None:
+    """The kind that a field of a model was :func:`checked` by, from its metadata."""
+    for entry in metadata:
+        if isinstance(entry, BeforeValidator) and isinstance(entry.func, partial):
+            return entry.func.args[0]
+    return None
 
 
 @dataclass(frozen=True)
