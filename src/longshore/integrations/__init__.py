@@ -1,0 +1,1 @@
+"""longshore inside the trainers that people already use; nothing is imported before it is used."""

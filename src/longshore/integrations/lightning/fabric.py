@@ -1,0 +1,338 @@
+"""Fabric's strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from longshore.engine import Config, Engine
+from longshore.engine.given_schedule import change_over
+from longshore.errors import LongshoreError
+from longshore.integrations.lightning.checkpoints import is_folder, load_into_engine, load_into_model, save_folder
+from longshore.integrations.lightning.models import Extras, ModelOnly, creation, load_whole, make_engine, place, whole
+from longshore.integrations.lightning.names import (
+    BackwardSyncControl,
+    FabricLauncher,
+    FabricParallelStrategy,
+    FabricPrecision,
+    Stateful,
+)
+from longshore.integrations.lightning.precision import (
+    BY_VALUE,
+    FabricLongshorePrecision,
+    backward,
+    clip,
+    scaling_of,
+)
+from longshore.integrations.lightning.ranks import InRanks
+from longshore.integrations.lightning.settings import Asked, Settings
+from longshore.optim import Offload
+
+
+class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
+    """``Fabric(strategy=FabricLongshoreStrategy(stage=2))``; arguments as in :class:`LongshoreStrategy`.
+
+    Each ``optimizer.step()`` applies what ``fabric.backward`` brought since the last one.
+
+    Args:
+        config, stage, offload_optimizer, offload, wrap_policy, weights, fields: as in :class:`LongshoreStrategy`.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in Lightning's own strategies.
+        process_group_backend, timeout: as in :class:`LongshoreStrategy`.
+
+    Raises:
+        ConfigError: as :class:`LongshoreStrategy`; contradictions are raised by ``fabric.setup``.
+    """
+
+    _launcher_kind = FabricLauncher
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+        *,
+        stage: int | None = None,
+        offload_optimizer: str | None = None,
+        offload: Offload | None = None,
+        wrap_policy: Any = None,
+        weights: str | os.PathLike[str] | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: FabricPrecision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = InRanks._timeout,
+        **fields: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        # Fixed.
+        self.settings = Settings(config, {"stage": stage, "offload_optimizer": offload_optimizer, **fields})
+        self._extras = Extras(offload, wrap_policy, weights)
+        self._backend = process_group_backend
+        self._timeout = timeout
+        self._backward_sync_control = _NoSync()
+        # Grow with each model that is set up.
+        self._engines: list[Engine] = []
+        self._models: list[ModelOnly] = []
+
+    @property
+    def precision(self) -> FabricPrecision:
+        return FabricLongshorePrecision(FabricPrecision()) if self._precision is None else self._precision
+
+    @precision.setter
+    def precision(self, precision: FabricPrecision | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if precision is not None and not isinstance(precision, FabricLongshorePrecision):
+            precision = FabricLongshorePrecision(precision)
+        self._precision = precision
+
+    @property
+    def distributed_sampler_kwargs(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+    ) -> dict[str, Any] | None:
+        return super().distributed_sampler_kwargs if self.is_distributed else None  # None: a loader stays as it is
+
+    # -- models and optimizers ------------------------------------------------
+
+    def module_to_device(self, module: nn.Module) -> None:
+        if self.settings.stage < 3 and not any(parameter.is_meta for parameter in module.parameters()):
+            module.to(self.root_device)
+
+    @contextlib.contextmanager
+    def module_init_context(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, empty_init: bool | None = None
+    ) -> Iterator[None]:
+        """Around the making of a model (``fabric.init_module``); at stage 3 the weights are on rank 0 alone."""
+        made = creation(self.settings.stage, self._extras, self.root_device, empty_init)
+        with made, self.precision.module_init_context():
+            yield
+
+    model_init_context = module_init_context
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        engine = self._make_engine(module, optimizers, scheduler)
+        return engine, [engine.optimizer], scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        made = place(module, self._resolved(False).config, self._extras, self.root_device)
+        self._models.append(made)
+        return made
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._models:
+            if members & {id(parameter) for parameter in model.module.parameters()}:
+                if model.engine is not None:
+                    raise ValueError("this model has an optimizer already; give one optimizer parameter groups instead")
+                model.make_way()
+                engine = self._make_engine(model.module, [optimizer], None)
+                model.go_on_with(engine)
+                return engine.optimizer
+        raise ValueError(
+            "the optimizer's parameters are in no model that fabric.setup_module() was given; set the model up first, "
+            "make the optimizer from its parameters after that, or call fabric.setup(model, optimizer)"
+        )
+
+    def _make_engine(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any) -> Engine:
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"fabric.setup() was given {len(optimizers)} optimizers for one model, and an engine steps one; give "
+                "it one with a parameter group for each of them"
+            )
+        loaded = self._resolved(True, scheduler is not None)
+        engine = make_engine(module, optimizers[0], loaded, self._extras, self.root_device)
+        if scheduler is not None:
+            change_over(scheduler, engine.optimizer, optimizers[0])
+        self._engines.append(engine)
+        return engine
+
+    def _resolved(self, has_optimizer: bool, has_scheduler: bool = False) -> Any:
+        plugin = self.precision
+        assert isinstance(plugin, FabricLongshorePrecision)
+        asked = Asked(
+            by="Fabric",
+            precision=plugin.precision,
+            world_size=self.world_size if self.is_distributed else 1,
+            has_optimizer=has_optimizer,
+            has_scheduler=has_scheduler,
+            loss_scaling=scaling_of(plugin.inner),
+        )
+        return self.settings.resolved(asked)
+
+    # -- the step -------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        backward(self._engine_for(module), tensor, *args, **kwargs)
+
+    def _engine_for(self, module: nn.Module | None) -> Engine:
+        if module is not None:
+            engine = engine_of(module)
+            if engine is None:
+                raise LongshoreError(
+                    "backward through a model that has no optimizer; call fabric.setup(model, optimizer), or "
+                    "fabric.setup_optimizers(optimizer) after fabric.setup_module(model)"
+                )
+            return engine
+        if len(self._engines) != 1:
+            raise LongshoreError(
+                f"{len(self._engines)} models have an optimizer; call fabric.setup(model, optimizer) first, and "
+                "where there are several, say whose loss it is with fabric.backward(loss, model=model)"
+            )
+        return self._engines[0]
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        closure = kwargs.pop("closure", None)
+        if kwargs:
+            raise TypeError(f"optimizer.step() takes a closure only with longshore, not {', '.join(kwargs)}")
+        result = closure() if closure is not None else None
+        self._stepper_of(optimizer).step()
+        return result
+
+    def _stepper_of(self, optimizer: Any) -> Engine:
+        for engine in self._engines:
+            if engine.optimizer is optimizer:
+                return engine
+        raise LongshoreError("this optimizer was not returned by fabric.setup() or fabric.setup_optimizers()")
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the next step; returns the norm over all ranks, float32, 0-dim, on the CPU."""
+        engine = self._stepper_of(optimizer)
+        if float(norm_type) != 2.0:
+            raise ValueError(f"longshore clips the 2-norm, not norm_type={norm_type}; leave it out")
+        norm = engine.optimizer.grad_norm()
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}; pass error_if_nonfinite=False to clip with it anyway"
+            )
+        clip(engine, float(max_norm))
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+        raise ValueError(BY_VALUE.format(f"{clip_val:g}"))
+
+    # -- between ranks --------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._reduced(tensor, group, reduce_op)
+
+    # -- checkpoints ----------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Whole weights; with shards all ranks have to call, and rank 0 keeps them."""
+        return whole(_model_of(module).state_dict(), self.is_global_zero)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        load_whole(_model_of(module), state_dict, strict)
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,
+    ) -> None:
+        """A model with its optimizer: a folder, to which every rank writes its part. Without: one file.
+
+        Raises:
+            CheckpointError: between a backward and its step, or where it cannot be written.
+            ValueError, TypeError: two engines; what only a file can honour.
+        """
+        path = Path(self.broadcast(path))
+        engine = _only_engine(self._engines, state.values())
+        if engine is None:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        for name, value in (("storage_options", storage_options), ("filter", filter)):
+            if value is not None:
+                raise TypeError(
+                    f"{name} is for files, and with its optimizer a model goes into a folder that the engine writes; "
+                    "leave it out, or save the model alone"
+                )
+        others = {key: value for key, value in state.items() if not _is_of(engine, value)}
+        save_folder(engine, path, self._convert_stateful_objects_in_state(others, filter={}))
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        path = Path(self.broadcast(path))
+        if not is_folder(path):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        if not isinstance(state, dict):
+            raise ValueError(f"{path} is a folder of a model and its optimizer; fabric.load(path, {{'model': model}})")
+        models = [value for value in state.values() if isinstance(value, nn.Module)]
+        if len(models) != 1:
+            raise ValueError(f"{path} has one model, and {len(models)} are to be loaded; pass one in state")
+        engine = engine_of(models[0])
+        if engine is None:
+            rest = load_into_model(_model_of(models[0]), path, strict=strict, weights_only=weights_only)
+        else:
+            stepped = any(value is engine.optimizer for value in state.values())
+            rest = load_into_engine(engine, path, optimizer=stepped, strict=strict, weights_only=weights_only)
+        for key, value in state.items():
+            if value is models[0] or (engine is not None and _is_of(engine, value)):
+                continue
+            if key not in rest:
+                if strict:
+                    raise KeyError(f"{path} has no {key!r}; strict=False leaves it as it is")
+            elif isinstance(value, Stateful):
+                value.load_state_dict(rest.pop(key))
+            else:
+                state[key] = rest.pop(key)
+        return rest
+
+
+class _NoSync(BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        engine = engine_of(module)
+        return engine.no_sync() if enabled and engine is not None else contextlib.nullcontext()
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """What trains a model that Fabric set up."""
+    return module if isinstance(module, Engine) else module.engine if isinstance(module, ModelOnly) else None
+
+
+def _model_of(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, (Engine, ModelOnly)) else module
+
+
+def _is_of(engine: Engine, value: Any) -> bool:
+    return value is engine.optimizer or (isinstance(value, nn.Module) and engine_of(value) is engine)
+
+
+def _only_engine(engines: Iterable[Engine], values: Iterable[Any]) -> Engine | None:
+    """The engine whose model and optimizer are among the values."""
+    listed = list(values)
+    found = [each for each in engines if any(value is each.optimizer for value in listed)]
+    found = [each for each in found if any(isinstance(value, nn.Module) and _is_of(each, value) for value in listed)]
+    if len(found) > 1:
+        raise ValueError(
+            f"{len(found)} models with their optimizers are to be saved together, and each has a folder of its own; "
+            "call fabric.save() for each of them"
+        )
+    return found[0] if found else None

@@ -1,0 +1,400 @@
+"""The Trainer's strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Generator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.engine import Config, Engine
+from longshore.engine.config import LoadedConfig
+from longshore.engine.given_schedule import change_over
+from longshore.engine.random_states import random_states, restore_random_states
+from longshore.errors import CheckpointError, LongshoreError
+from longshore.integrations.lightning.checkpoints import (
+    is_folder,
+    load_into_engine,
+    load_into_model,
+    save_folder,
+    unchanged,
+)
+from longshore.integrations.lightning.models import (
+    Extras,
+    Holder,
+    batch_size_of,
+    check_averaging,
+    creation,
+    load_whole,
+    make_engine,
+    only,
+    place,
+    whole,
+)
+from longshore.integrations.lightning.names import (
+    ClipAlgorithm,
+    LRSchedulerConfig,
+    NoOptimizer,
+    Trainer,
+    TrainerFn,
+    TrainerLauncher,
+    TrainerParallelStrategy,
+    TrainerPrecision,
+    is_overridden,
+)
+from longshore.integrations.lightning.precision import BY_VALUE, LongshorePrecision, scaling_of
+from longshore.integrations.lightning.ranks import InRanks
+from longshore.integrations.lightning.settings import Asked, Settings
+from longshore.optim import Offload
+
+
+class LongshoreStrategy(InRanks, TrainerParallelStrategy):
+    """``Trainer(strategy=LongshoreStrategy(stage=2))``: sharded and offloaded, with the weights of the plain Trainer.
+
+    Fields of :class:`longshore.Config` may be given by name. Without any, and without a ``config``, it is stage 2
+    with the optimizer's state in host memory.
+
+    Args:
+        config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. What the Trainer decides
+            (batches to accumulate, clipping, precision) may be left out or ``"auto"`` there.
+        stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
+        offload_optimizer: ``"cpu"`` or ``"none"``: where optimizer state lives and is stepped.
+        offload, wrap_policy, weights: as in :func:`longshore.initialize`.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's own
+            strategies. ``checkpoint_io`` writes weights-only files; folders are the engine's.
+        process_group_backend: by default nccl for CUDA, gloo for the CPU.
+        timeout: of the process group.
+        fields: others of :class:`longshore.Config`.
+
+    Raises:
+        ConfigError: at once for what is wrong by itself; when the Trainer starts for what contradicts it, with both
+            values.
+    """
+
+    strategy_name = "longshore"
+    _launcher_kind = TrainerLauncher
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
+        *,
+        stage: int | None = None,
+        offload_optimizer: str | None = None,
+        offload: Offload | None = None,
+        wrap_policy: Any = None,
+        weights: str | os.PathLike[str] | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: TrainerPrecision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = InRanks._timeout,
+        **fields: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        # Fixed.
+        self.settings = Settings(config, {"stage": stage, "offload_optimizer": offload_optimizer, **fields})
+        self._extras = Extras(offload, wrap_policy, weights)
+        self._backend = process_group_backend
+        self._timeout = timeout
+        # Change with each call of the Trainer.
+        self._engine: Engine | None = None
+        self._holder = Holder(self._close)
+        self._handed_out: Any = None
+        """The state_dict that hooks may change before it is saved or loaded."""
+        self._restored = False
+        """Whether the checkpoint that is being loaded brought the optimizer's state itself."""
+        self._random: dict[str, Any] | None = None
+        """What random numbers began with in the checkpoint."""
+        # Of one batch.
+        self._accumulating = False
+
+    # -- precision ------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> TrainerPrecision:
+        plugin = self._precision_plugin
+        return LongshorePrecision(TrainerPrecision(), self) if plugin is None else plugin
+
+    @precision_plugin.setter
+    def precision_plugin(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, precision_plugin: TrainerPrecision | None
+    ) -> None:
+        if precision_plugin is not None and not isinstance(precision_plugin, LongshorePrecision):
+            precision_plugin = LongshorePrecision(precision_plugin, self)
+        self._precision_plugin = precision_plugin
+
+    # -- starting -------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the fit that is under way, or of the last one."""
+        if self._engine is None:
+            self._holder.check()
+            raise LongshoreError("there is no engine before trainer.fit() has called configure_optimizers()")
+        return self._engine
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if not fitting and self._engine is not None and self._engine.module is self.lightning_module:
+            self.model = self._engine  # it has the shards, and gathers them
+            return
+        self._close()
+        if fitting and self._layer_sync is not None and self.is_distributed:
+            self._layer_sync.apply(self.lightning_module)  # Trainer(sync_batchnorm=True)
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        if fitting:
+            self._holder.take(self.lightning_module)
+            self.setup_optimizers(trainer)
+        else:
+            self._reset_optimizers_and_schedulers()
+            # Steps of an evaluation go through its forward, which is where FSDP2 gathers what is sharded.
+            self.model = place(module, self._resolved(trainer).config, self._extras, self.root_device)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        self._reset_optimizers_and_schedulers()
+        with warnings.catch_warnings():
+            # The configuration may name one.
+            warnings.filterwarnings("ignore", message=".*configure_optimizers` returned `None`")
+            super().setup_optimizers(trainer)
+        if self.settings.stage == 3 and self.is_distributed:
+            check_averaging(getattr(trainer, "callbacks", ()))
+        client = only([each for each in self.optimizers if not isinstance(each, NoOptimizer)])
+        loaded = self._resolved(trainer, client is not None)
+        if client is None and loaded.config.optimizer is None:
+            raise ValueError(
+                "configure_optimizers() returned None, and the configuration names no optimizer, so there is nothing "
+                "to step; return an optimizer, or use the Trainer without this strategy"
+            )
+        engine = self._engine = make_engine(self.lightning_module, client, loaded, self._extras, self.root_device)
+        for each in self.lr_scheduler_configs:
+            change_over(each.scheduler, engine.optimizer, client)
+        if engine.lr_scheduler is not None:
+            self.lr_scheduler_configs = [LRSchedulerConfig(engine.lr_scheduler, interval="step")]
+            engine.lr_scheduler = None  # Lightning steps it
+        self.optimizers = [engine.optimizer]
+        self.model = engine
+        if self.lightning_module.automatic_optimization:
+            # The Trainer says which batch is the last of its window, also where an epoch ends before it is full.
+            engine.set_gradient_accumulation_boundary(True)
+
+    def _resolved(self, trainer: Trainer, has_optimizer: bool = False) -> LoadedConfig:
+        plugin, module = self.precision_plugin, self.lightning_module
+        assert isinstance(plugin, LongshorePrecision)
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == ClipAlgorithm.VALUE:
+            raise ValueError(BY_VALUE.format(f"{trainer.gradient_clip_val:g}"))
+        # A hook of the user's clips when it likes, and as it likes.
+        clips = trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", module)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        asked = Asked(
+            by="Trainer",
+            precision=plugin.precision,
+            world_size=self.world_size if self.is_distributed else 1,
+            accumulation=trainer.accumulate_grad_batches if fitting else None,
+            clipping=trainer.gradient_clip_val if clips else None,
+            micro_batch_size=batch_size_of(trainer),
+            has_optimizer=has_optimizer,
+            has_scheduler=bool(self.lr_scheduler_configs),
+            loss_scaling=scaling_of(plugin.inner),
+        )
+        return self.settings.resolved(asked)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        made = creation(self.settings.stage, self._extras, self.root_device, empty_init)
+        with made, self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
+        """Around the making of a model outside of ``configure_model``; ``Trainer.init_module`` enters it."""
+        return self.tensor_init_context(empty_init)
+
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    # -- the step -------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        random, self._random = self._random, None
+        trainer = self.lightning_module.trainer
+        for callback in trainer.checkpoint_callbacks:  # resumed, it forgot that it saved this step: not in mid-window
+            vars(callback)["_last_global_step_saved"] = trainer.global_step
+        loop = trainer.fit_loop
+        if random is not None and 0 < loop.epoch_loop.batch_progress.current.ready < loop.max_batches:
+            # In the middle of an epoch: its loader was begun again, and drew a seed that the run had drawn before.
+            restore_random_states(random, self.root_device)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        engine, module = self.engine, self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            return
+        steps = module.trainer.accumulate_grad_batches
+        if steps != engine.gradient_accumulation_steps() and not engine.in_window:
+            engine.set_gradient_accumulation_steps(steps)  # a GradientAccumulationScheduler
+        engine.set_gradient_accumulation_boundary(not self._accumulating)
+
+    def step_engine(self) -> None:
+        """Clip, step and publish what the window holds; nothing where it holds nothing."""
+        engine, module = self.engine, self.lightning_module
+        if module is not None and module.automatic_optimization:
+            engine.set_gradient_accumulation_boundary(True)  # also where the last batch had no backward
+        if engine.world_size > 1 or engine.in_window:
+            engine.step()
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the window's gradients over all ranks: float32, 0-dim, on the CPU. All ranks have to call.
+
+        In ``on_before_optimizer_step`` it is what ``lightning.pytorch.utilities.grad_norm`` cannot give, since
+        gradients are not in ``.grad``.
+        """
+        return self.engine.optimizer.grad_norm()
+
+    def _evaluate(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.settings.stage < 3:
+            return step(*args, **kwargs)
+        # What FSDP2 gathers in inference mode could not be used in the next training step.
+        with torch.inference_mode(False), torch.no_grad():
+            return step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._reduced(tensor, group, reduce_op)
+
+    # -- checkpoints ----------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._restored
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's; at stage 3 with this rank's shards in it, of which a weights-only file gets the whole."""
+        self._handed_out = super().lightning_module_state_dict()
+        return dict(self._handed_out)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}  # the engine saves it, each rank its part
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """With the optimizer: a folder, to which every rank writes its part. Weights only: one file, as Lightning's.
+
+        Raises:
+            CheckpointError: in the middle of an accumulation window, or where it cannot be written.
+        """
+        path, handed_out = Path(self.broadcast(filepath)), self._handed_out
+        self._handed_out = None
+        if "optimizer_states" not in checkpoint or self._engine is None:
+            if "optimizer_states" in checkpoint:
+                self._holder.check()
+            super().save_checkpoint(whole(checkpoint, self.is_global_zero), path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options are for a CheckpointIO, and the engine writes this checkpoint itself")
+        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        if handed_out is None or not unchanged(checkpoint.get("state_dict"), handed_out):
+            rest["state_dict"] = checkpoint["state_dict"]  # a hook's, beside the engine's own
+        self._check_window()
+        save_folder(self._engine, path, whole(rest, self.is_global_zero))
+
+    def _check_window(self) -> None:
+        engine, module = self.engine, self.lightning_module
+        if module is None or not engine.in_window:
+            return
+        steps = module.trainer.accumulate_grad_batches
+        if module.trainer.interrupted and module.automatic_optimization and steps == 1:
+            engine.zero_grad()  # of a batch that was not finished, and is taken again
+            return
+        raise CheckpointError(
+            "a checkpoint has no gradients, and those of the window under way would be lost, so a run that goes on "
+            f"from it would not be this one: accumulate_grad_batches is {steps}, and no step was made since the last "
+            "batch; save after a step (ModelCheckpoint(every_n_train_steps=...), or val_check_interval a multiple of "
+            "accumulate_grad_batches), or weights only"
+        )
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        self._restored, self._random = False, None
+        if not is_folder(path):
+            return super().load_checkpoint(path, weights_only)
+        module = self.lightning_module
+        assert module is not None
+        strict = module.strict_loading
+        if self._engine is None:
+            found = load_into_model(module, path, strict=strict, weights_only=weights_only)
+        else:
+            fitting = module.trainer.state.fn == TrainerFn.FITTING
+            found = load_into_engine(self._engine, path, optimizer=fitting, strict=strict, weights_only=weights_only)
+            if fitting:
+                self._restored, self._random = True, random_states(self.root_device)
+        if "state_dict" not in found:
+            self._handed_out = module.state_dict()
+            found["state_dict"] = dict(self._handed_out)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        handed_out, self._handed_out = self._handed_out, None
+        if handed_out is None or not unchanged(checkpoint["state_dict"], handed_out):
+            load_whole(self.lightning_module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    # -- the end --------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """The engine stays, for ``trainer.save_checkpoint``, ``test`` and ``predict``, until the next ``fit``."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.destroy()

@@ -1,0 +1,117 @@
+"""What the Trainer's accelerator and optimizer do where the engine does it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from longshore.engine import Engine
+
+
+class EngineAccelerator(Accelerator):
+    """An ``Accelerator`` whose model is an engine: it scales, reduces and clips itself.
+
+    Made of the accelerator that the Trainer made, by :meth:`take_over`: the Trainer leaves no place for one of ours.
+    """
+
+    _engine: Engine
+    _pending_norm: Tensor | None
+
+    @classmethod
+    def take_over(cls, accelerator: Accelerator, engine: Engine) -> EngineAccelerator:
+        """From now on ``accelerator`` is one of these."""
+        # Nothing but methods differs, so that all that it holds stays valid.
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, cls)
+        accelerator._engine = engine
+        accelerator._pending_norm = None
+        accelerator.scaler = None  # the engine scales
+        return accelerator
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """One backward of the window; the last one where gradients are synchronized. The Trainer divided the loss."""
+        self._engine.set_gradient_accumulation_boundary(self.sync_gradients)
+        self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """The norm before clipping: float32, 0-dim. With a finite ``max_norm`` the step clips, and fills it in.
+
+        Raises:
+            ValueError: ``max_norm`` is not what the engine clips to, or the norm is another one.
+        """
+        if norm_type != 2:
+            raise ValueError(f"longshore clips the 2-norm, not norm_type={norm_type}")
+        if math.isinf(max_norm):
+            return self._engine.optimizer.grad_norm()
+        clip = self._engine.config.gradient_clipping
+        if clip is None or max_norm != clip:
+            raise _clipped_otherwise(f"{max_norm:g}", clip)
+        self._pending_norm = torch.full((), math.nan)
+        return self._pending_norm
+
+    def check_clipping(self) -> None:
+        """Before a step: it would clip, so that somebody has to have asked for it."""
+        clip = self._engine.config.gradient_clipping
+        if clip is not None and self._pending_norm is None:
+            raise _clipped_otherwise("nothing", clip)
+
+    def stepped(self) -> None:
+        """The engine's step is over."""
+        norm = self._engine.get_global_grad_norm()
+        if self._pending_norm is not None and norm is not None:
+            self._pending_norm.fill_(norm)
+        self._pending_norm = None
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Nothing: at which backward gradients are reduced is the stage's business."""
+        yield
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return super().unwrap_model(model.module if isinstance(model, Engine) else model, *args, **kwargs)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return model if isinstance(model, Engine) else super().prepare_model(model, *args, **kwargs)
+
+
+def _clipped_otherwise(asked: str, clip: float | None) -> ValueError:
+    return ValueError(
+        f"gradients are to be clipped to {asked}, and the engine was made with gradient_clipping={clip}; set "
+        "max_grad_norm before training begins, and leave it as it is; for another one make a new Trainer"
+    )
+
+
+class EngineOptimizer(AcceleratedOptimizer):
+    """What the Trainer steps: ``step()`` is the engine's, with clipping and the overflow check.
+
+    Args:
+        engine: of this rank.
+        accelerator: told before and after each step.
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, engine: Engine, accelerator: EngineAccelerator) -> None:
+        super().__init__(engine.optimizer, device_placement=False, scaler=None)
+        self._engine = engine
+        self._accelerator = accelerator
+
+    def step(self, closure: None = None) -> None:
+        if closure is not None:
+            raise ValueError("the engine's step() takes no closure; evaluate the model before it")
+        if self.gradient_state.sync_gradients:
+            self._accelerator.check_clipping()
+            self._engine.step()
+            self._is_overflow = not self._engine.was_step_applied()
+            self._accelerator.stepped()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self._engine.zero_grad()

@@ -1,0 +1,360 @@
+"""``Trainer``: transformers' own, whose model is sharded and stepped by the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from longshore.checkpoint.folder import WholeCheckpoint
+from longshore.engine import Config, Engine, initialize
+from longshore.engine.schedules import make_schedule
+from longshore.errors import CheckpointError
+from longshore.integrations.transformers.accelerator import EngineAccelerator, EngineOptimizer
+from longshore.integrations.transformers.settings import Settings
+from longshore.optim import Offload
+
+_TAG = "longshore"
+"""Of the engine's checkpoint within the Trainer's ``checkpoint-N``."""
+_STATE, _SCHEDULER, _OPTIMIZER = "trainer_state.json", "scheduler.pt", "optimizer.pt"
+_log = logging.getLogger(__name__)
+
+
+class TrainerMixin:
+    """What makes a trainer on top of ``transformers.Trainer`` one of ours: put it first among the base classes.
+
+    ``class Sft(TrainerMixin, trl.SFTTrainer): pass``
+
+    Args:
+        config: a DeepSpeed JSON file, the same as a dictionary, or a :class:`longshore.Config`. Values that are
+            ``"auto"`` or left out come from ``TrainingArguments``. None: ZeRO-2 with the optimizer on the host.
+        weights: a safetensors file or a folder of them, for a model made under ``longshore.Init(empty=True)``.
+        offload: settings of the host side beyond the configuration's, as for :func:`longshore.initialize`.
+        args, kwargs: the trainer's own.
+
+    Attributes:
+        engine: from the beginning of training on; None before.
+
+    Raises:
+        ConfigError: the configuration is wrong, or contradicts ``TrainingArguments``; shows both.
+        ValueError: an argument that cannot be honoured, by name.
+    """
+
+    engine: Engine | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+        weights: str | os.PathLike[str] | None = None,
+        offload: Offload | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._longshore_config = config
+        self._longshore_weights = weights
+        self._longshore_offload = offload
+        self._longshore_schedule: Any = None
+        super().__init__(*args, **kwargs)
+
+    # What the Trainer's class has, for the type checker.
+    args: Any
+    model: Any
+    model_wrapped: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    optimizer_cls_and_kwargs: Any
+    label_smoother: Any
+    control: Any
+    state: Any
+
+    def _base(self) -> Any:
+        """The trainer below this class."""
+        return super()
+
+    # -- before training ------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _refuse(self.args)
+        # Everything that is wrong is said before the model moves anywhere.
+        settings = self._settings()
+        sharded = settings.config.stage == 3 and self.args.world_size > 1
+        if sharded and self.args.load_best_model_at_end and self.args.save_only_model:
+            raise ValueError(
+                "at stage 3 on several ranks load_best_model_at_end=True loads what the engine saved, and "
+                "save_only_model=True leaves that out; leave out one of the two"
+            )
+        if self.args.process_index == 0:
+            for note in settings.notes:
+                warnings.warn(note, stacklevel=4)
+        if self.args.n_gpu > 1:
+            _log.warning(
+                "one process drives one GPU, so %d are idle; start it with torchrun --nproc-per-node=%d",
+                self.args.n_gpu - 1,
+                self.args.n_gpu,
+            )
+            self.args._n_gpu = 1
+        self._base().create_accelerator_and_postprocess()
+        _refuse_plugins(self.accelerator)
+
+    def _settings(self) -> Settings:
+        return Settings(self._longshore_config, self.args, self.args.world_size)
+
+    @property
+    def _in_shards(self) -> bool:
+        return self.engine is not None and self.engine.config.stage == 3 and self.engine.ranks.world_size > 1
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # The engine does it, for what is sharded after it was sharded.
+        if self.args.world_size == 1 or self._settings().config.stage < 3:
+            if any(parameter.is_meta for parameter in model.parameters()):
+                return
+            self._base()._move_model_to_device(model, device)
+
+    # -- the engine -----------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The engine's, made at the first call for a model."""
+        mine = isinstance(self.optimizer, EngineOptimizer) and self.engine is not None
+        if mine and self.engine is not None and self.engine.module is self.model:
+            return self.optimizer
+        self._start_engine()
+        return self.optimizer
+
+    def _start_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.destroy()
+            self.engine = None
+            self.optimizer = None if isinstance(self.optimizer, EngineOptimizer) else self.optimizer
+        settings = self._settings()
+        if settings.config.optimizer is None:
+            client, parameters = self._base().create_optimizer(), None
+        elif self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            raise ValueError(
+                "an optimizer is given twice: to the Trainer (optimizers= or optimizer_cls_and_kwargs=), and in the "
+                "configuration; keep one"
+            )
+        else:
+            client, parameters = None, self._groups()
+        if settings.config.stage == 3 and self.args.world_size > 1:
+            self._keep_shifting()
+        if self.args.torch_compile:
+            self.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+        engine = initialize(
+            model=self.model,
+            optimizer=client,
+            model_parameters=parameters,
+            lr_scheduler=self.lr_scheduler,
+            config=settings.config,
+            offload=self._longshore_offload,
+            weights=self._longshore_weights,
+        ).engine
+        # The Trainer steps the schedule, once for each step that was applied.
+        self.lr_scheduler, engine.lr_scheduler = engine.lr_scheduler, None
+        self.engine = engine
+        self.accelerator = EngineAccelerator.take_over(self.accelerator, engine)
+        self.optimizer = EngineOptimizer(engine, self.accelerator)
+
+    def _keep_shifting(self) -> None:
+        """The Trainer knows by the name of the model's class whether labels are shifted where they are smoothed, and
+        ``fully_shard`` gives the model a class of another name."""
+        if self.label_smoother is not None and self.model._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            self.label_smoother = _Shifting(self.label_smoother)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Parameters with weight decay and without, as the Trainer divides them."""
+        decayed = set(self._base().get_decay_parameter_names(self.model))
+        trainable = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [each for name, each in trainable if name in decayed], "weight_decay": self.args.weight_decay},
+            {"params": [each for name, each in trainable if name not in decayed], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The configuration's schedule, or that of the arguments."""
+        named = self._settings().scheduler(num_training_steps) if self.lr_scheduler is None else None
+        if named is None:
+            return self._base().create_scheduler(num_training_steps, optimizer)
+        assert self.engine is not None
+        self.lr_scheduler = make_schedule(named.type, named.arguments(), self.engine.optimizer)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if training:
+            self.create_optimizer()
+        elif self.engine is None and self._settings().config.stage == 3 and self.args.world_size > 1:
+            self.create_optimizer()  # no rank can hold the whole model, so that it is sharded to be evaluated too
+        if self.engine is not None and self.engine.module is self.model:
+            return self.engine
+        return self._base()._wrap_model(model, training, dataloader)
+
+    # -- checkpoints ----------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As ``transformers.Trainer.train``; ``True`` goes on from the newest checkpoint that is whole."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _newest_whole(Path(self.args.output_dir))
+        elif resume_from_checkpoint and not (Path(resume_from_checkpoint) / _STATE).is_file():
+            raise ValueError(
+                f"{resume_from_checkpoint} is no whole checkpoint of a Trainer: it has no {_STATE}; give a folder "
+                "checkpoint-N, or True for the newest one that is whole"
+            )
+        return self._base().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        engine = self._running()
+        if self.control.should_training_stop:
+            engine.zero_grad()  # of backwards after the last step, which nothing will step
+        elif engine.in_window:
+            raise CheckpointError(
+                f"a checkpoint was to be saved after step {self.state.global_step} in the middle of accumulation: the "
+                "data ended there, or a callback asked for it; a checkpoint has no gradients, so that a run that goes "
+                'on from it would lose them. Use save_strategy="steps", and have callbacks ask in on_step_end'
+            )
+        self._base()._save_checkpoint(model, trial)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._running().zero_grad()  # likewise
+        return self._base()._finalize_training(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = self._running()
+        engine.save_checkpoint(output_dir, _TAG, exclude_frozen_parameters=_is_adapter(self.model))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # The engine's part has the weights too; without one it is the plain Trainer's, which has only these.
+        if not _has_engine_part(resume_from_checkpoint):
+            self._base()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        engine, folder = self._running(), Path(checkpoint)
+        if _has_engine_part(checkpoint):
+            engine.load_checkpoint(folder, _TAG)
+        elif (folder / _OPTIMIZER).is_file():
+            engine.optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
+        else:
+            raise CheckpointError(
+                f"{folder} has neither a checkpoint of longshore nor {_OPTIMIZER}, so training would begin anew on "
+                "its weights; load those into the model, and leave resume_from_checkpoint out"
+            )
+        if (folder / _SCHEDULER).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """The engine's checkpoint has the loss scale."""
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None and _has_engine_part(best):
+            self._running().load_checkpoint(best, _TAG, load_module_only=True)
+        else:
+            self._base()._load_best_model()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As ``transformers.Trainer.save_model``; all ranks have to call."""
+        if not self._in_shards:
+            return self._base().save_model(output_dir, _internal_call)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = get_model_state_dict(self.model, options=options)
+        if self.args.should_save:
+            self._base()._save(output_dir if output_dir is not None else self.args.output_dir, state_dict=whole)
+        if self.args.push_to_hub and not _internal_call:
+            self._base().push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        return None
+
+    def _running(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("there is no engine before training begins; call train() first")
+        return self.engine
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """``transformers.Trainer`` on ZeRO-1, 2 or 3 with the optimizer on the host.
+
+    Takes what ``transformers.Trainer`` takes, and what :class:`TrainerMixin` adds.
+    """
+
+
+class _Shifting:
+    """A label smoother of a causal language model."""
+
+    def __init__(self, smoother: Callable[..., torch.Tensor]) -> None:
+        self._smoother = smoother
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, shift_labels: bool = True, **kwargs: Any) -> torch.Tensor:
+        return self._smoother(outputs, labels, shift_labels=True, **kwargs)
+
+
+_INSTEAD = {
+    "deepspeed": "give the file as Trainer(config=...)",
+    "fsdp": "use Trainer(config={'zero_optimization': {'stage': 3}, ...})",
+    "parallelism_config": "longshore shards over data-parallel ranks only",
+    "auto_find_batch_size": "set per_device_train_batch_size",
+    "fp16_full_eval": "the model cannot be cast while it is trained; evaluate a copy",
+    "bf16_full_eval": "the model cannot be cast while it is trained; evaluate a copy",
+}
+"""Arguments that would have something else shard or cast the model, and what to do."""
+
+
+def _refuse(args: Any) -> None:
+    for name, instead in _INSTEAD.items():
+        value = getattr(args, name, None)
+        if value:
+            raise ValueError(f"TrainingArguments({name}={value!r}) is not for longshore's Trainer: {instead}")
+
+
+def _refuse_plugins(accelerator: Any) -> None:
+    for plugin in ("deepspeed_plugin", "fsdp_plugin"):
+        if getattr(accelerator.state, plugin, None) is not None:
+            raise ValueError(
+                f"accelerate was started with a {plugin}, which would shard the model too; start with torchrun, or "
+                "with an accelerate configuration that has neither DeepSpeed nor FSDP"
+            )
+
+
+def _has_engine_part(checkpoint: str) -> bool:
+    return (Path(checkpoint) / _TAG).is_dir()
+
+
+def _is_adapter(model: nn.Module) -> bool:
+    """A PEFT model, whose frozen weights are elsewhere."""
+    return hasattr(model, "peft_config") and hasattr(model, "base_model")
+
+
+def _newest_whole(output_dir: Path) -> str:
+    """The newest ``checkpoint-N`` that was written to its end; a kill leaves half ones.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: list[tuple[int, Path]] = []
+    for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = path.name.rpartition("-")[2]
+        if number.isdecimal() and path.is_dir():
+            found.append((int(number), path))
+    for _, path in sorted(found, reverse=True):
+        try:
+            json.loads((path / _STATE).read_text())
+            if _has_engine_part(str(path)):
+                WholeCheckpoint(path / _TAG)
+            return str(path)
+        except (OSError, ValueError, CheckpointError) as error:
+            _log.warning("%s is passed over: it is not whole (%s)", path, error)
+    raise ValueError(f"{output_dir} has no whole checkpoint to go on from; leave resume_from_checkpoint out to begin")

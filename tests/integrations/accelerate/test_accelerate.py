@@ -1,0 +1,49 @@
+"""Recipes for Accelerate: the one-line optimizer in a loop that Accelerate prepares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+
+from integrations.accelerate import cases
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip": 0.25}, {"mixed_precision": "bf16"}, {"mixed_precision": "fp16", "clip": 0.25}],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_one_process(options: dict[str, Any]) -> None:
+    """Accumulation, clipping, mixed precision with a scaler, schedules, evaluation between steps."""
+    cases.both(**options)
+
+
+@pytest.mark.parametrize("kind", ["kept", "released"])
+def test_resumes(kind: str, tmp_path: Path) -> None:
+    cases.resumed(str(tmp_path), kind)
+
+
+@pytest.mark.parametrize("clip", [None, 0.25])
+def test_ddp(clip: float | None, two_ranks: Ranks) -> None:
+    two_ranks(cases.both, clip)
+
+
+@pytest.mark.parametrize("fsdp2", [False, True])
+def test_ranks_resume(fsdp2: bool, two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(cases.resumed, str(tmp_path), "kept", fsdp2)
+
+
+@pytest.mark.parametrize("kind, clip", [("kept", None), ("kept", 0.25), ("released", None)])
+def test_fsdp2(kind: str, clip: float | None, two_ranks: Ranks) -> None:
+    """Accelerate makes the optimizer first and the shards afterwards."""
+    two_ranks(cases.on_fsdp2, kind, clip)
+
+
+def test_nothing_but_longshore_differs() -> None:
+    """The comparison would see a difference."""
+    with pytest.raises(AssertionError):
+        cases.check_equal({"a": torch.zeros(1)}, {"a": torch.ones(1)})
