@@ -1,0 +1,114 @@
+"""``deepspeed.utils.zero_to_fp32``: whole float32 weights of a checkpoint, of longshore's or of DeepSpeed's."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from torch import Tensor, nn
+
+from longshore.compat.absent import getter
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """A state dict of whole float32 weights (masters) on the CPU; tied ones are one tensor under all their names.
+
+    Args:
+        checkpoint_dir: what was given to ``save_checkpoint``.
+        tag: None: the latest.
+        exclude_frozen_parameters: leave those out.
+        lazy_mode: refused; ``convert_zero_checkpoint_to_fp32_state_dict`` needs memory for one tensor at a time.
+
+    Raises:
+        CheckpointError: it is not there, damaged, or has not all of the model.
+        ValueError: ``lazy_mode``, or no tag.
+    """
+    from longshore.checkpoint.whole_model import whole_state_dict
+
+    if lazy_mode:
+        raise ValueError(
+            "lazy_mode is not done; convert_zero_checkpoint_to_fp32_state_dict(..., safe_serialization=True) needs "
+            "memory for one tensor at a time"
+        )
+    return whole_state_dict(checkpoint_dir, tag, exclude_frozen_parameters)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Load those weights into a model, which goes to the CPU, as in DeepSpeed; returns it."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write those weights into a folder that is new or empty.
+
+    Args:
+        checkpoint_dir, tag, exclude_frozen_parameters: as in :func:`get_fp32_state_dict_from_zero_checkpoint`.
+        output_dir: gets ``pytorch_model.bin``, or ``model.safetensors`` (several with an index, one tensor in memory
+            at a time).
+        max_shard_size: of a safetensors file: bytes, or ``"5GB"``; None: one file. ``pytorch_model.bin`` is one file.
+        safe_serialization: write safetensors.
+
+    Raises:
+        ValueError: a size that is none, or frozen parameters left out of safetensors.
+    """
+    from longshore.engine.weight_files import save_weights
+
+    max_bytes = _bytes(max_shard_size)
+    if not safe_serialization:
+        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+        save_weights(state, output_dir, "pytorch_model.bin")
+        return
+    if exclude_frozen_parameters:
+        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, True)
+        save_weights(state, output_dir, "model.safetensors")
+        return
+    _export(checkpoint_dir, output_dir, max_bytes, tag)
+
+
+def _export(source: str | os.PathLike[str], out: str | os.PathLike[str], max_bytes: int, tag: str | None) -> None:
+    import torch
+
+    from longshore.checkpoint.export import export
+
+    export(source, out, max_bytes, torch.float32, tag=tag)
+
+
+def _bytes(size: str | int | None) -> int:
+    if size is None:
+        return 1 << 62
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(i?)B\s*", str(size), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"max_shard_size is a number of bytes or '5GB', not {size!r}")
+    unit = match[2].upper()
+    return int(match[1]) * (1024 ** " KMGT".index(unit) if match[3] and unit else _UNITS[unit])
+
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+__path__: list[str] = []
+
+__getattr__ = getter(__name__)
