@@ -1,0 +1,184 @@
+"""``longshore launch``: torchrun, with CPUs, NUMA nodes and threads for each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from argparse import SUPPRESS, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from longshore.cli.failure import CommandError, SettingsError
+from longshore.cli.terminal import make_console, warn
+from longshore.machine import (
+    RankBinding,
+    RankDevice,
+    all_gpus,
+    binding_wanted,
+    cpu_list,
+    locked_limit_bytes,
+    numa_node_of,
+    plan_ranks,
+    read_topology,
+    shared_free_bytes,
+    unbound,
+    visible_gpus,
+)
+
+RAW_ARGUMENTS: dict[str, Any] = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+"""torchrun's own parser reads them, with its help."""
+
+_ABOUT = """torchrun, with what training with host memory needs: each rank is bound to CPUs of the NUMA node that its
+GPU is next to, before torch is imported; torch and the host step get threads for that many cores (OMP_NUM_THREADS is
+set, unless you set it); limits on locked and shared memory are checked. All options of torchrun are taken, and do what
+they do there. LONGSHORE_BIND=0 leaves ranks where they are."""
+
+
+def launch(context: typer.Context) -> None:
+    """Run a script on several ranks: torchrun, with CPUs and threads chosen for each rank."""
+    arguments = _parsed(context.args)
+    program = _program(arguments)
+    bindings = _bindings(_ranks_of_machine(arguments), os.environ)
+    _check_limits(bindings)
+    if arguments.dry_run:
+        console = make_console()
+        for line in page(bindings, [*program, arguments.training_script, *arguments.training_script_args]):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return
+    if not (arguments.module or arguments.no_python or os.path.exists(arguments.training_script)):
+        raise CommandError(f"there is no script {arguments.training_script}")
+    _run(arguments, program, bindings)
+
+
+def page(bindings: Sequence[RankBinding], command: Sequence[str]) -> Iterator[str]:
+    """What each rank gets, as a table, and the command that it runs."""
+    rows = [("rank", "device", "NUMA node", "CPUs", "torch threads", "host threads", "why")]
+    for rank, each in enumerate(bindings):
+        nodes, cpus = cpu_list(each.nodes) or "-", cpu_list(each.cpus) or "any"
+        threads = str(each.torch_threads), str(each.host_threads)
+        rows.append((str(rank), each.device, nodes, cpus, *threads, each.reasons))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield f"each runs: {shlex.join(command)}"
+
+
+def _parsed(arguments: Sequence[str]) -> Namespace:
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "longshore launch"
+    parser.description = _ABOUT
+    parser.add_argument(
+        "--nproc", dest="nproc_per_node", default=SUPPRESS, metavar="N", help="Short for --nproc-per-node."
+    )
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true", help="Print what each rank would get, and start nothing."
+    )
+    parsed = parser.parse_args(arguments)
+    for option, given, why in (
+        ("--run-path", parsed.run_path, "starts ranks that have torch already, too late to bind them"),
+        ("--numa-binding", parsed.numa_binding, "binds ranks too"),
+    ):
+        if given:
+            raise SettingsError(f"{option} {why}: leave it out, or use torchrun")
+    if parsed.no_python and parsed.module:
+        raise SettingsError("--no-python runs a program and --module a module of Python: leave one of them out")
+    return parsed
+
+
+def _program(arguments: Namespace) -> list[str]:
+    """What comes before the script, as torchrun has it."""
+    if arguments.no_python:
+        return []
+    return [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else [])]
+
+
+def _ranks_of_machine(arguments: Namespace) -> int:
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        count = determine_local_world_size(arguments.nproc_per_node)
+    except ValueError as error:
+        raise SettingsError(f"--nproc {arguments.nproc_per_node}: {error}") from error
+    if count < 1:
+        raise SettingsError(f"--nproc is at least 1, not {count}")
+    return count
+
+
+def _bindings(count: int, environ: Mapping[str, str]) -> list[RankBinding]:
+    try:
+        wanted = binding_wanted(environ)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    visible = visible_gpus()
+    if visible and count > len(visible):
+        warn(f"{count} ranks and {len(visible)} CUDA devices: the others are planned as if they trained on the CPU")
+    devices, hidden = devices_of(count, visible)
+    bindings = plan_ranks(read_topology(), devices, hidden, environ.get("OMP_NUM_THREADS"))
+    return [unbound(each, "LONGSHORE_BIND=0") if wanted is False else each for each in bindings]
+
+
+def devices_of(
+    count: int, visible: Mapping[str, str], root: Path = Path("/")
+) -> tuple[list[RankDevice], list[RankDevice]]:
+    """What each rank trains on, by local rank, and the GPUs that this run does not see.
+
+    Args:
+        count: ranks of this machine.
+        visible: PCI addresses of CUDA devices, by name.
+        root: where ``sys`` is.
+    """
+    seen = [RankDevice(name, address, numa_node_of(address, root)) for name, address in visible.items()]
+    devices = [*seen[:count], *(RankDevice() for _ in range(count - len(seen)))]
+    unseen = [address for address in all_gpus(root) if address not in visible.values()]
+    return devices, [RankDevice("unseen", address, numa_node_of(address, root)) for address in unseen]
+
+
+def _check_limits(bindings: Sequence[RankBinding]) -> None:
+    from longshore.report import limit_findings
+
+    gpus = any(each.device != "cpu" for each in bindings)
+    if len(bindings) > 1 or gpus:
+        for finding in limit_findings(shared_free_bytes(), locked_limit_bytes(), gpus):
+            warn(f"{finding.what}: {finding.do}")
+
+
+def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBinding]) -> None:
+    """By torchrun itself. Each rank begins with ``machine/start.py``, which becomes the rank's program."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.elastic.utils.api import macros
+    from torch.distributed.run import run
+
+    from longshore.machine import start
+
+    # torchrun would say that it sets it to 1, and do so; each rank sets its own.
+    os.environ.setdefault("OMP_NUM_THREADS", str(bindings[0].torch_threads))
+    content = {"program": list(program), "bindings": [json.loads(each.to_json()) for each in bindings]}
+    os.environ["LONGSHORE_LAUNCH"] = json.dumps(content)
+    folder = str(Path(start.__file__).parent)
+    # Attached to -c: torchrun's reports are named after the first argument without a dash, which is then the script.
+    code = f"-cimport sys; sys.path.append({folder!r}); import start; start.main(sys.argv[1:])"
+    script = [arguments.training_script, *arguments.training_script_args]
+    arguments.training_script = sys.executable
+    arguments.training_script_args = ["-I", "-S", code, f"--rank={macros.local_rank}", *script]
+    arguments.no_python, arguments.module = True, False
+    try:
+        record(run)(arguments)
+    except ChildFailedError as failure:
+        # What torchrun says below a traceback through itself; and its exit code.
+        print(failure, file=sys.stderr, flush=True)
+        raise typer.Exit(1) from None
+    except SignalException as ended:
+        raise CommandError(f"ended by {ended.sigval.name}; so were all ranks") from ended

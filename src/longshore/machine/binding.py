@@ -1,0 +1,278 @@
+"""Which CPUs each rank of a machine gets, and how many threads. Pure: a topology in, numbers and reasons out.
+
+A rank that has a GPU gets whole cores of the NUMA node that the GPU is next to: gradients and parameters pass
+between the two at every step. Its memory follows without a policy of its own: Linux takes a page from the node of
+the CPU that first touches it, so it is enough that a rank is bound before its pages are touched. A strict policy
+(``MPOL_BIND``) would end a run whose optimizer state is larger than its node, where this one goes on next door.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from longshore.machine.topology import LogicalCpu, Topology, cpu_list
+
+VARIABLE = "LONGSHORE_BINDING"
+"""Says to a rank, as JSON, what ``longshore launch`` chose for it."""
+
+BIND_VARIABLE = "LONGSHORE_BIND"
+"""0: ranks are never bound; 1: also where an engine by itself would leave it."""
+
+_CORES_TO_SPARE = 4
+"""A rank with a GPU and so many cores leaves one to the thread that feeds the GPU."""
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """What a rank trains on.
+
+    Attributes:
+        name: ``cuda:0``, or ``cpu``.
+        address: PCI address of the GPU; None: the CPU, or not told. GPUs of one node are ordered by it.
+        node: the NUMA node that the GPU is next to; None: not told.
+    """
+
+    name: str = "cpu"
+    address: str | None = None
+    node: int | None = None
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
+
+
+@dataclass(frozen=True)
+class RankBinding:
+    """What one rank gets.
+
+    Attributes:
+        device: what it trains on.
+        nodes: NUMA nodes of its CPUs; empty: not told.
+        cpus: logical CPUs; empty: it is not bound.
+        torch_threads: of torch's own operators on the CPU, the same for all ranks, because sums depend on it.
+        host_threads: of the host step.
+        why: reasons, for people.
+    """
+
+    device: str
+    nodes: tuple[int, ...]
+    cpus: tuple[int, ...]
+    torch_threads: int
+    host_threads: int
+    why: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        because = f" ({self.reasons})" if self.why else ""
+        if not self.cpus:
+            return f"not bound to CPUs; host step {_threads(self.host_threads)}{because}"
+        where = f" of NUMA node {cpu_list(self.nodes)}" if self.nodes else ""
+        return f"bound to CPU {cpu_list(self.cpus)}{where}; host step {_threads(self.host_threads)}{because}"
+
+    @property
+    def reasons(self) -> str:
+        return "; ".join(self.why)
+
+
+def binding_of(environ: Mapping[str, str]) -> RankBinding | None:
+    """What ``longshore launch`` chose for this process; None: something else started it.
+
+    Raises:
+        ValueError: the variable is no such choice.
+    """
+    text = environ.get(VARIABLE)
+    if text is None:
+        return None
+    try:
+        content: dict[str, Any] = json.loads(text)
+        values = {field.name: content[field.name] for field in fields(RankBinding)}
+        for name in ("nodes", "cpus", "why"):
+            values[name] = tuple(values[name])
+        if not all(type(values[name]) is int and values[name] > 0 for name in ("torch_threads", "host_threads")):
+            raise ValueError("threads")
+        return RankBinding(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{VARIABLE} is left by longshore launch to its ranks, and is {text!r}; unset it") from error
+
+
+def binding_wanted(environ: Mapping[str, str]) -> bool | None:
+    """Whether someone said that ranks are to be bound to CPUs; None: nobody did.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    text = environ.get(BIND_VARIABLE, "").strip()
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{BIND_VARIABLE} must be 0 or 1, and is {text!r}")
+    return bool(int(text)) if text else None
+
+
+def plan_ranks(
+    topology: Topology,
+    devices: Sequence[RankDevice],
+    hidden: Sequence[RankDevice] = (),
+    omp_num_threads: str | None = None,
+) -> tuple[RankBinding, ...]:
+    """A binding for each rank of one machine.
+
+    Args:
+        topology: the CPUs that may be used.
+        devices: of each rank, by local rank.
+        hidden: GPUs that this run does not see: they are other people's, and so are their parts of the CPUs. Without a
+            GPU among ``devices`` they do not count.
+        omp_num_threads: the variable of that name, where someone set it: torch's threads are then that.
+
+    Raises:
+        ValueError: no rank, or no CPU.
+    """
+    if not devices or not topology.cpus:
+        raise ValueError(f"a machine has ranks and CPUs, and here are {len(devices)} and {len(topology.cpus)}")
+    others = list(hidden) if any(device.is_gpu for device in devices) else []
+    homes, whys = _homes(topology, devices, others)
+    parts: list[tuple[LogicalCpu, ...]] = [()] * len(devices)
+    for home in dict.fromkeys(homes):
+        cpus = [cpu for cpu in topology.cpus if cpu.node in home]
+        claims = _claims(devices, homes, others, home)
+        for place, (claim, rank) in enumerate(claims):
+            if rank is not None:
+                parts[rank], how = _part(cpus, place, len(claims))
+                whys[rank] += [how] if how else []
+                away = sum(each is None for _, each in claims)
+                if away and claim.is_gpu:
+                    whys[rank].append(f"{_parts(away)} left to GPUs that this run does not see")
+    granted = None if topology.quota is None else max(1, math.floor(topology.quota / len(devices)))
+    bindings = [
+        _with_threads(device, part, why, granted) for device, part, why in zip(devices, parts, whys, strict=True)
+    ]
+    return _same_torch_threads(bindings, omp_num_threads)
+
+
+def unbound(binding: RankBinding, why: str) -> RankBinding:
+    """The same threads on any CPU."""
+    return replace(binding, nodes=(), cpus=(), why=(why,))
+
+
+_Home = tuple[int | None, ...]
+
+
+def _homes(
+    topology: Topology, devices: Sequence[RankDevice], others: Sequence[RankDevice]
+) -> tuple[list[_Home], list[list[str]]]:
+    """NUMA nodes of each rank, and why."""
+    nodes = topology.nodes
+    homes: list[_Home | None] = [
+        (device.node,) if device.node is not None and device.node in nodes else None for device in devices
+    ]
+    whys: list[list[str]] = []
+    for device, home in zip(devices, homes, strict=True):
+        if home is not None:
+            whys.append([f"next to {device.name}"])
+        elif device.node is not None:
+            whys.append([f"{device.name} is next to NUMA node {device.node}, whose CPUs may not be used"])
+        else:
+            whys.append([f"which NUMA node {device.name} is next to is not told"] if device.is_gpu else [])
+    away = [number for number, home in enumerate(homes) if home is None]
+    if len(away) == len(devices) and len(devices) < len(nodes):
+        # Fewer ranks than nodes: all memory is wanted, so each gets several.
+        for number in away:
+            first, end = (place * len(nodes) // len(devices) for place in (number, number + 1))
+            homes[number] = nodes[first:end]
+    else:
+        for number, node in zip(away, _emptiest(topology, homes, others, len(away)), strict=True):
+            homes[number] = (node,)
+    return [home for home in homes if home is not None], whys
+
+
+def _emptiest(
+    topology: Topology, homes: Sequence[_Home | None], others: Sequence[RankDevice], count: int
+) -> list[int | None]:
+    """Nodes for ``count`` ranks that are next to none, so that cores are shared evenly; in order."""
+    nodes = topology.nodes
+    cores = {node: len({cpu.core for cpu in topology.cpus if cpu.node == node}) for node in nodes}
+    claims = {node: sum(home == (node,) for home in homes) for node in nodes}
+    for other in others:
+        if other.node in claims:
+            claims[other.node] += 1
+    chosen = []
+    for _ in range(count):
+        node = max(nodes, key=lambda node: cores[node] / (claims[node] + 1))  # the first of equals
+        claims[node] += 1
+        chosen.append(node)
+    return sorted(chosen, key=nodes.index)
+
+
+def _claims(
+    devices: Sequence[RankDevice], homes: Sequence[_Home], others: Sequence[RankDevice], home: _Home
+) -> list[tuple[RankDevice, int | None]]:
+    """Who shares these nodes: ranks, and GPUs of others (None), in an order that all runs on the machine see alike."""
+    ranks = [(device, number) for number, device in enumerate(devices) if homes[number] == home]
+    theirs = [(device, None) for device in others if (device.node,) == home]
+    return sorted(
+        [*ranks, *theirs],
+        key=lambda claim: (claim[0].address is None, claim[0].address or "", -1 if claim[1] is None else claim[1]),
+    )
+
+
+def _part(cpus: Sequence[LogicalCpu], place: int, count: int) -> tuple[tuple[LogicalCpu, ...], str]:
+    """One of ``count`` equal parts: whole cores, if there are enough; else logical CPUs; else one that is shared."""
+    cores: dict[int, list[LogicalCpu]] = {}
+    for cpu in cpus:
+        cores.setdefault(cpu.core, []).append(cpu)
+    units = list(cores.values())
+    how = f"part {place + 1} of {count}" if count > 1 else ""
+    if len(units) < count:
+        units = [[cpu] for unit in units for cpu in unit]
+        how = f"{_parts(count)} of {_number(len(cores), 'core')}, so cores are shared"
+    if len(units) < count:
+        return tuple(
+            units[place * len(units) // count]
+        ), f"{_parts(count)} of {_number(len(cpus), 'CPU')}, so CPUs are shared"
+    first, end = (each * len(units) // count for each in (place, place + 1))
+    return tuple(cpu for unit in units[first:end] for cpu in unit), how
+
+
+def _with_threads(
+    device: RankDevice, part: Sequence[LogicalCpu], why: Sequence[str], granted: int | None
+) -> RankBinding:
+    """Threads: one a core. A second one on the same core would wait for the same memory."""
+    cores = len({cpu.core for cpu in part})
+    reasons = list(why)
+    torch_threads = host_threads = cores
+    if device.is_gpu and cores >= _CORES_TO_SPARE:
+        host_threads -= 1
+        reasons.append(f"one core left to the thread that feeds {device.name}")
+    if granted is not None and granted < cores:
+        torch_threads, host_threads = min(torch_threads, granted), min(host_threads, granted)
+        reasons.append(f"the container's time is enough for {_threads(granted)} a rank")
+    nodes = tuple(sorted({cpu.node for cpu in part if cpu.node is not None}))
+    return RankBinding(
+        device.name, nodes, tuple(sorted(cpu.number for cpu in part)), torch_threads, host_threads, tuple(reasons)
+    )
+
+
+def _same_torch_threads(bindings: Sequence[RankBinding], omp_num_threads: str | None) -> tuple[RankBinding, ...]:
+    """What torch adds up depends on its threads, and should not depend on the rank."""
+    asked = (omp_num_threads or "").partition(",")[0].strip()
+    if asked.isdigit() and int(asked) > 0:
+        why = f"OMP_NUM_THREADS={omp_num_threads} was set"
+        return tuple(replace(each, torch_threads=int(asked), why=(*each.why, why)) for each in bindings)
+    threads = min(each.torch_threads for each in bindings)
+    return tuple(replace(each, torch_threads=threads) for each in bindings)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _parts(count: int) -> str:
+    return _number(count, "part")
+
+
+def _threads(count: int) -> str:
+    return _number(count, "thread")

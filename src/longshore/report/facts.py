@@ -1,0 +1,216 @@
+"""What can be read of a machine without measuring. No host names, no paths: it is made to be shown to others.
+
+Linux tells most of it in ``/proc``, ``/sys`` and cgroup files; what a system does not tell is None.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from longshore.host.memory import available_bytes
+from longshore.kernels import HostKernels, usable_cpus
+from longshore.machine import (
+    cpu_quota,
+    locked_limit_bytes,
+    numa_node_of,
+    pci_address,
+    pci_folder,
+    shared_free_bytes,
+    text_of,
+)
+
+_PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "deepspeed", "torchao", "triton")
+_ENVIRONMENT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LONGSHORE_DEBUG")
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_UNLIMITED = 1 << 60
+"""cgroups of version 1 say so with a number near the largest."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """Processors, as this process sees them."""
+
+    name: str
+    logical: int
+    """That the machine has."""
+    usable: Sequence[int]
+    """Logical CPUs that this process may run on."""
+    quota: float | None
+    """CPUs' worth of time that a container grants; None: all of it."""
+    numa_nodes: Mapping[int, str]
+    """The logical CPUs of each, as Linux writes lists: ``0-15,32-47``."""
+    caches: Mapping[str, int]
+    """Bytes by name (``L1d``, ``L2``, ``L3``), of the first CPU."""
+    instruction_set: str
+    """That the host kernels chose."""
+    torch_instruction_set: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Host memory, in bytes."""
+
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int | None
+    """Of the container, for all of its processes; None: none."""
+    locked_limit_bytes: int | None
+    """That a process may lock (pin); None: any amount."""
+    shared_free_bytes: int | None
+    """In ``/dev/shm``, where ranks of one machine exchange gradients."""
+    swap_used_bytes: int
+    huge_pages: str | None
+    """Transparent ones: ``always``, ``madvise`` or ``never``."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: str
+    numa_node: int | None
+    """The one that it is next to."""
+    link: str | None
+    """To the host: ``32.0 GT/s x16``, as it runs now."""
+    peers: Sequence[int]
+    """Devices whose memory it reaches directly."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """Versions."""
+
+    system: str
+    python: str
+    longshore: str
+    torch: str
+    cuda: str | None
+    driver_sees_gpus: bool
+    """A driver shows devices, whatever torch was built for."""
+    packages: Mapping[str, str]
+    """Others that matter, where they are installed."""
+    environment: Mapping[str, str]
+    """Variables that change speed."""
+    torch_threads: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All of it."""
+
+    software: Software
+    cpu: Cpu
+    memory: Memory
+    gpus: Sequence[Gpu]
+
+
+def read_machine(root: Path = Path("/")) -> Machine:
+    """Everything, now; takes milliseconds (with CUDA, what starting it takes).
+
+    Args:
+        root: where ``proc``, ``sys`` and ``dev`` are.
+    """
+    return Machine(_software(root), _cpu(root), _memory(root), _gpus(root))
+
+
+def _software(root: Path) -> Software:
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Software(
+        f"{platform.system()} {platform.release()} {platform.machine()}",
+        platform.python_version(),
+        importlib.metadata.version("longshore"),
+        str(torch.__version__),
+        torch.version.cuda,
+        any(root.joinpath("dev").glob("nvidia[0-9]*")),
+        packages,
+        {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        torch.get_num_threads(),
+    )
+
+
+def _cpu(root: Path) -> Cpu:
+    nodes = {}
+    for folder in root.glob("sys/devices/system/node/node[0-9]*"):
+        nodes[int(folder.name.removeprefix("node"))] = text_of(folder / "cpulist").strip()
+    caches = {}
+    for folder in sorted(root.glob("sys/devices/system/cpu/cpu0/cache/index*")):
+        kind, level, size = (text_of(folder / name).strip() for name in ("type", "level", "size"))
+        found = re.fullmatch(r"(\d+)([KMG]?)", size)
+        if found and kind != "Instruction":
+            caches[f"L{level}{'d' if kind == 'Data' else ''}"] = int(found[1]) * _UNITS.get(found[2], 1)
+    return Cpu(
+        _cpu_name(root),
+        os.cpu_count() or 1,
+        usable_cpus(),
+        cpu_quota(root),
+        dict(sorted(nodes.items())),
+        caches,
+        HostKernels(threads=1).instruction_set.name,
+        torch.backends.cpu.get_cpu_capability(),
+    )
+
+
+def _cpu_name(root: Path) -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _memory(root: Path) -> Memory:
+    kib = {
+        name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+)", text_of(root / "proc/meminfo"), re.MULTILINE)
+    }
+    total = kib["MemTotal"] * 1024 if "MemTotal" in kib else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = kib["MemAvailable"] * 1024 if "MemAvailable" in kib else available_bytes()
+    limits = [text_of(root / "sys/fs/cgroup" / name).strip() for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    limit = next((int(text) for text in limits if text.isdigit() and int(text) < _UNLIMITED), None)
+    huge = re.search(r"\[(\w+)\]", text_of(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return Memory(
+        total,
+        available,
+        limit,
+        locked_limit_bytes(),
+        shared_free_bytes(root),
+        1024 * (kib.get("SwapTotal", 0) - kib.get("SwapFree", 0)),
+        huge[1] if huge else None,
+    )
+
+
+def _gpus(root: Path) -> list[Gpu]:
+    if not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    found = []
+    for index in range(count):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        address = pci_address(about)
+        folder = pci_folder(address, root)
+        speed, width = (text_of(folder / f"current_link_{what}").strip() for what in ("speed", "width"))
+        found.append(
+            Gpu(
+                about.name,
+                total,
+                free,
+                f"{about.major}.{about.minor}",
+                numa_node_of(address, root),
+                f"{speed.removesuffix(' PCIe')} x{width}" if speed and width else None,
+                [peer for peer in range(count) if peer != index and torch.cuda.can_device_access_peer(index, peer)],
+            )
+        )
+    return found
