@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import engine, host_memory, host_step, machine, overlap, tracing, whole_step
+from benchmarks import checkpoints, engine, host_memory, host_step, machine, overlap, plan, tracing, whole_step
 from benchmarks.child import PartFailed, measure_in_child
 from benchmarks.report import MISSED, Measured, Row, as_table, write_results
 from longshore.kernels import usable_cpus
@@ -28,6 +28,8 @@ class Part(str, Enum):
     engine = "engine"
     overlap = "overlap"
     tracing = "tracing"
+    checkpoints = "checkpoints"
+    plan = "plan"
 
 
 def _host_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
@@ -76,6 +78,25 @@ def _tracing(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     return results, tracing.rows(results)
 
 
+def _checkpoints(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    if quick:
+        settings = checkpoints.Settings(128, 2, 256, threads, 1)
+    else:
+        settings = checkpoints.Settings(768, 12, 2432, threads, 7)
+    results = measure_in_child("checkpoints", vars(settings), threads)
+    return results, checkpoints.rows(results)
+
+
+def _plan(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    if quick:
+        settings = plan.Settings([[128, 2, 256, 32, 1]], 1 << 20, 2)
+    else:
+        cases = [[512, 4, 1408, 32, 1], [512, 4, 1408, 512, 1], [768, 6, 2432, 128, 1], [512, 4, 1408, 128, 3]]
+        settings = plan.Settings(cases, 1 << 25, 7)
+    results = measure_in_child("plan", vars(settings), threads=1)
+    return results, plan.rows(results)
+
+
 _MEASURE = {
     Part.host_step: _host_step,
     Part.whole_step: _whole_step,
@@ -83,6 +104,8 @@ _MEASURE = {
     Part.engine: _engine,
     Part.overlap: _overlap,
     Part.tracing: _tracing,
+    Part.checkpoints: _checkpoints,
+    Part.plan: _plan,
 }
 
 

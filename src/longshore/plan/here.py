@@ -1,0 +1,92 @@
+"""The machine that this process runs on, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from longshore.plan.choice import Job
+from longshore.plan.machine import Compute, PlanMachine
+from longshore.plan.probe import measure_compute
+from longshore.report import Figures, Machine, measure, read_machine
+
+_FEWEST_TOKENS, _MOST_TOKENS = 32, 4096
+_EXCHANGE_PASSES = 4
+"""Over memory, of what ranks of one host send each other: packed, read, added, and converted."""
+_LATENCY_S = 100e-6
+
+
+def this_machine(
+    job: Job,
+    ranks: int | None = None,
+    numel: int = 1 << 26,
+    rounds: int = 3,
+    note: Callable[[str], None] = lambda line: None,
+) -> PlanMachine:
+    """Measure it; some ten seconds.
+
+    Args:
+        job: tokens and dtype that are measured.
+        ranks: on this host; None: one for each CUDA device, or one.
+        numel: elements that are stepped and copied.
+        rounds: of each figure.
+        note: is told what is measured now.
+
+    Raises:
+        ValueError: more ranks than CUDA devices.
+    """
+    machine = read_machine()
+    devices = len(machine.gpus)
+    if devices and ranks is not None and ranks > devices:
+        raise ValueError(
+            f"this machine has {devices} CUDA devices, and {ranks} ranks need one each; give --gpu to plan for another"
+        )
+    figures = measure(numel, rounds, note)
+    device = torch.device("cuda" if devices else "cpu")
+    compute = measure_compute(job.dtype or torch.float32, tokens_to_measure(job), job.seq_len, device, rounds, note)
+    return of_figures(machine, figures, compute, ranks or max(1, devices))
+
+
+def tokens_to_measure(job: Job) -> Sequence[int]:
+    """Few, those of the job among them, and many: never more than are measured in seconds."""
+    own = min(job.tokens, _MOST_TOKENS)
+    return sorted({_FEWEST_TOKENS, own, min(_MOST_TOKENS, max(2 * own, 512))})
+
+
+def of_figures(machine: Machine, figures: Figures, compute: Compute, ranks: int) -> PlanMachine:
+    """The machine of ``longshore report``, with how fast it computes."""
+    gpus = machine.gpus
+    limit = machine.memory.limit_bytes or machine.memory.total_bytes
+    memory = min(machine.memory.available_bytes, limit)
+    copied = figures.memory_copy_bytes_per_s
+    assumptions = []
+    if ranks > 1:
+        assumptions.append("ranks send each other what they have at a quarter of the speed of a copy in host memory")
+    if gpus:
+        assumptions.append("device memory is as fast as its data sheet says, or 1.5 TB/s")
+    return PlanMachine(
+        name=f"this machine, {ranks} x {gpus[0].name}" if gpus else f"this machine, {machine.cpu.name}, ranks: {ranks}",
+        ranks=ranks,
+        ranks_per_host=ranks,
+        staged=bool(gpus),
+        device_bytes=min((gpu.free_bytes for gpu in gpus), default=0),
+        host_bytes=memory,
+        host_bytes_per_s=figures.step_bytes_per_s,
+        host_read_bytes_per_s=figures.memory_read_bytes_per_s,
+        to_host_bytes_per_s=min(figures.from_device_bytes_per_s, default=copied),
+        to_device_bytes_per_s=min(figures.to_device_bytes_per_s, default=copied),
+        device_memory_bytes_per_s=_device_speed(machine) if gpus else copied,
+        exchange_bytes_per_s=copied / 2 / _EXCHANGE_PASSES,
+        latency_s=_LATENCY_S,
+        compute=compute,
+        assumptions=tuple(assumptions),
+    )
+
+
+def _device_speed(machine: Machine) -> float:
+    from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS
+
+    name = machine.gpus[0].name.lower().replace(" ", "-")
+    known = [gpu.memory_bytes_per_s for key, gpu in GPUS.items() if key in name]
+    return ACHIEVED_BANDWIDTH * (known[0] if known else 1.5e12)

@@ -1,0 +1,135 @@
+"""A plan as plain values, and as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Column, Table
+
+from longshore.engine.wording import byte_count
+from longshore.plan.configuration import configuration
+from longshore.plan.planner import DEVICE_SHARE, HIDDEN_SHARE, HOST_SHARE, Candidate, Plan
+
+
+def values(plan: Plan) -> dict[str, Any]:
+    """All of it, for JSON: bytes, and seconds."""
+    job, machine = plan.job, plan.machine
+    return {
+        "model": {
+            "name": plan.model.name,
+            "parameters": plan.model.numel,
+            "trained": sum(each.numel for each in plan.model.trainable),
+            "notes": list(plan.model.notes),
+        },
+        "machine": {
+            "name": machine.name,
+            "ranks": machine.ranks,
+            "ranks_per_host": machine.ranks_per_host,
+            "device_bytes": machine.device_bytes if machine.staged else None,
+            "host_bytes": machine.host_bytes,
+            "assumptions": list(machine.assumptions),
+        },
+        "job": {
+            "batch_size": job.batch_size,
+            "seq_len": job.seq_len,
+            "accumulation": job.accumulation,
+            "tokens_a_step": tokens_a_step(plan),
+            "dtype": None if job.dtype is None else str(job.dtype).removeprefix("torch."),
+            "optimizer": job.optimizer,
+            "clipping": job.clipping,
+            "activation_checkpointing": job.checkpointing,
+        },
+        "choices": [_candidate(each) for each in plan.candidates],
+        "recommended": _candidate(plan.recommended),
+        "offload": None if plan.offloaded is None else _candidate(plan.offloaded),
+        "offload_is_hidden_at_tokens_a_step": plan.hidden_at,
+        "configuration": configuration(job, plan.recommended.choice),
+    }
+
+
+def tokens_a_step(plan: Plan) -> int:
+    """Over all ranks."""
+    return plan.job.tokens * plan.job.accumulation * plan.machine.ranks
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    choice, times = candidate.choice, candidate.times
+    return {
+        "stage": choice.stage,
+        "offload_optimizer": choice.offload,
+        "ratio": choice.ratio,
+        "speculation_memory": choice.speculation,
+        "host_bytes": candidate.bytes.host,
+        "device_bytes": candidate.bytes.device,
+        "device_bytes_estimated": candidate.bytes.device_estimates,
+        "fits": candidate.shortage.fits,
+        "missing_device_bytes": max(0, candidate.shortage.device),
+        "missing_host_bytes": max(0, candidate.shortage.host),
+        "step_s": None if times is None else times.step_s,
+        "exposed_s": None if times is None else times.exposed_s,
+        "busy_s": None if times is None else dict(times.busy_s),
+    }
+
+
+def head(plan: Plan) -> Iterator[str]:
+    """What is planned."""
+    model, machine, job = plan.model, plan.machine, plan.job
+    yield f"{model.name}: {model.numel:,} parameters, {model.units or 'no'} blocks"
+    where = f"{byte_count(machine.device_bytes)} on each device, " if machine.staged else ""
+    yield f"{machine.name}: {where}{byte_count(machine.host_bytes)} on each host"
+    of_device = f"{DEVICE_SHARE:.0%} of a device's, " if machine.staged else ""
+    yield f"planned with: {of_device}{HOST_SHARE:.0%} of a host's"
+    yield "spares: of how many tiles a step ahead has a page; ratio: the part of the state that is on the host"
+    yield (
+        f"{tokens_a_step(plan):,} tokens a step: {machine.ranks} ranks x {job.accumulation} backwards x "
+        f"{job.batch_size} sequences x {job.seq_len} tokens"
+    )
+    if machine.ranks == 1:
+        yield "one rank shares nothing: stages 1, 2 and 3 are as stage 0"
+    yield from (f"assumed: {each}" for each in (*machine.assumptions, *model.notes))
+
+
+def table(plan: Plan) -> Table:
+    """One row a choice; bytes of one rank."""
+    right = {"justify": "right"}
+    shown = Table("choice", *(Column(name, **right) for name in ("device", "host", "step", "exposed", "")))  # pyright: ignore[reportArgumentType]
+    stage = None
+    for each in plan.distinct:
+        if each.choice.stage != stage:
+            stage = each.choice.stage
+            shown.add_section()
+        times = each.times
+        cells = ("", "", each.shortage.text) if times is None else (_time(times.step_s), _time(times.exposed_s), "")
+        mark = "recommended" if each is plan.recommended else cells[2]
+        shown.add_row(
+            each.choice.title, byte_count(each.bytes.device_total), byte_count(each.bytes.host_total), *cells[:2], mark
+        )
+    return shown
+
+
+def tail(plan: Plan) -> Iterator[str]:
+    """What is recommended."""
+    best, times = plan.recommended, plan.recommended.times
+    assert times is not None
+    yield f"recommended: {best.choice.title}"
+    for where, kinds in (
+        ("host", best.bytes.host),
+        ("device", best.bytes.device),
+        ("device, estimated", best.bytes.device_estimates),
+    ):
+        parts = ", ".join(f"{kind} {byte_count(count)}" for kind, count in kinds.items() if count)
+        if parts:
+            yield f"  {where}: {parts}"
+    yield (
+        f"  a step takes {_time(times.step_s)}: {_time(times.compute_s)} are forward and backward, and "
+        f"{_time(times.exposed_s)} come after them (exposed); {tokens_a_step(plan) / times.step_s:,.0f} tokens/s"
+    )
+    if plan.offloaded is not None:
+        which = "its offload" if plan.offloaded is best else f"the offload of {plan.offloaded.choice.title}"
+        when = "at no number of tokens" if plan.hidden_at is None else f"from {plan.hidden_at:,} tokens a step on"
+        yield f"  {which} is hidden (at most {HIDDEN_SHARE:.0%} of a step is exposed) {when}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,188 @@
+"""How long forward and backward take here: measured on matrices, on what lies between them, and on a loss.
+
+The pieces are those of a Llama, small, with random numbers; no weights of the planned model are made.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longshore.plan.machine import Curve, MeasuredCompute
+
+_HIDDEN, _INNER, _HEAD_SIZE, _VOCABULARY = 768, 2432, 64, 16000
+_MATRICES = 20
+"""More than caches hold: a model's weights are not there either when their turn comes."""
+_FEW_MATRICES = 4
+"""With many tokens a product takes long, and where its weights were matters no more."""
+_MANY_TOKENS = 512
+_WIDTH = 11 * _HIDDEN + 3 * _INNER
+"""Numbers that go in and out of a block's seven matrices, which what lies between them is counted by."""
+
+Note = Callable[[str], None]
+Clock = Callable[[], float]
+
+
+class Probe:
+    """Pieces that are made once, and run as often as somebody wants to know.
+
+    Args:
+        dtype: of parameters and activations.
+        tokens: at least two numbers of tokens of a backward; between them lines are straight.
+        seq_len: the most tokens that attend to each other.
+        device: where; None: the CPU.
+        clock: seconds; on a busy machine with one thread, ``time.process_time``.
+
+    Raises:
+        ValueError: fewer than two numbers of tokens.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        tokens: Sequence[int],
+        seq_len: int,
+        device: torch.device | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._points = tuple(sorted(set(tokens)))
+        if len(self._points) < 2:
+            raise ValueError(f"a line goes through at least two points: give two numbers of tokens, not {list(tokens)}")
+        where = device or torch.device("cpu")
+        watch = _Watch(where, clock)
+        self._pieces = {
+            (name, count): piece(count, min(count, seq_len), dtype, watch)
+            for count in self._points
+            for name, piece in _PIECES.items()
+        }
+
+    def measure(self, rounds: int, note: Note = lambda line: None) -> MeasuredCompute:
+        """Medians of so many rounds, in each of which every piece runs once; ``note`` is told what is measured now."""
+        seconds: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in self._pieces}
+        for _ in range(rounds):
+            for (name, count), (run, numel) in self._pieces.items():
+                note(f"{name} of {count} tokens")
+                forward, backward = run()
+                seconds[name, count].append((forward / numel, backward / numel))
+        return MeasuredCompute(self._curves(seconds, 0), self._curves(seconds, 1))
+
+    def _curves(self, seconds: dict[tuple[str, int], list[tuple[float, float]]], which: int) -> dict[str, Curve]:
+        names = dict.fromkeys(name for name, _ in seconds)
+        return {
+            name: Curve(
+                self._points,
+                tuple(statistics.median(each[which] for each in seconds[name, count]) for count in self._points),
+            )
+            for name in names
+        }
+
+
+def measure_compute(
+    dtype: torch.dtype,
+    tokens: Sequence[int],
+    seq_len: int,
+    device: torch.device | None = None,
+    rounds: int = 3,
+    note: Note = lambda line: None,
+) -> MeasuredCompute:
+    """Measure once, after a round that is not counted; the arguments and errors are those of :class:`Probe`."""
+    probe = Probe(dtype, tokens, seq_len, device)
+    probe.measure(1, note)
+    return probe.measure(rounds, note)
+
+
+_Piece = tuple[Callable[[], tuple[float, float]], int]
+"""What takes a forward and a backward, and tells the seconds of each; and by how many numbers to divide them."""
+
+
+class _Watch(NamedTuple):
+    """Where pieces run, and by which clock."""
+
+    device: torch.device
+    clock: Clock
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.clock()
+
+    def timed(self, forward: Callable[[], list[Tensor]], leaves: Sequence[Tensor]) -> tuple[float, float]:
+        start = self.now()
+        outputs = forward()
+        middle = self.now()
+        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+        for leaf in leaves:
+            leaf.grad = None  # giving memory back takes its time too
+        return middle - start, self.now() - middle
+
+
+def _matrices(tokens: int, seq_len: int, dtype: torch.dtype, watch: _Watch) -> _Piece:
+    device = watch.device
+    count = _MATRICES if tokens < _MANY_TOKENS else _FEW_MATRICES
+    weights = [torch.randn(_INNER, _HIDDEN, device=device).to(dtype).requires_grad_() for _ in range(count)]
+    x = torch.randn(tokens, _HIDDEN, device=device).to(dtype).requires_grad_()
+
+    def run() -> tuple[float, float]:
+        # Each gradient of x is let go of by the sum, as in a model.
+        return watch.timed(lambda: [functional.linear(x, weight) for weight in weights], [x, *weights])
+
+    return run, count * _INNER * _HIDDEN
+
+
+def _between(tokens: int, seq_len: int, dtype: torch.dtype, watch: _Watch) -> _Piece:
+    """Norms, rotations, attention, activation and sums of one block, without its matrices."""
+    device = watch.device
+    batch = max(1, tokens // seq_len)
+    shape = (batch, seq_len, _HIDDEN)
+    x, q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(4))
+    gate, up = (torch.randn(batch, seq_len, _INNER, device=device).to(dtype).requires_grad_() for _ in range(2))
+    scale = torch.ones(_HIDDEN, device=device, dtype=dtype)
+    angle = torch.rand(seq_len, _HEAD_SIZE, device=device).to(dtype)
+
+    def norm(values: Tensor) -> Tensor:
+        wide = values.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return scale * wide.to(dtype)
+
+    def heads(values: Tensor) -> Tensor:
+        return values.view(batch, seq_len, -1, _HEAD_SIZE).transpose(1, 2)
+
+    def rotated(values: Tensor) -> Tensor:
+        half = _HEAD_SIZE // 2
+        turned = torch.cat((-values[..., half:], values[..., :half]), -1)
+        return values * angle + turned * angle
+
+    def forward() -> list[Tensor]:
+        first = norm(x)
+        mixed = functional.scaled_dot_product_attention(rotated(heads(q)), rotated(heads(k)), heads(v), is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(shape)
+        middle = x + mixed
+        return [first, functional.silu(gate) * up, middle + norm(middle)]
+
+    return lambda: watch.timed(forward, [x, q, k, v, gate, up]), _WIDTH
+
+
+def _loss(tokens: int, seq_len: int, dtype: torch.dtype, watch: _Watch) -> _Piece:
+    device = watch.device
+    logits = torch.randn(tokens, _VOCABULARY, device=device).to(dtype).requires_grad_()
+    labels = torch.zeros(tokens, dtype=torch.int64, device=device)
+
+    def forward() -> list[Tensor]:
+        return [functional.cross_entropy(logits.float(), labels)]
+
+    return lambda: watch.timed(forward, [logits]), _VOCABULARY
+
+
+def _lookup(tokens: int, seq_len: int, dtype: torch.dtype, watch: _Watch) -> _Piece:
+    weight = torch.randn(_VOCABULARY, _HIDDEN, device=watch.device).to(dtype).requires_grad_()
+    which = torch.arange(tokens, device=watch.device) % _VOCABULARY
+    return lambda: watch.timed(lambda: [functional.embedding(which, weight)], [weight]), _VOCABULARY * _HIDDEN
+
+
+_PIECES = {"matrix": _matrices, "width": _between, "logit": _loss, "lookup": _lookup}

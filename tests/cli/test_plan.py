@@ -1,0 +1,293 @@
+"""``longshore plan``: what it takes for a model, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from longshore.engine.config import load_config
+
+GPU = ("--gpu", "h200", "--host-memory", "2TB", "--host-bandwidth", "400GB/s", "--link", "50GB/s")
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+}
+
+
+class Small(nn.Module):
+    """Also refuses to have weights, where they would take memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(160, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 160)
+
+
+def make_small():
+    return Small()
+
+
+def make_huge():
+    with torch.device("meta"):  # 4 TB
+        return nn.Sequential(nn.Embedding(1 << 20, 1 << 20))
+
+
+def make_of_size(size):
+    return nn.Linear(size, size)
+
+
+def make_loudly():
+    print("making")
+    return Small()
+
+
+def make_number():
+    return 7
+
+
+@pytest.fixture
+def llama(tmp_path):
+    def write(**changes):
+        folder = tmp_path / "tiny-llama"
+        folder.mkdir(exist_ok=True)
+        folder.joinpath("config.json").write_text(json.dumps({**LLAMA, **changes}))
+        return folder
+
+    return write
+
+
+def planned(cli, *arguments):
+    ran = cli("plan", *map(str, arguments), "--json")
+    assert (ran.code, ran.err) == (0, ""), ran.err
+    return json.loads(ran.out)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_configuration_of_transformers(cli, llama, tied):
+    import transformers
+
+    folder = llama(tie_word_embeddings=tied)
+    found = planned(cli, folder, *GPU)
+    real = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
+    assert found["model"]["parameters"] == sum(each.numel() for each in real.parameters())
+    assert found["model"]["name"] == "tiny-llama"
+    assert planned(cli, folder / "config.json", *GPU) == found
+    best = found["recommended"]
+    assert best["fits"] and best["step_s"] >= best["exposed_s"] > 0
+
+
+def test_files_of_weights(cli, llama, tmp_path):
+    import transformers
+
+    folder = llama()
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder)).bfloat16()
+    saved = tmp_path / "saved"
+    model.save_pretrained(saved, max_shard_size="40KB")
+    assert (saved / "model.safetensors.index.json").is_file()
+    by_configuration = planned(cli, saved, *GPU)
+    saved.joinpath("config.json").unlink()
+    by_folder = planned(cli, saved, *GPU)
+    assert by_folder["model"]["parameters"] == by_configuration["model"]["parameters"]
+    # Of names and shapes alone: the same bytes but for padding, as the order may be another.
+    for left, right in zip(by_folder["choices"], by_configuration["choices"], strict=True):
+        assert left["device_bytes"]["parameters"] == right["device_bytes"]["parameters"]
+    assert "read from a header" in by_folder["model"]["notes"][0]
+    by_index = planned(cli, saved / "model.safetensors.index.json", *GPU)
+    assert by_index["choices"] == by_folder["choices"]
+    whole = tmp_path / "one.safetensors"
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, whole)
+    assert planned(cli, whole, *GPU)["choices"] == by_folder["choices"]
+
+
+def test_a_header_is_enough(cli, tmp_path):
+    """A file that ends behind its header, of 2 TB: no weight is read."""
+    header = {"w": {"dtype": "BF16", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 1 << 41]}}
+    text = json.dumps(header).encode()
+    path = tmp_path / "huge.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    ran = cli("plan", str(path), *GPU)
+    assert ran.code == 1 and "huge (1,099,511,627,776 parameters) does not fit on 1 x H200 SXM" in ran.err
+
+
+def test_a_function(cli, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_models", sys.modules[__name__])
+    found = planned(cli, "my_models:make_small", *GPU)
+    assert found["model"]["parameters"] == sum(each.numel() for each in Small().parameters())
+    ran = cli("plan", "my_models:make_huge", *GPU)
+    assert ran.code == 1 and "more on each device" in ran.err
+
+
+def test_what_a_function_prints_is_not_in_the_json(cli, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_models", sys.modules[__name__])
+    ran = cli("plan", "my_models:make_loudly", *GPU, "--json")
+    assert ran.code == 0 and json.loads(ran.out)["model"]["parameters"] and ran.err == "making\n"
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["AutoModel"], []])
+def test_own_dtypes_are_those_of_the_configuration(cli, llama, architectures):
+    found = planned(cli, llama(architectures=architectures, dtype="bfloat16"), *GPU, "--dtype", "own")
+    assert found["recommended"]["device_bytes"]["parameters"] == 2 * found["model"]["parameters"]
+
+
+def test_what_a_quantized_configuration_is_planned_as(cli, llama):
+    quantized = planned(cli, llama(quantization_config={"quant_method": "fp8"}), *GPU)
+    assert any("quantization_config" in note for note in quantized["model"]["notes"])
+    assert quantized["choices"] == planned(cli, llama(), *GPU)["choices"]
+
+
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    "switch_transformers": {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "num_experts": 4},
+}
+
+
+def test_experts_of_a_nested_configuration(cli, llama):
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    text = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
+    text |= EXPERTS["qwen3_moe"]
+    alone = planned(cli, llama(model_type="qwen3_moe", architectures=[], **EXPERTS["qwen3_moe"]), *GPU)
+    kind, vision = "qwen3_vl_moe", {**vision, "deepstack_visual_indexes": [0]}
+    inside = planned(cli, llama(model_type=kind, architectures=[], text_config=text, vision_config=vision), *GPU)
+    for found in (alone, inside):
+        assert "each token uses 0.25 of the experts" in found["model"]["notes"]
+
+
+def test_experts_of_which_nothing_says_how_many_are_used(cli, llama):
+    found = planned(
+        cli, llama(model_type="switch_transformers", architectures=[], **EXPERTS["switch_transformers"]), *GPU
+    )
+    assert "experts are counted as if every token used all of them" in found["model"]["notes"]
+
+
+def test_the_page_and_the_files(cli, llama, tmp_path):
+    out = tmp_path / "out"
+    ran = cli("plan", llama(), *GPU, "--gpus", "8", "--batch-size", "4", "--seq-len", "128", "--out", out)
+    assert (ran.code, ran.err) == (0, "")
+    for said in (
+        "4,096 tokens a step",
+        "recommended: stage",
+        "exposed",
+        "is hidden",
+        "assumed: matrix products",
+        "stage 3",
+    ):
+        assert said in ran.out
+    config = load_config(out / "ds_config.json", world_size=8, needs_optimizer=True).config
+    content = json.loads((out / "plan.json").read_text())
+    assert config.stage == content["recommended"]["stage"]
+    assert content["configuration"] == json.loads((out / "ds_config.json").read_text())
+    assert (out / "plan.png").read_bytes().startswith(b"\x89PNG")
+    alone = cli("plan", llama(), *GPU).out
+    assert "stages 1, 2 and 3 are as stage 0" in alone and "stage 3," not in alone
+    kinds = {"pages", "gradients", "spares", "staging", "accumulators"}
+    assert all(set(choice["host_bytes"]) == kinds for choice in content["choices"])
+
+
+def test_the_configuration_trains(cli, llama, tmp_path):
+    import transformers
+
+    import longshore
+
+    out = tmp_path / "out"
+    folder = llama()
+    ran = cli("plan", folder, "--quick", "--seq-len", "16", "--dtype", "fp32", "--out", out)
+    assert (ran.code, ran.err) == (0, ""), ran.err
+    content = json.loads((out / "plan.json").read_text())
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
+    engine, *_ = longshore.initialize(model=model, config=out / "ds_config.json")
+    tokens = torch.randint(160, (1, 16))
+    for _ in range(2):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.optimizer.grad_norm()
+        found = engine.explain(False)
+        engine.step()
+    engine.destroy()
+    assert content["recommended"]["host_bytes"] == found.host_bytes
+    assert content["recommended"]["device_bytes"] == found.device_bytes
+
+
+def test_this_machine_is_measured(cli, llama):
+    found = planned(cli, llama(), "--quick", "--seq-len", "32")
+    assert found["machine"]["name"].startswith("this machine") and found["machine"]["ranks"] == 1
+    assert found["recommended"]["step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere", *GPU), "nowhere does not exist, and nothing is downloaded: give a folder with config.json"),
+        (("json:nothing", *GPU), "json has no 'nothing'"),
+        (("no_such_package:make", *GPU), "there is no module 'no_such_package' here"),
+        (("my_models:make_smal", *GPU), "did you mean 'make_small'?"),
+        (("my_models:make_number", *GPU), "returned a int, and not a torch.nn.Module"),
+        (("LLAMA", "--gpu", "h20"), "--gpu h20 is not in the table; did you mean 'h200'?"),
+        (("LLAMA", "--gpu", "h200"), "give --host-memory"),
+        (("LLAMA", *GPU, "--link", "50 parsecs"), "--link '50 parsecs' is not a bandwidth as 400GB/s"),
+        (("LLAMA", *GPU, "--device-memory", "much"), "--device-memory 'much' is not a size in bytes"),
+        (("LLAMA", "--link", "5GB/s"), "--link describes another machine, and this one is measured: give --gpu too"),
+        (("LLAMA", *GPU, "--efficiency", "3"), "efficiency is a share of the peak"),
+        (("LLAMA", *GPU, "--batch-size", "0"), "batch-size"),
+        (("LLAMA", *GPU, "--clip", "inf"), "--clip is a finite number, not inf; 0 for no clipping"),
+        ((".relative:make", *GPU), "'.relative:make': a module is named by its whole name"),
+        ((":make", *GPU), "':make': a module is named by its whole name"),
+        (("my_models:make_of_size", *GPU), "my_models:make_of_size is called without arguments, and: "),
+        (("LLAMA", *GPU, "--dtype", "fp8"), "fp8"),
+    ],
+)
+def test_what_is_refused(cli, llama, monkeypatch, arguments, said):
+    monkeypatch.setitem(sys.modules, "my_models", sys.modules[__name__])
+    folder = llama()
+    ran = cli("plan", *(str(folder) if each == "LLAMA" else each for each in arguments))
+    assert ran.code in (1, 2) and said in ran.err and "Traceback" not in ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", b"{", "is no JSON"),
+        ("config.json", b"[]", "has no model_type"),
+        ("config.json", b'{"model_type": "lama"}', "knows no model_type 'lama'; did you mean"),
+        ("x.safetensors", b"\xff" * 30, "is no safetensors file: its header would have"),
+        ("x.safetensors", (10).to_bytes(8, "little") + b"not json at all", "its header is no JSON"),
+        ("x.safetensors", (2).to_bytes(8, "little") + b"[]", "its header is a list"),
+        ("x.safetensors", (14).to_bytes(8, "little") + b'{"a": {"b":1}}', "tensor a has no shape and dtype"),
+        ("config.json", b"[" * 100_000, "is no JSON"),
+        ("config.json", b'{"model_type": ["llama"]}', "knows no model_type ['llama']"),
+        ("x.safetensors", (100_000).to_bytes(8, "little") + b"[" * 100_000, "its header is no JSON"),
+        ("x.safetensors", (34).to_bytes(8, "little") + b'{"a": {"shape":[1],"dtype":["F"]}}', "no shape and dtype"),
+        ("model.safetensors.index.json", b"[" * 100_000, "is no index of safetensors files"),
+        ("model.safetensors.index.json", b"{}", "has no weight_map"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}', "names b (1 such), which is not beside it"),
+        ("notes.txt", b"", "is neither JSON nor safetensors"),
+    ],
+)
+def test_files_that_are_none(cli, tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
+    ran = cli("plan", str(path), *GPU)
+    assert ran.code == 1 and said in ran.err, ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+    empty = tmp_path / "empty"
+    empty.mkdir(exist_ok=True)
+    assert "has neither config.json nor safetensors files" in cli("plan", str(empty), *GPU).err
+
+
+def test_a_module_of_the_current_folder(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
+    (tmp_path / "models_of_mine.py").write_text("import torch\n\n\ndef make():\n    return torch.nn.Linear(256, 256)\n")
+    assert planned(cli, "models_of_mine:make", *GPU)
+    monkeypatch.delitem(sys.modules, "models_of_mine")

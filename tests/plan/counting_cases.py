@@ -1,0 +1,102 @@
+"""What an engine counts, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import longshore
+from longshore.plan.choice import Choice, Job
+from longshore.plan.layout import lay_out
+from longshore.plan.memory import count_bytes
+from longshore.plan.modules import plan_of_module
+
+
+class Odd(nn.Module):
+    """Sizes that leave rests everywhere: in tiles, in shards, in what is aligned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 19)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(19, 41), nn.Linear(41, 19), nn.LayerNorm(19)) for _ in range(3)
+        )
+        self.head = nn.Linear(19, 37, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).float().square().mean()
+
+
+def made(dtypes: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Odd()
+    if dtypes == "mixed":
+        model.layers[1].bfloat16()
+        model.layers[1].register_forward_pre_hook(lambda _, inputs: tuple(each.bfloat16() for each in inputs))
+    if dtypes == "tied":
+        model.head.weight = model.embedding.weight
+    if dtypes == "frozen":
+        model.layers[0].requires_grad_(False)
+    return model
+
+
+def counts(
+    stage: int,
+    place: str,
+    dtypes: str,
+    ratio: float = 1.0,
+    speculation: int | float = 0,
+    accumulation: int = 1,
+    optimizer: str = "AdamW",
+    tile_numel: int | None = 112,
+    bucket_numel: int = 700,
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+    """What the engine counts, and what was planned: at the end of the third backward, before its step."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    staged, offload = place != "direct", "none" if place == "resident" else "cpu"
+    dtype = torch.bfloat16 if dtypes == "bf16" else None
+    job = Job(2, 8, accumulation, dtype, optimizer, bucket_numel=bucket_numel, tile_numel=tile_numel)
+    choice = Choice(stage, offload, ratio, speculation)
+    planned_model = plan_of_module(made(dtypes), "odd")
+    layout = lay_out(planned_model, job, choice, ranks, staged, rank)
+    planned = count_bytes(planned_model, job, choice, layout, ranks, staged)
+    config = longshore.Config(
+        stage=stage,
+        offload_optimizer="cpu",
+        reduce_bucket_numel=bucket_numel,
+        allgather_bucket_numel=bucket_numel,
+        tile_numel=tile_numel,
+        dtype="bf16" if dtypes == "bf16" else None,
+        gradient_accumulation_steps=accumulation,
+        optimizer={"type": optimizer, "lr": 1e-3, **({"momentum": 0.9} if optimizer == "SGD" else {})},
+    )
+    transfer = longshore.SimulatedTransfer(seed=rank, max_delay_s=0.0) if staged else None
+    offloading = longshore.Offload(
+        tile_numel, 1, transfer=transfer, device=offload, ratio=ratio, speculation_memory=speculation
+    )
+    model = made(dtypes)
+    engine, *_ = longshore.initialize(model=model, config=config, offload=offloading, wrap_policy=None)
+    found: Any = None
+    for step in range(3):
+        for number in range(accumulation):
+            tokens = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(tokens))
+            if number < accumulation - 1:
+                engine.step()
+        if step == 2:
+            engine.optimizer.grad_norm()  # waits for what is under way
+            found = engine.explain(False)
+        engine.step()
+    engine.destroy()
+    return {"host": dict(found.host_bytes), "device": dict(found.device_bytes)}, {
+        "host": planned.host,
+        "device": planned.device,
+    }

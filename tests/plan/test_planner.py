@@ -1,0 +1,203 @@
+"""What is chosen, what is refused, and how much is simulated for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longshore.engine.config import load_config
+from longshore.plan.choice import STATES, Choice, Job
+from longshore.plan.configuration import configuration
+from longshore.plan.memory import parameter_bytes
+from longshore.plan.model import PlannedModel, PlannedParameter, Use
+from longshore.plan.planner import DoesNotFit, hidden_at, plan
+from longshore.plan.simulation import simulate
+from longshore.plan.workload import MOST_JOBS
+from plan.models import EIGHT, FOUR_HUNDRED, GB, SMALL, llama, machine
+
+
+def test_a_model_that_fits_is_not_offloaded() -> None:
+    found = plan(SMALL, machine(), Job())
+    assert found.recommended.choice == Choice(0, "none")
+    assert {each.choice.stage for each in found.candidates} == {0, 1, 2, 3}
+    assert all(each.times is not None for each in found.candidates)
+
+
+def test_a_model_that_does_not_is() -> None:
+    found = plan(EIGHT, machine(), Job(4))
+    plain = [each for each in found.candidates if each.choice.offload == "none"]
+    assert len(plain) == 4 and not any(each.shortage.fits for each in plain)
+    assert found.recommended.choice.offload == "cpu" and found.recommended.times is not None
+    assert all(each.times is None for each in found.candidates if not each.shortage.fits)
+    # It is the fastest of those that fit, or as good.
+    least = min(each.times.step_s for each in found.candidates if each.times)
+    assert found.recommended.times.step_s <= 1.01 * least
+    # What the device has room for stays there.
+    assert found.recommended.choice.ratio < 1.0
+    assert found.recommended.bytes.device_total <= 0.94 * 141 * GB
+    less = replace(found.recommended.choice, ratio=found.recommended.choice.ratio - 0.05)
+    from longshore.plan.planner import evaluate
+
+    assert not evaluate(EIGHT, machine(), Job(4), less).shortage.fits
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_where_activations_are_too_large_smaller_batches_are_the_advice(staged: bool) -> None:
+    small = replace(machine(), staged=staged)
+    with pytest.raises(DoesNotFit, match=r"try a smaller --batch-size or --seq-len, --activation-ch"):
+        plan(SMALL, small, Job(seq_len=1 << 30))
+    with pytest.raises(DoesNotFit, match=r"try more devices"):
+        plan(SMALL, replace(small, host_bytes=1000, device_bytes=1000), Job(seq_len=1))
+
+
+def test_where_the_host_is_too_small_for_all_of_it_a_part_stays_on_the_device() -> None:
+    thirteen = llama(40, 5120, 13824, 32000, "13B")
+    small = machine(host_memory_bytes=128 * GB)
+    found = plan(thirteen, small, Job(seq_len=512))
+    assert found.recommended.choice.offload == "cpu" and 0 < found.recommended.choice.ratio < 1
+    assert found.recommended.bytes.host_total <= 0.95 * 128 * GB
+    whole = [each for each in found.candidates if each.choice == Choice(0, "cpu") or each.choice.offload == "none"]
+    assert whole and not any(each.shortage.fits for each in whole)
+    # With less yet, that is also what comes nearest.
+    with pytest.raises(DoesNotFit, match=r"what comes nearest, stage 0, offload, ratio 0\.\d+, needs .* on each host"):
+        plan(thirteen, machine(host_memory_bytes=32 * GB), Job(seq_len=512))
+
+
+def with_parameter(shape: tuple[int, ...], trainable: bool = True) -> PlannedModel:
+    extra = PlannedParameter("logit_scale", shape, torch.bfloat16, Use.ELEMENTWISE, None, 1.0, trainable)
+    return replace(SMALL, parameters=(*SMALL.parameters, extra))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_stage_3_cannot_shard_a_single_number(trainable: bool) -> None:
+    found = plan(with_parameter((), trainable), machine(gpus=8), Job())
+    assert {each.choice.stage for each in found.candidates} == {0, 1, 2}
+    assert any("stage 3" in note and "logit_scale" in note for note in found.model.notes)
+    alone = plan(with_parameter((), trainable), machine(), Job())
+    assert {each.choice.stage for each in alone.candidates} == {0, 1, 2, 3} and not alone.model.notes
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_a_parameter_without_elements_changes_nothing(gpus: int) -> None:
+    found, without = (plan(model, machine(gpus=gpus), Job()) for model in (with_parameter((0, 7)), SMALL))
+    assert [(each.bytes, each.times and each.times.step_s) for each in found.candidates] == [
+        (each.bytes, each.times and each.times.step_s) for each in without.candidates
+    ]
+
+
+def test_what_there_is_nothing_of_or_no_kernel_for_is_refused() -> None:
+    nothing = PlannedModel("nothing", (PlannedParameter("w", (0, 7), torch.float32, Use.MULTIPLIED),))
+    with pytest.raises(ValueError, match="nothing has no parameters that are trained"):
+        plan(nothing, machine(), Job())
+    eight = PlannedModel("eight", (PlannedParameter("w", (8, 8), torch.float8_e4m3fn, Use.MULTIPLIED),))
+    with pytest.raises(ValueError, match=r"w is torch\.float8_e4m3fn.*--dtype"):
+        plan(eight, machine(), Job(dtype=None))
+    assert plan(eight, machine(), Job()).recommended.choice.offload == "none"
+
+
+@pytest.mark.parametrize("short", ["device", "host"])
+def test_what_cannot_fit_is_refused_with_by_how_much(short: str) -> None:
+    small = {
+        "device": {"device_memory_bytes": 16 * GB},
+        "host": {"host_memory_bytes": 100 * GB, "device_memory_bytes": 60 * GB},
+    }[short]
+    with pytest.raises(DoesNotFit) as refusal:
+        plan(EIGHT, machine(**small), Job(1))
+    said = str(refusal.value)
+    assert "8B (" in said and "does not fit on 1 x H200 SXM" in said and "GiB more on each" in said
+    # Parameters alone are as much, so no advice about batches.
+    assert parameter_bytes(EIGHT.parameters) > 15 * GB
+    missing = float(said.split("needs ")[1].split(" GiB")[0].replace(",", ""))
+    # Exactly that much more is enough, and less is not.
+    name, bytes_ = next(iter(small.items()))
+    share = 0.94 if short == "device" else 0.95
+    with pytest.raises(DoesNotFit):
+        plan(EIGHT, machine(**{**small, name: bytes_ + int((missing - 1) * 2**30 / share)}), Job(1))
+    assert plan(EIGHT, machine(**{**small, name: bytes_ + int((missing + 1) * 2**30 / share)}), Job(1))
+
+
+def test_a_batch_that_does_not_fit_gets_advice_about_batches() -> None:
+    with pytest.raises(DoesNotFit, match=r"smaller --batch-size or --seq-len, --activation-checkpointing"):
+        plan(EIGHT, machine(), Job(64, 8192))
+    assert plan(EIGHT, machine(gpus=8), Job(4, 8192, checkpointing=True))
+
+
+def test_a_model_without_parameters() -> None:
+    frozen = replace(SMALL, parameters=tuple(replace(each, trainable=False) for each in SMALL.parameters))
+    with pytest.raises(ValueError, match="small has no parameters that are trained"):
+        plan(frozen, machine(), Job())
+
+
+def test_offload_is_hidden_from_some_number_of_tokens_on() -> None:
+    choice, here = Choice(0, "cpu", speculation=1.0), machine()
+    at = hidden_at(EIGHT, here, Job(1, 2048), choice)
+    assert at is not None and at % 2048 == 0
+
+    def share(tokens: int) -> float:
+        times = simulate(EIGHT, here, Job(tokens // 2048, 2048), choice)
+        return times.exposed_s / times.step_s
+
+    assert share(at) <= 0.05 < share(at * 7 // 8 // 2048 * 2048)
+    # A slower link takes longer to hide.
+    slower = hidden_at(EIGHT, machine(link_bytes_per_s=10e9), Job(1, 2048), choice)
+    assert slower is not None and slower > 2 * at
+    assert hidden_at(EIGHT, machine(link_bytes_per_s=1e3), Job(1, 2048), choice) is None
+
+
+def test_400_billion_on_1024_ranks_is_few_jobs() -> None:
+    """Time goes with the jobs that are simulated, and they not with tiles or ranks."""
+    assert FOUR_HUNDRED.numel > 380 * GB
+    found = plan(FOUR_HUNDRED, machine(gpus=8, hosts=128), Job(1, 8192, checkpointing=True))
+    simulated = [each.times.jobs for each in found.candidates if each.times]
+    assert found.recommended.choice.stage == 3 and simulated
+    assert max(simulated) < 8 * MOST_JOBS
+    # Tens of thousands of tiles on few ranks are as few jobs.
+    few = simulate(FOUR_HUNDRED, machine(gpus=8), Job(1, 8192), Choice(3, "cpu", speculation=1.0))
+    assert few.jobs < 12 * MOST_JOBS
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_grouped_tiles_take_as_long_as_single_ones(accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, here, job = (
+        llama(16, 2048, 5632, 32000),
+        machine(gpus=2),
+        Job(2, accumulation=accumulation, tile_numel=1 << 18),
+    )
+    for choice in (Choice(2, "cpu", speculation=0.5), Choice(3, "cpu"), Choice(1, "cpu", speculation=1.0)):
+        grouped = simulate(model, here, job, choice)
+        with monkeypatch.context() as patched:
+            patched.setattr("longshore.plan.workload.MOST_JOBS", 1 << 20)
+            single = simulate(model, here, job, choice)
+        assert single.jobs > 3 * grouped.jobs
+        assert grouped.step_s == pytest.approx(single.step_s, rel=0.01)
+        assert grouped.exposed_s == pytest.approx(single.exposed_s, rel=0.03)
+
+
+@pytest.mark.parametrize("optimizer", STATES)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(0, "none"),
+        Choice(1, "cpu"),
+        Choice(2, "cpu", 0.85, 0.5),
+        Choice(3, "cpu", 1.0, 1.0),
+        Choice(2, "cpu", 1.0, 1 << 30),
+    ],
+    ids=lambda choice: choice.title,
+)
+def test_the_configuration_loads_and_says_the_same(optimizer: str, choice: Choice) -> None:
+    import torch
+
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (None, None)):
+        job = Job(2, 128, 4, dtype, optimizer, 0.5 if name else None, tile_numel=1 << 20 if name else None)
+        loaded = load_config(configuration(job, choice), world_size=8, needs_optimizer=True)
+        config = loaded.config
+        assert loaded.notes == ()  # nothing that a reader has to be told
+        assert (config.stage, config.offload_optimizer) == (choice.stage, choice.offload)
+        assert (config.offload_ratio, config.speculation_memory) == (choice.ratio, choice.speculation)
+        assert (config.micro_batch_size, config.gradient_accumulation_steps, config.train_batch_size) == (2, 4, 64)
+        assert (config.dtype, config.gradient_clipping, config.tile_numel) == (name, job.clipping, job.tile_numel)
+        assert config.optimizer is not None and config.optimizer.type == optimizer
+        assert config.reduce_bucket_numel == job.bucket_numel

@@ -1,0 +1,207 @@
+"""Steps whose times can be told by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from longshore.host.recorder import ARRIVE, COPY_TO_HOST, NORM, PUBLISH, STEP_AHEAD, STEP_IN_PLACE
+from longshore.host.schedule import SCHEDULE, Lane, Row, Which
+from longshore.plan.choice import Choice, Job
+from longshore.plan.machine import Compute, PlanMachine, Work
+from longshore.plan.model import PlannedModel, PlannedParameter, Use
+from longshore.plan.simulation import FORWARD, Simulation, simulate
+from longshore.plan.timeline import Timeline
+from longshore.sharding.schedule import GATHER, REDUCE, SHARDED_SCHEDULE
+from plan.models import EIGHT, machine
+
+
+class Clockwork(Compute):
+    """A second forward and two backward for each segment that multiplies."""
+
+    def forward_s(self, work: Work, tokens: int, seq_len: int) -> float:
+        return 1.0 if work.multiplied else 0.0
+
+    def backward_s(self, work: Work, tokens: int, seq_len: int) -> float:
+        return 2.0 if work.multiplied else 0.0
+
+
+N = 1 << 20
+"""Elements of a layer, and of a tile."""
+HOST = N * 28.0
+"""Bytes a second that step one bfloat16 tile in one second."""
+
+
+def layers(count: int) -> PlannedModel:
+    import torch
+
+    made = [PlannedParameter(f"{each}", (N // 64, 64), torch.bfloat16, Use.MULTIPLIED, each) for each in range(count)]
+    return PlannedModel("layers", tuple(made), 64)
+
+
+def clock(**figures: float) -> PlanMachine:
+    usual = {
+        "host_bytes_per_s": HOST,
+        "host_read_bytes_per_s": 1e30,
+        "to_host_bytes_per_s": 1e30,
+        "to_device_bytes_per_s": 2.0 * N,
+        "latency_s": 0.0,
+    }
+    return replace(machine(), compute=Clockwork(), **{**usual, **figures})
+
+
+JOB = Job(1, 16, clipping=1.0, tile_numel=N)
+
+
+def run(count: int, choice: Choice, job: Job = JOB, **figures: float) -> Simulation:
+    return simulate(layers(count), clock(**figures), job, choice)
+
+
+def spans(found: Simulation, name: str) -> list[tuple[float, float]]:
+    return [(round(each.begin_s, 6), round(each.end_s, 6)) for each in found.spans if each.name == name]
+
+
+def test_in_place_everything_waits_for_the_verdict() -> None:
+    found = run(3, Choice(0, "cpu"))
+    assert found.compute_s == 9.0
+    assert spans(found, STEP_IN_PLACE) == [(9, 10), (10, 11), (11, 12)]
+    # A copy of one second behind each pass; the lane is another.
+    assert spans(found, PUBLISH) == [(10, 11), (11, 12), (12, 13)]
+    assert (found.step_s, found.exposed_s) == pytest.approx((13.0, 4.0))
+
+
+def test_ahead_passes_run_beside_backward_and_publishing_waits() -> None:
+    found = run(3, Choice(0, "cpu", speculation=1.0))
+    longer = 0.93 / 0.74
+    # Backward brings the last layer's gradient first, at 3 + 2 seconds.
+    assert spans(found, STEP_AHEAD) == [(round(at, 6), round(at + longer, 6)) for at in (5.0, 7.0, 9.0)]
+    first = 9.0 + longer
+    assert spans(found, PUBLISH) == [(round(first + at, 6), round(first + at + 1, 6)) for at in range(3)]
+    assert found.exposed_s == pytest.approx(longer + 3)
+
+
+def test_some_spares_are_those_of_the_last_tiles() -> None:
+    found = run(3, Choice(0, "cpu", speculation=0.34))
+    assert len(spans(found, STEP_AHEAD)) == 1 and spans(found, STEP_AHEAD)[0][0] == 5.0
+    assert spans(found, STEP_IN_PLACE) == [(9, 10), (10, 11)]
+
+
+def test_passes_that_have_not_begun_at_the_verdict_go_behind_the_norm() -> None:
+    slow = replace(clock(), host_bytes_per_s=HOST / 10, host_read_bytes_per_s=2.0 * N * 4)
+    found = simulate(layers(3), slow, JOB, Choice(0, "cpu", speculation=1.0))
+    ends = spans(found, STEP_AHEAD)
+    assert ends[0][0] == 5.25  # measured first
+    assert ends[1][0] >= ends[0][1]
+    # Measuring goes ahead of what had not begun.
+    measured = spans(found, "measure early")
+    assert len(measured) == 3 and measured[-1][1] <= ends[1][0]
+
+
+def test_copies_are_waited_for() -> None:
+    found = run(2, Choice(0, "cpu"), to_host_bytes_per_s=2.0 * N / 5)
+    assert spans(found, COPY_TO_HOST) == [(4, 9), (9, 14)]
+    assert spans(found, STEP_IN_PLACE)[0] == (14, 15)
+
+
+def test_without_offload_the_device_steps() -> None:
+    found = run(2, Choice(0, "none"), device_memory_bytes_per_s=N * 28.0)
+    # And reads the gradients for their norm: 2 of 28 bytes.
+    assert found.exposed_s == pytest.approx(2 + 2 * 2 / 28)
+    assert {span.lane for span in found.spans} == {Lane.COMPUTE}
+
+
+def test_a_part_on_the_device_is_stepped_beside_the_host() -> None:
+    found = run(4, Choice(0, "cpu", ratio=0.5), device_memory_bytes_per_s=2 * N * 15.0)
+    on_device = spans(found, "step on the device")
+    assert len(spans(found, STEP_IN_PLACE)) == 2 and on_device[0][0] == 12.0
+    assert found.step_s == pytest.approx(max(15.0, on_device[0][1]))
+
+
+def test_in_host_memory_one_thing_runs_at_a_time() -> None:
+    here = replace(clock(), staged=False)
+    found = simulate(layers(3), here, JOB, Choice(0, "cpu"))
+    assert found.exposed_s == pytest.approx(3.0) and spans(found, COPY_TO_HOST) == []
+    ordered = sorted(found.spans, key=lambda span: span.begin_s)
+    assert all(left.end_s <= right.begin_s + 1e-9 for left, right in pairwise(ordered))
+
+
+def test_accumulated_backwards() -> None:
+    for accumulation in (2, 3, 7):
+        found = run(3, Choice(0, "cpu"), replace(JOB, accumulation=accumulation))
+        assert found.compute_s == pytest.approx(9.0 * accumulation)
+        assert found.step_s - found.exposed_s == pytest.approx(9.0 * accumulation)
+        # The additions of the last backward are waited for.
+        assert found.exposed_s >= 4.0
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_two_ranks(stage: int) -> None:
+    job = replace(JOB, bucket_numel=N if stage < 2 else 2 * N)
+    found = run(4, Choice(stage, "cpu"), job, ranks=2, ranks_per_host=1, exchange_bytes_per_s=N * 1.0)
+    reduced = spans(found, REDUCE)
+    # A bucket has a layer; half of it goes out, in bfloat16.
+    each = 1.0 if stage else 3.0
+    first = 6.0 if stage < 3 else 7.0  # the first layer has to be gathered
+    assert reduced[0] == (first, first + each) and len(reduced) == 4
+    assert len(spans(found, GATHER)) == (4 if stage in (1, 2) else 0)
+    if stage in (1, 2):
+        assert spans(found, GATHER)[0][0] == max(end for _, end in spans(found, PUBLISH))
+    gathers = spans(found, "gather to use")
+    assert len(gathers) == (8 if stage == 3 else 0)  # for forward and for backward
+    if stage == 3:
+        forward = spans(found, FORWARD)
+        assert forward[0][0] == gathers[0][1] and gathers[1][0] == gathers[0][1]
+        assert gathers[2][0] >= forward[0][1]  # no more than one ahead
+
+
+def test_no_more_than_one_unit_is_gathered_ahead() -> None:
+    found = run(4, Choice(3, "cpu"), ranks=2, ranks_per_host=1, exchange_bytes_per_s=N * 100.0)
+    gathers, forward = spans(found, "gather to use"), spans(found, FORWARD)
+    assert gathers[1][0] < forward[0][1] <= gathers[2][0] < forward[1][1] <= gathers[3][0]
+
+
+def test_the_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator knows what waits for what from the engine's table, and from nowhere else."""
+    patient = run(3, Choice(0, "cpu"))
+    assert spans(patient, PUBLISH)[0] == (10, 11)
+    hasty = {**SCHEDULE, PUBLISH: Row(Lane.TO_DEVICE, ((COPY_TO_HOST, Which.SAME),))}
+    monkeypatch.setattr("longshore.plan.simulation.SCHEDULE", hasty)
+    assert spans(run(3, Choice(0, "cpu")), PUBLISH)[0] == (
+        9,
+        10,
+    )  # tile 0 has the first layer
+
+
+def test_the_tables_agree() -> None:
+    assert {NORM, ARRIVE, PUBLISH} <= set(SHARDED_SCHEDULE)
+    for row in SHARDED_SCHEDULE.values():
+        assert all(before in SHARDED_SCHEDULE for before, _ in row.after)
+    # Several ranks add to what one waits for, and take nothing away but the way to the host.
+    for name, row in SCHEDULE.items():
+        if name != COPY_TO_HOST:
+            assert set(row.after) <= set(SHARDED_SCHEDULE[name].after)
+
+
+def test_a_lane_is_a_queue() -> None:
+    table = {
+        "a": Row(Lane.HOST),
+        "b": Row(Lane.HOST, (("a", Which.SAME),)),
+        "c": Row(Lane.COMPUTE, (("b", Which.ALL),)),
+    }
+    line = Timeline(table, {})
+    assert line.run("a", 1, 2.0) == 2.0
+    assert line.run("b", 2, 1.0, keys=(1,)) == 3.0
+    assert line.run("a", 3, 1.0) == 4.0  # behind b, though it waits for nothing
+    assert line.begins("c", ()) == 3.0 and line.run("c", 9, 1.0, not_before=10.0) == 11.0
+    assert line.end == 11.0 and line.busy[Lane.HOST] == 4.0
+
+
+def test_a_faster_machine_is_never_slower() -> None:
+    for choice in (Choice(2, "cpu"), Choice(3, "cpu", speculation=1.0), Choice(1, "none")):
+        base = machine(gpus=8)
+        usual = simulate(EIGHT, base, Job(1, 4096), choice).step_s
+        for field in ("host_bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s", "exchange_bytes_per_s"):
+            faster = replace(base, **{field: 2 * getattr(base, field)})
+            assert simulate(EIGHT, faster, Job(1, 4096), choice).step_s <= usual * (1 + 1e-9)
