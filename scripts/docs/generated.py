@@ -1,0 +1,35 @@
+"""Every file of docs/ that is generated, with what it is now."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import longshore.engine.config.page
+from scripts.docs import config_page, errors_page, pictures, tile_table
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def levels() -> list[set[str]]:
+    """The levels of rooms, from the test that enforces them."""
+    tree = ast.parse((ROOT / "tests" / "test_imports.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "LEVELS":
+            return [room for room in ast.literal_eval(node.value) if room]
+    raise AssertionError("tests/test_imports.py has no LEVELS")
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "configuration.md": config_page.page,
+    "deepspeed_config.md": longshore.engine.config.page.page,
+    "errors.md": errors_page.page,
+    "how_it_works.md": lambda: tile_table.filled((DOCS / "how_it_works.md").read_text()),
+    "pictures/gradient.svg": pictures.life_of_a_gradient,
+    "pictures/rooms.svg": lambda: pictures.rooms(levels()),
+    "pictures/stages.svg": pictures.stages,
+    "pictures/tile_states.svg": pictures.tile_states,
+}
+"""By name in docs/; a function that gives its content."""
