@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
+DOCS := $(VENV)/.docs
 NATIVE := $(wildcard native/*.h native/*.inl native/*.cpp)
 SANITIZERS := address,undefined thread
 # Two files at a time, in the order of collection: what starts processes comes first, what is small comes last.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-full test-chaos test-mutants test-sanitized test-model bench lint clean
+.PHONY: setup demo test test-slow test-full test-chaos test-mutants test-sanitized test-model bench docs wheel lint clean
 
 setup: $(SETUP)
 
@@ -24,8 +25,10 @@ demo: $(SETUP)
 test: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
-test-full: $(SETUP)
-	$(BIN)/python -m pytest $(PARALLEL)
+test-slow: $(SETUP)
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
+
+test-full: test test-slow
 
 test-chaos: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m chaos --seeds 10000
@@ -41,6 +44,20 @@ test-model:
 
 bench: $(SETUP)
 	$(BIN)/python -m benchmarks
+
+# build/docs/index.html opens without a server (searching takes one: python -m http.server); nothing is fetched.
+docs: $(DOCS)
+	$(BIN)/python -m scripts.docs --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(DOCS): $(SETUP)
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	touch $@
+
+# A source distribution and wheels in dist/, each installed and tried where there is no compiler.
+wheel: $(SETUP)
+	$(BIN)/pip install -q -c constraints.txt -e ".[ship]"
+	TOOLS=$(BIN)/python scripts/check_wheel.sh dist
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
