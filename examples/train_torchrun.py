@@ -49,6 +49,8 @@ def main() -> None:
     if args.checkpoints and Path(args.checkpoints).exists():
         _, client_state = engine.load_checkpoint(args.checkpoints)
         first = client_state["epoch"] + 1 if client_state else 0
+        if engine.global_rank == 0:
+            print(f"{first} of {args.epochs} epochs are done")
     for epoch in range(first, args.epochs):
         for x, label in loader:
             loss = nn.functional.cross_entropy(engine(x.to(engine.device)), label.to(engine.device))

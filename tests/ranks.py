@@ -10,6 +10,7 @@ import faulthandler
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import traceback
 import warnings
@@ -22,6 +23,23 @@ from typing import Any
 TIMEOUT_S = 20
 _LAST_WORDS = 8000
 """Letters of a crashed rank's standard error that are shown."""
+
+
+_PRELOADED = [
+    "longshore",
+    "longshore.engine",
+    "torch.distributed.fsdp",
+    "torch._dynamo.variables.builder",
+    "torch.onnx",
+]
+"""The last two are what torch imports when the first optimizer is made."""
+
+
+def forking_context() -> Any:
+    """Starts processes that have torch already: a server imports it once, runs nothing of it, and forks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 class RankFailure(AssertionError):
@@ -72,7 +90,7 @@ class Ranks:
         self._folder = Path()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking_context()
         self._folder = Path(tempfile.mkdtemp(prefix="longshore-ranks-"))
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
@@ -102,7 +120,9 @@ class Ranks:
                 self._processes[rank].join(self._timeout_s)
                 code = self._processes[rank].exitcode
                 words = _words_of(self._folder, rank).read_text(errors="replace")[-_LAST_WORDS:]
-                done, result = False, f"ended with exit code {code}" + (f":\n{words}" if code < 0 and words else "")
+                done, result = False, f"ended with exit code {code}"
+                if code < 0 and code != -signal.SIGKILL and words:
+                    result += f":\n{words}"
             results.append(result)
             if not done:
                 failures.append(f"rank {rank}: {result}")

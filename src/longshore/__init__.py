@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longshore.checkpoint.one_line import load as load
     from longshore.checkpoint.one_line import save as save
+    from longshore.checkpoint.one_line import wait_for_checkpoint as wait_for_checkpoint
     from longshore.engine import Config, ConfigError, Engine, Init, add_config_arguments, init_distributed, initialize
     from longshore.errors import (
         BrokenStateError,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     )
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, Offload
     from longshore.sharding import gather as gather
-    from longshore.tracing import trace
+    from longshore.tracing import annotate, trace
     from longshore.transfer import SimulatedTransfer
 
 __version__ = "0.1.0"
@@ -45,18 +46,20 @@ __all__ = [
     "RankError",
     "SimulatedTransfer",
     "add_config_arguments",
+    "annotate",
     "gather",
     "init_distributed",
     "initialize",
     "load",
     "save",
     "trace",
+    "wait_for_checkpoint",
 ]
 
 # Torch takes seconds to import. The command line begins with this package, and
 # its --help and a Ctrl-C should not wait for that.
 _HOMES = {
-    "longshore.checkpoint.one_line": ("load", "save"),
+    "longshore.checkpoint.one_line": ("load", "save", "wait_for_checkpoint"),
     "longshore.engine": (
         "Config",
         "ConfigError",
@@ -77,7 +80,7 @@ _HOMES = {
     ),
     "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
     "longshore.sharding": ("gather",),
-    "longshore.tracing": ("trace",),
+    "longshore.tracing": ("annotate", "trace"),
     "longshore.transfer": ("SimulatedTransfer",),
 }
 _MODULES = ("checkpointing", "utils")  # used as longshore.checkpointing, without an import of their own

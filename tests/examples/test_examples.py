@@ -29,7 +29,7 @@ def run(ranks: int, script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", LAUNCH)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_multi_task(ranks: int) -> None:
     out = run(ranks, "multi_task.py", "--check", "--steps", "5")
     for rank in range(ranks):
@@ -42,7 +42,7 @@ def test_multi_task(ranks: int) -> None:
     assert [cell.strip() for cell in re.split("[│|]", idle[0])][4:8] == ["2", "0", "0", "0"]
 
 
-@pytest.mark.parametrize("ranks", LAUNCH)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_train_torchrun(ranks: int) -> None:
     out = run(ranks, "train_torchrun.py", "--epochs", "2", "--samples", "320")
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", out)]

@@ -1,8 +1,15 @@
 """The tests bite: changes that break the code, and the tests that have to fail for each (``make test-mutants``)."""
 
-from mutants import fully_sharded, host, sharding, speculation, transfer
+from mutants import checkpoint, fully_sharded, host, sharding, speculation, transfer
 from mutants.mutant import ROOT, Mutant
 
 __all__ = ["MUTANTS", "ROOT", "Mutant"]
 
-MUTANTS = [*host.MUTANTS, *speculation.MUTANTS, *transfer.MUTANTS, *sharding.MUTANTS, *fully_sharded.MUTANTS]
+MUTANTS = [
+    *host.MUTANTS,
+    *speculation.MUTANTS,
+    *transfer.MUTANTS,
+    *sharding.MUTANTS,
+    *fully_sharded.MUTANTS,
+    *checkpoint.MUTANTS,
+]

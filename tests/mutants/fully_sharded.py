@@ -144,8 +144,8 @@ MUTANTS = [
     Mutant(
         "a rank holds the next one's rows",
         "sharding/rank_grid.py",
-        "start, stop = _chunk(rows, self.shards, place.shard)",
-        "start, stop = _chunk(rows, self.shards, (place.shard + 1) % self.shards)",
+        "start, stop = chunk(rows, self.shards, place.shard)",
+        "start, stop = chunk(rows, self.shards, (place.shard + 1) % self.shards)",
         (FULLY_SHARDED,),
     ),
     Mutant(

@@ -258,8 +258,8 @@ MUTANTS = [
     Mutant(
         "one tile more is under way than there are slots",
         "host/pipeline.py",
-        "len(under_way) == PIPELINE_DEPTH",
-        "len(under_way) == PIPELINE_DEPTH + 1",
+        "commit_moves(len(remaining), PIPELINE_DEPTH)",
+        "commit_moves(len(remaining), PIPELINE_DEPTH + 1)",
         (STORE,),
     ),
     Mutant(
@@ -278,9 +278,9 @@ MUTANTS = [
     ),
     Mutant(
         "the last tiles are not stepped",
-        "host/pipeline.py",
-        "        while under_way:\n",
-        "        while len(under_way) > 1:\n",
+        "host/schedule.py",
+        "    for place in range(max(0, count - depth), count):\n",
+        "    for place in range(max(0, count - depth), count - 1):\n",
         (STORE,),
     ),
     # -- worker.py ------------------------------------------------------------
@@ -345,8 +345,8 @@ MUTANTS = [
     Mutant(
         "slots overlap",
         "host/memory.py",
-        "                block_bytes += _rounded(size)\n",
-        "                block_bytes += _rounded(size) // 2\n",
+        "                block_bytes += padded_bytes(size)\n",
+        "                block_bytes += padded_bytes(size) // 2\n",
         (MEMORY,),
     ),
     Mutant(

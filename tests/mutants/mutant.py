@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 MEMORY = "tests/host/test_memory.py"
 NORMS = "tests/host/test_early_norms.py"
+SNAPSHOT = "tests/host/test_snapshot.py"
 STEPPING = "tests/host/test_stepping.py"
 STORE = "tests/host/test_store.py"
 WORKER = "tests/host/test_worker.py"
@@ -27,6 +28,11 @@ FSDP = "tests/optim/test_fsdp.py"
 FULLY_SHARDED = "tests/engine/test_fully_sharded.py"
 TENSOR_PARALLEL = "tests/engine/test_tensor_parallel.py"
 SPLIT = "tests/optim/test_split.py"
+ASYNC = "tests/checkpoint/test_async.py"
+FOLDER = "tests/checkpoint/test_folder.py"
+ONE_LINE = "tests/checkpoint/test_one_line.py"
+RESHARDING = "tests/checkpoint/test_resharding.py"
+RESUME = "tests/checkpoint/test_resume.py"
 
 
 @dataclass(frozen=True)

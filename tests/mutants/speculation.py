@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant(
         "outputs of a window are not free in the next",
         "host/speculation.py",
-        "            self._spares[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)\n",
+        "            self._slots[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)\n",
         "            pass\n",
         (SPECULATION,),
     ),
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "a step is kept although what it read was written",
         "host/speculation.py",
-        "            redo(tile, self._pages)\n\n    def drop",
+        "            redo(tile, self._pool)\n\n    def drop",
         "\n    def drop",
         (SPECULATION,),
     ),
@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         "a page that is dropped is lost",
         "host/speculation.py",
-        "            drop(tile, self._pages)\n",
+        "            drop(tile, self._pool)\n",
         "            tile.spare = None\n",
         (SPECULATION,),
     ),

@@ -1,4 +1,4 @@
-"""The command line: ``longshore train``, ``demo``, ``export``, ``inspect`` and ``import-deepspeed``."""
+"""The command line: ``longshore train``, ``plan``, ``report`` and the others, each in a file of its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from longshore.cli.checkpoints import export, inspect
 from longshore.cli.demo import demo
 from longshore.cli.failure import CommandError, SettingsError, SharedError, one_line, os_reason
 from longshore.cli.import_deepspeed import import_deepspeed
+from longshore.cli.launch import RAW_ARGUMENTS, launch
 from longshore.cli.launched import leave_it_to_the_first, place
+from longshore.cli.plan import plan
+from longshore.cli.report import report
+from longshore.cli.run import AS_PYTHON, run
 from longshore.cli.signals import StopNow
 from longshore.cli.terminal import silence_stdout, warn
 from longshore.cli.train import train
@@ -24,10 +28,14 @@ app = typer.Typer(
     help="Train PyTorch models with the optimizer's state in host memory, bit for bit.",
 )
 app.command()(train)
+app.command(add_help_option=False, context_settings=RAW_ARGUMENTS)(launch)
 app.command()(demo)
+app.command(context_settings=AS_PYTHON)(run)
 app.command()(export)
 app.command()(inspect)
 app.command()(import_deepspeed)
+app.command()(report)
+app.command()(plan)
 
 
 def _show_version(wanted: bool) -> None:

@@ -9,7 +9,6 @@ and the schedule are the script's to choose, and so ``train``'s in both cases.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -283,16 +282,7 @@ def _resolved(config: Config, asked: _Asked, ranks: int, source: str) -> Config:
     if config.loss_scaling is None and config.gradient_clipping is not None:
         # A scale of 1 changes no number; with it a step whose norm is none is skipped, and training can say so.
         update["loss_scaling"] = LossScaling(scale=1.0)
-    if config.threads is None and config.offload_optimizer == "cpu" and ranks > 1:
-        update["threads"] = _threads(ranks)
     return config.model_copy(update=update)
-
-
-def _threads(ranks: int) -> int:
-    """Host threads of one rank, so that those of a machine do not stand in each other's way."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    neighbours = int(local) if local.isdigit() and int(local) > 0 else ranks
-    return max(1, len(os.sched_getaffinity(0)) // neighbours)
 
 
 def _agreeing(settings: TrainSettings, engine: EngineSettings) -> TrainSettings:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import IO, Any
 
 from rich.console import Console
@@ -75,6 +77,18 @@ def quantity(count: float) -> str:
             return f"{count:.3g}{unit}"
         count /= 1000
     return f"{count:.3g} G"
+
+
+@contextlib.contextmanager
+def told_warnings() -> Iterator[None]:
+    """Each as one line on stderr, at the end."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            for each in told:
+                warn(str(each.message))
 
 
 def byte_quantity(count: int) -> str:

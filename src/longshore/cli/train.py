@@ -160,14 +160,19 @@ def train(
     overwrite: Annotated[bool, _option(_OUTPUT, "--overwrite", help="Replace the run in --out.")] = False,
     save_every: Annotated[
         int,
-        _option(_OUTPUT, "--save-every", help="Steps between checkpoints in --out, of which two stay; 0 for none."),
+        _option(
+            _OUTPUT,
+            "--save-every",
+            help="Steps between checkpoints in --out, of which two stay, with one at the end; 0 for none.",
+        ),
     ] = 0,
     resume: Annotated[
         bool,
         _option(
             _OUTPUT,
             "--resume",
-            help="Go on with the run in --out from its newest checkpoint, to the weights of a run that never stopped.",
+            help="Go on with the run in --out from its newest checkpoint, to the weights of a run that never stopped; "
+            "on any number of ranks and stage, with as many backwards a step in all.",
         ),
     ] = False,
     trace: Annotated[
