@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from covering import leave_to_slow
 from ranks import Ranks
 
 
@@ -12,7 +13,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-seed", type=int, default=1_000_000, help="of the chaos suite")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_slow(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -7,6 +7,7 @@ arguments; what it returns or raises comes back.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -63,11 +64,16 @@ def _serve(rank: int, world_size: int, folder: Path, pipe: Connection, timeout_s
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    module = None
     while True:
         try:
             function, args, kwargs = pipe.recv()
         except EOFError:
             os._exit(0)
+        if function.__module__ != module:  # as in conftest.py
+            gc.collect()
+            gc.freeze()
+            module = function.__module__
         try:
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:

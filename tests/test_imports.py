@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,11 @@ LEVELS = [
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FILES = sorted(SOURCE.rglob("*.py"))
 OTHER_PEOPLES_SHAPES = {"transformers", "accelerate", "lightning", "pytorch_lightning", "deepspeed"}
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def room_of(file: Path) -> str:
@@ -87,7 +93,7 @@ def test_every_file_is_in_a_known_room() -> None:
 
 @pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in LEVEL_OF], ids=identity)
 def test_imports_run_one_way(file: Path) -> None:
-    assert wrong_imports(room_of(file), ast.parse(file.read_text())) == []
+    assert wrong_imports(room_of(file), parsed(file)) == []
 
 
 @pytest.mark.parametrize(
@@ -119,7 +125,7 @@ def test_only_the_cuda_transfer_names_a_stream(file: Path) -> None:
     words = ("stream", "event")
     found = {
         name
-        for name in names_of(ast.parse(file.read_text()))
+        for name in names_of(parsed(file))
         if name.startswith(("torch.cuda.", "torch.Stream", "torch.Event"))
         and any(word in name.lower() for word in words)
     }
@@ -133,7 +139,7 @@ def test_only_the_cuda_transfer_names_a_stream(file: Path) -> None:
 def test_only_rooms_that_know_ranks_name_torch_distributed(file: Path) -> None:
     if LEVEL_OF.get(room_of(file), 0) >= LEVEL_OF["sharding"]:
         return
-    names = {name for name in names_of(ast.parse(file.read_text())) if name.startswith("torch.distributed")}
+    names = {name for name in names_of(parsed(file)) if name.startswith("torch.distributed")}
     if file == SOURCE / "optim" / "shards.py":  # what a parameter is, where it is a DTensor
         names = {name for name in names if not name.startswith("torch.distributed.tensor")}
     assert names == set()
@@ -141,7 +147,7 @@ def test_only_rooms_that_know_ranks_name_torch_distributed(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=identity)
 def test_only_integrations_imports_other_peoples_shapes(file: Path) -> None:
-    room, tree = room_of(file), ast.parse(file.read_text())
+    room, tree = room_of(file), parsed(file)
     found = {(name.partition(".")[0], node) for name, node in imports_of(tree)}
     theirs = {(name, node) for name, node in found if name in OTHER_PEOPLES_SHAPES}
     if room == "integrations":
@@ -193,7 +199,7 @@ def test_sizes(file: Path) -> None:
     # From the first statement on: the signature of a command is its table of options.
     long = {
         node.name: lines
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(file))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and (lines := (node.end_lineno or 0) - node.body[0].lineno + 1) > 60
     }

@@ -183,6 +183,7 @@ def test_a_process_that_does_not_end_is_ended(run: Run) -> None:
     assert made._in_process("train", run) == {"failed": "did not end within 0 s"}
 
 
+@pytest.mark.slow
 def test_a_process_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Contest(Settings("tiny", "cpu", 1), lambda _: None, lambda _: None)
     monkeypatch.setattr(made, "_scale", replace(made._scale, limit_s=300.0))

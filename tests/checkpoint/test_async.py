@@ -37,6 +37,7 @@ SETTINGS = [
 quiet = pytest.mark.filterwarnings("ignore:torch.optim.* has no kernel")
 
 
+@pytest.mark.covering(1)
 @quiet
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_training_goes_on(setting: Setting, tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_training_goes_on(setting: Setting, tmp_path: Path) -> None:
     "setting",
     [
         pytest.param(Setting(1), marks=pytest.mark.slow),
-        Setting(2, "split"),
+        pytest.param(Setting(2, "split"), marks=pytest.mark.slow),
         pytest.param(Setting(3), marks=pytest.mark.slow),
         Setting(3, "simulated", ahead=True),
     ],
@@ -70,6 +71,7 @@ def test_on_two_ranks(setting: Setting, two_ranks: Ranks, tmp_path: Path) -> Non
         check_same(loaded[rank], found[rank]["saved"], but=("norm",))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("setting", [Setting(0), Setting(2, "split", tile_numel=7), Setting(0, ahead=True)])
 @pytest.mark.parametrize("pages", [0, 1, 2])
 def test_no_more_memory_than_granted(setting: Setting, pages: int, tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_ctrl_c_in_destroy(two_ranks: Ranks, tmp_path: Path) -> None:
     assert [int(state["steps"][0]) for state in found] == [1, 1]
 
 
-@pytest.mark.parametrize("next_call", ["save", "destroy"])
+@pytest.mark.parametrize("next_call", [pytest.param("save", marks=pytest.mark.slow), "destroy"])
 def test_on_whichever_rank(next_call: str, two_ranks: Ranks, tmp_path: Path) -> None:
     setting = Setting(2)
     found = two_ranks(cases.fail_to_write, setting, str(tmp_path), next_call)
@@ -183,7 +185,7 @@ if len(sys.argv) > 2:
 """
 
 
-@pytest.mark.parametrize("how", [[], ["fails"]])
+@pytest.mark.parametrize("how", [pytest.param([], marks=pytest.mark.slow), ["fails"]])
 def test_a_process_that_ends_waits_for_it(how: list[str], tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), *how], capture_output=True, text=True)
     assert ran.returncode == len(how), ran.stderr

@@ -65,7 +65,10 @@ def test_all_of_it_is_there(name: str, stage: int, tmp_path: Path) -> None:
         assert not torch.equal(utils.safe_get_full_fp32_param(engine.module.norm.bias), expected["norm.bias master"])
 
 
-@pytest.mark.parametrize(("name", "stage"), [(TWO_RANKS, 3), (STAGE_3, 2), ("stage2_fp32_offload_two_ranks", 1)])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [(TWO_RANKS, 3), (STAGE_3, 2), pytest.param("stage2_fp32_offload_two_ranks", 1, marks=pytest.mark.slow)],
+)
 def test_on_two_ranks(name: str, stage: int, two_ranks: Ranks, tmp_path: Path) -> None:
     brought(DATA / name, tmp_path)
     two_ranks(load_on_ranks, name, stage, str(tmp_path))

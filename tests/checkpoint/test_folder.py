@@ -383,6 +383,7 @@ def test_a_name_that_another_process_takes_again_and_again(tmp_path: Path, monke
     assert len(times) == 5 and load(tmp_path, "a") == 2 and hidden(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_two_processes_that_save_the_same_tag(tmp_path: Path) -> None:
     check_many(tmp_path, [["a", "b"], ["a"]], 15)
 

@@ -68,7 +68,7 @@ def test_half_of_a_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
     assert not (tmp_path / "half").exists()
 
 
-@pytest.mark.parametrize("setting", [Setting(2, "split"), Setting(3)])
+@pytest.mark.parametrize("setting", [pytest.param(Setting(2, "split"), marks=pytest.mark.slow), Setting(3)])
 def test_nor_on_any_rank(setting: Setting, two_ranks: Ranks, tmp_path: Path) -> None:
     saved = two_ranks(cases.save_whole, setting, str(tmp_path))
     for found in two_ranks(cases.fail_half_way, setting, str(tmp_path)):

@@ -52,6 +52,7 @@ def config(tmp_path):
 
 
 class TestOneRank:
+    @pytest.mark.covering(1)
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
     @pytest.mark.parametrize("options", [["--stage", "0"], ["--stage", "2", "--no-offload"]], ids=" ".join)
     def test_equals_plain(self, trained, dtype, options):
@@ -307,7 +308,7 @@ def test_the_cpu_beside_cuda(train, monkeypatch):
 
 
 class TestTwoRanks:
-    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
     def test_equals_one_process(self, two_ranks, micro, trained, results, tmp_path, stage):
         """Each rank has every second batch of what one process has as two backwards; and the files are written once."""
         run = [*CLIPPING, "--eval-every", "2", "--eval-batches", "3", "--log-every", "1"]
@@ -425,6 +426,7 @@ def ours(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("longshore: ")]
 
 
+@pytest.mark.slow
 class TestTorchrun:
     def test_ctrl_c(self, micro, tmp_path, results):
         out = tmp_path / "stopped"

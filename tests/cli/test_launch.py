@@ -21,7 +21,7 @@ from longshore.machine import cpu_list, start, usable_cpus
 launch = importlib.import_module("longshore.cli.launch")  # the package has the command under that name
 
 REPORT = """
-import json, os, sys
+import json, os, sys, time
 before = [name for name in sys.modules if name.partition(".")[0] in ("torch", "longshore")]
 import torch
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "LONGSHORE_BINDING", "LONGSHORE_LAUNCH", "MINE")
@@ -30,9 +30,13 @@ about = {
     "threads": torch.get_num_threads(), "name": __name__, "file": __file__, "unbuffered": sys.stdout.write_through,
     **{name: os.environ.get(name) for name in names},
 }
-with open(os.path.join(os.environ["OUT"], os.environ["RANK"]), "w") as out:
+mine, other = (os.path.join(os.environ["OUT"], rank) for rank in (os.environ["RANK"], "0"))
+with open(mine + ".writing", "w") as out:
     json.dump(about, out)
+os.rename(mine + ".writing", mine)
 if "fail" in sys.argv and os.environ["RANK"] == "1":
+    while not os.path.exists(other):  # the launcher ends it as soon as this one has ended
+        time.sleep(0.01)
     sys.exit(7)
 """
 

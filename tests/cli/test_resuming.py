@@ -49,6 +49,7 @@ def without_times(records):
     ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [*ENGINE, *ALONE], ids=" ".join)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_after_ctrl_c_or_a_kill(options, lost, train, trained, interrupted, monkeypatch, tmp_path, results):
@@ -82,6 +83,7 @@ def test_after_ctrl_c_or_a_kill(options, lost, train, trained, interrupted, monk
     assert without_times(resumed.metrics("validation")) == without_times(whole.metrics("validation"))
 
 
+@pytest.mark.slow
 def test_two_ranks(two_ranks, text, tmp_path, results):
     common = ["train", "--data", str(text), *MICRO_MODEL, *MICRO_RUN, "--stage", "3", "--save-every", "2"]
     two_ranks(command, [*common, "--out", str(tmp_path / "whole")])

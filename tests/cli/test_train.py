@@ -46,6 +46,7 @@ def test_options_that_change_the_weights(trained, options):
     assert trained(*options).differing(trained())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [["--no-offload"], ["--eval-every", "1"], ["--log-every", "1"]], ids=" ".join)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_options_that_do_not(trained, options, dtype):

@@ -37,6 +37,7 @@ def ran(world_size: int, folder: Path, request: pytest.FixtureRequest, function:
     return [torch.load(f"{out}.{rank}") for rank in range(world_size)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_equals_the_same_training_by_longshore_and_by_plain_pytorch(

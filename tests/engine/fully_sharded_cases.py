@@ -534,7 +534,8 @@ def memory() -> dict[str, float]:
     block_bytes = sum(parameter.nbytes for parameter in model[0].parameters())
     numel = sum(parameter.numel() for parameter in model.parameters())
     # With a device of its own: without, what arrives on the host would be counted too.
-    offload = longshore.Offload(1 << 14, threads=1, transfer=longshore.SimulatedTransfer(dist.get_rank()))
+    transfer = longshore.SimulatedTransfer(dist.get_rank(), in_flight_bytes=block_bytes // 2)
+    offload = longshore.Offload(1 << 14, threads=1, transfer=transfer)
     engine = longshore.initialize(model=model, config=config_of(), offload=offload).engine
     peak = 0
 

@@ -106,7 +106,7 @@ class Scenario:
     schedule: Callable[[int], float] | None = None
     tied: bool = False
     tile_numel: int = 100
-    max_delay_s: float = 0.002
+    max_delay_s: float = 0.0005
     steady: bool = True
 
 
@@ -189,7 +189,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "never clipped": Scenario(clip=1e9),
     "40 steps with tiny tiles": Scenario(
-        lambda step: Window((Backward(((HEADS[step % 3], "a"),)),)), steps=40, tile_numel=17, max_delay_s=0.0002
+        lambda step: Window((Backward(((HEADS[step % 3], "a"),)),)), steps=40, tile_numel=40, max_delay_s=0.0002
     ),
 }
 

@@ -10,6 +10,7 @@ from engine.scenarios import make_model
 from longshore import utils
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("staged", [False, True])
@@ -17,13 +18,14 @@ def test_two_ranks_read_and_write_whole_values(stage: int, dtype: torch.dtype, s
     two_ranks(access_cases.read_and_write, stage, dtype, 2, staged)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_gradient_is_read_between_backwards(stage: int, raw: bool, two_ranks: Ranks) -> None:
     two_ranks(access_cases.read_between_backwards, stage, raw)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_state_is_written_while_gradients_travel(stage: int, two_ranks: Ranks) -> None:
     assert min(two_ranks(access_cases.write_while_gradients_travel, stage)) > 0
 

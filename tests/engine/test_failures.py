@@ -13,6 +13,7 @@ from engine import failure_cases
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
+@pytest.mark.covering(1)
 @STAGES
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]])
 def test_after_an_exception_in_backward_zero_grad_makes_the_engine_usable(
@@ -26,6 +27,7 @@ def test_after_an_exception_in_backward_zero_grad_makes_the_engine_usable(
             assert "zero_grad()" in said[rank][1]
 
 
+@pytest.mark.covering(2)
 @STAGES
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("failing", [[0], [0, 1]], ids=str)

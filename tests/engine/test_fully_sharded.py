@@ -108,6 +108,7 @@ def test_zero_grad_between_forward_and_backward(forward_first: bool, two_ranks: 
     two_ranks(cases.discarded_between, forward_first)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_an_exception_training_goes_on(where: str, ranks: list[int], two_ranks: Ranks) -> None:
@@ -126,6 +127,7 @@ def check_told(said: list[list[str]], raised: list[int]) -> None:
             assert each.startswith(f"GradientError: rank {raised[0]} failed in this window and discarded it")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=str)
 @pytest.mark.parametrize(
     "path, where, raw",
@@ -181,16 +183,18 @@ def test_replicas_of_shards(dtype: torch.dtype, four_ranks: Ranks) -> None:
 
 
 def test_memory(two_ranks: Ranks) -> None:
-    """Beside its shards a rank has at most two blocks: their parameters, and their gradients."""
+    """Beside its shards a rank has at most two blocks, their parameters and their gradients, and what of its shards of
+    gradients may be on its way to the host: here half a block."""
     found = two_ranks(cases.memory)
     assert sum(each["shards"] for each in found) == 1.0
     assert sum(each["device"] for each in found) == 1.0
     for each in found:
-        assert each["blocks"] <= 4.1, found
+        assert each["blocks"] <= 4.5 + 0.1, found
     # Master, two moments and a gradient, each float32, of a rank's half.
     assert sum(each["host"] for each in found) == pytest.approx(16.0, rel=0.01), found
 
 
+@pytest.mark.slow
 def test_compiled(two_ranks: Ranks) -> None:
     two_ranks(cases.compiled, "aot_eager")
 

@@ -24,6 +24,7 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
     return {"stage": stage, "reduce_bucket_size": 1100, **keys}
 
 
+@pytest.mark.covering(1)
 @STAGES
 @pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_communication_dtype(stage: int, name: str, dtype: torch.dtype, two_ranks: Ranks) -> None:
@@ -40,6 +41,7 @@ def test_gradients_travel_in_their_own_dtype_and_sums_in_float32(stage: int, two
     two_ranks(reduction_cases.reduces, config, torch.bfloat16, Arithmetic())
 
 
+@pytest.mark.covering(1)
 @STAGES
 @pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_accumulation_dtype(stage: int, name: str, dtype: torch.dtype, two_ranks: Ranks) -> None:

@@ -28,7 +28,8 @@ def test_in_other_meshes(shape: tuple[int, ...], four_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "parameter", [pytest.param("blocks.0.up.weight", marks=pytest.mark.slow), "blocks.0.norm.weight", "norm.weight"]
+    "parameter",
+    [*(pytest.param(f"blocks.0.{name}.weight", marks=pytest.mark.slow) for name in ("up", "norm")), "norm.weight"],
 )
 def test_an_overflow_on_one_rank_is_skipped_by_all(parameter: str, four_ranks: Ranks) -> None:
     """Of what is cut, of what is a sum over ranks, and of what each has and only the first ones count."""

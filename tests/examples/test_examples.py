@@ -42,7 +42,8 @@ def test_multi_task(ranks: int) -> None:
     assert [cell.strip() for cell in re.split("[│|]", idle[0])][4:8] == ["2", "0", "0", "0"]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_train_torchrun(ranks: int) -> None:
     out = run(ranks, "train_torchrun.py", "--epochs", "2", "--samples", "320")
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", out)]

@@ -95,6 +95,7 @@ def moved(segments: Sequence[TileSegment]) -> list[TileSegment]:
 # --- step_tile ---
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])
 @pytest.mark.parametrize("table", TABLES)
 def test_a_tile_equals_the_host_kernels(device: DeviceKernels, host: HostKernels, table: str, in_place: bool) -> None:
@@ -216,6 +217,7 @@ def test_nothing_is_nothing(device: DeviceKernels, method: str) -> None:
 # --- sum_of_squares ---
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cuts", [[], [1, 16, 100], [37, 700], [5, 5, 6]], ids=str)
 @pytest.mark.parametrize("scale", [UNSCALED, SCALE], ids=["unscaled", "scaled"])
 def test_the_sum_is_the_hosts(device: DeviceKernels, host: HostKernels, cuts: list[int], scale: Scale) -> None:
@@ -228,6 +230,7 @@ def test_the_sum_is_the_hosts(device: DeviceKernels, host: HostKernels, cuts: li
     assert sum_of_squares(device, moved, scale) == sum_of_squares(host, parameters, scale) > 0
 
 
+@pytest.mark.slow
 def test_the_sum_of_a_large_parameter_is_the_hosts(device: DeviceKernels, host: HostKernels) -> None:
     """Larger than a block, and cut inside and at the end of one."""
     values = torch.randn((1 << 16) + 200)

@@ -68,6 +68,7 @@ def cuts(numel: int, at: list[int]) -> list[tuple[int, int]]:
 # --- step_tile against the oracle ---
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", [*RULES, *OTHER_RULES], ids=str)
 @pytest.mark.parametrize("gradient_dtype", SUPPORTED_DTYPES, ids=str)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])

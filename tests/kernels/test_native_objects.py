@@ -38,7 +38,9 @@ def symbols(source: Path, flags: list[str], folder: Path) -> list[tuple[str, str
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set only")
-@pytest.mark.parametrize("isa", [pytest.param("baseline", marks=pytest.mark.slow), "avx2", "avx512"])
+@pytest.mark.parametrize(
+    "isa", [*(pytest.param(isa, marks=pytest.mark.slow) for isa in ("baseline", "avx2")), "avx512"]
+)
 def test_kernel_objects_define_their_table_alone(isa: str, tmp_path: Path) -> None:
     table = f"longshore::k{isa.capitalize()}Kernels"
     seen = [(kind, name) for kind, name in symbols(NATIVE / f"kernels_{isa}.cpp", FLAGS[isa], tmp_path) if kind != "U"]
@@ -46,6 +48,7 @@ def test_kernel_objects_define_their_table_alone(isa: str, tmp_path: Path) -> No
     assert all(kind in "DR" for kind, _ in seen), seen
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set only")
 def test_an_inline_function_would_be_seen(tmp_path: Path) -> None:
     leaky = tmp_path / "leaky.cpp"

@@ -53,6 +53,7 @@ EXPECTED = {
 PER_THREAD = 8  # elements: 1024 of a program by 4 warps of 32 threads
 
 
+@pytest.mark.slow
 def test_the_compiler_keeps_every_rounding(tmp_path: Path) -> None:
     """No fused operation but our own, no approximation, no flush to zero. Needs no GPU."""
     pytest.importorskip("triton")

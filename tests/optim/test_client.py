@@ -38,6 +38,7 @@ def clients(kind: str, parameters: Any, options: dict[str, Any], **settings: Any
     return converted(getattr(torch.optim, kind)(parameters, **options), **settings)
 
 
+@pytest.mark.covering(2)
 @EVERY_TORCH
 @MODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -53,6 +53,7 @@ def penalty_on_grad(model: Any, step: int) -> None:
 LOOPS = [once, twice, then_without, penalty_on_inputs, penalty_on_gradients, penalty_on_grad]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("simulated", [False, True])

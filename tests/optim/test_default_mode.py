@@ -235,6 +235,7 @@ def test_frozen_and_unfrozen_in_mid_training() -> None:
 # -- law 10: the parameter is the user's --------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("when", ["before the first step", "later"])
 @pytest.mark.parametrize("how", ["load_state_dict", "initialiser", "data", "copy_", "one element"])

@@ -10,12 +10,14 @@ from ranks import Ranks
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
+@pytest.mark.covering(1)
 @DTYPES
 @pytest.mark.parametrize("clip", ["none", "ours", "torch"])
 def test_two_ranks_train_like_plain_torch(dtype: torch.dtype, clip: str, two_ranks: Ranks) -> None:
     two_ranks(cases.train, dtype, False, clip, (2,))
 
 
+@pytest.mark.covering(2)
 @DTYPES
 @pytest.mark.parametrize("clip", ["none", "ours"])
 @pytest.mark.parametrize("ahead", [False, True])

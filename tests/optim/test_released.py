@@ -73,7 +73,7 @@ def test_gradients_are_freed_during_backward() -> None:
     assert all(reference() is None for reference in alive)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 def test_backwards_without_announcement(seed: int) -> None:
     """The number of backwards changes from window to window, heads take turns, nobody says so."""
 

@@ -108,6 +108,7 @@ def pair() -> Pair:
 # -- the same bits ------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

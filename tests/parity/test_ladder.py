@@ -59,6 +59,7 @@ def summed(gradients: list[list[Tensor]]) -> list[Tensor]:
     return total
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("kind", "transfer", "tile_numel"), EVERYWHERE)
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,6 +83,7 @@ def test_default_mode_steps_grad_as_found(
         assert len(optimizer._store.tiles) > 5
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("kind", "transfer", "tile_numel"), EVERYWHERE)
 @pytest.mark.parametrize("backwards", [1, 2, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,6 +102,7 @@ def test_released_gradients_are_added_in_float32(
         assert same_weights(plain_model, model), step
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("transfer", ["direct", "simulated"])
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])

@@ -48,6 +48,7 @@ def case(stage: int, offload: str, backwards: int, announced: bool) -> None:
         assert (arrived, applied) == (backwards, 1) and reduced in (expected, None)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("announced", [False, True])
 @pytest.mark.parametrize("backwards", [1, 2, 4])
 @pytest.mark.parametrize("stage, offload", [(1, "cpu"), (2, "cpu"), (2, "none")])

@@ -10,6 +10,7 @@ from ranks import Ranks
 from sharding import gathering_cases
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [0, 1, 3])
 @pytest.mark.parametrize("where", ["shared", "sockets", "until full"])
 def test_every_rank_has_what_each_one_gave(where: str, keep: int, two_ranks: Ranks) -> None:
@@ -30,6 +31,7 @@ def test_ranks_that_know_other_segments_begin_anew(two_ranks: Ranks) -> None:
     assert 20 < second["shared"] < 60, "rank 1 stands apart for one"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("where", ["shared", "sockets", "until full"])
 def test_what_a_lane_sends_arrives(where: str, seed: int, two_ranks: Ranks) -> None:

@@ -286,6 +286,7 @@ def test_parameters_that_are_added_in_the_block_are_in_it() -> None:
     assert named(trace.events, PUBLISH)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("clip", [None, 1e-3])
 def test_the_bits_are_the_same(transfer: str, clip: float | None) -> None:

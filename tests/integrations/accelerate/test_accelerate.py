@@ -27,7 +27,7 @@ def test_resumes(kind: str, tmp_path: Path) -> None:
     cases.resumed(str(tmp_path), kind)
 
 
-@pytest.mark.parametrize("clip", [None, 0.25])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.slow), 0.25])
 def test_ddp(clip: float | None, two_ranks: Ranks) -> None:
     two_ranks(cases.both, clip)
 
@@ -37,7 +37,9 @@ def test_ranks_resume(fsdp2: bool, two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.resumed, str(tmp_path), "kept", fsdp2)
 
 
-@pytest.mark.parametrize("kind, clip", [("kept", None), ("kept", 0.25), ("released", None)])
+@pytest.mark.parametrize(
+    "kind, clip", [pytest.param("kept", None, marks=pytest.mark.slow), ("kept", 0.25), ("released", None)]
+)
 def test_fsdp2(kind: str, clip: float | None, two_ranks: Ranks) -> None:
     """Accelerate makes the optimizer first and the shards afterwards."""
     two_ranks(cases.on_fsdp2, kind, clip)

@@ -29,6 +29,7 @@ def test_one_line_with_an_adapter(tmp_path: Path) -> None:
     cases.one_line(str(tmp_path), cases.make_adapted)
 
 
+@pytest.mark.slow
 def test_one_line_with_ddp(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.one_line, str(tmp_path), max_grad_norm=0.25)
 
@@ -38,6 +39,7 @@ def test_mini_lm(tmp_path: Path) -> None:
     cases.mini_lm(str(tmp_path), 2)
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 3])
 def test_mini_lm_on_two_ranks(number: int, two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.mini_lm, str(tmp_path), number)

@@ -39,7 +39,7 @@ def test_one_rank(options: dict[str, Any], tmp_path: Path) -> None:
     close(mine)
 
 
-@pytest.mark.parametrize("number, accumulation", [(1, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize("number, accumulation", [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), (3, 1)])
 def test_two_ranks(number: int, accumulation: int, two_ranks: Ranks, tmp_path: Path) -> None:
     """The plain Trainer's weights under DDP, which sums a window's gradients on each rank, as stage 1 does."""
     two_ranks(cases.same_as_ddp, str(tmp_path), number, accumulation)
@@ -54,7 +54,7 @@ def test_generates_at_stage_3(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.generated, str(tmp_path))
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("number", [*(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)), 3])
 def test_resumes(number: int, two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.resumed, str(tmp_path), number)
 
