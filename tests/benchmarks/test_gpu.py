@@ -132,6 +132,7 @@ def outcome(job: str, run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("small_scale")
+@pytest.mark.slow
 def test_a_failure_is_a_row_and_the_others_go_on() -> None:
     results = make_contest((TORCHAO, BY_HAND, AHEAD), outcome).measure()
     assert [(run["contestant"], run["tokens_per_step"]) for run in results["runs"]] == [
@@ -195,6 +196,7 @@ def test_a_process_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_scale")
+@pytest.mark.slow
 def test_two_pictures() -> None:
     pytest.importorskip("matplotlib")
     pictures, reason = figures.draw(make_contest((BY_HAND, TORCHAO, AHEAD), outcome).measure())
@@ -209,6 +211,7 @@ def test_without_matplotlib_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) 
     assert pictures == {} and "matplotlib cannot be imported" in reason
 
 
+@pytest.mark.slow
 def test_peak_resident_counts_what_is_held() -> None:
     """And not the processes that were there at the beginning."""
     program = "import torch, time; held = torch.ones(1 << 24); print('ready', flush=True); time.sleep(60)"

@@ -103,7 +103,7 @@ def check(about: Run, seed: int, kills: int) -> None:
     assert kept == {"latest", f"global_step{STEPS - 1}", f"global_step{STEPS}"}
 
 
-@pytest.mark.parametrize(("stage", "async_save"), [pytest.param(2, False, marks=pytest.mark.slow), (3, True)])
+@pytest.mark.parametrize(("stage", "async_save"), [(2, False), (3, True)])
 def test_killed_while_saving(stage: int, async_save: bool, tmp_path: Path) -> None:
     check(Run(str(tmp_path / "run"), stage, async_save, STEPS), stage, kills=10)
 

@@ -195,6 +195,7 @@ def test_the_page_and_the_files(cli, llama, tmp_path):
     assert all(set(choice["host_bytes"]) == kinds for choice in content["choices"])
 
 
+@pytest.mark.slow
 def test_the_configuration_trains(cli, llama, tmp_path):
     import transformers
 

@@ -192,6 +192,7 @@ def test_a_disk_that_is_full_at_the_end(train, tmp_path, monkeypatch, results):
     assert results(tmp_path / "run").weights and not (tmp_path / "trace.json").exists()
 
 
+@pytest.mark.slow
 def test_the_leading_rank_writes(two_ranks, text, tmp_path):
     page = tmp_path / "trace.html"
     micro = ["train", "--data", str(text), *MICRO_MODEL, *MICRO_RUN, "--stage", "2", "--trace", str(page)]

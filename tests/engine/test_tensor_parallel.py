@@ -11,7 +11,7 @@ from engine import tensor_parallel_cases as cases
 
 @pytest.mark.parametrize(
     "dtype, clip",
-    [(torch.float32, None), pytest.param(torch.float32, 0.05, marks=pytest.mark.slow), (torch.bfloat16, 0.05)],
+    [*(pytest.param(torch.float32, clip, marks=pytest.mark.slow) for clip in (None, 0.05)), (torch.bfloat16, 0.05)],
     ids=str,
 )
 def test_the_weights_are_those_of_tensor_parallelism_alone(

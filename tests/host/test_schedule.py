@@ -75,7 +75,7 @@ def trained(seed: int, share: float, clip: bool = True) -> Witness:
     return witness
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [*(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0)), 0.5])
 def test_the_table_is_what_the_store_does(share: float) -> None:
     seen: set[tuple[str, str]] = set()
     for seed in range(3):

@@ -38,9 +38,7 @@ def symbols(source: Path, flags: list[str], folder: Path) -> list[tuple[str, str
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set only")
-@pytest.mark.parametrize(
-    "isa", [*(pytest.param(isa, marks=pytest.mark.slow) for isa in ("baseline", "avx2")), "avx512"]
-)
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
 def test_kernel_objects_define_their_table_alone(isa: str, tmp_path: Path) -> None:
     table = f"longshore::k{isa.capitalize()}Kernels"
     seen = [(kind, name) for kind, name in symbols(NATIVE / f"kernels_{isa}.cpp", FLAGS[isa], tmp_path) if kind != "U"]
