@@ -99,6 +99,7 @@ class PeakResident:
 
     def __init__(self) -> None:
         self._seen = 0
+        resident_bytes()  # what the allocator only keeps would be used again, and not be seen to grow
         try:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
             self._remembered = "VmHWM"

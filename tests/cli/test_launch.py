@@ -246,16 +246,20 @@ def test_modules_and_programs(run: Callable[..., Any], tmp_path: Path) -> None:
 def test_signals(number: signal.Signals, launcher: str, tmp_path: Path) -> None:
     """They reach the ranks, and the exit code is torchrun's."""
     script = tmp_path / "waits.py"
-    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(100)\n")
+    script.write_text("import os, time\nos.write(1, b'up\\n')\ntime.sleep(100)\n")  # one write: lines do not mix
     launching = [launcher, *(["launch"] if launcher == "longshore" else [])]
     process = subprocess.Popen(
         [sys.executable, "-m", *launching, "--nproc-per-node=2", str(script)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.terminate()
+        process.communicate()
     assert process.returncode == 1
     assert number.name in errors or "got signal" in errors
 
