@@ -12,7 +12,7 @@ from longshore.host.schedule import SCHEDULE, Lane, Row, Which
 from longshore.plan.choice import Choice, Job
 from longshore.plan.machine import Compute, PlanMachine, Work
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
-from longshore.plan.simulation import FORWARD, Simulation, simulate
+from longshore.plan.simulation import FORWARD, RELEASE, Simulation, simulate
 from longshore.plan.timeline import Timeline
 from longshore.sharding.schedule import GATHER, REDUCE, SHARDED_SCHEDULE
 from plan.models import EIGHT, machine
@@ -21,11 +21,17 @@ from plan.models import EIGHT, machine
 class Clockwork(Compute):
     """A second forward and two backward for each segment that multiplies."""
 
+    def __init__(self, releasing_s: float = 0.0) -> None:
+        self.releasing_s = releasing_s
+
     def forward_s(self, work: Work, tokens: int, seq_len: int) -> float:
         return 1.0 if work.multiplied else 0.0
 
     def backward_s(self, work: Work, tokens: int, seq_len: int) -> float:
         return 2.0 if work.multiplied else 0.0
+
+    def release_s(self, work: Work, tokens: int) -> float:
+        return self.releasing_s if work.multiplied else 0.0
 
 
 N = 1 << 20
@@ -44,7 +50,8 @@ def layers(count: int) -> PlannedModel:
 def clock(**figures: float) -> PlanMachine:
     usual = {
         "host_bytes_per_s": HOST,
-        "host_read_bytes_per_s": 1e30,
+        "host_norm_bytes_per_s": 1e30,
+        "bookkeeping_s": 0.0,
         "to_host_bytes_per_s": 1e30,
         "to_device_bytes_per_s": 2.0 * N,
         "latency_s": 0.0,
@@ -89,7 +96,7 @@ def test_some_spares_are_those_of_the_last_tiles() -> None:
 
 
 def test_passes_that_have_not_begun_at_the_verdict_go_behind_the_norm() -> None:
-    slow = replace(clock(), host_bytes_per_s=HOST / 10, host_read_bytes_per_s=2.0 * N * 4)
+    slow = replace(clock(), host_bytes_per_s=HOST / 10, host_norm_bytes_per_s=2.0 * N * 4)
     found = simulate(layers(3), slow, JOB, Choice(0, "cpu", speculation=1.0))
     ends = spans(found, STEP_AHEAD)
     assert ends[0][0] == 5.25  # measured first
@@ -97,6 +104,17 @@ def test_passes_that_have_not_begun_at_the_verdict_go_behind_the_norm() -> None:
     # Measuring goes ahead of what had not begun.
     measured = spans(found, "measure early")
     assert len(measured) == 3 and measured[-1][1] <= ends[1][0]
+
+
+@pytest.mark.parametrize(("job", "released"), [(JOB, 1.5), (replace(JOB, accumulation=2), 0.0)])
+def test_what_each_parameter_takes(job: Job, released: float) -> None:
+    """Hooks lengthen backward, the rest the norm; gradients that are not taken before it are let go of at the end."""
+    here = replace(clock(), staged=False, host_bytes_per_s=1e30, compute=Clockwork(0.5))
+    slow = replace(here, arrival_s=0.1, bookkeeping_s=0.01)
+    found = simulate(layers(3), slow, job, Choice(0, "cpu"))
+    assert found.compute_s == pytest.approx(job.accumulation * (9.0 + 0.3 + (0.0 if released else 1.5)))
+    assert found.exposed_s == pytest.approx(0.03 + released)
+    assert sum(end - begin for begin, end in spans(found, RELEASE)) == pytest.approx(released)
 
 
 def test_copies_are_waited_for() -> None:

@@ -16,6 +16,7 @@ from longshore.plan.choice import Choice, Job
 from longshore.plan.here import of_figures, tokens_to_measure
 from longshore.plan.machine import Compute, MeasuredCompute, PlanMachine, Work
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
+from longshore.plan.overheads import Overheads, OverheadsProbe
 from longshore.plan.probe import Probe, measure_compute
 from longshore.plan.simulation import Simulation, simulate
 from longshore.report import Figures, read_machine
@@ -37,6 +38,9 @@ class Sleeps(Compute):
     def backward_s(self, work: Work, tokens: int, seq_len: int) -> float:
         return self._seconds
 
+    def release_s(self, work: Work, tokens: int) -> float:
+        return 0.0
+
 
 def recorded() -> dict[str, Any]:
     return json.loads((RESULTS / "2026-11-22-cpu-amd-epyc-zen5-overlap.json").read_text())["parts"]["overlap"]
@@ -56,7 +60,8 @@ def simulated(case: str, found: dict[str, Any], share: float) -> Simulation:
     host: PlanMachine = replace(
         machine(),
         host_bytes_per_s=step_bytes / (median(usual, "exposed") - 2 * layers * numel / 30e9),
-        host_read_bytes_per_s=30e9,
+        host_norm_bytes_per_s=30e9,
+        bookkeeping_s=0.0,  # few layers
         to_host_bytes_per_s=20e9,
         to_device_bytes_per_s=20e9,
         compute=Sleeps(median(found["cases"][case], "backward") / layers),
@@ -91,11 +96,21 @@ def test_a_probe_measures_by_its_clock() -> None:
     probe = Probe(torch.float32, (8, 4), 8, clock=lambda: float(next(ticks)))
     found = probe.measure(2)
     assert isinstance(found, MeasuredCompute) and set(found.forward) == {"matrix", "width", "logit", "lookup"}
-    for curves in (found.forward, found.backward):
+    for curves in (found.forward, found.backward, found.release):
         assert all(curve.tokens == (4, 8) and all(s > 0 for s in curve.seconds) for curve in curves.values())
     # One tick for each forward and each backward: per element of what was measured.
     numel = 20 * 768 * 2432
-    assert found.forward["matrix"].seconds == (1 / numel, 1 / numel)
+    assert found.forward["matrix"].seconds == found.release["matrix"].seconds == (1 / numel, 1 / numel)
+
+
+def test_overheads_by_a_clock() -> None:
+    """A norm takes one tick, a step one; plain backward one and ours three: its optimizer looks at no clock."""
+    times = iter([0, 1, 0, 1, 0, 3, 0, 1] * 4)
+    probe = OverheadsProbe(torch.bfloat16, 1 << 20, clock=lambda: float(next(times)))
+    try:
+        assert probe.measure(3) == (2.0 * (1 << 20), 2 / 128, 1 / 128)
+    finally:
+        probe.close()
 
 
 def test_more_tokens_take_longer() -> None:
@@ -107,13 +122,14 @@ def test_more_tokens_take_longer() -> None:
 
 def test_what_is_measured_goes_into_the_machine() -> None:
     figures = Figures(2, 1 << 20, 10e9, 16e9, 5e8, 14e9, [], [])
-    compute = MeasuredCompute({}, {})
-    found = of_figures(read_machine(), figures, compute, 2)
+    compute = MeasuredCompute({}, {}, {})
+    overheads = Overheads(8e9, 15e-6, 20e-6)
+    found = of_figures(read_machine(), figures, overheads, compute, 2)
     assert (found.ranks, found.ranks_per_host, found.staged, found.device_bytes) == (2, 2, False, 0)
-    assert (found.host_bytes_per_s, found.host_read_bytes_per_s, found.exchange_bytes_per_s) == (14e9, 10e9, 2e9)
-    on_gpu = of_figures(
-        read_machine(), replace(figures, to_device_bytes_per_s=[5e10], from_device_bytes_per_s=[4e10]), compute, 1
-    )
+    assert (found.host_bytes_per_s, found.host_norm_bytes_per_s, found.exchange_bytes_per_s) == (14e9, 8e9, 2e9)
+    assert (found.arrival_s, found.bookkeeping_s) == (15e-6, 20e-6)
+    copies = replace(figures, to_device_bytes_per_s=[5e10], from_device_bytes_per_s=[4e10])
+    on_gpu = of_figures(read_machine(), copies, overheads, compute, 1)
     assert (on_gpu.to_host_bytes_per_s, on_gpu.to_device_bytes_per_s) == (4e10, 5e10)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from longshore.plan.choice import Job
 from longshore.plan.machine import Compute, PlanMachine
+from longshore.plan.overheads import Overheads, OverheadsProbe
 from longshore.plan.probe import measure_compute
 from longshore.report import Figures, Machine, measure, read_machine
 
@@ -42,10 +43,15 @@ def this_machine(
         raise ValueError(
             f"this machine has {devices} CUDA devices, and {ranks} ranks need one each; give --gpu to plan for another"
         )
+    dtype = job.dtype or torch.float32
     figures = measure(numel, rounds, note)
+    note("what a parameter takes")
+    probe = OverheadsProbe(dtype, numel)
+    overheads = probe.measure(rounds)
+    probe.close()
     device = torch.device("cuda" if devices else "cpu")
-    compute = measure_compute(job.dtype or torch.float32, tokens_to_measure(job), job.seq_len, device, rounds, note)
-    return of_figures(machine, figures, compute, ranks or max(1, devices))
+    compute = measure_compute(dtype, tokens_to_measure(job), job.seq_len, device, rounds, note)
+    return of_figures(machine, figures, overheads, compute, ranks or max(1, devices))
 
 
 def tokens_to_measure(job: Job) -> Sequence[int]:
@@ -54,7 +60,7 @@ def tokens_to_measure(job: Job) -> Sequence[int]:
     return sorted({_FEWEST_TOKENS, own, min(_MOST_TOKENS, max(2 * own, 512))})
 
 
-def of_figures(machine: Machine, figures: Figures, compute: Compute, ranks: int) -> PlanMachine:
+def of_figures(machine: Machine, figures: Figures, overheads: Overheads, compute: Compute, ranks: int) -> PlanMachine:
     """The machine of ``longshore report``, with how fast it computes."""
     gpus = machine.gpus
     limit = machine.memory.limit_bytes or machine.memory.total_bytes
@@ -73,13 +79,15 @@ def of_figures(machine: Machine, figures: Figures, compute: Compute, ranks: int)
         device_bytes=min((gpu.free_bytes for gpu in gpus), default=0),
         host_bytes=memory,
         host_bytes_per_s=figures.step_bytes_per_s,
-        host_read_bytes_per_s=figures.memory_read_bytes_per_s,
+        host_norm_bytes_per_s=overheads.norm_bytes_per_s,
         to_host_bytes_per_s=min(figures.from_device_bytes_per_s, default=copied),
         to_device_bytes_per_s=min(figures.to_device_bytes_per_s, default=copied),
         device_memory_bytes_per_s=_device_speed(machine) if gpus else copied,
         exchange_bytes_per_s=copied / 2 / _EXCHANGE_PASSES,
         latency_s=_LATENCY_S,
         compute=compute,
+        arrival_s=0.0 if gpus else overheads.arrival_s,  # beside a device that computes
+        bookkeeping_s=overheads.bookkeeping_s,
         assumptions=tuple(assumptions),
     )
 

@@ -40,6 +40,10 @@ class Compute(ABC):
     def backward_s(self, work: Work, tokens: int, seq_len: int) -> float:
         """Backward, which gives the gradients of inputs and weights."""
 
+    @abstractmethod
+    def release_s(self, work: Work, tokens: int) -> float:
+        """Giving back the memory of the weights' gradients."""
+
 
 _LOOKED_UP_BYTES = 2
 
@@ -65,6 +69,9 @@ class PeakCompute(Compute):
         written = work.looked_up * _LOOKED_UP_BYTES / self.memory_bytes_per_s
         return 2 * self.forward_s(work, tokens, seq_len) + written
 
+    def release_s(self, work: Work, tokens: int) -> float:
+        return 0.0  # to a pool of the process's own
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -84,18 +91,22 @@ class MeasuredCompute(Compute):
     """From what this machine did (:mod:`longshore.plan.probe`); each curve is of one number that a token meets.
 
     Attributes:
-        forward, backward: by ``"matrix"`` (an element that tokens are multiplied by), ``"width"`` (a number that goes
-            in or out), ``"logit"`` and ``"lookup"`` (an element of an embedding).
+        forward, backward, release: by ``"matrix"`` (an element that tokens are multiplied by), ``"width"`` (a number
+            that goes in or out), ``"logit"`` and ``"lookup"`` (an element of an embedding).
     """
 
     forward: Mapping[str, Curve]
     backward: Mapping[str, Curve]
+    release: Mapping[str, Curve]
 
     def forward_s(self, work: Work, tokens: int, seq_len: int) -> float:
         return _sum(self.forward, work, tokens)
 
     def backward_s(self, work: Work, tokens: int, seq_len: int) -> float:
         return _sum(self.backward, work, tokens)
+
+    def release_s(self, work: Work, tokens: int) -> float:
+        return _sum(self.release, work, tokens)
 
 
 def _sum(curves: Mapping[str, Curve], work: Work, tokens: int) -> float:
@@ -115,12 +126,14 @@ class PlanMachine:
         device_bytes: of each device; with parameters in host memory 0.
         host_bytes: of each host.
         host_bytes_per_s: that all host threads read and write in a step, on one host.
-        host_read_bytes_per_s: that they read, on one host.
+        host_norm_bytes_per_s: of gradients whose norm they measure, on one host.
         to_host_bytes_per_s, to_device_bytes_per_s: of each device's link.
         device_memory_bytes_per_s: of each device, read and written.
         exchange_bytes_per_s: that each rank sends to others, while all do.
         latency_s: of one exchange.
         compute: how long forward and backward take.
+        arrival_s: of each parameter, that backward waits for when its gradient comes.
+        bookkeeping_s: of each parameter, that ``step()`` takes beside what moves bytes.
         assumptions: what was not measured or said, in words.
     """
 
@@ -131,13 +144,15 @@ class PlanMachine:
     device_bytes: int
     host_bytes: int
     host_bytes_per_s: float
-    host_read_bytes_per_s: float
+    host_norm_bytes_per_s: float
     to_host_bytes_per_s: float
     to_device_bytes_per_s: float
     device_memory_bytes_per_s: float
     exchange_bytes_per_s: float
     latency_s: float
     compute: Compute
+    arrival_s: float = 0.0
+    bookkeeping_s: float = 0.0
     assumptions: Sequence[str] = ()
 
 
@@ -178,6 +193,8 @@ HOST_SHARE = 0.9
 """Of a host's bandwidth that its step reaches (``make bench``: 0.87 and 0.93)."""
 _NETWORK_BYTES_PER_S = 50e9
 _LATENCY_S = 50e-6
+_BOOKKEEPING_S = 15e-6
+"""Python's work for each parameter in ``step()``, as measured here; what backward's hooks take, a device hides."""
 
 
 class Description(NamedTuple):
@@ -232,6 +249,7 @@ def described(said: Description) -> PlanMachine:
     if memory is None:
         raise ValueError("how much memory does a host have? give --host-memory, as 2TB")
     device_speed = ACHIEVED_BANDWIDTH * (said.device_bytes_per_s or sheet.memory_bytes_per_s)
+    assumptions.append(f"step() takes {1e6 * _BOOKKEEPING_S:.0f} us for each parameter, beside what moves bytes")
     ranks = said.gpus * said.hosts
     return PlanMachine(
         name=f"{ranks} x {sheet.name}" + (f" on {said.hosts} hosts" if said.hosts > 1 else ""),
@@ -241,13 +259,14 @@ def described(said: Description) -> PlanMachine:
         device_bytes=said.device_memory_bytes or sheet.memory_bytes,
         host_bytes=memory,
         host_bytes_per_s=HOST_SHARE * host,
-        host_read_bytes_per_s=HOST_SHARE * host,
+        host_norm_bytes_per_s=HOST_SHARE * host,
         to_host_bytes_per_s=link,
         to_device_bytes_per_s=link,
         device_memory_bytes_per_s=device_speed,
         exchange_bytes_per_s=exchange,
         latency_s=_LATENCY_S,
         compute=PeakCompute(said.efficiency * peak, device_speed),
+        bookkeeping_s=_BOOKKEEPING_S,
         assumptions=tuple(assumptions),
     )
 

@@ -29,6 +29,15 @@ Note = Callable[[str], None]
 Clock = Callable[[], float]
 
 
+class Seconds(NamedTuple):
+    """Of one run of a piece."""
+
+    forward: float
+    backward: float
+    release: float
+    """Of the memory of the weights' gradients."""
+
+
 class Probe:
     """Pieces that are made once, and run as often as somebody wants to know.
 
@@ -64,15 +73,14 @@ class Probe:
 
     def measure(self, rounds: int, note: Note = lambda line: None) -> MeasuredCompute:
         """Medians of so many rounds, in each of which every piece runs once; ``note`` is told what is measured now."""
-        seconds: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in self._pieces}
+        seconds: dict[tuple[str, int], list[Seconds]] = {key: [] for key in self._pieces}
         for _ in range(rounds):
             for (name, count), (run, numel) in self._pieces.items():
                 note(f"{name} of {count} tokens")
-                forward, backward = run()
-                seconds[name, count].append((forward / numel, backward / numel))
-        return MeasuredCompute(self._curves(seconds, 0), self._curves(seconds, 1))
+                seconds[name, count].append(Seconds(*(each / numel for each in run())))
+        return MeasuredCompute(*(self._curves(seconds, which) for which in range(len(Seconds._fields))))
 
-    def _curves(self, seconds: dict[tuple[str, int], list[tuple[float, float]]], which: int) -> dict[str, Curve]:
+    def _curves(self, seconds: dict[tuple[str, int], list[Seconds]], which: int) -> dict[str, Curve]:
         names = dict.fromkeys(name for name, _ in seconds)
         return {
             name: Curve(
@@ -97,8 +105,8 @@ def measure_compute(
     return probe.measure(rounds, note)
 
 
-_Piece = tuple[Callable[[], tuple[float, float]], int]
-"""What takes a forward and a backward, and tells the seconds of each; and by how many numbers to divide them."""
+_Piece = tuple[Callable[[], Seconds], int]
+"""What runs once, and by how many numbers to divide its seconds."""
 
 
 class _Watch(NamedTuple):
@@ -112,14 +120,20 @@ class _Watch(NamedTuple):
             torch.cuda.synchronize(self.device)
         return self.clock()
 
-    def timed(self, forward: Callable[[], list[Tensor]], leaves: Sequence[Tensor]) -> tuple[float, float]:
+    def timed(
+        self, forward: Callable[[], list[Tensor]], inputs: Sequence[Tensor], weights: Sequence[Tensor] = ()
+    ) -> Seconds:
+        """Gradients of inputs are let go of in backward, as in a model; those of weights at the end of a step."""
         start = self.now()
         outputs = forward()
         middle = self.now()
         torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-        for leaf in leaves:
-            leaf.grad = None  # giving memory back takes its time too
-        return middle - start, self.now() - middle
+        for each in inputs:
+            each.grad = None  # giving memory back takes its time too
+        end = self.now()
+        for each in weights:
+            each.grad = None
+        return Seconds(middle - start, end - middle, self.now() - end)
 
 
 def _matrices(tokens: int, seq_len: int, dtype: torch.dtype, watch: _Watch) -> _Piece:
@@ -128,9 +142,8 @@ def _matrices(tokens: int, seq_len: int, dtype: torch.dtype, watch: _Watch) -> _
     weights = [torch.randn(_INNER, _HIDDEN, device=device).to(dtype).requires_grad_() for _ in range(count)]
     x = torch.randn(tokens, _HIDDEN, device=device).to(dtype).requires_grad_()
 
-    def run() -> tuple[float, float]:
-        # Each gradient of x is let go of by the sum, as in a model.
-        return watch.timed(lambda: [functional.linear(x, weight) for weight in weights], [x, *weights])
+    def run() -> Seconds:
+        return watch.timed(lambda: [functional.linear(x, weight) for weight in weights], [x], weights)
 
     return run, count * _INNER * _HIDDEN
 
@@ -182,7 +195,7 @@ def _loss(tokens: int, seq_len: int, dtype: torch.dtype, watch: _Watch) -> _Piec
 def _lookup(tokens: int, seq_len: int, dtype: torch.dtype, watch: _Watch) -> _Piece:
     weight = torch.randn(_VOCABULARY, _HIDDEN, device=watch.device).to(dtype).requires_grad_()
     which = torch.arange(tokens, device=watch.device) % _VOCABULARY
-    return lambda: watch.timed(lambda: [functional.embedding(which, weight)], [weight]), _VOCABULARY * _HIDDEN
+    return lambda: watch.timed(lambda: [functional.embedding(which, weight)], [], [weight]), _VOCABULARY * _HIDDEN
 
 
 _PIECES = {"matrix": _matrices, "width": _between, "logit": _loss, "lookup": _lookup}

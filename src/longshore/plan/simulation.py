@@ -21,12 +21,13 @@ from longshore.plan.workload import Segment, TileJob, segments_of, tile_jobs
 from longshore.sharding.placement import STRATEGIES
 from longshore.sharding.schedule import GATHER, REDUCE, SHARDED_SCHEDULE
 
-FORWARD, GATHER_TO_USE, ADD, MEASURE, STEP_ON_DEVICE = (
+FORWARD, GATHER_TO_USE, ADD, MEASURE, STEP_ON_DEVICE, RELEASE = (
     "forward",
     "gather to use",
     "add",
     "measure early",
     "step on the device",
+    "release",
 )
 _BESIDE: Mapping[str, Row] = {
     FORWARD: Row(Lane.COMPUTE),
@@ -34,6 +35,7 @@ _BESIDE: Mapping[str, Row] = {
     ADD: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
     MEASURE: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
     STEP_ON_DEVICE: Row(Lane.COMPUTE, ((NORM, Which.ALL),)),
+    RELEASE: Row(Lane.COMPUTE, ((PUBLISH, Which.ALL),)),
 }
 """What the tables of the engine's own steps do not have."""
 
@@ -89,6 +91,8 @@ class _Step:
         self._copies = machine.staged and self._offloads
         self._segments = segments_of(model)
         self._tiles = tile_jobs(job, choice, layout, self._segments)
+        self._parameters = len(model.trainable)
+        self._kept_to_the_end = not self._each_backward or (not self._sharded and job.accumulation == 1)
         self._early_norms = self._offloads and bool(choice.speculation) and job.clipping is not None
         self._time = Timeline({**(SHARDED_SCHEDULE if self._sharded else SCHEDULE), **_BESIDE}, self._shared_lanes())
         # Of a backward.
@@ -140,7 +144,11 @@ class _Step:
 
     def _backward_s(self, segment: Segment) -> float:
         seconds = self._machine.compute.backward_s(segment.work, self._job.tokens, self._job.seq_len)
-        return seconds + (self._forward_s(segment) if self._job.checkpointing and segment.unit is not None else 0.0)
+        if self._job.checkpointing and segment.unit is not None:
+            seconds += self._forward_s(segment)
+        if not self._kept_to_the_end:
+            seconds += self._machine.compute.release_s(segment.work, self._job.tokens)
+        return seconds + self._machine.arrival_s * len(segment.parameters)
 
     def _backward(self, number: int, last: bool) -> None:
         launches = self._sharded and (self._each_backward or last)
@@ -212,7 +220,8 @@ class _Step:
         left = 0 if self._early_norms else sum(tile.numel * tile.gradient_itemsize for tile in self._tiles)
         meeting = self._machine.latency_s if self._sharded else 0.0
         measures = self._job.clipping is not None
-        self._time.run(NORM, "norm", meeting + (self._read_s(left) if measures else 0.0))
+        bookkeeping = self._machine.bookkeeping_s * self._parameters
+        self._time.run(NORM, "norm", meeting + bookkeeping + (self._read_s(left) if measures else 0.0))
         for tile in put_off:
             self._step_ahead(tile)
 
@@ -234,6 +243,9 @@ class _Step:
         if self._sharded and self._choice.stage in (1, 2):
             for index, bucket in enumerate(self._layout.buckets):
                 self._time.run(GATHER, index, self._exchange_s(bucket.numel * bucket.dtype.itemsize))
+        if self._kept_to_the_end:
+            released = sum(self._machine.compute.release_s(each.work, self._job.tokens) for each in self._segments)
+            self._time.run(RELEASE, "gradients", released)
 
     def _publish(self, tile: TileJob) -> None:
         num_bytes = tile.numel * tile.itemsize
@@ -261,7 +273,7 @@ class _Step:
     def _read_s(self, num_bytes: float) -> float:
         if self._machine.staged and not self._offloads:
             return self._device_s(num_bytes)
-        return num_bytes * self._machine.ranks_per_host / self._machine.host_read_bytes_per_s
+        return num_bytes * self._machine.ranks_per_host / self._machine.host_norm_bytes_per_s
 
     def _device_s(self, num_bytes: float) -> float:
         return num_bytes / self._machine.device_memory_bytes_per_s
