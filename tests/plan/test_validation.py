@@ -14,10 +14,10 @@ import torch
 from longshore.host.recorder import PUBLISH
 from longshore.plan.choice import Choice, Job
 from longshore.plan.here import of_figures, tokens_to_measure
-from longshore.plan.machine import Compute, MeasuredCompute, PlanMachine, Work
+from longshore.plan.machine import Compute, Curve, MeasuredCompute, PlanMachine, Work
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
 from longshore.plan.overheads import Overheads, OverheadsProbe
-from longshore.plan.probe import Probe, measure_compute
+from longshore.plan.probe import Probe, measure_compute, slowest
 from longshore.plan.simulation import Simulation, simulate
 from longshore.report import Figures, read_machine
 from plan.models import machine
@@ -138,3 +138,23 @@ def test_tokens_to_measure(tokens: int) -> None:
     points = tokens_to_measure(Job(1, tokens))
     assert 2 <= len(points) <= 3 and max(points) <= 4096 and points == sorted(points)
     assert min(tokens, 4096) in points
+
+
+def test_ranks_of_one_host_share_its_threads() -> None:
+    """What computes meanwhile has its part of them, and all of them are back in the end."""
+    before = torch.get_num_threads()
+    seen: set[int] = set()
+    note = lambda line: seen.add(torch.get_num_threads())  # noqa: E731
+    torch.set_num_threads(4)
+    try:
+        measure_compute(torch.float32, (8, 16), 16, rounds=1, note=note, ranks=2)
+        assert torch.get_num_threads() == 4 and seen == {2}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_slowest_of_several_counts() -> None:
+    def found(*seconds: float) -> MeasuredCompute:
+        return MeasuredCompute(*({"matrix": Curve((8, 16), seconds)} for _ in range(3)))
+
+    assert slowest([found(1.0, 4.0), found(2.0, 3.0)], turns=1.5) == found(3.0, 6.0)

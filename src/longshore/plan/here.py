@@ -50,7 +50,8 @@ def this_machine(
     overheads = probe.measure(rounds)
     probe.close()
     device = torch.device("cuda" if devices else "cpu")
-    compute = measure_compute(dtype, tokens_to_measure(job), job.seq_len, device, rounds, note)
+    sharing = 1 if devices else ranks or 1
+    compute = measure_compute(dtype, tokens_to_measure(job), job.seq_len, device, rounds, note, sharing)
     return of_figures(machine, figures, overheads, compute, ranks or max(1, devices))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -98,11 +99,43 @@ def measure_compute(
     device: torch.device | None = None,
     rounds: int = 3,
     note: Note = lambda line: None,
+    ranks: int = 1,
 ) -> MeasuredCompute:
-    """Measure once, after a round that is not counted; the arguments and errors are those of :class:`Probe`."""
-    probe = Probe(dtype, tokens, seq_len, device)
-    probe.measure(1, note)
-    return probe.measure(rounds, note)
+    """Measure once, after a round that is not counted; the other arguments and errors are those of :class:`Probe`.
+
+    Args:
+        ranks: that share this process's CPUs and the bandwidth of their memory: so many compute at once, each with its
+            part of torch's threads, and what the slowest took counts.
+    """
+    threads = torch.get_num_threads()
+    together = min(ranks, threads)
+
+    def measured(probe: Probe) -> MeasuredCompute:
+        probe.measure(1, note)
+        return probe.measure(rounds, note)
+
+    torch.set_num_threads(threads // together)
+    try:
+        probes = [Probe(dtype, tokens, seq_len, device) for _ in range(together)]
+        with ThreadPoolExecutor(together) as pool:
+            found = list(pool.map(measured, probes))
+    finally:
+        torch.set_num_threads(threads)
+    return slowest(found, ranks / together)
+
+
+def slowest(found: Sequence[MeasuredCompute], turns: float = 1.0) -> MeasuredCompute:
+    """Of several that computed at once, point by point; ``turns``: so many take turns on one's CPUs."""
+
+    def worst(curves: Sequence[Curve]) -> Curve:
+        seconds = zip(*(curve.seconds for curve in curves), strict=True)
+        return Curve(curves[0].tokens, tuple(turns * max(each) for each in seconds))
+
+    def of(which: str) -> dict[str, Curve]:
+        each = [getattr(one, which) for one in found]
+        return {name: worst([curves[name] for curves in each]) for name in each[0]}
+
+    return MeasuredCompute(*(of(which) for which in Seconds._fields))
 
 
 _Piece = tuple[Callable[[], Seconds], int]
