@@ -40,7 +40,7 @@ def save(root: Path, tag: str, number: int, run: str = "run", **more: Any) -> Pa
     values = torch.full((NUMEL,), float(number))
     part = SavedPart("model.weight", torch.float32, (NUMEL,), Box((0,), (NUMEL,)), lambda: values)
     about = Values.of({"number": number, "again": torch.tensor(number)})
-    content = Content([part], about, Values.of({"rank": 0}), None, number, run)
+    content = Content([part], about, Values.of({"rank": 0}), {}, number, run)
     return write(content, Target(root, tag, **more), Crew())
 
 

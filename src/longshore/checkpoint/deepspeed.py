@@ -102,7 +102,7 @@ def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
         parts,
         Values.of(shared),
         Values.of({"random": None, "loader": None}),
-        None,
+        {},
         engine["global_steps"],
         engine["run"],
     )

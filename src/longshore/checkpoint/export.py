@@ -22,7 +22,7 @@ from longshore.checkpoint.model_state import KIND
 from longshore.checkpoint.optimizer_state import array_name, checked_about
 from longshore.checkpoint.parts import PartLoadPlanner, WantedPart, names_of, stored
 from longshore.checkpoint.reading import checked, read_json
-from longshore.checkpoint.saving import CONFIG, STATE
+from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE
 from longshore.checkpoint.session import OPTIMIZER
 from longshore.checkpoint.storage import METADATA, SafetensorsReader
 from longshore.checkpoint.tensor_file import TensorFile, TensorHead, write_json
@@ -33,7 +33,9 @@ EXPORT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """That weights can be cast to, and from: numbers of fewer bits mean something only together with their scales."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|config\.json")
+_OWN_NAMES = re.compile(
+    r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
+)
 _ABOUT = {"format": "pt"}
 """transformers refuses files without."""
 _COMPARED_NUMEL = 1 << 20
@@ -74,11 +76,12 @@ def export(
 ) -> Exported:
     """Write the weights of a checkpoint as one model, whatever number of ranks and stage it was saved by.
 
-    Parameters and persistent buffers, each whole; tied ones once, under the first of their names. ``config.json``
-    is there where the checkpoint has one, and names the dtype that most of the weights have, in which they are loaded.
-    No more than one tensor is in memory, besides what of it was mapped to be read, and its cast. The files are written
-    into a hidden folder beside ``out``, which gets its name when all of them are on the disk; what is left of a process
-    that was killed can be removed.
+    Parameters and persistent buffers, each whole; tied ones once, under the first of their names. ``config.json`` and
+    ``generation_config.json`` are there where the checkpoint has them; the former names the dtype that most of the
+    weights have, in which they are loaded. No more than one tensor is in memory, besides what of it was mapped to be
+    read, its cast, and up to 64 MiB of smaller ones that wait for their checksum. The files are written into a hidden
+    folder beside ``out``, which gets its name when all of them are on the disk; what is left of a process that was
+    killed can be removed.
 
     Args:
         checkpoint: its folder, or the one that was given to ``save_checkpoint``. All of its files are verified.
@@ -110,6 +113,9 @@ def export(
         if CONFIG in whole.files:
             config = checked(read_json(whole.path / CONFIG), dict, str(whole.path / CONFIG))
             write_json(folder / CONFIG, _with_dtype(config, [weight.head for weight in weights]))
+        if GENERATION_CONFIG in whole.files:
+            where = whole.path / GENERATION_CONFIG
+            write_json(folder / GENERATION_CONFIG, checked(read_json(where), dict, str(where)))
         whole.check_unchanged()
         names = tuple(sorted(os.listdir(folder)))
     num_bytes = sum(weight.head.num_bytes for weight in weights)

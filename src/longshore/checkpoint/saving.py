@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from longshore.host import Snapshot, memory_for_speculation
 STATE = "state"
 """Of the file with what is the same on all ranks."""
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 def rank_file(rank: int) -> str:
@@ -71,8 +71,8 @@ class Content(NamedTuple):
     """The same on all ranks; the first one's are written."""
     own: Values
     """Of this rank."""
-    config: str | None
-    """JSON that says how the model is built; None: the model has none."""
+    configs: Mapping[str, Any]
+    """JSON by the file's name: how the model is built, and how it generates, where it says so."""
     step: int
     run: str
     snapshot: Snapshot | None = None
@@ -181,8 +181,7 @@ def _write_own(content: Content, path: Path, crew: Crew) -> list[WrittenFile]:
     written = content.own.write(path, rank_file(crew.rank))
     if crew.rank == 0:
         written += content.shared.write(path, STATE)
-        if content.config is not None:
-            written.append(write_json(path / CONFIG, json.loads(content.config)))
+        written += [write_json(path / name, config) for name, config in content.configs.items()]
     return written
 
 

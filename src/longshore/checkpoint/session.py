@@ -17,7 +17,7 @@ from longshore.checkpoint.model_state import KIND, ModelState
 from longshore.checkpoint.optimizer_state import OptimizerState, checked_about
 from longshore.checkpoint.parts import names_of
 from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import STATE, Content, Values
+from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE, Content, Values
 from longshore.checkpoint.storage import SafetensorsReader
 from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
@@ -101,11 +101,11 @@ class Session:
         snapshot = None
         if self._optimizer is not None:
             values[OPTIMIZER] = self._optimizer.about()
-        written, own_written, config = Values.of(values), Values.of(own), _config_of(model.model)
+        written, own_written, configs = Values.of(values), Values.of(own), _configs_of(model.model)
         if self._optimizer is not None:
             states, snapshot = self._optimizer.saved(memory_bytes)
             parts += states
-        return Content(parts, written, own_written, config, step, run, snapshot)
+        return Content(parts, written, own_written, configs, step, run, snapshot)
 
     # -- loading --------------------------------------------------------------
 
@@ -244,18 +244,26 @@ class Session:
             warnings.warn(f"{whole.path} fits in part; what does not is skipped, or cast\n{said}", stacklevel=4)
 
 
-def _config_of(model: nn.Module) -> str | None:
-    """The configuration of a model that has one as transformers has it: JSON, with the name of the model's class."""
-    config = getattr(model, "config", None)
+def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The configurations of a model that has them as transformers has them, by the names of their files."""
+    configs = {}
+    content = _content_of(getattr(model, "config", None))
+    if content is not None:
+        if "model_type" in content and not content.get("architectures"):
+            name = type(getattr(model, "_orig_mod", model)).__name__
+            # fully_shard makes a class of its own.
+            content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
+        configs[CONFIG] = content
+        generation = _content_of(getattr(model, "generation_config", None))
+        if generation is not None:
+            configs[GENERATION_CONFIG] = generation
+    return configs
+
+
+def _content_of(config: Any) -> dict[str, Any] | None:
     to_json = getattr(config, "to_json_string", None)
     if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
         return None
     text = to_json()
-    if not isinstance(text, str):
-        return None
-    content = json.loads(text)
-    if "model_type" in content and not content.get("architectures"):
-        name = type(getattr(model, "_orig_mod", model)).__name__
-        # fully_shard makes a class of its own.
-        content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
-    return json.dumps(content)
+    content = json.loads(text) if isinstance(text, str) else None
+    return content if isinstance(content, dict) else None

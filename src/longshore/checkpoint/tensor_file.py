@@ -37,9 +37,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _CHUNK_BYTES = 1 << 24
+"""Written and hashed at a time: what was just written is still in the cache."""
 _BEHIND_BYTES = 1 << 26
 """That the checksum may be behind what is written."""
-"""Written and hashed at a time: what was just written is still in the cache."""
 
 
 class TensorHead(NamedTuple):
