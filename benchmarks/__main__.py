@@ -13,7 +13,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import checkpoints, engine, host_memory, host_step, machine, overlap, plan, tracing, whole_step
+from benchmarks import (
+    checkpoints,
+    engine,
+    host_memory,
+    host_step,
+    machine,
+    overlap,
+    plan,
+    plan_ranks,
+    tracing,
+    whole_step,
+)
 from benchmarks.child import PartFailed, measure_in_child
 from benchmarks.report import MISSED, Measured, Row, as_table, write_results
 from longshore.kernels import usable_cpus
@@ -90,11 +101,14 @@ def _checkpoints(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]
 def _plan(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     if quick:
         settings = plan.Settings([[128, 2, 256, 32, 1]], 1 << 20, 2)
+        of_ranks = plan_ranks.Settings([[128, 2, 256, 32]], 1 << 20, threads, 1)
     else:
         cases = [[512, 4, 1408, 32, 1], [512, 4, 1408, 512, 1], [768, 6, 2432, 128, 1], [512, 4, 1408, 128, 3]]
         settings = plan.Settings(cases, 1 << 25, 7)
+        of_ranks = plan_ranks.Settings([case[:4] for case in cases[:3]], 1 << 25, threads, 7)
     results = measure_in_child("plan", vars(settings), threads=1)
-    return results, plan.rows(results)
+    results["ranks"] = measure_in_child("plan_ranks", vars(of_ranks), threads)
+    return results, plan.rows(results) + plan_ranks.rows(results["ranks"])
 
 
 _MEASURE = {

@@ -174,6 +174,24 @@ def test_two_ranks(stage: int) -> None:
         assert gathers[2][0] >= forward[0][1]  # no more than one ahead
 
 
+def test_ranks_without_devices_also_add_up_and_copy_out() -> None:
+    job = replace(JOB, bucket_numel=N)
+    slow = {"exchange_bytes_per_s": N * 1.0, "reduce_bytes_per_s": N / 3, "unshard_bytes_per_s": 2.0 * N}
+    found = run(4, Choice(2, "cpu"), job, ranks=2, ranks_per_host=1, **slow)
+    # Half of each bucket goes out, in bfloat16.
+    assert [end - begin for begin, end in spans(found, REDUCE)] == pytest.approx([3.0] * 4)
+    assert [end - begin for begin, end in spans(found, GATHER)] == pytest.approx([1.0] * 4)
+    found = run(4, Choice(3, "cpu"), job, ranks=2, ranks_per_host=1, **slow)
+    assert [end - begin for begin, end in spans(found, "gather to use")] == pytest.approx([2.0] * 8)
+
+
+def test_each_slice_of_a_reduction_is_a_meeting() -> None:
+    meeting = {"ranks": 2, "ranks_per_host": 1, "exchange_bytes_per_s": 1e30, "latency_s": 0.25}
+    found = run(12, Choice(2, "cpu"), replace(JOB, bucket_numel=12 * N), **meeting)
+    # Two buckets of 6 Mi elements, in slices of 4 Mi.
+    assert [end - begin for begin, end in spans(found, REDUCE)] == pytest.approx([2 * 0.25] * 2)
+
+
 def test_no_more_than_one_unit_is_gathered_ahead() -> None:
     found = run(4, Choice(3, "cpu"), ranks=2, ranks_per_host=1, exchange_bytes_per_s=N * 100.0)
     gathers, forward = spans(found, "gather to use"), spans(found, FORWARD)

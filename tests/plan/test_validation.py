@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,27 @@ import torch
 
 from longshore.host.recorder import PUBLISH
 from longshore.plan.choice import Choice, Job
+from longshore.plan.exchange import Exchange, ExchangeProbe
 from longshore.plan.here import of_figures, tokens_to_measure
 from longshore.plan.machine import Compute, Curve, MeasuredCompute, PlanMachine, Work
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
 from longshore.plan.overheads import Overheads, OverheadsProbe
 from longshore.plan.probe import Probe, measure_compute, slowest
 from longshore.plan.simulation import Simulation, simulate
+from longshore.plan.together import Together
 from longshore.report import Figures, read_machine
 from plan.models import machine
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 OFF, ALL, HALF = "nothing is stepped ahead", "a spare for every tile", "a spare for half of the tiles"
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many torch has, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 class Sleeps(Compute):
@@ -87,8 +98,9 @@ def test_validated_on_this_hardware() -> None:
     """The committed run of ``python -m benchmarks --part plan``: every goal met, on several models and tokens."""
     file = sorted(RESULTS.glob("*-plan.json"))[-1]
     rows = json.loads(file.read_text())["rows"]
-    steps = [row for row in rows if "predicted step" in row["what"]]
-    assert len(steps) >= 4 and all(row["verdict"] == "met" and 0.8 <= row["value"] <= 1.2 for row in steps)
+    for what, least in (("predicted step", 10), ("predicted exposed", 4), ("2 ranks, stage 2", 3), ("stage 3", 3)):
+        found = [row for row in rows if what in row["what"]]
+        assert len(found) >= least and all(row["verdict"] == "met" and 0.8 <= row["value"] <= 1.2 for row in found)
 
 
 def test_a_probe_measures_by_its_clock() -> None:
@@ -113,6 +125,28 @@ def test_overheads_by_a_clock() -> None:
         probe.close()
 
 
+def test_an_exchange_by_a_clock(torch_threads: Callable[[int], None]) -> None:
+    """Two ranks that take turns on one thread: each part takes a tick, twice."""
+    torch_threads(1)
+    ticks = iter(range(10**6))
+    found = ExchangeProbe(torch.bfloat16, 2, 1 << 10, clock=lambda: float(next(ticks))).measure(3)
+    assert found == (1024 / 2, 1024 / 2, 2048 / 2)
+
+
+def test_an_exchange_exchanges(torch_threads: Callable[[int], None]) -> None:
+    """What it measures is done: gradients are sent, and each rank has what the other one published."""
+    torch_threads(2)
+    probe = ExchangeProbe(torch.float32, 2, 8)
+    for rank, parameters in enumerate(probe._parameters):
+        parameters.copy_(torch.arange(8.0).view(2, 4) + 100 * rank)
+    for sent in probe._sent:
+        sent.zero_()
+    for rank in range(2):
+        probe._round(rank)
+    assert probe._parameters[1].tolist() == [[0.0, 1.0, 2.0, 3.0], [104.0, 105.0, 106.0, 107.0]]
+    assert all(sent[:, :4].unique().tolist() == [pytest.approx(1e-3)] for sent in probe._sent)
+
+
 def test_more_tokens_take_longer() -> None:
     found = measure_compute(torch.float32, (8, 256), 256, rounds=1)
     assert found.forward["matrix"].seconds[1] > found.forward["matrix"].seconds[0]
@@ -128,6 +162,9 @@ def test_what_is_measured_goes_into_the_machine() -> None:
     assert (found.ranks, found.ranks_per_host, found.staged, found.device_bytes) == (2, 2, False, 0)
     assert (found.host_bytes_per_s, found.host_norm_bytes_per_s, found.exchange_bytes_per_s) == (14e9, 8e9, 2e9)
     assert (found.arrival_s, found.bookkeeping_s) == (15e-6, 20e-6)
+    between = of_figures(read_machine(), figures, overheads, compute, 2, Exchange(1e9, 3e9, 4e9))
+    assert (between.reduce_bytes_per_s, between.exchange_bytes_per_s, between.unshard_bytes_per_s) == (1e9, 3e9, 4e9)
+    assert found.assumptions and not between.assumptions
     copies = replace(figures, to_device_bytes_per_s=[5e10], from_device_bytes_per_s=[4e10])
     on_gpu = of_figures(read_machine(), copies, overheads, compute, 1)
     assert (on_gpu.to_host_bytes_per_s, on_gpu.to_device_bytes_per_s) == (4e10, 5e10)
@@ -140,17 +177,29 @@ def test_tokens_to_measure(tokens: int) -> None:
     assert min(tokens, 4096) in points
 
 
-def test_ranks_of_one_host_share_its_threads() -> None:
+def test_ranks_of_one_host_share_its_threads(torch_threads: Callable[[int], None]) -> None:
     """What computes meanwhile has its part of them, and all of them are back in the end."""
-    before = torch.get_num_threads()
     seen: set[int] = set()
-    note = lambda line: seen.add(torch.get_num_threads())  # noqa: E731
-    torch.set_num_threads(4)
-    try:
-        measure_compute(torch.float32, (8, 16), 16, rounds=1, note=note, ranks=2)
-        assert torch.get_num_threads() == 4 and seen == {2}
-    finally:
-        torch.set_num_threads(before)
+
+    def note(line: str) -> None:
+        seen.add(torch.get_num_threads())
+
+    torch_threads(4)
+    measure_compute(torch.float32, (8, 16), 16, rounds=1, note=note, ranks=2)
+    assert torch.get_num_threads() == 4 and seen == {2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "expected"),
+    [(2, 4, (2, 1.0, 2)), (4, 2, (2, 2.0, 1)), (16, 32, (8, 1.0, 2)), (1, 3, (1, 1.0, 3))],
+)
+def test_together(
+    ranks: int, threads: int, expected: tuple[int, float, int], torch_threads: Callable[[int], None]
+) -> None:
+    torch_threads(threads)
+    together = Together(ranks)
+    found = together.run(lambda rank: torch.get_num_threads())
+    assert (together.count, together.turns, *set(found)) == expected and len(found) == together.count
 
 
 def test_the_slowest_of_several_counts() -> None:

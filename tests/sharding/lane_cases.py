@@ -43,12 +43,12 @@ def reduction(
     where: str = "shared",
 ) -> None:
     """Parameters of 5, 40 and 17 elements; ``used`` says which of them each rank has."""
-    former, module._SLICE_NUMEL = module._SLICE_NUMEL, slice_numel
+    former, module.SLICE_NUMEL = module.SLICE_NUMEL, slice_numel
     try:
         with sharing(where):
             _reduction(dtype, used, predivide, replicated)
     finally:
-        module._SLICE_NUMEL = former
+        module.SLICE_NUMEL = former
 
 
 def _reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, replicated: bool) -> None:

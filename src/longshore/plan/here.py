@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from longshore.plan.choice import Job
+from longshore.plan.exchange import Exchange, ExchangeProbe
 from longshore.plan.machine import Compute, PlanMachine
 from longshore.plan.overheads import Overheads, OverheadsProbe
 from longshore.plan.probe import measure_compute
 from longshore.report import Figures, Machine, measure, read_machine
 
 _FEWEST_TOKENS, _MOST_TOKENS = 32, 4096
-_EXCHANGE_PASSES = 4
-"""Over memory, of what ranks of one host send each other: packed, read, added, and converted."""
-_LATENCY_S = 100e-6
+_LATENCY_S = 200e-6
+"""Of a meeting of two ranks over gloo, on two cores of an Intel Xeon: 178 us."""
+_DEVICES_EXCHANGE_SHARE = 1 / 8
+"""Of the speed of a copy in host memory, between devices: nothing is measured there."""
 
 
 def this_machine(
@@ -51,8 +54,12 @@ def this_machine(
     probe.close()
     device = torch.device("cuda" if devices else "cpu")
     sharing = 1 if devices else ranks or 1
+    exchange = None
+    if sharing > 1:
+        note("what ranks exchange")
+        exchange = ExchangeProbe(dtype, sharing, numel // sharing).measure(rounds)
     compute = measure_compute(dtype, tokens_to_measure(job), job.seq_len, device, rounds, note, sharing)
-    return of_figures(machine, figures, overheads, compute, ranks or max(1, devices))
+    return of_figures(machine, figures, overheads, compute, ranks or max(1, devices), exchange)
 
 
 def tokens_to_measure(job: Job) -> Sequence[int]:
@@ -61,15 +68,25 @@ def tokens_to_measure(job: Job) -> Sequence[int]:
     return sorted({_FEWEST_TOKENS, own, min(_MOST_TOKENS, max(2 * own, 512))})
 
 
-def of_figures(machine: Machine, figures: Figures, overheads: Overheads, compute: Compute, ranks: int) -> PlanMachine:
-    """The machine of ``longshore report``, with how fast it computes."""
+def of_figures(
+    machine: Machine,
+    figures: Figures,
+    overheads: Overheads,
+    compute: Compute,
+    ranks: int,
+    exchange: Exchange | None = None,
+) -> PlanMachine:
+    """The machine of ``longshore report``, with how fast it computes; ``exchange``: as measured, without devices."""
     gpus = machine.gpus
     limit = machine.memory.limit_bytes or machine.memory.total_bytes
     memory = min(machine.memory.available_bytes, limit)
     copied = figures.memory_copy_bytes_per_s
     assumptions = []
-    if ranks > 1:
-        assumptions.append("ranks send each other what they have at a quarter of the speed of a copy in host memory")
+    if exchange is None:
+        assumed = _DEVICES_EXCHANGE_SHARE * copied
+        exchange = Exchange(assumed, assumed, math.inf)
+        if ranks > 1:
+            assumptions.append(f"between devices: {assumed / 1e9:.3g} GB/s, an eighth of a copy's in host memory")
     if gpus:
         assumptions.append("device memory is as fast as its data sheet says, or 1.5 TB/s")
     return PlanMachine(
@@ -84,7 +101,9 @@ def of_figures(machine: Machine, figures: Figures, overheads: Overheads, compute
         to_host_bytes_per_s=min(figures.from_device_bytes_per_s, default=copied),
         to_device_bytes_per_s=min(figures.to_device_bytes_per_s, default=copied),
         device_memory_bytes_per_s=_device_speed(machine) if gpus else copied,
-        exchange_bytes_per_s=copied / 2 / _EXCHANGE_PASSES,
+        exchange_bytes_per_s=exchange.gather_bytes_per_s,
+        reduce_bytes_per_s=exchange.reduce_bytes_per_s,
+        unshard_bytes_per_s=exchange.unshard_bytes_per_s,
         latency_s=_LATENCY_S,
         compute=compute,
         arrival_s=0.0 if gpus else overheads.arrival_s,  # beside a device that computes

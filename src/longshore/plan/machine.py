@@ -5,6 +5,7 @@ Bandwidths are of bytes in one direction a second unless they say otherwise.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -131,6 +132,8 @@ class PlanMachine:
         device_memory_bytes_per_s: of each device, read and written.
         exchange_bytes_per_s: that each rank sends to others, while all do.
         latency_s: of one exchange.
+        reduce_bytes_per_s: as ``exchange_bytes_per_s``, where they are also added up; None: as fast.
+        unshard_bytes_per_s: that stage 3 copies to where they are used; a device's memory is too fast to count.
         compute: how long forward and backward take.
         arrival_s: of each parameter, that backward waits for when its gradient comes.
         bookkeeping_s: of each parameter, that ``step()`` takes beside what moves bytes.
@@ -153,6 +156,8 @@ class PlanMachine:
     compute: Compute
     arrival_s: float = 0.0
     bookkeeping_s: float = 0.0
+    reduce_bytes_per_s: float | None = None
+    unshard_bytes_per_s: float = math.inf
     assumptions: Sequence[str] = ()
 
 

@@ -13,10 +13,9 @@ from longshore.plan.choice import Choice, Job
 from longshore.plan.layout import RankLayout, TileGroup
 from longshore.plan.model import PlannedModel, by_unit, parameter_bytes
 from longshore.sharding.placement import STRATEGIES
+from longshore.sharding.reduction import SLICE_NUMEL
 
 _FLOAT_BYTES = 4
-_SLICE_NUMEL = 1 << 22
-"""Elements of one slice of a reduction over all ranks, sent and received."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def _under_way(model: PlannedModel, job: Job, choice: Choice, layout: RankLayout
         largest = max((bucket.shard_numel for bucket in layout.buckets), default=0)
         found["reduced, under way"] = 2 * _FLOAT_BYTES * largest
     itemsize = max((bucket.dtype.itemsize for bucket in layout.buckets), default=0)
-    found["sent and received"] = 2 * _SLICE_NUMEL * itemsize
+    found["sent and received"] = 2 * SLICE_NUMEL * itemsize
     if choice.stage == 3:
         sizes = {unit: parameter_bytes(members) for unit, members in by_unit(model.parameters).items()}
         root = sizes.pop(None, 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longshore.plan.machine import Curve, MeasuredCompute
+from longshore.plan.together import Together
 
 _HIDDEN, _INNER, _HEAD_SIZE, _VOCABULARY = 768, 2432, 64, 16000
 _MATRICES = 20
@@ -107,21 +107,14 @@ def measure_compute(
         ranks: that share this process's CPUs and the bandwidth of their memory: so many compute at once, each with its
             part of torch's threads, and what the slowest took counts.
     """
-    threads = torch.get_num_threads()
-    together = min(ranks, threads)
+    together = Together(ranks)
+    probes = [Probe(dtype, tokens, seq_len, device) for _ in range(together.count)]
 
-    def measured(probe: Probe) -> MeasuredCompute:
-        probe.measure(1, note)
-        return probe.measure(rounds, note)
+    def measured(rank: int) -> MeasuredCompute:
+        probes[rank].measure(1, note)
+        return probes[rank].measure(rounds, note)
 
-    torch.set_num_threads(threads // together)
-    try:
-        probes = [Probe(dtype, tokens, seq_len, device) for _ in range(together)]
-        with ThreadPoolExecutor(together) as pool:
-            found = list(pool.map(measured, probes))
-    finally:
-        torch.set_num_threads(threads)
-    return slowest(found, ranks / together)
+    return slowest(together.run(measured), together.turns)
 
 
 def slowest(found: Sequence[MeasuredCompute], turns: float = 1.0) -> MeasuredCompute:

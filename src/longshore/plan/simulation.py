@@ -19,6 +19,7 @@ from longshore.plan.model import PlannedModel
 from longshore.plan.timeline import Span, Timeline
 from longshore.plan.workload import Segment, TileJob, segments_of, tile_jobs
 from longshore.sharding.placement import STRATEGIES
+from longshore.sharding.reduction import SLICE_NUMEL
 from longshore.sharding.schedule import GATHER, REDUCE, SHARDED_SCHEDULE
 
 FORWARD, GATHER_TO_USE, ADD, MEASURE, STEP_ON_DEVICE, RELEASE = (
@@ -127,7 +128,7 @@ class _Step:
         gathered_root = begun
         if self._gathers:
             root = sum(segment.gathered_bytes for segment in self._segments if segment.unit is None)
-            gathered_root = self._time.run(GATHER_TO_USE, "root", self._exchange_s(root), not_before=begun)
+            gathered_root = self._time.run(GATHER_TO_USE, "root", self._gather_s(root), not_before=begun)
         for segment in self._segments:
             ready = gathered_root
             if self._gathers and segment.unit is not None:
@@ -137,7 +138,7 @@ class _Step:
     def _gather(self, segment: Segment, used: list[float]) -> float:
         # One unit ahead of the one that is used.
         free = used[-2] if len(used) > 1 else 0.0
-        return self._time.run(GATHER_TO_USE, segment.key, self._exchange_s(segment.gathered_bytes), not_before=free)
+        return self._time.run(GATHER_TO_USE, segment.key, self._gather_s(segment.gathered_bytes), not_before=free)
 
     def _forward_s(self, segment: Segment) -> float:
         return self._machine.compute.forward_s(segment.work, self._job.tokens, self._job.seq_len)
@@ -187,7 +188,7 @@ class _Step:
         itemsize = bucket.dtype.itemsize
         if self._job.accumulation > 1 and not self._each_backward:
             itemsize = 4  # sums
-        seconds = self._exchange_s(bucket.numel * itemsize)
+        seconds = self._reduce_s(bucket.numel, itemsize)
         if self._choice.stage == 0:
             seconds += self._exchange_s(4 * bucket.numel)  # and every rank gets all of it
         self._time.run(REDUCE, ("bucket", index), seconds, keys)
@@ -277,6 +278,14 @@ class _Step:
 
     def _device_s(self, num_bytes: float) -> float:
         return num_bytes / self._machine.device_memory_bytes_per_s
+
+    def _reduce_s(self, numel: int, itemsize: int) -> float:
+        machine, exchanges = self._machine, -(-numel // SLICE_NUMEL)
+        sent = numel * itemsize * (machine.ranks - 1) / machine.ranks
+        return exchanges * machine.latency_s + sent / (machine.reduce_bytes_per_s or machine.exchange_bytes_per_s)
+
+    def _gather_s(self, num_bytes: float) -> float:
+        return self._exchange_s(num_bytes) + num_bytes / self._machine.unshard_bytes_per_s
 
     def _exchange_s(self, num_bytes: float) -> float:
         ranks = self._machine.ranks

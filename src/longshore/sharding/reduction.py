@@ -25,7 +25,7 @@ from longshore.sharding.bucket import Bucket, Piece
 from longshore.sharding.lane import CollectiveLane
 
 _CHUNK_ALIGNMENT = 64
-_SLICE_NUMEL = 1 << 22
+SLICE_NUMEL = 1 << 22
 """Elements of one slice over all ranks."""
 _BLOCK_NUMEL = 1 << 17
 """Elements that a CPU adds up at a time, while they are in its cache."""
@@ -90,7 +90,7 @@ def reduce_shard(
     has = set(gradients)
     last = _last_starts(bucket)
     used: dict[int, tuple[Piece, Tensor]] = {}
-    for start, numel in slices(bucket.shard_numel, lane.world_size, _SLICE_NUMEL):
+    for start, numel in slices(bucket.shard_numel, lane.world_size, SLICE_NUMEL):
         by_rank = [parts(pieces, start, numel) for pieces in bucket.pieces]
         slice_bytes = numel * dtype.itemsize
         chunk_bytes = -(-(slice_bytes + max(map(len, by_rank))) // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
@@ -116,7 +116,7 @@ def reduce_shard(
                 if values is empty:
                     values = torch.empty(entry.piece.numel, dtype=torch.float32, device=device)
                     used[entry.piece.index] = (entry.piece, values)
-                _add_up(values[entry.in_piece], arrays, averaging.after)
+                add_up(values[entry.in_piece], arrays, averaging.after)
     return list(used.values())
 
 
@@ -140,7 +140,7 @@ def _pack(target: Tensor, entries: Sequence[Part], gradients: Mapping[int, Tenso
                 place.mul_(factor)
 
 
-def _add_up(target: Tensor, arrays: Sequence[Tensor], factor: float) -> None:
+def add_up(target: Tensor, arrays: Sequence[Tensor], factor: float) -> None:
     """``target`` = the sum in float32, in order, times ``factor``."""
     numel = target.numel()
     block_numel = _BLOCK_NUMEL if target.device.type == "cpu" else max(1, numel)

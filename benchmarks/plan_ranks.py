@@ -1,0 +1,108 @@
+"""``longshore plan`` beside what happens on two ranks of this machine, at stages 2 and 3.
+
+By the wall's clock, since ranks wait for each other: it wants a machine that does nothing else. In each round the
+machine is measured, as ``longshore plan`` measures it, and each model trains a step at each stage.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.contestants import ENGINE, ENGINE_3, MAX_NORM, Setup
+from benchmarks.report import Row, equal
+from benchmarks.team import Team
+from benchmarks.timing import Note
+from longshore.plan.choice import Choice, Job
+from longshore.plan.exchange import ExchangeProbe
+from longshore.plan.here import of_figures
+from longshore.plan.machine import PlanMachine
+from longshore.plan.model import PlannedModel
+from longshore.plan.modules import plan_of_module
+from longshore.plan.overheads import OverheadsProbe
+from longshore.plan.planner import evaluate
+from longshore.plan.probe import Probe, slowest
+from longshore.plan.together import Together
+from longshore.report import measure as measure_machine
+from longshore.report import read_machine
+
+PART = "Plan"
+RANKS = 2
+STAGES = {ENGINE: 2, ENGINE_3: 3}
+_BUCKET_NUMEL = 50_000_000
+_PASSES = 3
+"""Of what is measured, in each round: as many as ``longshore plan`` makes."""
+_TOLERANCE = 0.2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``cases`` are hidden size, layers, inner size, and tokens of a backward; ``threads`` those of both ranks."""
+
+    cases: list[list[int]]
+    numel: int
+    threads: int
+    rounds: int
+
+
+class _Case:
+    """One model, its ranks, and its plan."""
+
+    def __init__(self, case: list[int], threads: int, stack: ExitStack) -> None:
+        hidden, layers, inner, self.tokens = case
+        self.name = f"hidden {hidden}, {layers} layers, {self.tokens} tokens"
+        setup = Setup(hidden, layers, inner, self.tokens, threads, _BUCKET_NUMEL)
+        self._planned: PlannedModel = plan_of_module(setup.llama(), self.name)
+        self._team = stack.enter_context(Team("time", setup, list(STAGES), RANKS))
+        self._team.wait_until_ready()
+        self.rounds: dict[str, list[dict[str, float]]] = {name: [] for name in STAGES}
+
+    def round(self, machine: PlanMachine, counts: bool) -> None:
+        answers = self._team.ask(1)
+        job = Job(1, self.tokens, 1, clipping=MAX_NORM, bucket_numel=_BUCKET_NUMEL)
+        for name, stage in STAGES.items() if counts else ():
+            times = evaluate(self._planned, machine, job, Choice(stage, "cpu")).times
+            assert times is not None
+            measured = max(answer[name][0] for answer in answers)
+            self.rounds[name].append({"step_s": measured, "predicted_step_s": times.step_s})
+
+
+def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Each round's measured and predicted seconds, by case and contestant; ``values``: of :class:`Settings`."""
+    settings = Settings(**values)
+    torch.set_num_threads(settings.threads)
+    tokens = sorted({32, 512, *(case[-1] for case in settings.cases)})
+    together = Together(RANKS)
+    probes = [Probe(torch.bfloat16, tokens, max(tokens)) for _ in range(together.count)]
+    overheads = OverheadsProbe(torch.bfloat16, settings.numel, settings.threads)
+    exchange = ExchangeProbe(torch.bfloat16, RANKS, settings.numel // 2)
+    here = read_machine()
+    with ExitStack() as stack:
+        note("starting ranks")
+        cases = [_Case(case, max(1, settings.threads // RANKS), stack) for case in settings.cases]
+        for number in range(-1, settings.rounds):  # the first step makes the state
+            note(f"{RANKS} ranks: round {number + 1} of {settings.rounds}")
+            compute = slowest(together.run(lambda rank: probes[rank].measure(_PASSES)), together.turns)
+            figures = measure_machine(settings.numel, _PASSES, threads=settings.threads)
+            machine = of_figures(here, figures, overheads.measure(_PASSES), compute, RANKS, exchange.measure(_PASSES))
+            for case in cases if number % 2 == 0 else reversed(cases):
+                case.round(machine, number >= 0)
+    overheads.close()
+    return {"settings": vars(settings), "cases": {case.name: case.rounds for case in cases}}
+
+
+def rows(results: Mapping[str, Any]) -> list[Row]:
+    """Predicted over measured, with the goal."""
+    table = []
+    for case, by_name in results["cases"].items():
+        for name, rounds in by_name.items():
+            ratio = statistics.median(each["predicted_step_s"] / each["step_s"] for each in rounds)
+            measured = 1e3 * statistics.median(each["step_s"] for each in rounds)
+            what = f"{RANKS} ranks, stage {STAGES[name]}, {case}: predicted step over the measured one"
+            table.append(equal(PART, what, ratio, "", 1.0, _TOLERANCE, f"measured {measured:.0f} ms"))
+    return table
