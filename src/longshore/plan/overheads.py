@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import longshore
 from longshore.kernels import HostKernels
+from longshore.optim import AdamW, Offload
 
 _PARAMETERS, _SMALL = 128, 16
 """So many parameters of so few elements: what they take is Python's."""
@@ -49,9 +49,7 @@ class OverheadsProbe:
         self._plain, self._stepped = (
             [nn.Parameter(torch.zeros(_SMALL, dtype=dtype)) for _ in range(_PARAMETERS)] for _ in range(2)
         )
-        self._optimizer = longshore.AdamW(
-            self._stepped, lr=1e-3, release_gradients=True, offload=longshore.Offload(threads=threads)
-        )
+        self._optimizer = AdamW(self._stepped, lr=1e-3, release_gradients=True, offload=Offload(threads=threads))
         self._round()  # makes the state
 
     def measure(self, rounds: int) -> Overheads:
