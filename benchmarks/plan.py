@@ -21,15 +21,11 @@ from benchmarks.llama import LlamaSize, make_llama, make_tokens
 from benchmarks.report import Row, at_most, equal
 from benchmarks.timing import Note
 from longshore.plan.choice import Choice, Job
-from longshore.plan.here import of_figures
+from longshore.plan.here import MachineProbe
 from longshore.plan.machine import Description, described
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
 from longshore.plan.modules import plan_of_module
-from longshore.plan.overheads import OverheadsProbe
 from longshore.plan.planner import evaluate, plan
-from longshore.plan.probe import Probe
-from longshore.report import measure as measure_machine
-from longshore.report import read_machine
 
 PART = "Plan"
 _CLOCK = time.process_time
@@ -86,14 +82,10 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     settings = Settings(**values)
     cases = [_Case(case) for case in settings.cases]
     tokens = sorted({32, 512, *(case.job.tokens for case in cases)})
-    probe = Probe(torch.bfloat16, tokens, max(tokens), clock=_CLOCK)
-    overheads = OverheadsProbe(torch.bfloat16, settings.numel, 1, _CLOCK)
-    here = read_machine()
+    probe = MachineProbe(torch.bfloat16, tokens, max(tokens), 1, settings.numel, 1, _CLOCK)
     for number in range(-_WARMUPS, settings.rounds):
         note(f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up")
-        compute = probe.measure(1)
-        figures = measure_machine(settings.numel, 1, threads=1, clock=_CLOCK)
-        machine = of_figures(here, figures, overheads.measure(1), compute, 1)
+        machine = probe.measure(1)
         for case in cases if number % 2 == 0 else reversed(cases):
             measured = case.step()
             times = evaluate(case.planned, machine, case.job, Choice(2, "cpu")).times
@@ -101,7 +93,7 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
             if number >= 0:
                 predicted = {"predicted_step_s": times.step_s, "predicted_exposed_s": times.exposed_s}
                 case.rounds.append({**measured, **predicted})
-    overheads.close()
+    probe.close()
     for case in cases:
         case.engine.destroy()
     note("planning 400 billion parameters")

@@ -19,17 +19,11 @@ from benchmarks.report import Row, equal
 from benchmarks.team import Team
 from benchmarks.timing import Note
 from longshore.plan.choice import Choice, Job
-from longshore.plan.exchange import ExchangeProbe
-from longshore.plan.here import of_figures
+from longshore.plan.here import MachineProbe
 from longshore.plan.machine import PlanMachine
 from longshore.plan.model import PlannedModel
 from longshore.plan.modules import plan_of_module
-from longshore.plan.overheads import OverheadsProbe
 from longshore.plan.planner import evaluate
-from longshore.plan.probe import Probe, slowest
-from longshore.plan.together import Together
-from longshore.report import measure as measure_machine
-from longshore.report import read_machine
 
 PART = "Plan"
 RANKS = 2
@@ -77,22 +71,15 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     settings = Settings(**values)
     torch.set_num_threads(settings.threads)
     tokens = sorted({32, 512, *(case[-1] for case in settings.cases)})
-    together = Together(RANKS)
-    probes = [Probe(torch.bfloat16, tokens, max(tokens)) for _ in range(together.count)]
-    overheads = OverheadsProbe(torch.bfloat16, settings.numel, settings.threads)
-    exchange = ExchangeProbe(torch.bfloat16, RANKS, settings.numel // 2)
-    here = read_machine()
     with ExitStack() as stack:
+        probe = stack.enter_context(MachineProbe(torch.bfloat16, tokens, max(tokens), RANKS, settings.numel))
         note("starting ranks")
         cases = [_Case(case, max(1, settings.threads // RANKS), stack) for case in settings.cases]
         for number in range(-1, settings.rounds):  # the first step makes the state
             note(f"{RANKS} ranks: round {number + 1} of {settings.rounds}")
-            compute = slowest(together.run(lambda rank: probes[rank].measure(_PASSES)), together.turns)
-            figures = measure_machine(settings.numel, _PASSES, threads=settings.threads)
-            machine = of_figures(here, figures, overheads.measure(_PASSES), compute, RANKS, exchange.measure(_PASSES))
+            machine = probe.measure(_PASSES)
             for case in cases if number % 2 == 0 else reversed(cases):
                 case.round(machine, number >= 0)
-    overheads.close()
     return {"settings": vars(settings), "cases": {case.name: case.rounds for case in cases}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def layers(count: int) -> PlannedModel:
     return PlannedModel("layers", tuple(made), 64)
 
 
-def clock(**figures: float) -> PlanMachine:
+def clock(**figures: Any) -> PlanMachine:
     usual = {
         "host_bytes_per_s": HOST,
         "host_norm_bytes_per_s": 1e30,
@@ -62,7 +63,7 @@ def clock(**figures: float) -> PlanMachine:
 JOB = Job(1, 16, clipping=1.0, tile_numel=N)
 
 
-def run(count: int, choice: Choice, job: Job = JOB, **figures: float) -> Simulation:
+def run(count: int, choice: Choice, job: Job = JOB, **figures: Any) -> Simulation:
     return simulate(layers(count), clock(**figures), job, choice)
 
 
@@ -177,19 +178,37 @@ def test_two_ranks(stage: int) -> None:
 def test_ranks_without_devices_also_add_up_and_copy_out() -> None:
     job = replace(JOB, bucket_numel=N)
     slow = {"exchange_bytes_per_s": N * 1.0, "reduce_bytes_per_s": N / 3, "unshard_bytes_per_s": 2.0 * N}
-    found = run(4, Choice(2, "cpu"), job, ranks=2, ranks_per_host=1, **slow)
+    found = run(4, Choice(2, "cpu"), job, ranks=2, ranks_per_host=1, staged=False, **slow)
     # Half of each bucket goes out, in bfloat16.
     assert [end - begin for begin, end in spans(found, REDUCE)] == pytest.approx([3.0] * 4)
     assert [end - begin for begin, end in spans(found, GATHER)] == pytest.approx([1.0] * 4)
-    found = run(4, Choice(3, "cpu"), job, ranks=2, ranks_per_host=1, **slow)
-    assert [end - begin for begin, end in spans(found, "gather to use")] == pytest.approx([2.0] * 8)
+    found = run(4, Choice(3, "cpu"), job, ranks=2, ranks_per_host=1, staged=False, **slow)
+    # Its own half is written where the other rank sees it, and all of it is copied.
+    assert [end - begin for begin, end in spans(found, "gather to use")] == pytest.approx([0.5 + 1.0] * 8)
 
 
 def test_each_slice_of_a_reduction_is_a_meeting() -> None:
     meeting = {"ranks": 2, "ranks_per_host": 1, "exchange_bytes_per_s": 1e30, "latency_s": 0.25}
     found = run(12, Choice(2, "cpu"), replace(JOB, bucket_numel=12 * N), **meeting)
-    # Two buckets of 6 Mi elements, in slices of 4 Mi.
+    # Two buckets of 6 Mi elements, reduced in slices of 4 Mi, gathered in those of 8.
     assert [end - begin for begin, end in spans(found, REDUCE)] == pytest.approx([2 * 0.25] * 2)
+    assert [end - begin for begin, end in spans(found, GATHER)] == pytest.approx([0.25] * 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sums_of_several_backwards_take_their_time(stage: int) -> None:
+    ranks = {
+        "ranks": 2,
+        "ranks_per_host": 1,
+        "staged": False,
+        "exchange_bytes_per_s": 1e30,
+        "host_bytes_per_s": 14.0 * N,
+    }
+    found = run(1, Choice(stage, "cpu"), replace(JOB, accumulation=3), **ranks)
+    # bfloat16 is read, and a sum read and written; the second backward first makes it of what was there.
+    arrivals = [end - begin for begin, end in spans(found, ARRIVE)]
+    assert arrivals == pytest.approx([2.0, 2.0 + 16 / 14, 2.0 + 10 / 14])
+    assert spans(found, RELEASE) == []
 
 
 def test_no_more_than_one_unit_is_gathered_ahead() -> None:

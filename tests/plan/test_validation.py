@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ import pytest
 import torch
 
 from longshore.host.recorder import PUBLISH
+from longshore.plan import together as together_room
 from longshore.plan.choice import Choice, Job
 from longshore.plan.exchange import Exchange, ExchangeProbe
-from longshore.plan.here import of_figures, tokens_to_measure
+from longshore.plan.here import MachineProbe, of_figures, tokens_to_measure
 from longshore.plan.machine import Compute, Curve, MeasuredCompute, PlanMachine, Work
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
 from longshore.plan.overheads import Overheads, OverheadsProbe
-from longshore.plan.probe import Probe, measure_compute, slowest
+from longshore.plan.probe import Probe, merged
 from longshore.plan.simulation import Simulation, simulate
 from longshore.plan.together import Together
 from longshore.report import Figures, read_machine
@@ -27,14 +30,6 @@ from plan.models import machine
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 OFF, ALL, HALF = "nothing is stepped ahead", "a spare for every tile", "a spare for half of the tiles"
-
-
-@pytest.fixture
-def torch_threads() -> Iterator[Callable[[int], None]]:
-    """Sets how many torch has, for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 class Sleeps(Compute):
@@ -106,7 +101,7 @@ def test_validated_on_this_hardware() -> None:
 def test_a_probe_measures_by_its_clock() -> None:
     ticks = iter(range(10**6))
     probe = Probe(torch.float32, (8, 4), 8, clock=lambda: float(next(ticks)))
-    found = probe.measure(2)
+    found = probe.measure()
     assert isinstance(found, MeasuredCompute) and set(found.forward) == {"matrix", "width", "logit", "lookup"}
     for curves in (found.forward, found.backward, found.release):
         assert all(curve.tokens == (4, 8) and all(s > 0 for s in curve.seconds) for curve in curves.values())
@@ -118,53 +113,70 @@ def test_a_probe_measures_by_its_clock() -> None:
 def test_overheads_by_a_clock() -> None:
     """A norm takes one tick, a step one; plain backward one and ours three: its optimizer looks at no clock."""
     times = iter([0, 1, 0, 1, 0, 3, 0, 1] * 4)
-    probe = OverheadsProbe(torch.bfloat16, 1 << 20, clock=lambda: float(next(times)))
+    probe = OverheadsProbe(torch.float16, torch.bfloat16, 1 << 20, clock=lambda: float(next(times)))
     try:
         assert probe.measure(3) == (2.0 * (1 << 20), 2 / 128, 1 / 128)
     finally:
         probe.close()
 
 
-def test_an_exchange_by_a_clock(torch_threads: Callable[[int], None]) -> None:
-    """Two ranks that take turns on one thread: each part takes a tick, twice."""
-    torch_threads(1)
+@pytest.fixture
+def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many there are, and memory for everything."""
+
+    def have(count: int) -> None:
+        monkeypatch.setattr(together_room, "usable_cpus", lambda: list(range(count)))
+        monkeypatch.setattr(together_room, "available_bytes", lambda: 1 << 50)
+
+    return have
+
+
+def test_an_exchange_by_a_clock(cpus: Callable[[int], None]) -> None:
+    """Two ranks that take turns on one CPU: each part takes a tick, twice."""
+    cpus(1)
     ticks = iter(range(10**6))
-    found = ExchangeProbe(torch.bfloat16, 2, 1 << 10, clock=lambda: float(next(ticks))).measure(3)
+    found = ExchangeProbe(torch.bfloat16, 2, 1 << 10, Together(2), lambda: float(next(ticks))).measure(3)
     assert found == (1024 / 2, 1024 / 2, 2048 / 2)
 
 
-def test_an_exchange_exchanges(torch_threads: Callable[[int], None]) -> None:
-    """What it measures is done: gradients are sent, and each rank has what the other one published."""
-    torch_threads(2)
-    probe = ExchangeProbe(torch.float32, 2, 8)
-    for rank, parameters in enumerate(probe._parameters):
-        parameters.copy_(torch.arange(8.0).view(2, 4) + 100 * rank)
-    for sent in probe._sent:
-        sent.zero_()
+def test_an_exchange_exchanges(cpus: Callable[[int], None]) -> None:
+    """What it measures is done: means of shards, what others published, and copies."""
+    cpus(2)
+    together = Together(2)
+    probe = ExchangeProbe(torch.float32, 2, 16, together)
     for rank in range(2):
-        probe._round(rank)
-    assert probe._parameters[1].tolist() == [[0.0, 1.0, 2.0, 3.0], [104.0, 105.0, 106.0, 107.0]]
-    assert all(sent[:, :4].unique().tolist() == [pytest.approx(1e-3)] for sent in probe._sent)
+        probe._gradients[rank].copy_(torch.arange(8.0).view(2, 4) + 100 * rank)
+        probe._parameters[rank].copy_(torch.arange(8.0).view(2, 4) + 100 * rank)
+    probe.reduce(0)
+    # As a rank sends what it has of the other's shard, one slice at a time: here all of it is there.
+    assert probe.reduce(1).tolist() == [54.0, 55.0, 56.0, 57.0]
+    assert probe.reduce(0).tolist() == [50.0, 51.0, 52.0, 53.0]
+    probe.gather(0)
+    whole = [[0.0, 1.0, 2.0, 3.0], [104.0, 105.0, 106.0, 107.0]]
+    assert probe.gather(1).tolist() == whole
+    copy = probe.unshard(1)
+    assert copy.tolist() == whole and copy.data_ptr() != probe._parameters[1].data_ptr()
+    together.close()
 
 
 def test_more_tokens_take_longer() -> None:
-    found = measure_compute(torch.float32, (8, 256), 256, rounds=1)
+    found = Probe(torch.float32, (8, 256), 256).measure()
     assert found.forward["matrix"].seconds[1] > found.forward["matrix"].seconds[0]
     with pytest.raises(ValueError, match=r"give two numbers of tokens, not \[8, 8\]"):
-        measure_compute(torch.float32, (8, 8), 8)
+        Probe(torch.float32, (8, 8), 8)
 
 
 def test_what_is_measured_goes_into_the_machine() -> None:
     figures = Figures(2, 1 << 20, 10e9, 16e9, 5e8, 14e9, [], [])
     compute = MeasuredCompute({}, {}, {})
     overheads = Overheads(8e9, 15e-6, 20e-6)
-    found = of_figures(read_machine(), figures, overheads, compute, 2)
+    found = of_figures(read_machine(), figures, overheads, compute, 2, Exchange(1e9, 3e9, 4e9))
     assert (found.ranks, found.ranks_per_host, found.staged, found.device_bytes) == (2, 2, False, 0)
-    assert (found.host_bytes_per_s, found.host_norm_bytes_per_s, found.exchange_bytes_per_s) == (14e9, 8e9, 2e9)
+    assert (found.host_bytes_per_s, found.host_norm_bytes_per_s) == (14e9, 8e9)
     assert (found.arrival_s, found.bookkeeping_s) == (15e-6, 20e-6)
-    between = of_figures(read_machine(), figures, overheads, compute, 2, Exchange(1e9, 3e9, 4e9))
-    assert (between.reduce_bytes_per_s, between.exchange_bytes_per_s, between.unshard_bytes_per_s) == (1e9, 3e9, 4e9)
-    assert found.assumptions and not between.assumptions
+    assert (found.reduce_bytes_per_s, found.exchange_bytes_per_s, found.unshard_bytes_per_s) == (1e9, 3e9, 4e9)
+    with pytest.raises(ValueError, match="2 ranks without devices"):
+        of_figures(read_machine(), figures, overheads, compute, 2)
     copies = replace(figures, to_device_bytes_per_s=[5e10], from_device_bytes_per_s=[4e10])
     on_gpu = of_figures(read_machine(), copies, overheads, compute, 1)
     assert (on_gpu.to_host_bytes_per_s, on_gpu.to_device_bytes_per_s) == (4e10, 5e10)
@@ -177,33 +189,48 @@ def test_tokens_to_measure(tokens: int) -> None:
     assert min(tokens, 4096) in points
 
 
-def test_ranks_of_one_host_share_its_threads(torch_threads: Callable[[int], None]) -> None:
-    """What computes meanwhile has its part of them, and all of them are back in the end."""
-    seen: set[int] = set()
-
-    def note(line: str) -> None:
-        seen.add(torch.get_num_threads())
-
-    torch_threads(4)
-    measure_compute(torch.float32, (8, 16), 16, rounds=1, note=note, ranks=2)
-    assert torch.get_num_threads() == 4 and seen == {2}
-
-
 @pytest.mark.parametrize(
-    ("ranks", "threads", "expected"),
-    [(2, 4, (2, 1.0, 2)), (4, 2, (2, 2.0, 1)), (16, 32, (8, 1.0, 2)), (1, 3, (1, 1.0, 3))],
+    ("ranks", "cpus_there", "expected"),
+    [(2, 4, (2, 1.0, 2)), (4, 2, (2, 2.0, 1)), (16, 32, (8, 2.0, 4)), (3, 2, (2, 1.5, 1))],
 )
-def test_together(
-    ranks: int, threads: int, expected: tuple[int, float, int], torch_threads: Callable[[int], None]
-) -> None:
-    torch_threads(threads)
+def test_together(ranks: int, cpus_there: int, expected: tuple[int, float, int], cpus: Callable[[int], None]) -> None:
+    """All CPUs are busy, each thread has its part of them, and torch has its own number again."""
+    cpus(cpus_there)
+    before = torch.get_num_threads()
     together = Together(ranks)
     found = together.run(lambda rank: torch.get_num_threads())
+    together.close()
     assert (together.count, together.turns, *set(found)) == expected and len(found) == together.count
+    assert torch.get_num_threads() == before
 
 
-def test_the_slowest_of_several_counts() -> None:
+def test_no_more_at_once_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch, cpus: Callable[[int], None]) -> None:
+    cpus(8)
+    for gib, count in ((1, 1), (5, 2), (100, 8)):
+        monkeypatch.setattr(together_room, "available_bytes", lambda gib=gib: gib << 30)
+        together = Together(8)
+        together.close()
+        assert (together.count, together.turns) == (count, 8 / count)
+
+
+def test_one_alone_runs_here() -> None:
+    """So that Ctrl-C ends it."""
+    assert Together(1).run(lambda rank: threading.current_thread()) == [threading.main_thread()]
+
+
+def test_the_median_of_rounds_and_the_slowest_of_ranks() -> None:
     def found(*seconds: float) -> MeasuredCompute:
         return MeasuredCompute(*({"matrix": Curve((8, 16), seconds)} for _ in range(3)))
 
-    assert slowest([found(1.0, 4.0), found(2.0, 3.0)], turns=1.5) == found(3.0, 6.0)
+    assert merged([found(1.0, 4.0), found(2.0, 3.0)], max, 1.5) == found(3.0, 6.0)
+    assert merged([found(1.0, 4.0), found(2.0, 3.0), found(9.0, 9.0)], statistics.median) == found(2.0, 4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_of_it_is_measured(ranks: int) -> None:
+    with MachineProbe(torch.bfloat16, (8, 64), 64, ranks, 1 << 20) as probe:
+        found = probe.measure(1)
+    assert (found.ranks, found.ranks_per_host) == (ranks, ranks)
+    assert math.isfinite(found.unshard_bytes_per_s) is (ranks > 1) and 0 < found.bookkeeping_s < 1
+    assert found.exchange_bytes_per_s > 0 and found.compute.forward_s(Work(1e6, 1e3, 1e3, 0.0, 0), 32, 64) > 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from longshore.plan.choice import Job
 from longshore.plan.exchange import Exchange, ExchangeProbe
-from longshore.plan.machine import Compute, PlanMachine
+from longshore.plan.machine import LATENCY_S, Compute, MeasuredCompute, PlanMachine
 from longshore.plan.overheads import Overheads, OverheadsProbe
-from longshore.plan.probe import measure_compute
+from longshore.plan.probe import Note, Probe, merged
+from longshore.plan.together import Together
 from longshore.report import Figures, Machine, measure, read_machine
 
 _FEWEST_TOKENS, _MOST_TOKENS = 32, 4096
@@ -20,15 +23,81 @@ _LATENCY_S = 200e-6
 _DEVICES_EXCHANGE_SHARE = 1 / 8
 """Of the speed of a copy in host memory, between devices: nothing is measured there."""
 
+Clock = Callable[[], float]
+
+
+class MachineProbe:
+    """Everything that is measured of this machine, made once; a context manager, which ends its threads.
+
+    Args:
+        dtype: of parameters.
+        tokens: of a backward, at least two numbers of them.
+        seq_len: the most tokens that attend to each other.
+        ranks: on this host; they share it where there is no CUDA device for each.
+        numel: elements that are stepped and copied.
+        threads: of the host; None: one for each CPU that the process may use.
+        clock: seconds; on a busy machine with one thread, ``time.process_time``.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        tokens: Sequence[int],
+        seq_len: int,
+        ranks: int,
+        numel: int = 1 << 26,
+        threads: int | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._machine = read_machine()
+        self._ranks, self._numel, self._threads, self._clock = ranks, numel, threads, clock
+        devices = bool(self._machine.gpus)
+        sharing = 1 if devices else ranks
+        # Several ranks reduce in float32.
+        gradient_dtype = dtype if ranks == 1 else torch.float32
+        self._overheads = OverheadsProbe(dtype, gradient_dtype, numel // 2, threads, clock)
+        self._together = Together(sharing)
+        self._exchange = ExchangeProbe(dtype, sharing, numel, self._together, clock) if sharing > 1 else None
+        device = torch.device("cuda" if devices else "cpu")
+        self._probes = [Probe(dtype, tokens, seq_len, device, clock) for _ in range(self._together.count)]
+        self._compute(1, lambda line: None)  # not counted
+
+    def measure(self, rounds: int, note: Note = lambda line: None) -> PlanMachine:
+        """Medians of so many rounds; ``note`` is told what is measured now."""
+        figures = measure(self._numel, rounds, note, self._threads, self._clock)
+        note("what a parameter takes")
+        overheads = self._overheads.measure(rounds)
+        exchange = None
+        if self._exchange is not None:
+            note("what ranks exchange")
+            exchange = self._exchange.measure(rounds)
+        compute = self._compute(rounds, note)
+        return of_figures(self._machine, figures, overheads, compute, self._ranks, exchange)
+
+    def _compute(self, rounds: int, note: Note) -> MeasuredCompute:
+        found = [self._together.run(lambda rank: self._probes[rank].measure(note)) for _ in range(rounds)]
+        of_ranks = [merged(each, statistics.median) for each in zip(*found, strict=True)]
+        return merged(of_ranks, max, self._together.turns)
+
+    def close(self) -> None:
+        self._overheads.close()
+        self._together.close()
+
+    def __enter__(self) -> MachineProbe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def this_machine(
     job: Job,
     ranks: int | None = None,
     numel: int = 1 << 26,
     rounds: int = 3,
-    note: Callable[[str], None] = lambda line: None,
+    note: Note = lambda line: None,
 ) -> PlanMachine:
-    """Measure it; some ten seconds.
+    """Measure it; some ten or twenty seconds.
 
     Args:
         job: tokens and dtype that are measured.
@@ -40,26 +109,14 @@ def this_machine(
     Raises:
         ValueError: more ranks than CUDA devices.
     """
-    machine = read_machine()
-    devices = len(machine.gpus)
+    devices = len(read_machine().gpus)
     if devices and ranks is not None and ranks > devices:
         raise ValueError(
             f"this machine has {devices} CUDA devices, and {ranks} ranks need one each; give --gpu to plan for another"
         )
     dtype = job.dtype or torch.float32
-    figures = measure(numel, rounds, note)
-    note("what a parameter takes")
-    probe = OverheadsProbe(dtype, numel)
-    overheads = probe.measure(rounds)
-    probe.close()
-    device = torch.device("cuda" if devices else "cpu")
-    sharing = 1 if devices else ranks or 1
-    exchange = None
-    if sharing > 1:
-        note("what ranks exchange")
-        exchange = ExchangeProbe(dtype, sharing, numel // sharing).measure(rounds)
-    compute = measure_compute(dtype, tokens_to_measure(job), job.seq_len, device, rounds, note, sharing)
-    return of_figures(machine, figures, overheads, compute, ranks or max(1, devices), exchange)
+    with MachineProbe(dtype, tokens_to_measure(job), job.seq_len, ranks or max(1, devices), numel) as probe:
+        return probe.measure(rounds, note)
 
 
 def tokens_to_measure(job: Job) -> Sequence[int]:
@@ -76,17 +133,26 @@ def of_figures(
     ranks: int,
     exchange: Exchange | None = None,
 ) -> PlanMachine:
-    """The machine of ``longshore report``, with how fast it computes; ``exchange``: as measured, without devices."""
+    """The machine of ``longshore report``, with how fast it computes; ``exchange``: between ranks without devices.
+
+    Raises:
+        ValueError: there are such ranks, and nothing says how they exchange.
+    """
     gpus = machine.gpus
     limit = machine.memory.limit_bytes or machine.memory.total_bytes
     memory = min(machine.memory.available_bytes, limit)
     copied = figures.memory_copy_bytes_per_s
     assumptions = []
     if exchange is None:
+        if ranks > 1 and not gpus:
+            raise ValueError(f"{ranks} ranks without devices exchange what somebody has to have measured")
         assumed = _DEVICES_EXCHANGE_SHARE * copied
         exchange = Exchange(assumed, assumed, math.inf)
         if ranks > 1:
-            assumptions.append(f"between devices: {assumed / 1e9:.3g} GB/s, an eighth of a copy's in host memory")
+            assumptions.append(
+                f"between devices: {assumed / 1e9:.3g} GB/s, an eighth of a copy's in host memory, "
+                f"and {1e6 * LATENCY_S:.0f} us for each exchange"
+            )
     if gpus:
         assumptions.append("device memory is as fast as its data sheet says, or 1.5 TB/s")
     return PlanMachine(
@@ -104,7 +170,7 @@ def of_figures(
         exchange_bytes_per_s=exchange.gather_bytes_per_s,
         reduce_bytes_per_s=exchange.reduce_bytes_per_s,
         unshard_bytes_per_s=exchange.unshard_bytes_per_s,
-        latency_s=_LATENCY_S,
+        latency_s=LATENCY_S if gpus else _LATENCY_S,
         compute=compute,
         arrival_s=0.0 if gpus else overheads.arrival_s,  # beside a device that computes
         bookkeeping_s=overheads.bookkeeping_s,

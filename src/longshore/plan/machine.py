@@ -197,9 +197,10 @@ ACHIEVED_BANDWIDTH = 0.8
 HOST_SHARE = 0.9
 """Of a host's bandwidth that its step reaches (``make bench``: 0.87 and 0.93)."""
 _NETWORK_BYTES_PER_S = 50e9
-_LATENCY_S = 50e-6
-_BOOKKEEPING_S = 15e-6
-"""Python's work for each parameter in ``step()``, as measured here; what backward's hooks take, a device hides."""
+LATENCY_S = 50e-6
+"""Of one exchange between devices."""
+_BOOKKEEPING_S = 20e-6
+"""Python's work for each parameter in ``step()``, on an Intel Xeon; what backward's hooks take, a device hides."""
 
 
 class Description(NamedTuple):
@@ -269,7 +270,7 @@ def described(said: Description) -> PlanMachine:
         to_device_bytes_per_s=link,
         device_memory_bytes_per_s=device_speed,
         exchange_bytes_per_s=exchange,
-        latency_s=_LATENCY_S,
+        latency_s=LATENCY_S,
         compute=PeakCompute(said.efficiency * peak, device_speed),
         bookkeeping_s=_BOOKKEEPING_S,
         assumptions=tuple(assumptions),

@@ -34,18 +34,24 @@ class OverheadsProbe:
     """What is measured, made once and run as often as somebody wants to know.
 
     Args:
-        dtype: of parameters and gradients.
+        dtype: of parameters.
+        gradient_dtype: of the gradients that the host measures the norm of.
         numel: elements of the gradient that the norm is measured of: more than caches hold.
         threads: of the host; None: one for each CPU that the process may use.
         clock: seconds; on a busy machine with one thread, ``time.process_time``.
     """
 
     def __init__(
-        self, dtype: torch.dtype, numel: int, threads: int | None = None, clock: Clock = time.perf_counter
+        self,
+        dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        numel: int,
+        threads: int | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
         self._clock = clock
         self._kernels = HostKernels(threads)
-        self._gradient = torch.full((numel,), 1e-3, dtype=dtype)
+        self._gradient = torch.full((numel,), 1e-3, dtype=gradient_dtype)
         self._plain, self._stepped = (
             [nn.Parameter(torch.zeros(_SMALL, dtype=dtype)) for _ in range(_PARAMETERS)] for _ in range(2)
         )
@@ -62,7 +68,7 @@ class OverheadsProbe:
         )
 
     def close(self) -> None:
-        """End the host's threads."""
+        """End the optimizer's threads; the kernels' go with this object."""
         self._optimizer.close()
 
     def _round(self) -> tuple[float, float, float]:

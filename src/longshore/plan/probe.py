@@ -5,7 +5,6 @@ The pieces are those of a Llama, small, with random numbers; no weights of the p
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from longshore.plan.machine import Curve, MeasuredCompute
-from longshore.plan.together import Together
 
 _HIDDEN, _INNER, _HEAD_SIZE, _VOCABULARY = 768, 2432, 64, 16000
 _MATRICES = 20
@@ -72,61 +70,33 @@ class Probe:
             for name, piece in _PIECES.items()
         }
 
-    def measure(self, rounds: int, note: Note = lambda line: None) -> MeasuredCompute:
-        """Medians of so many rounds, in each of which every piece runs once; ``note`` is told what is measured now."""
-        seconds: dict[tuple[str, int], list[Seconds]] = {key: [] for key in self._pieces}
-        for _ in range(rounds):
-            for (name, count), (run, numel) in self._pieces.items():
-                note(f"{name} of {count} tokens")
-                seconds[name, count].append(Seconds(*(each / numel for each in run())))
+    def measure(self, note: Note = lambda line: None) -> MeasuredCompute:
+        """Run every piece once; ``note`` is told what is measured now."""
+        seconds: dict[tuple[str, int], Seconds] = {}
+        for (name, count), (run, numel) in self._pieces.items():
+            note(f"{name} of {count} tokens")
+            seconds[name, count] = Seconds(*(each / numel for each in run()))
         return MeasuredCompute(*(self._curves(seconds, which) for which in range(len(Seconds._fields))))
 
-    def _curves(self, seconds: dict[tuple[str, int], list[Seconds]], which: int) -> dict[str, Curve]:
+    def _curves(self, seconds: dict[tuple[str, int], Seconds], which: int) -> dict[str, Curve]:
         names = dict.fromkeys(name for name, _ in seconds)
         return {
-            name: Curve(
-                self._points,
-                tuple(statistics.median(each[which] for each in seconds[name, count]) for count in self._points),
-            )
-            for name in names
+            name: Curve(self._points, tuple(seconds[name, count][which] for count in self._points)) for name in names
         }
 
 
-def measure_compute(
-    dtype: torch.dtype,
-    tokens: Sequence[int],
-    seq_len: int,
-    device: torch.device | None = None,
-    rounds: int = 3,
-    note: Note = lambda line: None,
-    ranks: int = 1,
+def merged(
+    found: Sequence[MeasuredCompute], by: Callable[[Sequence[float]], float], times: float = 1.0
 ) -> MeasuredCompute:
-    """Measure once, after a round that is not counted; the other arguments and errors are those of :class:`Probe`.
+    """Of several, point by point: ``by`` (the median of rounds, the most of ranks), and so many times that."""
 
-    Args:
-        ranks: that share this process's CPUs and the bandwidth of their memory: so many compute at once, each with its
-            part of torch's threads, and what the slowest took counts.
-    """
-    together = Together(ranks)
-    probes = [Probe(dtype, tokens, seq_len, device) for _ in range(together.count)]
-
-    def measured(rank: int) -> MeasuredCompute:
-        probes[rank].measure(1, note)
-        return probes[rank].measure(rounds, note)
-
-    return slowest(together.run(measured), together.turns)
-
-
-def slowest(found: Sequence[MeasuredCompute], turns: float = 1.0) -> MeasuredCompute:
-    """Of several that computed at once, point by point; ``turns``: so many take turns on one's CPUs."""
-
-    def worst(curves: Sequence[Curve]) -> Curve:
+    def one(curves: Sequence[Curve]) -> Curve:
         seconds = zip(*(curve.seconds for curve in curves), strict=True)
-        return Curve(curves[0].tokens, tuple(turns * max(each) for each in seconds))
+        return Curve(curves[0].tokens, tuple(times * by(each) for each in seconds))
 
     def of(which: str) -> dict[str, Curve]:
         each = [getattr(one, which) for one in found]
-        return {name: worst([curves[name] for curves in each]) for name in each[0]}
+        return {name: one([curves[name] for curves in each]) for name in each[0]}
 
     return MeasuredCompute(*(of(which) for which in Seconds._fields))
 

@@ -18,6 +18,7 @@ from longshore.plan.machine import PlanMachine
 from longshore.plan.model import PlannedModel
 from longshore.plan.timeline import Span, Timeline
 from longshore.plan.workload import Segment, TileJob, segments_of, tile_jobs
+from longshore.sharding.ownership import GATHER_NUMEL
 from longshore.sharding.placement import STRATEGIES
 from longshore.sharding.reduction import SLICE_NUMEL
 from longshore.sharding.schedule import GATHER, REDUCE, SHARDED_SCHEDULE
@@ -92,8 +93,10 @@ class _Step:
         self._copies = machine.staged and self._offloads
         self._segments = segments_of(model)
         self._tiles = tile_jobs(job, choice, layout, self._segments)
-        self._parameters = len(model.trainable)
-        self._kept_to_the_end = not self._each_backward or (not self._sharded and job.accumulation == 1)
+        self._trainable = model.trainable
+        # Gradients themselves; sums of several backwards take their place.
+        self._kept_to_the_end = job.accumulation == 1 and not (self._sharded and self._each_backward)
+        self._sums = self._sharded and not self._each_backward and job.accumulation > 1
         self._early_norms = self._offloads and bool(choice.speculation) and job.clipping is not None
         self._time = Timeline({**(SHARDED_SCHEDULE if self._sharded else SCHEDULE), **_BESIDE}, self._shared_lanes())
         # Of a backward.
@@ -172,7 +175,8 @@ class _Step:
 
         for segment in reversed(self._segments):
             ready = self._gather(segment, used) if self._gathers and segment.unit is not None else 0.0
-            used.append(self._time.run(ARRIVE, segment.key, self._backward_s(segment), not_before=ready))
+            seconds = self._backward_s(segment) + (self._sum_s(segment, number) if self._sums else 0.0)
+            used.append(self._time.run(ARRIVE, segment.key, seconds, not_before=ready))
             if not self._sharded:
                 came(segment.key)
                 continue
@@ -183,6 +187,15 @@ class _Step:
                 self._reduce(following, self._layout.buckets[following], brought_by[following])
                 came(("bucket", following))
                 following += 1
+
+    def _sum_s(self, segment: Segment, number: int) -> float:
+        """At stages 0 and 1 float32 sums stay where the gradients are."""
+        num_bytes = 0
+        for each in (self._trainable[place] for place in segment.parameters if number > 0):
+            itemsize = each.dtype.itemsize
+            made = itemsize + 4 if number == 1 else 0  # of the gradient that was there before
+            num_bytes += each.numel * (made + itemsize + 8)
+        return self._device_s(num_bytes) if self._machine.staged else self._host_s(num_bytes)
 
     def _reduce(self, index: int, bucket: PlannedBucket, keys: list[int]) -> None:
         itemsize = bucket.dtype.itemsize
@@ -221,7 +234,7 @@ class _Step:
         left = 0 if self._early_norms else sum(tile.numel * tile.gradient_itemsize for tile in self._tiles)
         meeting = self._machine.latency_s if self._sharded else 0.0
         measures = self._job.clipping is not None
-        bookkeeping = self._machine.bookkeeping_s * self._parameters
+        bookkeeping = self._machine.bookkeeping_s * len(self._trainable)
         self._time.run(NORM, "norm", meeting + bookkeeping + (self._read_s(left) if measures else 0.0))
         for tile in put_off:
             self._step_ahead(tile)
@@ -243,7 +256,8 @@ class _Step:
                 self._publish(remaining[place])
         if self._sharded and self._choice.stage in (1, 2):
             for index, bucket in enumerate(self._layout.buckets):
-                self._time.run(GATHER, index, self._exchange_s(bucket.numel * bucket.dtype.itemsize))
+                num_bytes, meetings = bucket.numel * bucket.dtype.itemsize, -(-bucket.numel // GATHER_NUMEL)
+                self._time.run(GATHER, index, self._exchange_s(num_bytes, meetings))
         if self._kept_to_the_end:
             released = sum(self._machine.compute.release_s(each.work, self._job.tokens) for each in self._segments)
             self._time.run(RELEASE, "gradients", released)
@@ -280,13 +294,15 @@ class _Step:
         return num_bytes / self._machine.device_memory_bytes_per_s
 
     def _reduce_s(self, numel: int, itemsize: int) -> float:
-        machine, exchanges = self._machine, -(-numel // SLICE_NUMEL)
-        sent = numel * itemsize * (machine.ranks - 1) / machine.ranks
-        return exchanges * machine.latency_s + sent / (machine.reduce_bytes_per_s or machine.exchange_bytes_per_s)
+        speed = self._machine.reduce_bytes_per_s or self._machine.exchange_bytes_per_s
+        return self._exchange_s(numel * itemsize, -(-numel // SLICE_NUMEL), speed)
 
     def _gather_s(self, num_bytes: float) -> float:
-        return self._exchange_s(num_bytes) + num_bytes / self._machine.unshard_bytes_per_s
+        if self._machine.staged:
+            return self._exchange_s(num_bytes)
+        # Each rank writes its part into memory that all see, and FSDP2 copies the whole out of it.
+        return self._exchange_s(num_bytes / self._machine.ranks) + num_bytes / self._machine.unshard_bytes_per_s
 
-    def _exchange_s(self, num_bytes: float) -> float:
-        ranks = self._machine.ranks
-        return self._machine.latency_s + num_bytes * (ranks - 1) / ranks / self._machine.exchange_bytes_per_s
+    def _exchange_s(self, num_bytes: float, meetings: int = 1, bytes_per_s: float | None = None) -> float:
+        ranks, speed = self._machine.ranks, bytes_per_s or self._machine.exchange_bytes_per_s
+        return meetings * self._machine.latency_s + num_bytes * (ranks - 1) / ranks / speed

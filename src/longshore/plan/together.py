@@ -8,33 +8,46 @@ from typing import TypeVar
 
 import torch
 
+from longshore.host.memory import available_bytes
+from longshore.machine import usable_cpus
+
 _MOST_AT_ONCE = 8
+_BYTES_EACH = 2 << 30
+"""Of memory, more than what one of them measures in needs."""
 _T = TypeVar("_T")
 
 
 class Together:
-    """Runs what each rank does, for all of them at once.
+    """Runs what each rank does, for all of them at once, until :meth:`close`.
 
     Args:
         ranks: of the host.
 
     Attributes:
-        count: that run at once: no more than torch has threads, and no more than eight, as each needs its memory.
-        turns: that ranks would take on the same CPUs, where they are more than torch has threads: how much longer
-            everything takes.
+        count: that run at once: no more than there are CPUs, nor memory for, nor than eight. They have all CPUs.
+        turns: that all ranks would take on those CPUs: how much longer everything takes.
     """
 
     def __init__(self, ranks: int) -> None:
-        self._threads = torch.get_num_threads()
-        self.count = min(ranks, self._threads, _MOST_AT_ONCE)
-        self.turns = max(1.0, ranks / self._threads)
-        self._each = max(1, self._threads // ranks)
+        cpus = len(usable_cpus())
+        self.count = max(1, min(ranks, cpus, available_bytes() // _BYTES_EACH, _MOST_AT_ONCE))
+        self.turns = ranks / self.count
+        self._each = max(1, cpus // self.count)
+        self._pool = ThreadPoolExecutor(self.count) if self.count > 1 else None
 
     def run(self, work: Callable[[int], _T]) -> list[_T]:
-        """What ``work`` returns for each, which has its part of torch's threads."""
+        """What ``work`` returns for each of :attr:`count`, which has its part of the CPUs; one alone has what torch has
+        anyway."""
+        if self._pool is None:
+            return [work(0)]
+        threads = torch.get_num_threads()
         torch.set_num_threads(self._each)
         try:
-            with ThreadPoolExecutor(self.count) as pool:
-                return list(pool.map(work, range(self.count)))
+            return list(self._pool.map(work, range(self.count)))
         finally:
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(threads)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

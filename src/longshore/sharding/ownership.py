@@ -15,7 +15,7 @@ from longshore.sharding.lane import CollectiveLane
 from longshore.sharding.reduction import parts, slices
 from longshore.sharding.window_count import WindowCount
 
-_GATHER_NUMEL = 1 << 23
+GATHER_NUMEL = 1 << 23
 """Elements of one gathering over all ranks; larger ones are no faster."""
 
 
@@ -131,7 +131,7 @@ class Sharded(Ownership):
 
     def __init__(self, lane: CollectiveLane, gather_numel: int) -> None:
         super().__init__(lane)
-        self._gather_numel = min(gather_numel, _GATHER_NUMEL)
+        self._gather_numel = min(gather_numel, GATHER_NUMEL)
 
     def owned(self, bucket: Bucket) -> Sequence[Piece]:
         return bucket.pieces[self.averaging_lane.rank]
