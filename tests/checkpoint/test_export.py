@@ -171,6 +171,28 @@ def test_it_generates_as_it_did(model: Any, tmp_path: Path) -> None:
     assert (found.eos_token_id, found.max_new_tokens) == ([3, 5], 7)
 
 
+@pytest.mark.parametrize("value", [torch.tensor([3]), float("nan")])
+def test_what_json_cannot_hold_is_left_out_and_said(value: Any, model: Any, tmp_path: Path) -> None:
+    """Training does not end for it."""
+    model.generation_config.temperature = value
+    with pytest.warns(UserWarning, match=r"has no generation_config\.json: GenerationConfig has what JSON cannot hold"):
+        save(model, tmp_path / "run")
+    assert set(export(tmp_path / "run", tmp_path / "hf").files) == {"model.safetensors", "config.json"}
+    check_same(loaded(tmp_path / "hf").state_dict(), model.state_dict())
+
+
+def test_a_generation_config_that_is_not_written_again_stays(model: Any, tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+    save(model, tmp_path / "new")
+    export(tmp_path / "new", out)
+    export(tmp_path / "new", out, overwrite=True)
+    model.generation_config = None  # as in checkpoints of older versions
+    save(model, tmp_path / "old", tags=("old",))
+    with pytest.raises(ValueError, match=r"generation_config\.json, which no export wrote"):
+        export(tmp_path / "old", out, overwrite=True)
+    assert (out / "generation_config.json").is_file()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_cast(dtype: torch.dtype, model: Any, saved: Path, tmp_path: Path) -> None:
     export(saved, tmp_path / "hf", dtype=dtype)

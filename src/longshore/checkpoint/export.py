@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +33,7 @@ EXPORT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """That weights can be cast to, and from: numbers of fewer bits mean something only together with their scales."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_OWN_NAMES = re.compile(
-    r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
-)
+_OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|config\.json")
 _ABOUT = {"format": "pt"}
 """transformers refuses files without."""
 _COMPARED_NUMEL = 1 << 20
@@ -105,10 +103,11 @@ def export(
     target = Path(out).resolve()
     _check_target(target, overwrite)
     whole = chosen(Path(checkpoint).absolute(), tag)
+    _check_target(target, overwrite, whole.files)
     reader = SafetensorsReader(whole.path)
     weights = weights_of(whole, reader, dtype)
     shards = shards_of(weights, max_shard_bytes)
-    with _written_beside(target, overwrite) as folder:
+    with _written_beside(target, overwrite, whole.files) as folder:
         _write_shards(folder, shards, reader, progress)
         if CONFIG in whole.files:
             config = checked(read_json(whole.path / CONFIG), dict, str(whole.path / CONFIG))
@@ -273,8 +272,9 @@ def _with_dtype(config: Mapping[str, Any], heads: Sequence[TensorHead]) -> dict[
     return {**config, **dict.fromkeys(keys, name)}
 
 
-def _check_target(out: Path, overwrite: bool) -> None:
-    """Raises ValueError where something would be lost."""
+def _check_target(out: Path, overwrite: bool, written: Collection[str] = (GENERATION_CONFIG,)) -> None:
+    """Raises ValueError where something would be lost. A ``generation_config.json`` is that of a former export only if
+    it is written again: older checkpoints have none, and people put one there."""
     if not os.path.lexists(out):
         return
     if not out.is_dir():
@@ -282,7 +282,8 @@ def _check_target(out: Path, overwrite: bool) -> None:
     names = sorted(os.listdir(out))
     if names and not overwrite:
         raise ValueError(f"{out} is not empty: choose another folder, or overwrite a former export (overwrite=True)")
-    others = [name for name in names if _OWN_NAMES.fullmatch(name) is None or not (out / name).is_file()]
+    own = [name for name in names if _OWN_NAMES.fullmatch(name) or (name == GENERATION_CONFIG and name in written)]
+    others = [name for name in names if name not in own or not (out / name).is_file()]
     if others:
         raise ValueError(
             f"{out} has {others[0]}, which no export wrote, and overwriting replaces the folder: move it away, or "
@@ -291,7 +292,7 @@ def _check_target(out: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _written_beside(out: Path, overwrite: bool) -> Iterator[Path]:
+def _written_beside(out: Path, overwrite: bool, written: Collection[str]) -> Iterator[Path]:
     """A new folder, which becomes ``out`` at the end, and goes where that is not reached."""
     folder, aside = (out.with_name(f".{out.name}.{word}-{secrets.token_hex(4)}") for word in ("writing", "replaced"))
     try:
@@ -300,7 +301,7 @@ def _written_beside(out: Path, overwrite: bool) -> Iterator[Path]:
             folder.mkdir()
             yield folder
             sync_folder(folder)
-            _check_target(out, overwrite)  # it took a while
+            _check_target(out, overwrite, written)  # it took a while
             _replace(folder, out, aside)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -101,11 +101,14 @@ class Session:
         snapshot = None
         if self._optimizer is not None:
             values[OPTIMIZER] = self._optimizer.about()
-        written, own_written, configs = Values.of(values), Values.of(own), _configs_of(model.model)
+        written, own_written, configs = Values.of(values), Values.of(own), self._configs()
         if self._optimizer is not None:
             states, snapshot = self._optimizer.saved(memory_bytes)
             parts += states
         return Content(parts, written, own_written, configs, step, run, snapshot)
+
+    def _configs(self) -> dict[str, dict[str, Any]]:
+        return _configs_of(self._model.model) if self._crew.rank == 0 else {}  # which writes them
 
     # -- loading --------------------------------------------------------------
 
@@ -246,24 +249,29 @@ class Session:
 
 def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The configurations of a model that has them as transformers has them, by the names of their files."""
-    configs = {}
-    content = _content_of(getattr(model, "config", None))
-    if content is not None:
-        if "model_type" in content and not content.get("architectures"):
-            name = type(getattr(model, "_orig_mod", model)).__name__
-            # fully_shard makes a class of its own.
-            content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
-        configs[CONFIG] = content
-        generation = _content_of(getattr(model, "generation_config", None))
-        if generation is not None:
-            configs[GENERATION_CONFIG] = generation
-    return configs
+    content = _content_of(getattr(model, "config", None), CONFIG)
+    if content is None:
+        return {}
+    if "model_type" in content and not content.get("architectures"):
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        # fully_shard makes a class of its own.
+        content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
+    generation = _content_of(getattr(model, "generation_config", None), GENERATION_CONFIG)
+    return {CONFIG: content} if generation is None else {CONFIG: content, GENERATION_CONFIG: generation}
 
 
-def _content_of(config: Any) -> dict[str, Any] | None:
+def _content_of(config: Any, file: str) -> dict[str, Any] | None:
+    """What goes into the file; None, with a warning, where JSON cannot hold it: a checkpoint is whole without."""
     to_json = getattr(config, "to_json_string", None)
     if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
         return None
-    text = to_json()
-    content = json.loads(text) if isinstance(text, str) else None
+    try:
+        text = to_json()
+        content = json.loads(text) if isinstance(text, str) else None
+        json.dumps(content, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        warnings.warn(
+            f"the checkpoint has no {file}: {type(config).__name__} has what JSON cannot hold ({error})", stacklevel=2
+        )
+        return None
     return content if isinstance(content, dict) else None

@@ -3,6 +3,7 @@ place of ranks, by the engine's own additions."""
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -74,7 +75,7 @@ class ExchangeProbe:
 
     def reduce(self, rank: int) -> Tensor:
         """The mean of all ranks' gradients, of this one's shard."""
-        mean = torch.empty(self._shard_numel, dtype=torch.float32)
+        mean = _taken_anew(self._shard_numel, torch.float32)
         for start, numel in slices(self._shard_numel, self._ranks, SLICE_NUMEL):
             self._sent[rank][:, :numel].copy_(self._gradients[rank][:, start : start + numel])
             add_up(mean[start : start + numel], [sent[rank, :numel] for sent in self._sent], 1.0 / self._ranks)
@@ -91,4 +92,10 @@ class ExchangeProbe:
 
     def unshard(self, rank: int) -> Tensor:
         """A copy of them in memory of its own."""
-        return torch.empty_like(self._parameters[rank]).copy_(self._parameters[rank])
+        parameters = self._parameters[rank]
+        return _taken_anew(parameters.numel(), parameters.dtype).view(parameters.shape).copy_(parameters)
+
+
+def _taken_anew(numel: int, dtype: torch.dtype) -> Tensor:
+    """From the system, as what a step lets go of is for the next one; malloc may have kept some by chance."""
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE), dtype=dtype)
