@@ -219,6 +219,19 @@ def test_the_configuration_trains(cli, llama, tmp_path):
     assert content["recommended"]["device_bytes"] == found.device_bytes
 
 
+def test_this_machine_is_measured_in_the_models_own_dtype(cli, llama, monkeypatch):
+    seen = []
+
+    def measured(job, *arguments, **options):
+        seen.append(job.dtype)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("longshore.plan.here.this_machine", measured)
+    for dtype in ("own", "fp16"):
+        assert "enough" in cli("plan", str(llama(dtype="bfloat16")), "--dtype", dtype).err
+    assert seen == [torch.bfloat16, torch.float16]
+
+
 def test_this_machine_is_measured(cli, llama):
     found = planned(cli, llama(), "--quick", "--seq-len", "32")
     assert found["machine"]["name"].startswith("this machine") and found["machine"]["ranks"] == 1

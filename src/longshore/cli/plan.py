@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -102,7 +103,8 @@ def plan(
     from longshore.plan.planner import plan as planned
 
     read = read_model(model)
-    machine = said or _this_machine(job, gpus, quick, memory)
+    measured = replace(job, dtype=job.dtype or read.main_dtype)
+    machine = said or _this_machine(measured, gpus, quick, memory)
     try:
         result = planned(read, machine, job)
     except DoesNotFit as refusal:
@@ -169,8 +171,6 @@ def _check_here(described: dict[str, Any]) -> None:
 
 
 def _this_machine(job: Job, ranks: int | None, quick: bool, memory: dict[str, str | None]) -> PlanMachine:
-    from dataclasses import replace
-
     from longshore.plan.here import this_machine
     from longshore.plan.quantities import parse_bytes
 

@@ -107,6 +107,15 @@ class PlannedModel:
         """Numbers that the loss is made of, for one token; 0: there is no such head."""
         return max((each.shape[0] for each in self.parameters if each.use is Use.HEAD), default=0)
 
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """That most elements of floating-point parameters have."""
+        numels: dict[torch.dtype, int] = {}
+        for each in self.parameters:
+            if each.dtype.is_floating_point:
+                numels[each.dtype] = numels.get(each.dtype, 0) + each.numel
+        return max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
+
     def cast(self, dtype: torch.dtype | None) -> PlannedModel:
         """As the engine casts it; None: as it is."""
         if dtype is None or all(each.dtype == dtype for each in self.parameters):
