@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,18 +82,17 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     settings = Settings(**values)
     cases = [_Case(case) for case in settings.cases]
     tokens = sorted({32, 512, *(case.job.tokens for case in cases)})
-    probe = MachineProbe(torch.bfloat16, tokens, max(tokens), 1, settings.numel, 1, _CLOCK)
-    for number in range(-_WARMUPS, settings.rounds):
-        note(f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up")
-        machine = probe.measure(1)
-        for case in cases if number % 2 == 0 else reversed(cases):
-            measured = case.step()
-            times = evaluate(case.planned, machine, case.job, Choice(2, "cpu")).times
-            assert times is not None
-            if number >= 0:
-                predicted = {"predicted_step_s": times.step_s, "predicted_exposed_s": times.exposed_s}
-                case.rounds.append({**measured, **predicted})
-    probe.close()
+    with MachineProbe(torch.bfloat16, tokens, max(tokens), 1, settings.numel, 1, _CLOCK) as probe:
+        for number in range(-_WARMUPS, settings.rounds):
+            note(f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up")
+            machine = probe.measure(1)
+            for case in cases if number % 2 == 0 else reversed(cases):
+                measured = case.step()
+                times = evaluate(case.planned, machine, case.job, Choice(2, "cpu")).times
+                assert times is not None
+                if number >= 0:
+                    predicted = {"predicted_step_s": times.step_s, "predicted_exposed_s": times.exposed_s}
+                    case.rounds.append({**measured, **predicted})
     for case in cases:
         case.engine.destroy()
     note("planning 400 billion parameters")
@@ -121,14 +120,18 @@ def _large() -> float:
     return _CLOCK() - start
 
 
+def compared(what: str, rounds: Sequence[Mapping[str, float]], kind: str) -> Row:
+    """The median over rounds of the predicted over the measured seconds."""
+    ratio = statistics.median(each[f"predicted_{kind}"] / each[kind] for each in rounds)
+    measured = 1e3 * statistics.median(each[kind] for each in rounds)
+    return equal(PART, f"{what} over the measured one", ratio, "", 1.0, _TOLERANCE, f"measured {measured:.0f} ms")
+
+
 def rows(results: Mapping[str, Any]) -> list[Row]:
     """Predicted over measured, with the goal."""
     table = []
     for name, rounds in results["cases"].items():
         for kind, words in (("step_s", "step"), ("exposed_s", "exposed time")):
-            ratio = statistics.median(each[f"predicted_{kind}"] / each[kind] for each in rounds)
-            measured = 1e3 * statistics.median(each[kind] for each in rounds)
-            what = f"{name}: predicted {words} over the measured one"
-            table.append(equal(PART, what, ratio, "", 1.0, _TOLERANCE, f"measured {measured:.0f} ms"))
+            table.append(compared(f"{name}: predicted {words}", rounds, kind))
     large = statistics.median(results["large_s"])
     return [*table, at_most(PART, "planning 400 B parameters on 1,024 ranks", large, "s", _SECONDS_GOAL)]

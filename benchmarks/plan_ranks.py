@@ -6,7 +6,6 @@ machine is measured, as ``longshore plan`` measures it, and each model trains a 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from typing import Any
 
 import torch
 
+from benchmarks import plan
 from benchmarks.contestants import ENGINE, ENGINE_3, MAX_NORM, Setup
-from benchmarks.report import Row, equal
+from benchmarks.report import Row
 from benchmarks.team import Team
 from benchmarks.timing import Note
 from longshore.plan.choice import Choice, Job
@@ -25,13 +25,12 @@ from longshore.plan.model import PlannedModel
 from longshore.plan.modules import plan_of_module
 from longshore.plan.planner import evaluate
 
-PART = "Plan"
+PART = plan.PART
 RANKS = 2
 STAGES = {ENGINE: 2, ENGINE_3: 3}
 _BUCKET_NUMEL = 50_000_000
 _PASSES = 3
 """Of what is measured, in each round: as many as ``longshore plan`` makes."""
-_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,9 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     torch.set_num_threads(settings.threads)
     tokens = sorted({32, 512, *(case[-1] for case in settings.cases)})
     with ExitStack() as stack:
-        probe = stack.enter_context(MachineProbe(torch.bfloat16, tokens, max(tokens), RANKS, settings.numel))
+        probe = stack.enter_context(
+            MachineProbe(torch.bfloat16, tokens, max(tokens), RANKS, settings.numel, settings.threads)
+        )
         note("starting ranks")
         cases = [_Case(case, max(1, settings.threads // RANKS), stack) for case in settings.cases]
         for number in range(-1, settings.rounds):  # the first step makes the state
@@ -88,8 +89,6 @@ def rows(results: Mapping[str, Any]) -> list[Row]:
     table = []
     for case, by_name in results["cases"].items():
         for name, rounds in by_name.items():
-            ratio = statistics.median(each["predicted_step_s"] / each["step_s"] for each in rounds)
-            measured = 1e3 * statistics.median(each["step_s"] for each in rounds)
-            what = f"{RANKS} ranks, stage {STAGES[name]}, {case}: predicted step over the measured one"
-            table.append(equal(PART, what, ratio, "", 1.0, _TOLERANCE, f"measured {measured:.0f} ms"))
+            what = f"{RANKS} ranks, stage {STAGES[name]}, {case}: predicted step"
+            table.append(plan.compared(what, rounds, "step_s"))
     return table

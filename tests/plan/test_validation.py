@@ -218,6 +218,16 @@ def test_one_alone_runs_here() -> None:
     assert Together(1).run(lambda rank: threading.current_thread()) == [threading.main_thread()]
 
 
+def test_one_that_takes_turns_has_all_threads(cpus: Callable[[int], None]) -> None:
+    """Of the host, however many torch was given; and fewer where the caller says so."""
+    cpus(4)
+    one = Together(8, threads=1)
+    assert (one.count, one.turns, one.run(lambda rank: torch.get_num_threads())) == (1, 8.0, [1])
+    two = Together(3, threads=2)
+    two.close()
+    assert (two.count, two.turns) == (2, 1.5)
+
+
 def test_the_median_of_rounds_and_the_slowest_of_ranks() -> None:
     def found(*seconds: float) -> MeasuredCompute:
         return MeasuredCompute(*({"matrix": Curve((8, 16), seconds)} for _ in range(3)))

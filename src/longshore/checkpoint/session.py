@@ -101,14 +101,12 @@ class Session:
         snapshot = None
         if self._optimizer is not None:
             values[OPTIMIZER] = self._optimizer.about()
-        written, own_written, configs = Values.of(values), Values.of(own), self._configs()
+        written, own_written = Values.of(values), Values.of(own)
+        configs = _configs_of(model.model) if self._crew.rank == 0 else {}  # which writes them
         if self._optimizer is not None:
             states, snapshot = self._optimizer.saved(memory_bytes)
             parts += states
         return Content(parts, written, own_written, configs, step, run, snapshot)
-
-    def _configs(self) -> dict[str, dict[str, Any]]:
-        return _configs_of(self._model.model) if self._crew.rank == 0 else {}  # which writes them
 
     # -- loading --------------------------------------------------------------
 

@@ -6,17 +6,15 @@ from __future__ import annotations
 import mmap
 import statistics
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longshore.plan.probe import Clock
 from longshore.plan.together import Together
 from longshore.sharding.reduction import SLICE_NUMEL, add_up, slices
-
-Clock = Callable[[], float]
 
 
 class Exchange(NamedTuple):

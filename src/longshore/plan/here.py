@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from longshore.plan.choice import Job
 from longshore.plan.exchange import Exchange, ExchangeProbe
 from longshore.plan.machine import LATENCY_S, Compute, MeasuredCompute, PlanMachine
 from longshore.plan.overheads import Overheads, OverheadsProbe
-from longshore.plan.probe import Note, Probe, merged
+from longshore.plan.probe import Clock, Note, Probe, merged
 from longshore.plan.together import Together
 from longshore.report import Figures, Machine, measure, read_machine
 
@@ -23,8 +23,6 @@ _MEETING_S = 600e-6
 on average, most of it waiting for the other one; 180 us where they do nothing else."""
 _DEVICES_EXCHANGE_SHARE = 1 / 8
 """Of the speed of a copy in host memory, between devices: nothing is measured there."""
-
-Clock = Callable[[], float]
 
 
 class MachineProbe:
@@ -36,8 +34,11 @@ class MachineProbe:
         seq_len: the most tokens that attend to each other.
         ranks: on this host; they share it where there is no CUDA device for each.
         numel: elements that are stepped and copied.
-        threads: of the host; None: one for each CPU that the process may use.
+        threads: of the host, of all ranks together; None: one for each CPU that the process may use.
         clock: seconds; on a busy machine with one thread, ``time.process_time``.
+
+    Raises:
+        ValueError: fewer than two numbers of tokens.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class MachineProbe:
         self._ranks, self._numel, self._threads, self._clock = ranks, numel, threads, clock
         devices = bool(self._machine.gpus)
         sharing = 1 if devices else ranks
+        self._together = Together(sharing, threads)
+        device = torch.device("cuda" if devices else "cpu")
+        self._probes = [Probe(dtype, tokens, seq_len, device, clock) for _ in range(self._together.count)]
+        self._exchange = ExchangeProbe(dtype, sharing, numel, self._together, clock) if sharing > 1 else None
         # Several ranks reduce in float32.
         gradient_dtype = dtype if ranks == 1 else torch.float32
         self._overheads = OverheadsProbe(dtype, gradient_dtype, numel // 2, threads, clock)
-        self._together = Together(sharing)
-        self._exchange = ExchangeProbe(dtype, sharing, numel, self._together, clock) if sharing > 1 else None
-        device = torch.device("cuda" if devices else "cpu")
-        self._probes = [Probe(dtype, tokens, seq_len, device, clock) for _ in range(self._together.count)]
         self._compute(1, lambda line: None)  # not counted
 
     def measure(self, rounds: int, note: Note = lambda line: None) -> PlanMachine:
@@ -146,7 +147,7 @@ def of_figures(
     assumptions = []
     if exchange is None:
         if ranks > 1 and not gpus:
-            raise ValueError(f"{ranks} ranks without devices exchange what somebody has to have measured")
+            raise ValueError(f"{ranks} ranks without devices: give exchange, as ExchangeProbe measures it")
         assumed = _DEVICES_EXCHANGE_SHARE * copied
         exchange = Exchange(assumed, assumed, math.inf)
         if ranks > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from longshore.kernels import HostKernels
 from longshore.optim import AdamW, Offload
+from longshore.plan.probe import Clock
 
 _PARAMETERS, _SMALL = 128, 16
 """So many parameters of so few elements: what they take is Python's."""
-
-Clock = Callable[[], float]
 
 
 class Overheads(NamedTuple):

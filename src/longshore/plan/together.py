@@ -22,28 +22,27 @@ class Together:
 
     Args:
         ranks: of the host.
+        threads: of all of them together; None: one for each CPU that the process may use.
 
     Attributes:
-        count: that run at once: no more than there are CPUs, nor memory for, nor than eight. They have all CPUs.
-        turns: that all ranks would take on those CPUs: how much longer everything takes.
+        count: that run at once: no more than there are threads, nor memory for, nor than eight. They have all threads.
+        turns: that all ranks would take on those threads: how much longer everything takes.
     """
 
-    def __init__(self, ranks: int) -> None:
-        cpus = len(usable_cpus())
-        self.count = max(1, min(ranks, cpus, available_bytes() // _BYTES_EACH, _MOST_AT_ONCE))
+    def __init__(self, ranks: int, threads: int | None = None) -> None:
+        threads = threads or len(usable_cpus())
+        self.count = max(1, min(ranks, threads, available_bytes() // _BYTES_EACH, _MOST_AT_ONCE))
         self.turns = ranks / self.count
-        self._each = max(1, cpus // self.count)
+        self._each = threads // self.count if ranks > 1 else torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self.count) if self.count > 1 else None
 
     def run(self, work: Callable[[int], _T]) -> list[_T]:
-        """What ``work`` returns for each of :attr:`count`, which has its part of the CPUs; one alone has what torch has
-        anyway."""
-        if self._pool is None:
-            return [work(0)]
+        """What ``work`` returns for each of :attr:`count`, which has its part of the threads; one rank has torch's."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self._each)
         try:
-            return list(self._pool.map(work, range(self.count)))
+            # One alone runs here, where Ctrl-C ends it.
+            return [work(0)] if self._pool is None else list(self._pool.map(work, range(self.count)))
         finally:
             torch.set_num_threads(threads)
 
