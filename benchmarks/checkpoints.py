@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.contestants import ENGINE, Setup, start
 from benchmarks.report import Row, at_most
 from benchmarks.timing import Note, paired_ratio, summary
-from longshore.host.holds import PageHolds
+from longshore.host.memory import PageHolds
 
 PART = "Checkpoints"
 TOKENS = 32

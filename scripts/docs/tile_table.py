@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from longshore.host.tile_state import TRANSITIONS, TileEvent, TileState
+from longshore.host.tile import TRANSITIONS, TileEvent, TileState
 
 BEGIN, END = "<!-- Generated: python -m scripts.docs -->\n", "<!-- The end of what is generated. -->"
 

@@ -21,7 +21,7 @@ from longshore.checkpoint import saving
 from longshore.checkpoint.tensor_file import TensorFile
 from longshore.errors import CheckpointError
 from longshore.host import MASTER
-from longshore.host.holds import PageHolds
+from longshore.host.memory import PageHolds
 from longshore.host.snapshot import PageSnapshot
 
 PLENTY = 1 << 30

@@ -126,7 +126,7 @@ def write_while_gradients_travel(stage: int) -> int:
         """The worst moment: passes end after they were voided, and before the page is written."""
         void(parameter)
         store.lane._worker.idle_within(5.0)
-        store.inner._worker.drain()
+        store.local.backends[-1].worker.drain()
 
     try:
         for step in range(4):

@@ -11,8 +11,7 @@ from support import whole
 import longshore
 from engine.scenarios import SCENARIOS, Oracle, drive, make_model, norm_of
 from longshore.host import Forecast
-from longshore.host.predictor import Predictor
-from longshore.host.speculation import Ahead
+from longshore.host.speculation import Ahead, Predictor
 from longshore.kernels import HostRule, Scale
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,8 +49,7 @@ class Stubborn(Predictor):
 
 
 def step_ahead(store: Any, ahead: str) -> None:
-    inner = getattr(store, "inner", store)
-    speculator = getattr(inner, "host", inner).speculator
+    speculator = store.local.backends[-1].speculator
     if isinstance(speculator, Ahead):
         speculator._predictor = Stubborn()
         if ahead != "on":

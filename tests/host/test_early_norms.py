@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longshore.host import HostStore
+from longshore.host import BackendSettings, HostStore
 from longshore.host.early_norms import EarlyNorms
-from longshore.host.tile import Tile
-from longshore.host.tile_state import TileEvent
+from longshore.host.tile import Tile, TileEvent
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.layout import plan_tiles
 from longshore.transfer import DirectTransfer
@@ -78,10 +77,10 @@ def test_squares_are_added_in_the_order_of_the_parameters(
 ) -> None:
     """Whatever was measured before. One 2**-54 after the other is lost beside 1; all of them before it are not."""
     values = {index: torch.tensor([2.0**-27 if index else 1.0]) for index in range(5)}
-    store = HostStore(DirectTransfer(), kernels, 40, hold_gradients=True)
+    store = HostStore(BackendSettings(DirectTransfer(), kernels, 40, hold_gradients=True))
     store.add_parameters((index, 1, torch.float32) for index in values)
     blocks = {index: [float(values[index].double() ** 2)] for index in known}
-    monkeypatch.setattr(store.speculator, "known_squares", lambda scale: blocks)
+    monkeypatch.setattr(store.backends[-1].speculator, "known_squares", lambda scale: blocks)
     assert store.sum_of_squares(dict(values), UNSCALED) == 1.0
     assert store.sum_of_squares(dict(reversed(values.items())), UNSCALED) > 1.0
     store.close()

@@ -13,8 +13,22 @@ from torch import Tensor, nn
 
 import longshore
 from longshore.host import Recorder
-from longshore.host.recorder import ARRIVE, COPY_TO_HOST, DROPPED, KEPT, NORM, PUBLISH, STEP_AHEAD, STEP_IN_PLACE
-from longshore.host.schedule import PIPELINE_DEPTH, SCHEDULE, Lane, Move, Which, commit_moves
+from longshore.host.events import (
+    ARRIVE,
+    COPY_TO_HOST,
+    DROPPED,
+    KEPT,
+    NORM,
+    PIPELINE_DEPTH,
+    PUBLISH,
+    SCHEDULE,
+    STEP_AHEAD,
+    STEP_IN_PLACE,
+    Lane,
+    Move,
+    Which,
+    commit_moves,
+)
 from longshore.kernels import TileSegment
 from longshore.transfer import CopyHandle
 

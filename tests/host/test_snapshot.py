@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from longshore.errors import LongshoreError
-from longshore.host.holds import PageHolds
-from longshore.host.memory import PagePool
+from longshore.host.memory import PageHolds, PagePool
 from longshore.host.snapshot import PageSnapshot, Snapshots
-from longshore.host.speculator import NoSpeculation
+from longshore.host.speculator import Speculator
 from longshore.host.tile import Tile
 from longshore.layout import plan_tiles
 
@@ -26,7 +25,7 @@ class Pages:
     def __init__(self) -> None:
         self.holds = PageHolds()
         self.pool = PagePool(2, holds=self.holds)
-        self.snapshots = Snapshots(self.pool, self.holds, NoSpeculation())
+        self.snapshots = Snapshots(self.pool, self.holds, Speculator(), torch.device("cpu"))
         self.tiles = [Tile(layout, torch.float32, torch.float32) for layout in plan_tiles([(0, 48), (1, 16)], 32)]
         self.parts = {index: [] for index in (0, 1)}
         for place, tile in enumerate(self.tiles):
@@ -37,7 +36,12 @@ class Pages:
                 self.parts[index].append((tile, segment))
 
     def take(self, *reads: tuple[int, str], memory_bytes: int = 1 << 20) -> PageSnapshot:
-        return self.snapshots.take(ARRAYS, self.parts, reads, memory_bytes)
+        self.snapshots.prepare(memory_bytes)
+        pages = {
+            index: [(tile.have_page(self.pool), segment.layout) for tile, segment in parts]
+            for index, parts in self.parts.items()
+        }
+        return PageSnapshot(self.holds, {name: row for row, name in enumerate(ARRAYS)}, pages, reads)
 
     def step(self, place: int) -> Tensor | None:
         """As a step would: into another page, or in place. Returns the other one."""

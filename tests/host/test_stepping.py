@@ -20,8 +20,7 @@ from longshore.host.stepping import (
     redo,
     run_speculation,
 )
-from longshore.host.tile import Tile
-from longshore.host.tile_state import TileEvent, TileState
+from longshore.host.tile import Tile, TileEvent, TileState
 from longshore.kernels import UNSCALED, AdamRule, HostKernels, Scale
 from longshore.kernels.reference import adam_step
 from longshore.layout import plan_tiles

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host import MASTER, HostStore, ParameterStep, TileState
-from longshore.host.store import PIPELINE_DEPTH
+from longshore.host import MASTER, BackendSettings, HostStore, ParameterStep, TileState
+from longshore.host.events import PIPELINE_DEPTH
 from longshore.kernels import UNSCALED, AdamRule, HostKernels, Scale
 from longshore.kernels.reference import adam_step
 from longshore.layout import align
@@ -48,7 +48,7 @@ class Training:
         self.transfer = transfer
         self.gradient_dtype = gradient_dtype
         self.hold = hold
-        self.store = HostStore(transfer, HostKernels(threads=2), tile_numel, hold, gradient_dtype)
+        self.store = HostStore(BackendSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
         self.store.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
         self.device = "cuda" if isinstance(transfer, CudaTransfer) else "cpu"
@@ -120,7 +120,7 @@ class Training:
                 self.store.write_state(index, which, values)
 
     def held(self) -> set[int]:
-        return {index for index in range(len(self.numels)) if self.store.holds(index)}
+        return {index for index in range(len(self.numels)) if self.store.arrivals(index) > 0}
 
     def check(self) -> None:
         for index, arrays in enumerate(self.expected):
@@ -303,13 +303,13 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
     arrivals = all_parameters(training, 3)
     gradients = training.gradients(arrivals)
     failures: list[BaseException] = []
-    take = training.store._accumulators.take
+    take = training.store.backends[-1].accumulators.take
 
     def slowly(page_numel: int) -> Tensor:
         time.sleep(0.005)  # the others find that the tile has none
         return take(page_numel)
 
-    monkeypatch.setattr(training.store._accumulators, "take", slowly)
+    monkeypatch.setattr(training.store.backends[-1].accumulators, "take", slowly)
 
     def bring(first: int) -> None:
         try:
@@ -493,7 +493,9 @@ def test_a_failure_in_the_middle_breaks_the_store(
     with monkeypatch.context() as patch:
         # The seventh: in the bookkeeping, when every tile is stepped already.
         owner, name, at = (
-            (training.store.kernels, "step_tile", call) if call < 7 else (training.store._accumulators, "trim", 1)
+            (training.store.kernels, "step_tile", call)
+            if call < 7
+            else (training.store.backends[-1].accumulators, "trim", 1)
         )
         calls = fail_at(patch, owner, name, at, failure())
         with pytest.raises(failure):
@@ -615,7 +617,7 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
 
 
 def test_pages_come_with_the_first_values() -> None:
-    store = HostStore(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False)
+    store = HostStore(BackendSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False))
     store.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add_parameters([(0, 16, BF16), (1, 16, BF16)])
     assert store.host_bytes()["pages"] == 0
@@ -659,7 +661,7 @@ def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
     add(32, BF16)  # not larger: one more slot
     assert store.host_bytes()["staging"] == 2 * 64
     training.window({0: 1, 1: 1})
-    old_block = weakref.ref(store._ring.next()._buffer)
+    old_block = weakref.ref(store.backends[-1]._ring.next()._buffer)
     add(100, torch.float32)  # larger: all are cut anew, and the old ones are let go of
     assert store.host_bytes()["staging"] == 3 * 4 * align(100)
     gc.collect()

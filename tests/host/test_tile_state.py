@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from longshore.errors import BrokenStateError, IllegalTransitionError, LongshoreError
-from longshore.host.tile_state import TileEvent, TileState, next_state
+from longshore.host.tile import TileEvent, TileState, next_state
 
 # Written out once more, row by row, and not read from the table that is tested.
 TABLE = """

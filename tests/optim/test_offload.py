@@ -12,7 +12,7 @@ from support import batch, loss_of, same_weights, small_model
 from torch import nn
 
 import longshore
-from longshore.host import MASTER, HostStore
+from longshore.host import MASTER, BackendSettings, HostStore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim import Offload
 from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer
@@ -63,7 +63,7 @@ def test_state_on_the_device_gives_the_same_weights(device: DeviceKernels, dtype
         models.append(model)
         states.append(optimizer.state_dict()["state"])
         # As many gradients are added on the device as on the host.
-        assert (optimizer._store._accumulators.allocated_bytes > 0) is release
+        assert (optimizer._store.backends[-1].accumulators.allocated_bytes > 0) is release
         optimizer.close()
     assert same_weights(*models)
     assert torch.equal(norms[0], norms[2]) and torch.equal(norms[1], norms[3]) and norms[0] > 0.3
@@ -116,13 +116,13 @@ def test_pages_are_where_the_kernels_step_and_not_counted_as_host_memory() -> No
     class Elsewhere(HostKernels):
         device, asynchronous = torch.device("meta"), True
 
-    store = HostStore(DirectTransfer(), Elsewhere(threads=1), 16, hold_gradients=False)
+    store = HostStore(BackendSettings(DirectTransfer(), Elsewhere(threads=1), 16, hold_gradients=False))
     store.add_parameters([(0, 16, torch.float32)])
     store.write_state(0, MASTER, torch.zeros(16, device="meta"))
     (tile,) = store.tiles
     assert tile.page is not None and tile.page.device.type == "meta"
     assert store.host_bytes() == {"pages": 0, "gradients": 0, "spares": 0, "staging": 0, "accumulators": 0}
-    assert store.state_bytes() == {
+    assert store.device_bytes() == {
         "pages": 4 * tile.page.numel(),
         "gradients": 0,
         "spares": 0,

@@ -282,7 +282,7 @@ def test_a_discarded_window_says_nothing_of_the_next_one(pair: Pair, backwards: 
 
 
 def test_spares_that_are_dropped_are_used_again(pair: Pair) -> None:
-    pool = pair.ahead.store.speculator.spares
+    pool = pair.ahead.store.backends[-1].speculator.spares
     allocated = pool.allocated_bytes
     for _ in range(3):
         pair.backward()
@@ -313,7 +313,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     pair = Pair()
     pair.train(3, clip=1e9)
     store = pair.ahead.store
-    hold, known_squares = store.speculator.hold, store.speculator.known_squares
+    hold, known_squares = store.backends[-1].speculator.hold, store.backends[-1].speculator.known_squares
     gate, done, done_when_measured = threading.Event(), [], []
 
     def holding() -> None:
@@ -333,12 +333,12 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
 
         return call
 
-    store._worker.submit(lambda: bool(gate.wait(20)), 0)
+    store.backends[-1].worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
     for name in ("step_tile", "block_sums"):
         monkeypatch.setattr(HostKernels, name, told(name))
-    monkeypatch.setattr(store.speculator, "hold", holding)
-    monkeypatch.setattr(store.speculator, "known_squares", known)
+    monkeypatch.setattr(store.backends[-1].speculator, "hold", holding)
+    monkeypatch.setattr(store.backends[-1].speculator, "known_squares", known)
     norm = pair.ahead.grad_norm()
     assert set(done_when_measured) == {"block_sums"}
     assert torch.equal(norm, pair.plain.grad_norm())
@@ -351,14 +351,14 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
     pair = Pair()
     pair.train(3, clip=1e9)
     store, gate = pair.ahead.store, threading.Event()
-    speculator = store.speculator
+    speculator = store.backends[-1].speculator
     hold = speculator.hold
 
     def holding() -> None:
         hold()
         gate.set()
 
-    store._worker.submit(lambda: bool(gate.wait(20)), 0)
+    store.backends[-1].worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
     monkeypatch.setattr(speculator, "hold", holding)
     monkeypatch.setattr(speculator, "resume", lambda: setattr(speculator, "_holding", False))
@@ -371,7 +371,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     pair = Pair()
     pair.train(3, clip=1e9)
     store, gate = pair.ahead.store, threading.Event()
-    hold = store.speculator.hold
+    hold = store.backends[-1].speculator.hold
 
     def holding() -> None:
         hold()
@@ -380,9 +380,9 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    store._worker.submit(lambda: bool(gate.wait(20)), 0)
+    store.backends[-1].worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
-    monkeypatch.setattr(store.speculator, "hold", holding)
+    monkeypatch.setattr(store.backends[-1].speculator, "hold", holding)
     monkeypatch.setattr("longshore.host.speculation.run_speculation", fail)
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
@@ -432,7 +432,7 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     def slowly(tile: Any, segment: Any, *rest: Any) -> None:
         if tile is second and segment.layout.parameter == 0:
             gate.set()
-            store._worker.drain()
+            store.backends[-1].worker.drain()
             late.set()
         bring(tile, segment, *rest)
 
@@ -443,7 +443,7 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(store._arrivals, "bring", slowly)
     monkeypatch.setattr(store.kernels, "block_sums", failing)
-    store._worker.submit(gate.wait, 0)
+    store.backends[-1].worker.submit(gate.wait, 0)
     pair.backward()
     store.settle()
     monkeypatch.undo()
@@ -518,7 +518,7 @@ def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> None:
         raise AssertionError("memory was asked for in backward")
 
-    monkeypatch.setattr(pair.ahead.store.speculator.spares, "_allocate", refuse)
+    monkeypatch.setattr(pair.ahead.store.backends[-1].speculator.spares, "_allocate", refuse)
     assert pair.train(3).kept > 2
 
 

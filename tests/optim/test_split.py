@@ -12,7 +12,7 @@ from torch import nn
 
 import longshore
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host import HostStore, SplitStore
+from longshore.host import Backend, HostStore, TileState
 from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels
 from longshore.optim import Offload
 from tests.kernels.device_kernels import ON_CUDA, device_kernels
@@ -25,9 +25,11 @@ def offload(ratio: float, seed: int = 0, **options: Any) -> Offload:
     return Offload(**{"tile_numel": 100, "transfer": transfer, "ratio": ratio, **options})
 
 
-def split_store(optimizer: Any) -> SplitStore:
-    assert isinstance(optimizer.store, SplitStore)
-    return optimizer.store
+def parts_of(optimizer: Any) -> tuple[Backend, Backend]:
+    """What stays on the device, and what is on the host."""
+    assert isinstance(optimizer.store, HostStore)
+    device, host = optimizer.store.backends
+    return device, host
 
 
 def trained(optimizer: Any, model: nn.Module, dtype: torch.dtype, clip: float | None) -> list[Any]:
@@ -114,9 +116,9 @@ def test_a_parameter_in_both_parts(ratio: float) -> None:
             norm = optimizer.clip_grad_norm_(0.1)
             optimizer.step()
         if settings.ratio < 1.0:
-            parts = split_store(optimizer)._parts[1]
+            parts = [part for backend in parts_of(optimizer) if (part := backend.parts[1])]
             assert len(parts) == (2 if ratio < 0.9 else 1)
-            assert all(part.start % NORM_BLOCK_NUMEL == 0 for part in parts)
+            assert all(part[0][1].layout.parameter_offset % NORM_BLOCK_NUMEL == 0 for part in parts)
         optimizer.state[model.wide]["exp_avg"] = torch.arange(model.wide.numel(), dtype=torch.float32)
         model.loss().backward()
         optimizer.step()
@@ -133,10 +135,10 @@ def test_the_share_is_counted(ratio: float) -> None:
     optimizer.step()
     whole = 3 * 4 * 64 * 64 * 10
     assert optimizer.host_bytes()["pages"] == ratio * whole
-    assert optimizer.store.device_bytes().get("pages", 0) == (1 - ratio) * whole
+    assert optimizer.store.local.device_bytes().get("pages", 0) == (1 - ratio) * whole
     if ratio < 1.0:  # what comes last in backward stays
-        store = split_store(optimizer)
-        assert [record.index in store.device for record in optimizer.records] == [True] * round(10 - 10 * ratio) + [
+        device, _ = parts_of(optimizer)
+        assert [bool(device.parts[record.index]) for record in optimizer.records] == [True] * round(10 - 10 * ratio) + [
             False
         ] * round(10 * ratio)
     optimizer.close()
@@ -177,7 +179,7 @@ def test_groups_that_come_later() -> None:
 def pair() -> tuple[Any, nn.Module]:
     model = small_model()
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=True, offload=offload(0.2))
-    assert split_store(optimizer).device.tiles and split_store(optimizer).host.tiles
+    assert all(backend.tiles for backend in parts_of(optimizer))
     return optimizer, model
 
 
@@ -212,7 +214,7 @@ def test_neither_part_steps_unless_both_can(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(split_store(optimizer).host.kernels, "accumulate", fail, raising=False)
+        patched.setattr(parts_of(optimizer)[1].kernels, "accumulate", fail, raising=False)
         loss_of(model, 1).backward()  # a second arrival, which the host cannot add
         with pytest.raises(GradientError, match="out of memory"):
             optimizer.step()
@@ -229,17 +231,17 @@ def test_half_a_step_is_said_until_state_is_loaded(monkeypatch: pytest.MonkeyPat
     optimizer.step()
     state = optimizer.state_dict()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    host = split_store(optimizer).host
+    _, host = parts_of(optimizer)
     loss_of(model, 1).backward()
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("the host is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(host, "commit", fail)
+        patched.setattr(host, "run", fail)
         with pytest.raises(RuntimeError, match="the host is gone"):
             optimizer.step()
-    assert not host.broken
+    assert all(tile.state is not TileState.BROKEN for tile in host.tiles)
     for call in (optimizer.step, optimizer.zero_grad, optimizer.state_dict):
         with pytest.raises(BrokenStateError, match="the host is gone"):
             call()
@@ -260,15 +262,15 @@ def test_half_a_step_is_said_until_state_is_loaded(monkeypatch: pytest.MonkeyPat
 def test_an_interrupt_between_the_two_parts_is_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, model = pair()
     loss_of(model, 0).backward()
-    device = split_store(optimizer).device
-    commit = device.commit
+    device, _ = parts_of(optimizer)
+    run = device.run
 
     def interrupted(*args: Any) -> None:
-        commit(*args)
+        run(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(device, "commit", interrupted)
+        patched.setattr(device, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     with pytest.raises(BrokenStateError, match="KeyboardInterrupt"):

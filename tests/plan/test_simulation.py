@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 
-from longshore.host.recorder import ARRIVE, COPY_TO_HOST, NORM, PUBLISH, STEP_AHEAD, STEP_IN_PLACE
-from longshore.host.schedule import SCHEDULE, Lane, Row, Which
+from longshore.host.events import (
+    ARRIVE,
+    COPY_TO_HOST,
+    NORM,
+    PUBLISH,
+    SCHEDULE,
+    STEP_AHEAD,
+    STEP_IN_PLACE,
+    Lane,
+    Row,
+    Which,
+)
 from longshore.plan.choice import Choice, Job
 from longshore.plan.machine import Compute, PlanMachine, Work
 from longshore.plan.model import PlannedModel, PlannedParameter, Use

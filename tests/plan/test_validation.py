@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from longshore.host.recorder import PUBLISH
+from longshore.host.events import PUBLISH
 from longshore.plan import together as together_room
 from longshore.plan.choice import Choice, Job
 from longshore.plan.exchange import Exchange, ExchangeProbe

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import longshore
-from longshore.host.recorder import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE
+from longshore.host.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE
 from longshore.sharding.schedule import GATHER, REDUCE
 
 Log = list[tuple[str, Any]]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import Ranks
 
-from longshore.host.recorder import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE
-from longshore.host.schedule import Which
+from longshore.host.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE, Which
 from longshore.sharding.schedule import GATHER, REDUCE, SHARDED_SCHEDULE
 from sharding import schedule_cases
 

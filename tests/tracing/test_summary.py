@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longshore.host.recorder import (
+from longshore.host.events import (
     ARRIVE,
     COPY_TO_HOST,
     DISCARD,

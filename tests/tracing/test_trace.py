@@ -20,7 +20,7 @@ from torch import nn
 import longshore
 from longshore.errors import LongshoreError
 from longshore.host import NO_RECORDER
-from longshore.host.recorder import (
+from longshore.host.events import (
     ARRIVE,
     ARRIVE_AGAIN,
     COPY_TO_HOST,

@@ -151,7 +151,7 @@ def load(
 
 
 def _check_no_gradients(optimizer: HostOptimizer | None, why: str) -> None:
-    if optimizer is not None and not optimizer.store.broken and optimizer.gradients_arrived:
+    if optimizer is not None and optimizer.store.broken is None and optimizer.gradients_arrived:
         gradients = why.format("those that release_gradients=True took to the host")
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 

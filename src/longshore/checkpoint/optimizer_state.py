@@ -14,7 +14,7 @@ from longshore.checkpoint.model_state import ModelState, box_of_shard
 from longshore.checkpoint.parts import SavedPart, WantedPart, boxes_in, saved_run, wanted_run
 from longshore.checkpoint.reading import checked
 from longshore.errors import CheckpointError
-from longshore.host import MASTER, Snapshot
+from longshore.host import MASTER, PageSnapshot
 from longshore.optim.family import History
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.loading import merged_group
@@ -83,7 +83,7 @@ class OptimizerState:
         }
         return {"kind": self.kind, "groups": groups, "parameters": parameters}
 
-    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedPart], Snapshot | None]:
+    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedPart], PageSnapshot | None]:
         """What this process writes, and, with ``memory_bytes``, the snapshot that it is read from.
 
         Raises:
@@ -99,9 +99,9 @@ class OptimizerState:
             if tells
         ]
         snapshot = (
-            None if memory_bytes is None else store.snapshot([(key, a) for _, a, _, key, _ in runs], memory_bytes)
+            None if memory_bytes is None else store.local.snapshot([(key, a) for _, a, _, key, _ in runs], memory_bytes)
         )
-        read = store.read_run if snapshot is None else snapshot.read_run
+        read = store.local.read_state if snapshot is None else snapshot.read_run
         parts: list[SavedPart] = []
         for record, array, name, key, boxes in runs:
             values = functools.partial(read, key, array)
@@ -182,7 +182,7 @@ class OptimizerState:
 
     def abandon(self, failure: BaseException) -> None:
         """Loading failed half way: the optimizer steps nothing until a whole state is loaded."""
-        self._store.load_failed(CheckpointError(f"{type(failure).__name__}: {failure}"))
+        self._store.broken = CheckpointError(f"{type(failure).__name__}: {failure}")
 
     def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedPart]:
         """What this process loads, and makes room for; arguments as for :meth:`differences`."""
@@ -197,7 +197,7 @@ class OptimizerState:
             for array in entry["arrays"]:
                 where = array_name(array, among[name])
                 for key, boxes, _ in self._runs(record, where):
-                    take = functools.partial(self._store.write_run, key, array)
+                    take = functools.partial(self._store.local.write_state, key, array)
                     parts += wanted_run(where, tuple(record.shape), boxes, torch.float32, take)
         return parts
 

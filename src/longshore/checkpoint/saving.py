@@ -21,7 +21,7 @@ from longshore.checkpoint.storage import SafetensorsWriter
 from longshore.checkpoint.tensor_file import TensorFile, TensorHead, WrittenFile, write_json
 from longshore.checkpoint.values import Encoder
 from longshore.errors import CheckpointError
-from longshore.host import Snapshot, memory_for_speculation
+from longshore.host import PageSnapshot, memory_for_speculation
 
 STATE = "state"
 """Of the file with what is the same on all ranks."""
@@ -75,7 +75,7 @@ class Content(NamedTuple):
     """JSON by the file's name: how the model is built, and how it generates, where it says so."""
     step: int
     run: str
-    snapshot: Snapshot | None = None
+    snapshot: PageSnapshot | None = None
     """That parts are read from; None: they are read from what is trained, which waits."""
 
     def close(self) -> None:

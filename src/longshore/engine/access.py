@@ -151,6 +151,6 @@ def _check_shape(value: Tensor, record: ParameterRecord) -> None:
 
 
 def _check_key(optimizer: HostOptimizer, key: str) -> None:
-    known = [name for name in optimizer.store.arrays if name != MASTER]
+    known = [name for name in optimizer.store.local.arrays if name != MASTER]
     if key not in known:
         raise ValueError(f"the optimizer's state has {', '.join(known) or 'no arrays'}, and no {key!r}")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longshore.engine.wording import byte_count
-from longshore.host import SpeculationRecord, SplitStore
+from longshore.host import SpeculationRecord
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
@@ -121,7 +121,7 @@ def explain(engine: Any) -> Explanation:
     optimizer: HostOptimizer = engine.optimizer
     store, records = optimizer.store, optimizer.records
     sharded = store if isinstance(store, ShardedStore) else None
-    tiles = store.tiles
+    tiles = store.local.tiles
     names = {record.index: record.name for record in records}
     buckets = [
         BucketRow(
@@ -156,18 +156,18 @@ def explain(engine: Any) -> Explanation:
         if gradient is not None and not is_released(gradient)
     )
     device_bytes = {"parameters": parameter_bytes, "gradients": gradient_bytes}
-    for kind, count in store.device_bytes().items():
+    for kind, count in store.local.device_bytes().items():
         device_bytes[kind] = device_bytes.get(kind, 0) + count
     return Explanation(
         stage=engine.config.stage,
         rank=engine.ranks.rank,
         world_size=engine.ranks.world_size,
         offload=engine.config.offload_optimizer,
-        ratio=engine.config.offload_ratio if isinstance(sharded.inner if sharded else store, SplitStore) else 1.0,
+        ratio=engine.config.offload_ratio if len(store.local.backends) > 1 else 1.0,
         buckets=tuple(buckets),
         tiles=len(tiles),
         tile_numel=max((tile.layout.numel for tile in tiles), default=0),
-        host_bytes=store.host_bytes(),
+        host_bytes=store.local.host_bytes(),
         device_bytes=device_bytes,
         parameters=tuple(rows),
         speculation=optimizer.speculation,

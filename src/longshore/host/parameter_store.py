@@ -1,8 +1,7 @@
-"""What an optimizer asks of the place that keeps its state and the gradients of the window.
+"""What an optimizer asks of the place that keeps its state and the gradients of the accumulation window.
 
-Parameters are known by index, as flat tensors. :class:`~longshore.host.HostStore`
-keeps all of it in this process; a sharded store keeps one rank's part and asks
-the other ranks for the rest.
+Parameters are known by index, as flat tensors. :class:`~longshore.host.HostStore` keeps all of it in this process; a
+sharded store keeps one rank's part there and asks the other ranks for the rest.
 """
 
 from __future__ import annotations
@@ -12,21 +11,20 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, CheckpointError
-from longshore.host.recorder import Recorder, joined
-from longshore.host.snapshot import Read, Snapshot
+from longshore.host.events import Recorder, joined
 from longshore.host.speculator import Forecast
-from longshore.host.speculator import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
-from longshore.host.tile import Tile
 from longshore.kernels import Scale
 from longshore.layout import Slab
-from longshore.transfer import Transfer
+
+if TYPE_CHECKING:
+    from longshore.host.store import HostStore
 
 MASTER = "master"
 """The first array of every page."""
@@ -37,38 +35,45 @@ def debugging() -> bool:
     return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")
 
 
-def check_not_broken(failure: BaseException | None, where: str = "", on: str = "") -> None:
-    """Raises BrokenStateError where a commit, or the loading of a checkpoint, ended half way with ``failure``."""
+def broken_state_error(failure: BaseException, where: str = "", on: str = "") -> BrokenStateError:
+    """The error of a store after a commit, or the loading of a checkpoint, ended half way with ``failure``."""
     if isinstance(failure, CheckpointError):
-        raise BrokenStateError(
+        error = BrokenStateError(
             f"a checkpoint was loaded in part only ({failure}); load a whole one{on} before going on"
-        ) from failure
-    if failure is not None:
-        raise BrokenStateError(
+        )
+    else:
+        error = BrokenStateError(
             f"an earlier step failed half way{where}, so some weights were stepped and others were not "
             f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
             f"(load_state_dict){on} before going on"
-        ) from failure
+        )
+    error.__cause__ = failure
+    return error
 
 
 class OwnedRun(NamedTuple):
     """Elements ``[offset, offset + numel)`` of a parameter, flat, whose state this process keeps."""
 
     key: int
-    """For :meth:`ParameterStore.read_run` and :meth:`ParameterStore.write_run`."""
+    """Their index in :attr:`ParameterStore.local`."""
     offset: int
     numel: int
     tells: bool = True
-    """Whether this process is the one to tell of it, where several keep the same."""
+    """Whether this process writes them to checkpoints, where several keep the same."""
 
 
 class ParameterStore(ABC):
-    """Optimizer state and gradients by parameter."""
+    """Optimizer state and gradients by parameter.
 
-    transfer: Transfer
+    Attributes:
+        local: the tiles of this process, which hold all parameters or this rank's part of them.
+        broken: what a commit, or the loading of a checkpoint, ended half way with; nothing is stepped until a whole
+            state is loaded.
+    """
+
+    local: HostStore
+    broken: BaseException | None = None
     recorders: tuple[Recorder, ...] = ()
-    _broken: BaseException | None = None
-    """What a commit, or the loading of a checkpoint, ended with half way."""
 
     # -- layout ---------------------------------------------------------------
 
@@ -77,25 +82,8 @@ class ParameterStore(ABC):
         """Lay out ``(index, numel, dtype)``, in the order in which forward uses them as far as is known: backward
         brings their gradients from the last to the first."""
 
-    @property
-    @abstractmethod
-    def arrays(self) -> tuple[str, ...]:
-        """The names of a page's arrays: ``"master"``, then the states of the optimizer's rule."""
-
-    @abstractmethod
-    def set_states(self, states: Sequence[str]) -> None:
-        """Name the state arrays, in the order in which the rule reads them. At first there are none.
-
-        Later calls may add arrays, zero for every parameter, and take none away.
-        """
-
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...
-
-    @property
-    @abstractmethod
-    def tiles(self) -> Sequence[Tile]:
-        """The tiles that this process steps."""
 
     @abstractmethod
     def record(self, recorder: Recorder) -> None:
@@ -111,24 +99,16 @@ class ParameterStore(ABC):
         self.recorders = tuple(each for each in self.recorders if each is not recorder)
         self.record(joined(self.recorders))
 
-    @abstractmethod
-    def host_bytes(self) -> dict[str, int]:
-        """Host bytes by kind, counted."""
-
-    @abstractmethod
-    def device_bytes(self) -> dict[str, int]:
-        """Bytes by kind of what stays on the device, counted."""
-
-    # -- the window -----------------------------------------------------------
+    # -- the accumulation window ----------------------------------------------
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
         """A backward begins, on all ranks. ``reduce`` is false where its gradients are to stay on this rank;
         ``last``: it is the last of its window, as far as known."""
         return
 
+    @abstractmethod
     def end_backward(self, failure: BaseException | None) -> None:
         """The backward that began is over; ``failure`` is what it raised."""
-        return
 
     def forward_failed(self) -> None:
         """A forward raised."""
@@ -139,47 +119,40 @@ class ParameterStore(ABC):
         """Take one more gradient of ``parameter`` (flat, on the device) into the window; the
         caller may let go of it."""
 
-    @abstractmethod
-    def arrivals(self, parameter: int) -> int:
-        """How many gradients of ``parameter`` this process brought into the window."""
-
-    def holds(self, parameter: int) -> bool:
-        """Whether this process brought a gradient of ``parameter`` into the window."""
-        return self.arrivals(parameter) > 0
-
-    @abstractmethod
-    def reduced(self, parameter: int) -> int | None:
-        """How many gradients of ``parameter``, each of all ranks together, wait here for the step; None where
-        this process steps nothing of it."""
-
     def bring(self, parameter: int, gradient: Tensor) -> Tensor | None:
         """A gradient (flat, on the device) that was found where no hook saw it. Returned where
         ``commit`` is to be given it; None where the store has taken it."""
         return gradient
 
     @abstractmethod
+    def arrivals(self, parameter: int) -> int:
+        """How many gradients of ``parameter`` this process brought into the window."""
+
+    @abstractmethod
+    def reduced(self, parameter: int) -> int | None:
+        """How many gradients of ``parameter``, each of all ranks together, wait here for the step; None where
+        this process steps nothing of it."""
+
+    @abstractmethod
     def discard(self, parameter: int | None = None) -> None:
         """Drop the window, or one parameter's part of it; no state changes."""
 
+    @abstractmethod
     def foresee(self, forecast: Forecast) -> None:
         """Who knows, during backward, what the next commit will be given; for stores that step ahead of it."""
-        return
 
+    @abstractmethod
     def expect_backwards(self, backwards: int) -> None:
         """The window under way will have so many; otherwise as many as the last one."""
-        return
 
-    @property
-    def speculation(self) -> SpeculationRecord | None:
-        """What was stepped ahead in the last window; None: this store never does."""
-        return None
+    # -- the step -------------------------------------------------------------
 
+    @abstractmethod
     def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
         """The gradients of the window, the same parameters on all ranks.
 
         ``collect`` finds those of this process; where it raises, all ranks raise.
         """
-        return collect()
 
     def preparing(self) -> AbstractContextManager[Any]:
         """What is computed between :meth:`agree` and :meth:`commit`: where it raises on one rank, no rank commits."""
@@ -214,22 +187,13 @@ class ParameterStore(ABC):
 
     # -- state ----------------------------------------------------------------
 
-    @property
-    def broken(self) -> bool:
-        """Whether a commit, or the loading of a checkpoint, ended half way."""
-        return self._broken is not None
-
+    @abstractmethod
     def check_usable(self) -> None:
-        """Raises BrokenStateError where it did."""
-        check_not_broken(self._broken)
+        """Raises BrokenStateError where the state is broken."""
 
     @abstractmethod
     def begin_load(self) -> None:
         """Discard the window and leave the broken state; whole states are about to be written."""
-
-    def load_failed(self, failure: CheckpointError) -> None:
-        """States were written in part; nothing is stepped until whole ones are."""
-        self._broken = failure
 
     @abstractmethod
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
@@ -247,13 +211,13 @@ class ParameterStore(ABC):
     def read_state(self, parameter: int, which: str) -> Tensor:
         """A copy of one array of the parameter, by name: float32, flat, on the host."""
 
-    def read_values(self, parameter: int, held: Tensor) -> Tensor:
-        """The whole parameter, flat, where ``held`` is what this process has of it on its device."""
-        return held
+    @abstractmethod
+    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
+        """Set one array of the parameter, by name, from a flat tensor."""
 
-    def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
-        """Of the whole parameter, flat, what this process has on its device."""
-        return values
+    @abstractmethod
+    def clear_state(self, parameter: int) -> None:
+        """Zero all arrays of the parameter."""
 
     @abstractmethod
     def read_gradient(self, parameter: int) -> Tensor | None:
@@ -263,9 +227,13 @@ class ParameterStore(ABC):
     def write_gradient(self, parameter: int, values: Tensor) -> None:
         """Replace the window's gradient of the parameter, which has one: float32, flat, on the host."""
 
-    @abstractmethod
-    def write_state(self, parameter: int, which: str, values: Tensor) -> None:
-        """Set one array of the parameter, by name, from a flat tensor."""
+    def read_values(self, parameter: int, held: Tensor) -> Tensor:
+        """The whole parameter, flat, where ``held`` is what this process has of it on its device."""
+        return held
+
+    def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
+        """Of the whole parameter, flat, what this process has on its device."""
+        return values
 
     def meet(self, loading: bool) -> None:
         """All processes are about to save, or to load, a checkpoint. Raises RankError where one does something else."""
@@ -279,30 +247,6 @@ class ParameterStore(ABC):
     def slab_of(self, parameter: int) -> Slab | None:
         """Where tensor parallelism cut the parameter before it was sharded; None: it did not."""
         return None
-
-    def read_run(self, key: int, which: str) -> Tensor:
-        """:meth:`read_state` of an owned run alone."""
-        return self.read_state(key, which)
-
-    def write_run(self, key: int, which: str, values: Tensor) -> None:
-        """:meth:`write_state` of an owned run alone."""
-        self.write_state(key, which, values)
-
-    @abstractmethod
-    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> Snapshot:
-        """The state as it is now, for another thread to read while this one goes on.
-
-        Args:
-            reads: all that will be read, as :meth:`read_run` is asked for it. The snapshot before is closed.
-            memory_bytes: of further pages, where no spare ones are there for steps ahead. Beyond it a step waits.
-
-        Raises:
-            BrokenStateError: see :meth:`check_usable`.
-        """
-
-    @abstractmethod
-    def clear_state(self, parameter: int) -> None:
-        """Zero all arrays of the parameter."""
 
     @abstractmethod
     def close(self) -> None:

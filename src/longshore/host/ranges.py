@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.host.recorder import Recorder
+from longshore.host.events import Recorder
 from longshore.kernels import TileSegment
 from longshore.transfer import CopyHandle
 

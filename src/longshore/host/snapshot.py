@@ -6,7 +6,6 @@ becomes the tile's (as a speculative step does), and the old one is the snapshot
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,31 +14,18 @@ import torch
 from torch import Tensor
 
 from longshore.errors import LongshoreError
-from longshore.host.holds import PageHolds
-from longshore.host.memory import PagePool
+from longshore.host.memory import PageHolds, PagePool
 from longshore.host.speculator import Speculator
-from longshore.host.tile import Segment, Tile
+from longshore.host.tile import Tile
 from longshore.layout import SegmentLayout
 
 _PART_OF_DEVICE = 4
 Read = tuple[int, str]
-"""What :meth:`ParameterStore.read_run` is given: a run's key, and the name of an array."""
+"""The index of a parameter in the store, and the name of an array."""
 
 
-class Snapshot(ABC):
-    """What a store's state was. Each of its reads is made once, from one thread."""
-
-    @abstractmethod
-    def read_run(self, key: int, which: str) -> Tensor:
-        """One array of a run: float32, flat, on the CPU."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Nothing more is read. May be called again."""
-
-
-class PageSnapshot(Snapshot):
-    """Of pages.
+class PageSnapshot:
+    """The pages of a store as they were at one moment. Each of its reads is made once, from one thread.
 
     Args:
         holds: of the store; the pages are held there until they have been read.
@@ -64,6 +50,7 @@ class PageSnapshot(Snapshot):
         holds.hold(pages)
 
     def read_run(self, key: int, which: str) -> Tensor:
+        """One array of a parameter of the store: float32, flat, on the CPU."""
         row, pieces = self._rows[which], []
         for page, segment in self._parts[key]:
             pieces.append(page[row, segment.in_page])
@@ -77,84 +64,50 @@ class PageSnapshot(Snapshot):
         return values
 
     def close(self) -> None:
+        """Nothing more is read. May be called again."""
         for page in list(self._pages.values()):
             self._holds.release(page)
         self._pages.clear()
         self._parts = {}
 
 
-class JoinedSnapshot(Snapshot):
-    """Of several stores that have parts of the same parameters, one after the other.
-
-    Args:
-        parts_of: by key, which of the snapshots have a part of it, in the order of the parts.
-    """
-
-    def __init__(self, parts_of: Mapping[int, Sequence[int]]) -> None:
-        self._snapshots: list[Snapshot] = []
-        self._parts_of = parts_of
-
-    def add(self, snapshot: Snapshot) -> None:
-        """The next one."""
-        self._snapshots.append(snapshot)
-
-    def read_run(self, key: int, which: str) -> Tensor:
-        return torch.cat([self._snapshots[place].read_run(key, which) for place in self._parts_of[key]])
-
-    def close(self) -> None:
-        for snapshot in self._snapshots:
-            snapshot.close()
-
-
 class Snapshots:
-    """Takes snapshots of a store's pages, and moves tiles away from pages that one has still to read.
+    """Moves the tiles of one backend away from pages that a snapshot has still to read.
 
     Args:
         pages: the tiles' pool; its holds are ``holds``.
         holds: which pages are still to be read.
         speculator: lends its spare pages, if it has any.
+        device: where the pages are.
     """
 
-    def __init__(self, pages: PagePool, holds: PageHolds, speculator: Speculator) -> None:
+    def __init__(self, pages: PagePool, holds: PageHolds, speculator: Speculator, device: torch.device) -> None:
         self._pages = pages
         self._holds = holds
         self._speculator = speculator
+        self._device = device
         self._most_bytes = 0
         """Of the tiles' pool, while it makes the spare pages."""
-        self._extended = False
+        self.extended = False
         """Whether it made any."""
 
-    def take(
-        self,
-        arrays: Sequence[str],
-        parts_of: Mapping[int, Sequence[tuple[Tile, Segment]]],
-        reads: Sequence[Read],
-        memory_bytes: int,
-    ) -> PageSnapshot:
-        """The one before is closed.
+    def prepare(self, memory_bytes: int) -> None:
+        """A snapshot is about to be taken.
 
         Args:
-            arrays: of a page.
-            parts_of: a parameter's tiles and segments.
-            reads: all that will be read.
             memory_bytes: of the host, for other pages, where the speculator has none to lend (pages on a device: a part
                 of what is free there). Beyond it a step waits for the reader.
+
+        Raises:
+            LongshoreError: the one before is still being read.
         """
         self.collect()
         if self._holds:
             raise LongshoreError("another checkpoint of this optimizer is still being written: wait for it first")
-        parts: dict[int, list[tuple[Tensor, SegmentLayout]]] = {}
-        for key, _ in reads:
-            if key not in parts:
-                parts[key] = []
-                for tile, segment in parts_of[key]:
-                    parts[key].append((tile.have_page(self._pages), segment.layout))
-        devices = {page.device for pages in parts.values() for page, _ in pages if page.is_cuda}
-        for device in devices:
-            torch.cuda.synchronize(device)  # the reader is on another stream
-            memory_bytes = torch.cuda.mem_get_info(device)[0] // _PART_OF_DEVICE
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the reader is on another stream
+            memory_bytes = torch.cuda.mem_get_info(self._device)[0] // _PART_OF_DEVICE
         self._most_bytes = self._pages.allocated_bytes + memory_bytes
-        return PageSnapshot(self._holds, {name: row for row, name in enumerate(arrays)}, parts, reads)
 
     @contextmanager
     def page_for(self, tile: Tile) -> Iterator[Tensor | None]:
@@ -181,9 +134,9 @@ class Snapshots:
         """Pages that have been read are spare again, or are let go of."""
         if self._holds:
             self._holds.collect()
-        if self._extended and not self._holds:
+        if self.extended and not self._holds:
             self._pages.trim()
-            self._extended = False
+            self.extended = False
 
     @property
     def _pool(self) -> PagePool:
@@ -197,7 +150,7 @@ class Snapshots:
                 spare = self._speculator.lend(numel)
             else:
                 spare = self._pages.take_within(numel, self._most_bytes)
-                self._extended = True
+                self.extended = True
             if spare is not None:
                 return spare
             self._holds.wait_for(page)

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longshore.host.early_norms import Due, EarlyNorms
+from longshore.host.events import DROPPED, KEPT, REDONE, STEP_AHEAD
 from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
-from longshore.host.predictor import Predictor
-from longshore.host.recorder import DROPPED, KEPT, REDONE, STEP_AHEAD
 from longshore.host.speculator import Forecast, Record, Speculator
 from longshore.host.stepping import (
     ParameterStep,
@@ -34,8 +33,7 @@ from longshore.host.stepping import (
     redo,
     run_speculation,
 )
-from longshore.host.tile import Segment, Tile
-from longshore.host.tile_state import TileEvent, TileState
+from longshore.host.tile import Segment, Tile, TileEvent, TileState
 from longshore.host.worker import JobRunner
 from longshore.kernels import HostKernels, HostRule, Scale
 from longshore.transfer import Transfer
@@ -44,6 +42,9 @@ SpeculationMemory = int | float | str
 """Bytes, a fraction of the memory that a spare for every tile would take, or ``"auto"``."""
 
 _AUTO_PART = 4
+_MEMORY = 0.75
+"""Weight of all earlier verdicts against the last one: some four windows count."""
+_ENOUGH = 0.5
 
 
 def memory_for_speculation() -> int:
@@ -56,6 +57,27 @@ def speculation_budget(memory: SpeculationMemory, most: int) -> int:
     if isinstance(memory, str):
         return min(most, memory_for_speculation())
     return int(most * memory) if isinstance(memory, float) else memory
+
+
+class Predictor:
+    """Bets while the last verdicts were mostly the assumed one.
+
+    It learns from every window, whether or not anything was bet on it, so that
+    speculation stays off while clipping always acts and comes back when it no
+    longer does.
+    """
+
+    def __init__(self) -> None:
+        self.score = 1.0
+        """How often the assumption held lately, from 0 to 1."""
+
+    @property
+    def bets(self) -> bool:
+        return self.score >= _ENOUGH
+
+    def observe(self, held: bool) -> None:
+        """The verdict of one window: did the assumption hold?"""
+        self.score = _MEMORY * self.score + (1.0 - _MEMORY) * held
 
 
 @dataclass
@@ -97,7 +119,7 @@ class Ahead(Speculator):
     ) -> None:
         # Fixed.
         self._memory = memory
-        self._pool = spares
+        self._pool = self.spares = spares
         self._transfer = transfer
         self._kernels = kernels
         self._worker = worker
@@ -119,16 +141,12 @@ class Ahead(Speculator):
         self._rules: Mapping[int, HostRule] | None = None
 
     @property
-    def record(self) -> Record:
+    def record(self) -> Record:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Record(self._predictor.score, self._predictor.bets, self._spare_count, **self._last)
 
     @property
-    def spare_bytes(self) -> int:
+    def spare_bytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._spare_page_bytes + sum(slab.allocated_bytes for slab in self._slabs)
-
-    @property
-    def spares(self) -> PagePool:
-        return self._pool
 
     def lend(self, page_numel: int) -> Tensor | None:
         return self._pool.take_within(page_numel, self._spare_page_bytes)

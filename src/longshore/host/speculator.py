@@ -1,4 +1,4 @@
-"""What a store asks of whoever steps tiles before the verdict, and whoever never does."""
+"""The policy of stepping tiles before the verdict, as a store sees it; this one never does."""
 
 from __future__ import annotations
 
@@ -45,100 +45,49 @@ class Record(NamedTuple):
     """Complete, but no spare was left."""
 
 
-class Speculator(ABC):
-    """The policy of one store."""
+class Speculator:
+    """Steps nothing ahead: every tile waits for the verdict; :class:`~longshore.host.speculation.Ahead` does."""
 
     forecast: Forecast | None = None
-
-    @property
-    def spares(self) -> PagePool | None:
-        """Pages to step into ahead of the verdict; None: there are none."""
-        return None
+    spares: PagePool | None = None
+    """Pages to step into ahead of the verdict; None: there are none."""
+    record: Record | None = None
+    """None: nothing is ever bet on."""
+    spare_bytes: int = 0
+    """Counted bytes of spare pages and outputs."""
 
     def lend(self, page_numel: int) -> Tensor | None:
         """A spare page, for :attr:`spares` to get it or another one back; None: all of them are in use."""
         return None
 
-    @property
-    def record(self) -> Record | None:
-        """None: nothing is ever bet on."""
-        return None
-
-    @property
-    def spare_bytes(self) -> int:
-        """Counted bytes of spare pages and outputs."""
-        return 0
-
-    @abstractmethod
     def consider(self, tile: Tile) -> None:
         """A gradient arrived: perhaps the last that the tile will get. One caller at a time."""
 
-    @abstractmethod
     def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
         """By parameter, the sums of squares of its blocks, where they were added up in backward and still hold."""
-
-    @abstractmethod
-    def hold(self) -> None:
-        """Passes that have not begun are put off: what is measured for the verdict comes first."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """After :meth:`hold` and :meth:`harvest`: go on with them, while the verdict is on its way."""
-
-    @abstractmethod
-    def harvest(self) -> None:
-        """The worker is drained: every pass has ended or is held. Afterwards no other tile is STEPPING."""
-
-    @abstractmethod
-    def void(self, tile: Tile) -> None:
-        """Something that a pass read is about to change; after :meth:`harvest`."""
-
-    @abstractmethod
-    def drop(self, tile: Tile) -> None:
-        """The tile was moved, and what was stepped ahead for it is not wanted any more."""
-
-    @abstractmethod
-    def set_arrays(self, page_arrays: int) -> None:
-        """Pages have another number of arrays from here on; no tile is STEPPING or STEPPED."""
-
-    @abstractmethod
-    def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
-        """Where the new parameters are, if the tile was stepped ahead as it is to be stepped; it is COMMITTED then."""
-
-    @abstractmethod
-    def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
-        """After :meth:`harvest`; ``scale`` is what the window was stepped with, None where it was discarded."""
-
-
-class NoSpeculation(Speculator):
-    """Everything waits for the verdict."""
-
-    def consider(self, tile: Tile) -> None:
-        return
-
-    def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
         return {}
 
     def hold(self) -> None:
-        return
+        """Passes that have not begun are put off: what is measured for the verdict comes first."""
 
     def resume(self) -> None:
-        return
+        """After :meth:`hold` and :meth:`harvest`: go on with them, while the verdict is on its way."""
 
     def harvest(self) -> None:
-        return
+        """The worker is drained: every pass has ended or is held. Afterwards no other tile is STEPPING."""
 
     def void(self, tile: Tile) -> None:
-        return
+        """Something that a pass read is about to change; after :meth:`harvest`."""
 
     def drop(self, tile: Tile) -> None:
-        return
+        """The tile was moved, and what was stepped ahead for it is not wanted any more."""
 
     def set_arrays(self, page_arrays: int) -> None:
-        return
+        """Pages have another number of arrays from here on; no tile is STEPPING or STEPPED."""
 
     def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
+        """Where the new parameters are, if the tile was stepped ahead as it is to be stepped; it is COMMITTED then."""
         return None
 
     def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
-        return
+        """After :meth:`harvest`; ``scale`` is what the window was stepped with, None where it was discarded."""

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from longshore.host.events import STEP_IN_PLACE
 from longshore.host.memory import PagePool
-from longshore.host.recorder import STEP_IN_PLACE
-from longshore.host.tile import Segment, SparePage, Ticket, Tile
-from longshore.host.tile_state import TileEvent
+from longshore.host.tile import Segment, SparePage, Ticket, Tile, TileEvent
 from longshore.kernels import HostRule, Kernels, Scale, TileSegment
 from longshore.transfer import CopyHandle
 

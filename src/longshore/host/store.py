@@ -1,4 +1,4 @@
-"""The host side of one optimizer: tiles, their pages, and the gradients of the window.
+"""The state of one optimizer in this process: tiles, their pages, and the gradients of the accumulation window.
 
 The store knows parameters by index, as flat tensors; groups, names and
 ``.grad`` are its caller's business.
@@ -9,202 +9,187 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
-from longshore.host.arrivals import Arrivals
-from longshore.host.holds import PageHolds
-from longshore.host.memory import AccumulatorPool, PagePool, SlotRing, SlotSlab, allocator_on
-from longshore.host.parameter_store import MASTER, ParameterStore
-from longshore.host.pipeline import PIPELINE_DEPTH, Pipeline
-from longshore.host.recorder import DISCARD, NO_RECORDER, NORM, Recorder
-from longshore.host.snapshot import Read, Snapshot, Snapshots
-from longshore.host.speculation import Ahead, SpeculationMemory
-from longshore.host.speculator import Forecast, NoSpeculation, Speculator
+from longshore.host.backend import Active, Backend, BackendSettings, OnDevice, kept_on_device
+from longshore.host.events import DISCARD, NO_RECORDER, NORM, Recorder
+from longshore.host.memory import PageHolds
+from longshore.host.parameter_store import MASTER, ParameterStore, broken_state_error
+from longshore.host.snapshot import PageSnapshot, Read
+from longshore.host.speculator import Forecast
 from longshore.host.speculator import Record as SpeculationRecord
 from longshore.host.stepping import ParameterStep
-from longshore.host.tile import Segment, Tile
-from longshore.host.tile_state import TileEvent, TileState
-from longshore.host.worker import runner_for
-from longshore.kernels import HostKernels, Kernels, Scale, total_of_blocks
+from longshore.host.tile import Segment, Tile, TileEvent, TileState
+from longshore.kernels import Scale, total_of_blocks
 from longshore.layout import plan_tiles
-from longshore.transfer import Transfer
 
 
 class HostStore(ParameterStore):
-    """Pages, tiles, slots and the worker of one optimizer.
+    """Tiles, and the backends that keep and step them.
 
     Args:
-        transfer: how bytes move; decides whether slots exist at all.
-        kernels: what steps; pages and accumulators are where its tensors are.
-        tile_numel: elements a tile.
-        hold_gradients: gradients arrive during backward and stay until the
-            step, so that every tile has a slot of its own; otherwise a few
-            slots go round.
+        settings: of the backend that keeps the state.
         gradient_dtype: of the gradients that arrive; None: the parameters' own.
-        speculation_memory: for tiles that are stepped ahead of the verdict.
+        on_device: the first parameters are stepped where they are, and the others by ``settings``. The gradients of
+            the first ones come last, when little of backward is left to hide a copy or a step behind. One parameter
+            may lie in both.
     """
 
     def __init__(
         self,
-        transfer: Transfer,
-        kernels: Kernels,
-        tile_numel: int,
-        hold_gradients: bool,
+        settings: BackendSettings,
         gradient_dtype: torch.dtype | None = None,
-        speculation_memory: SpeculationMemory = 0,
+        on_device: OnDevice | None = None,
     ) -> None:
-        assert not transfer.staged or kernels.device.type == "cpu"
-        self.transfer = transfer
-        self.kernels = kernels
-        self._tile_numel = tile_numel
-        self._hold_gradients = hold_gradients
+        # Fixed.
+        self.local = self
         self._gradient_dtype = gradient_dtype
+        self._ratio = 1.0 if on_device is None else on_device.ratio
+        # Grow with parameters.
+        self.arrays: tuple[str, ...] = (MASTER,)
+        """The names of a page's arrays: ``"master"``, then the states of the optimizer's rule."""
+        self.tiles: list[Tile] = []
+        self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
+        self._holds = PageHolds()
+        both = (settings,) if on_device is None else (on_device.settings, settings)
+        self.backends = tuple(Backend(each, len(self.arrays), self._holds) for each in both)
+        """The last one is told of by recorders; the other, if any, has its kernels where only a profiler sees them."""
+        self.transfer = settings.transfer
+        self.kernels = settings.kernels
         # Changes when somebody traces.
         self._recorder: Recorder = NO_RECORDER
-        # Grow with parameters.
-        self._tiles: list[Tile] = []
-        self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
-        self._slab = SlotSlab(transfer)
-        self._ring = SlotRing(transfer)
-        """For gradients that do not stay, or for new parameters whose gradients have another dtype."""
-        memory = allocator_on(kernels.device)
-        self._arrays: tuple[str, ...] = (MASTER,)
-        holds = PageHolds()
-        self._pages = PagePool(len(self._arrays), memory, holds)
-        # Change with each window. Several autograd threads may bring gradients
-        # of one tile; the worker's jobs never take the lock.
+        # Change with each window. Several autograd threads may bring gradients of one tile.
         self._lock = threading.Lock()
-        self._accumulators = AccumulatorPool(memory)
-        self._worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
-        self._arrivals = Arrivals(transfer, kernels, self._accumulators, self._worker)
-        self.speculator: Speculator = NoSpeculation()
-        if speculation_memory and hold_gradients and isinstance(kernels, HostKernels):
-            spares = PagePool(len(self._arrays), memory, holds)
-            parts_of = self._parts.__getitem__
-            self.speculator = Ahead(speculation_memory, spares, transfer, kernels, self._worker, parts_of)
-        self._snapshots = Snapshots(self._pages, holds, self.speculator)
         self._incomplete: BaseException | None = None
+        """Why the window cannot be stepped."""
 
     # -- layout ---------------------------------------------------------------
 
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        return self._arrays
-
     def set_states(self, states: Sequence[str]) -> None:
+        """Name the state arrays, in the order in which the rule reads them. At first there are none.
+
+        Later calls may add arrays, zero for every parameter, and take none away.
+        """
         arrays = (MASTER, *states)
-        if arrays != self._arrays:
-            rows = [arrays.index(name) for name in self._arrays]
-            self._arrays = arrays
-            self._drain()
-            for tile in self._tiles:
-                self.speculator.void(tile)
-            self.speculator.set_arrays(len(arrays))
-            self._pages.set_arrays(len(arrays))
-            for tile in self._tiles:
-                tile.widen_page(rows, self._pages)
+        if arrays == self.arrays:
+            return
+        rows = [arrays.index(name) for name in self.arrays]
+        self.arrays = arrays
+        self._drain()
+        for backend in self.backends:
+            for tile in backend.tiles:
+                backend.speculator.void(tile)
+            backend.speculator.set_arrays(len(arrays))
+            backend.pages.set_arrays(len(arrays))
+            for tile in backend.tiles:
+                tile.widen_page(rows, backend.pages)
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         """Lay out ``(index, numel, dtype)``; a tile holds parameters of one dtype."""
+        entries = list(parameters)
+        self._parts.update((index, []) for index, _, _ in entries)
+        starts = [0] * len(entries)
+        if len(self.backends) > 1:
+            starts = kept_on_device([numel for _, numel, _ in entries], self._ratio)
+            first = [(index, 0, kept, dtype) for (index, _, dtype), kept in zip(entries, starts, strict=True)]
+            self._add(self.backends[0], first)
+        rest = [
+            (index, start, numel - start, dtype) for (index, numel, dtype), start in zip(entries, starts, strict=True)
+        ]
+        self._add(self.backends[-1], rest)
+
+    def _add(self, backend: Backend, ranges: Iterable[tuple[int, int, int, torch.dtype]]) -> None:
+        """Lay out ``(index, offset in the parameter, numel, dtype)``."""
         by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
-        for index, numel, dtype in parameters:
-            by_dtype.setdefault(dtype, []).append((index, numel))
-            self._parts[index] = []
+        offsets: dict[int, int] = {}
+        for index, offset, numel, dtype in ranges:
+            backend.parts[index] = []
+            if numel > 0:
+                by_dtype.setdefault(dtype, []).append((index, numel))
+                offsets[index] = offset
         added = []
         for dtype, members in by_dtype.items():
-            for layout in plan_tiles(members, self._tile_numel, len(self._tiles)):
-                tile = Tile(layout, dtype, self._gradient_dtype or dtype)
-                tile.recorder = self._recorder
+            for layout in plan_tiles(members, backend.tile_numel, len(self.tiles)):
+                segments = tuple(
+                    replace(segment, parameter_offset=offsets[segment.parameter] + segment.parameter_offset)
+                    if offsets[segment.parameter]
+                    else segment
+                    for segment in layout.segments
+                )
+                tile = Tile(replace(layout, segments=segments), dtype, self._gradient_dtype or dtype)
+                if backend is self.backends[-1]:
+                    tile.recorder = self._recorder
                 added.append(tile)
-                self._tiles.append(tile)
+                self.tiles.append(tile)
+                backend.add(tile)
                 for index, segment in tile.segments.items():
                     self._parts[index].append((tile, segment))
-        if added and self.transfer.staged:
-            self._add_slots(added)
-
-    def _add_slots(self, added: list[Tile]) -> None:
-        passing = [tile.output_bytes for tile in added if not (self._hold_gradients and tile.outputs_fit)]
-        if self._hold_gradients:
-            for tile, slot in zip(added, self._slab.cut([tile.gradient_bytes for tile in added]), strict=True):
-                tile.slot = slot
-        else:
-            for tile in self._tiles:
-                tile.slot = None  # the ring may let go of it
-        if passing:
-            self._ring.grow(max(passing), min(PIPELINE_DEPTH, len(self._tiles)))
+        backend.add_slots(added)
 
     def __contains__(self, parameter: int) -> bool:
         return parameter in self._parts
 
-    @property
-    def tiles(self) -> Sequence[Tile]:
-        return self._tiles
-
-    def host_bytes(self) -> dict[str, int]:
-        return self.state_bytes() if self.kernels.device.type == "cpu" else dict.fromkeys(self.state_bytes(), 0)
-
-    def device_bytes(self) -> dict[str, int]:
-        return {} if self.kernels.device.type == "cpu" else self.state_bytes()
-
-    def state_bytes(self) -> dict[str, int]:
-        """By kind, wherever they are: pages, gradients (slots, or tensors held), spares, staging, accumulators."""
-        held = 0 if self.transfer.staged else sum(tile.held_bytes() for tile in self._tiles)
-        return {
-            "pages": self._pages.allocated_bytes,
-            "gradients": self._slab.allocated_bytes + held,
-            "spares": self.speculator.spare_bytes,
-            "staging": self._ring.allocated_bytes,
-            "accumulators": self._accumulators.allocated_bytes,
-        }
-
-    # -- the window -----------------------------------------------------------
-
-    def arrive(self, parameter: int, gradient: Tensor) -> None:
-        # Returns at once: the copy runs on the lane, a later arrival is added by the worker.
-        self.check_usable()
-        ready = self.transfer.mark()
-        with self._lock:
-            for tile, segment in self._parts[parameter]:
-                self._arrive(tile, segment, segment.part_of(gradient), ready)
-                self.speculator.consider(tile)
-
-    def _arrive(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
-        tile.arrived(segment)
-        self.speculator.drop(tile)
-        self._arrivals.bring(tile, segment, gradient, ready)
-
     def record(self, recorder: Recorder) -> None:
         with self._lock:
             self._recorder = recorder
-            self._worker.working = lambda: recorder.working("host")
-            for tile in self._tiles:
+            backend = self.backends[-1]
+            backend.worker.working = lambda: recorder.working("host")
+            for tile in backend.tiles:
                 tile.recorder = recorder
 
+    def host_bytes(self) -> dict[str, int]:
+        """Host bytes by kind, counted."""
+        backend = self.backends[-1]
+        return backend.state_bytes() if backend.on_host else dict.fromkeys(backend.state_bytes(), 0)
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes by kind of what stays on the device, counted."""
+        backend = self.backends[0]
+        return {} if len(self.backends) == 1 and backend.on_host else backend.state_bytes()
+
+    # -- the accumulation window ----------------------------------------------
+
+    def arrive(self, parameter: int, gradient: Tensor) -> None:
+        # Returns at once: the copy runs on its stream, a later arrival is added by the worker.
+        self.check_usable()
+        with self._lock:
+            for backend in self.backends:
+                parts = backend.parts[parameter]
+                ready = backend.transfer.mark() if parts else None
+                for tile, segment in parts:
+                    backend.bring(tile, segment, segment.part_of(gradient), ready)
+                    backend.speculator.consider(tile)
+
     def foresee(self, forecast: Forecast) -> None:
-        self.speculator.forecast = forecast
+        for backend in self.backends:
+            backend.speculator.forecast = forecast
 
     def expect_backwards(self, backwards: int) -> None:
         with self._lock:
-            for tile in self._tiles:
+            for tile in self.tiles:
                 tile.expect(backwards)
 
     @property
     def speculation(self) -> SpeculationRecord | None:
-        return self.speculator.record
+        """What was stepped ahead in the last window; None: this store never does."""
+        return self.backends[-1].speculator.record
 
     def arrivals(self, parameter: int) -> int:
         parts = self._parts.get(parameter)
         return parts[0][1].arrivals if parts else 0  # all have as many
 
+    def reduced(self, parameter: int) -> int:
+        return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
+
     def end_backward(self, failure: BaseException | None) -> None:
         self._incomplete = self._incomplete or failure
 
-    def reduced(self, parameter: int) -> int:
-        return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
+    def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
+        return collect()
 
     def settle(self) -> None:
         """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""
@@ -219,51 +204,39 @@ class HostStore(ParameterStore):
             ) from failure
 
     def _drain(self) -> None:
-        # The worker reports a failure once; the window stays incomplete until it is discarded.
-        failure = self._worker.drain()
-        self._incomplete = self._incomplete or failure
-        self.speculator.harvest()
+        # A worker reports a failure once; the window stays incomplete until it is discarded.
+        for backend in self.backends:
+            self._incomplete = self._incomplete or backend.drain()
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
         with self._lock:
             self._drain()
+            for backend in self.backends:
+                if parameter is None:
+                    backend.end_window(backend.tiles, TileEvent.DISCARD)
+                    backend.speculator.end_window(backend.tiles, None)
+                    continue
+                for tile, segment in backend.parts[parameter]:
+                    if tile.forget(segment) == 0:
+                        backend.end_window([tile], TileEvent.DISCARD)
+                    backend.speculator.drop(tile)
             if parameter is None:
-                self._end_window(self._tiles, TileEvent.DISCARD)
-                self.speculator.end_window(self._tiles, None)
                 self._incomplete = None
                 self._recorder.mark(DISCARD, None)
-                return
-            for tile, segment in self._parts[parameter]:
-                if tile.forget(segment) == 0:
-                    self._end_window([tile], TileEvent.DISCARD)
-                self.speculator.drop(tile)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
-        return total_of_blocks(self.block_sums(gradients, scale).values())
-
-    def block_sums(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> dict[int, Sequence[float]]:
-        """By parameter, the sums of squares of its blocks; waits for all arrivals.
-
-        The arguments are those of :meth:`sum_of_squares`.
-        """
         begin_ns = self._recorder.begin(NORM, None)
-        self.speculator.hold()
+        for backend in self.backends:
+            backend.speculator.hold()
         try:
             self.settle()
-            known = self.speculator.known_squares(scale)
-            pieces = {
-                parameter: [segment.wait() for _, segment in self._parts[parameter]]
-                if gradient is None
-                else [self.transfer.read(gradient)]
-                for parameter, gradient in gradients.items()
-                if parameter not in known
-            }
-            measured = dict(zip(pieces, self.kernels.block_sums(list(pieces.values()), scale), strict=True))
+            found = [backend.block_sums(gradients, scale) for backend in self.backends]
         finally:
-            self.speculator.resume()
+            for backend in self.backends:
+                backend.speculator.resume()
             self._recorder.span(NORM, None, begin_ns)
-        return {one: known[one] if one in known else measured[one] for one in gradients}
+        return total_of_blocks(sums[parameter] for parameter in gradients for sums in found if parameter in sums)
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         """Step every parameter in ``steps``, tile by tile, and end the window.
@@ -277,100 +250,127 @@ class HostStore(ParameterStore):
             BrokenStateError: this or an earlier commit failed half way.
         """
         self.settle()
-        work: dict[int, list[tuple[Segment, ParameterStep]]] = {}
+        work: dict[int, Active] = {}
         for parameter, step in steps.items():
             for tile, segment in self._parts[parameter]:
                 work.setdefault(tile.layout.index, []).append((segment, step))
-        self._snapshots.collect()
-        hold, ring = self._hold_gradients, self._ring
-        line = Pipeline(self.transfer, self.kernels, ring, hold, self._arrive, self.speculator, self._snapshots)
+        stepped: list[Tile] = []
         try:
-            line.run([(self._tiles[index], work[index]) for index in sorted(work)], scale)
-            self._end_window(line.stepped, TileEvent.PUBLISHED)
-            # The window is over for what it held and did not step, too.
-            self._end_window([tile for tile in self._tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
-            self._accumulators.trim()
-            self.speculator.end_window(self._tiles, scale)
+            # A CUDA device does its part while the host steps.
+            for backend in self.backends:
+                backend.run(
+                    [(tile, work[tile.layout.index]) for tile in backend.tiles if tile.layout.index in work],
+                    scale,
+                    stepped,
+                )
+            for backend in self.backends:
+                backend.end_step(scale)
             then()
         except BaseException as failure:
             # Ctrl-C lands here too.
             brought = [parameter for parameter, step in steps.items() if step.gradient is not None]
-            self._abandon(failure, brought, begun=bool(line.stepped))
+            self._abandon(failure, brought, begun=bool(stepped))
             raise
 
     def _abandon(self, failure: BaseException, brought: list[int], begun: bool) -> None:
         """A commit failed. If it had stepped anything, the store is broken; otherwise nothing is
         lost, and the gradients that this commit brought are let go of: they are still ``.grad``."""
         stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
-        if begun or any(tile.state in stepping for tile in self._tiles):
-            self._broken = failure
+        if begun or any(tile.state in stepping for tile in self.tiles):
+            self.broken = failure
             # What is on its way to the device arrives before what the user loads there next.
-            with contextlib.suppress(Exception):
-                self.transfer.end_publish()
+            for backend in self.backends:
+                with contextlib.suppress(Exception):
+                    backend.transfer.end_publish()
             return
         for parameter in brought:
             self.discard(parameter)
 
-    def _end_window(self, tiles: Iterable[Tile], event: TileEvent) -> None:
-        for tile in tiles:
-            tile.move(event)
-            self.speculator.drop(tile)
-            accumulator = tile.end_window(event is TileEvent.PUBLISHED)
-            if accumulator is not None:
-                self._accumulators.give_back(accumulator)
-
     # -- optimizer state ------------------------------------------------------
+
+    def check_usable(self) -> None:
+        if self.broken is not None:
+            raise broken_state_error(self.broken)
 
     def begin_load(self) -> None:
         with self._lock:
             self._drain()
-            self._end_window(self._tiles, TileEvent.LOAD)
-            self._accumulators.trim()
-            self.speculator.end_window(self._tiles, None)
-            self._incomplete = self._broken = None
+            for backend in self.backends:
+                backend.end_window(backend.tiles, TileEvent.LOAD)
+                backend.accumulators.trim()
+                backend.speculator.end_window(backend.tiles, None)
+            self._incomplete = self.broken = None
 
     def _void(self, parameter: int) -> None:
         # The parameter's pages or gradient are about to be written.
         self._drain()
-        for tile, _ in self._parts.get(parameter, ()):
-            self.speculator.void(tile)
-            self._snapshots.make_writable(tile)
+        for backend in self.backends:
+            for tile, _ in backend.parts.get(parameter, ()):
+                backend.speculator.void(tile)
+                backend.snapshots.make_writable(tile)
 
-    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> Snapshot:
+    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> PageSnapshot:
+        """The state as it is now, for another thread to read while this one goes on.
+
+        Args:
+            reads: all that will be read: indices of parameters, and names of arrays. The snapshot before is closed.
+            memory_bytes: of further pages, where no spare ones are there for steps ahead. Beyond it a step waits.
+
+        Raises:
+            BrokenStateError: see :meth:`check_usable`.
+        """
         self.check_usable()
         self._drain()
-        return self._snapshots.take(self._arrays, self._parts, reads, memory_bytes)
+        for backend in self.backends:
+            backend.snapshots.prepare(memory_bytes)
+        pages = {
+            parameter: [
+                (tile.have_page(backend.pages), segment.layout)
+                for backend in self.backends
+                for tile, segment in backend.parts[parameter]
+            ]
+            for parameter in {parameter for parameter, _ in reads}
+        }
+        return PageSnapshot(self._holds, {name: row for row, name in enumerate(self.arrays)}, pages, reads)
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()
         self._void(parameter)
-        for tile, segment in self._parts[parameter]:
-            tile.have_page(self._pages)
-            master = tile.page_view(segment.layout, 0)
-            host = self._read(values, segment)
-            if keep_matching:
-                self.kernels.reconcile(master, host, adopt=True)
-            else:
-                self.kernels.accumulate(master, host, add=False)
+        for backend in self.backends:
+            for tile, segment in backend.parts[parameter]:
+                tile.have_page(backend.pages)
+                master = tile.page_view(segment.layout, 0)
+                host = backend.transfer.read(segment.part_of(values))
+                if keep_matching:
+                    backend.kernels.reconcile(master, host, adopt=True)
+                else:
+                    backend.kernels.accumulate(master, host, add=False)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
         self.check_usable()
         return sum(
-            self.kernels.reconcile(tile.page_view(segment.layout, 0), self._read(values, segment), adopt=False)
-            for tile, segment in self._parts[parameter]
+            backend.kernels.reconcile(
+                tile.page_view(segment.layout, 0), backend.transfer.read(segment.part_of(values)), adopt=False
+            )
+            for backend in self.backends
+            for tile, segment in backend.parts[parameter]
         )
 
     def read_state(self, parameter: int, which: str) -> Tensor:
         self.check_usable()
-        row, parts = self._arrays.index(which), self._parts[parameter]
+        row = self.arrays.index(which)
         # States may have been set by their numbers alone, before the first step.
-        pieces = [tile.have_page(self._pages)[row, segment.layout.in_page] for tile, segment in parts]
-        return torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
+        found = [
+            tile.have_page(backend.pages)[row, segment.layout.in_page].cpu()
+            for backend in self.backends
+            for tile, segment in backend.parts[parameter]
+        ]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def read_gradient(self, parameter: int) -> Tensor | None:
         self.settle()
-        pieces = [segment.wait().float() for _, segment in self._parts[parameter] if segment.arrivals > 0]
-        return torch.cat(pieces).cpu() if pieces else None
+        found = [segment.wait().float().cpu() for _, segment in self._parts[parameter] if segment.arrivals > 0]
+        return torch.cat(found) if found else None
 
     def write_gradient(self, parameter: int, values: Tensor) -> None:
         self.settle()
@@ -381,10 +381,11 @@ class HostStore(ParameterStore):
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self.check_usable()
         self._void(parameter)
-        row = self._arrays.index(which)
-        for tile, segment in self._parts[parameter]:
-            tile.have_page(self._pages)
-            tile.page_view(segment.layout, row).copy_(segment.part_of(values))
+        row = self.arrays.index(which)
+        for backend in self.backends:
+            for tile, segment in backend.parts[parameter]:
+                tile.have_page(backend.pages)
+                tile.page_view(segment.layout, row).copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
         self._void(parameter)
@@ -392,9 +393,6 @@ class HostStore(ParameterStore):
             if tile.page is not None:  # one that never was is zero already
                 tile.rows(segment.layout).zero_()
 
-    def _read(self, values: Tensor, segment: Segment) -> Tensor:
-        return self.transfer.read(segment.part_of(values))
-
     def close(self) -> None:
-        self._worker.close()
-        self.transfer.close()
+        for backend in self.backends:
+            backend.close()

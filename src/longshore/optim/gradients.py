@@ -228,7 +228,7 @@ class ReleasedGradients(GradientSource):
     def _resolve(self, record: ParameterRecord) -> tuple[bool, Tensor | None]:
         """Whether the host's gradient counts, and what is in ``.grad``; drops what no longer counts."""
         gradient, index = record.parameter.grad, record.index
-        held = self.store.holds(index)
+        held = self.store.arrivals(index) > 0
         if gradient is not None and gradient is self._placeholders.get(index):
             return held, gradient
         if held and index not in self._lifted:

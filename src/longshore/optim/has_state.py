@@ -98,7 +98,7 @@ class HasState(torch.optim.Optimizer):
     def begin_load(self) -> None:
         """A whole state is about to be written: the end of a broken one."""
         store, source = self._parts()
-        if store.broken:
+        if store.broken is not None:
             store.begin_load()
             source.consumed()  # the window went down with the step; otherwise it goes on, as in torch
             self._clipping.reset()

@@ -225,7 +225,7 @@ class HostOptimizer(HasState):
         return {record.index: rule for record, rule, _ in self._planned(range(len(self._records)))}
 
     def _planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
-        return planned(self.param_groups, self._records, self._family, self._parts()[0].arrays, among)
+        return planned(self.param_groups, self._records, self._family, self._parts()[0].local.arrays, among)
 
     # -- gradients ------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class HostOptimizer(HasState):
     @property
     def speculation(self) -> SpeculationRecord | None:
         """What was stepped ahead in the last window; None without ``speculation_memory`` or ``release_gradients``."""
-        return self._parts()[0].speculation
+        return self._parts()[0].local.speculation
 
     # -- masters and memory ---------------------------------------------------
 
@@ -351,7 +351,7 @@ class HostOptimizer(HasState):
 
     def host_bytes(self) -> dict[str, int]:
         """Counted host memory by kind, in bytes: ``pages`` (masters and states), ``gradients``, ``accumulators``."""
-        return self._parts()[0].host_bytes()
+        return self._parts()[0].local.host_bytes()
 
     def close(self) -> None:
         """Wait for what is under way, remove the hooks, and let go of threads and lanes."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longshore.host import HostStore, ParameterStore, SpeculationMemory, SplitStore
+from longshore.host import BackendSettings, HostStore, OnDevice, ParameterStore, SpeculationMemory
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim.shards import is_sharded
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
@@ -166,7 +166,7 @@ class Offload(Placement):
         hold_gradients: bool,
         parameters: Mapping[int, Tensor],
         gradient_dtype: torch.dtype | None = None,
-    ) -> HostStore | SplitStore:
+    ) -> HostStore:
         """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters.
 
         Raises:
@@ -177,16 +177,13 @@ class Offload(Placement):
                 "speculation_memory is for stepping while backward brings gradients to the host, and without "
                 "release_gradients=True they are .grad until step(): add it, or leave speculation_memory out"
             )
-        if self.ratio == 1.0 or not self.transfer_to(device).staged:
-            return self._make_one(device, hold_gradients, gradient_dtype)
-        on_device = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)
-        return SplitStore(
-            self._make_one(device, hold_gradients, gradient_dtype),
-            on_device._make_one(device, hold_gradients, gradient_dtype),
-            self.ratio,
-        )
+        on_device = None
+        if self.ratio != 1.0 and self.transfer_to(device).staged:
+            rest = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)
+            on_device = OnDevice(rest._backend(device, hold_gradients), self.ratio)
+        return HostStore(self._backend(device, hold_gradients), gradient_dtype, on_device)
 
-    def _make_one(self, device: torch.device, hold_gradients: bool, gradient_dtype: torch.dtype | None) -> HostStore:
+    def _backend(self, device: torch.device, hold_gradients: bool) -> BackendSettings:
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)
         tile_numel = self.tile_numel or default_tile_numel(transfer.staged)
-        return HostStore(transfer, kernels, tile_numel, hold_gradients, gradient_dtype, self.speculation_memory)
+        return BackendSettings(transfer, kernels, tile_numel, hold_gradients, self.speculation_memory)

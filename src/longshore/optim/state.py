@@ -29,7 +29,7 @@ def name_states(store: ParameterStore, family: RuleFamily, groups: Iterable[Mapp
 
 
 def have_states(store: ParameterStore, family: RuleFamily, names: Collection[str]) -> None:
-    store.set_states([name for name in family.states if name in names or name in store.arrays])
+    store.local.set_states([name for name in family.states if name in names or name in store.local.arrays])
 
 
 def begin_states(store: ParameterStore, family: RuleFamily, records: Iterable[ParameterRecord]) -> None:
@@ -198,7 +198,9 @@ def write_state(record: ParameterRecord, access: StateAccess, state: Mapping[str
     scalars = {**dict.fromkeys(family.scalars, 0.0), **dict(history.scalars)}
     record.history = History(
         state.get("step", history.step),
-        history.states | (arrays - {MASTER}) | (frozenset(store.arrays) & {*family.states} - family.optional_states),
+        history.states
+        | (arrays - {MASTER})
+        | (frozenset(store.local.arrays) & {*family.states} - family.optional_states),
         tuple((name, state.get(name, value)) for name, value in scalars.items()),
     )
     record.has_state = True

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from longshore.host.events import PIPELINE_DEPTH
 from longshore.host.memory import padded_bytes
-from longshore.host.schedule import PIPELINE_DEPTH
 from longshore.host.speculation import speculation_budget
 from longshore.plan.choice import Choice, Job
 from longshore.plan.layout import RankLayout, TileGroup

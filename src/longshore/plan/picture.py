@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from longshore.host.recorder import ARRIVE
-from longshore.host.schedule import Lane
+from longshore.host.events import ARRIVE, Lane
 from longshore.plan.planner import Plan
 
 _MOST_BARS = 4000

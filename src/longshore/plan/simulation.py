@@ -1,6 +1,6 @@
 """One step of training, simulated by the schedule that the engine steps by.
 
-The tables of :mod:`longshore.host.schedule` and :mod:`longshore.sharding.schedule` say which lane an event takes and
+The tables of :mod:`longshore.host.events` and :mod:`longshore.sharding.schedule` say which lane an event takes and
 what it waits for, and ``commit_moves`` in which order a commit goes; here are only how long each takes, and the order
 in which backward asks for them.
 """
@@ -10,8 +10,21 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from longshore.host.recorder import ARRIVE, COPY_TO_HOST, NORM, PUBLISH, STEP_AHEAD, STEP_IN_PLACE
-from longshore.host.schedule import PIPELINE_DEPTH, SCHEDULE, Lane, Move, Row, Which, commit_moves
+from longshore.host.events import (
+    ARRIVE,
+    COPY_TO_HOST,
+    NORM,
+    PIPELINE_DEPTH,
+    PUBLISH,
+    SCHEDULE,
+    STEP_AHEAD,
+    STEP_IN_PLACE,
+    Lane,
+    Move,
+    Row,
+    Which,
+    commit_moves,
+)
 from longshore.plan.choice import Choice, Job
 from longshore.plan.layout import PlannedBucket, RankLayout, lay_out
 from longshore.plan.machine import PlanMachine

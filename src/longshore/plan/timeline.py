@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
-from longshore.host.schedule import Lane, Row, Which
+from longshore.host.events import Lane, Row, Which
 
 
 class Span(NamedTuple):

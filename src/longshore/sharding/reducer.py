@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.host import HostStore, SplitStore
+from longshore.host import HostStore
 from longshore.sharding.bucket import Bucket
 from longshore.sharding.contributions import Contributions
 from longshore.sharding.reduction import Averaging, reduce_shard
@@ -25,7 +25,7 @@ class Reducer:
         settings: dtypes and factors.
     """
 
-    def __init__(self, inner: HostStore | SplitStore, shards: Shards, settings: ReductionSettings) -> None:
+    def __init__(self, inner: HostStore, shards: Shards, settings: ReductionSettings) -> None:
         self._inner = inner
         self._shards = shards
         self._settings = settings

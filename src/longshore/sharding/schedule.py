@@ -1,11 +1,10 @@
-"""What several ranks add to the schedule of a tile (:mod:`longshore.host.schedule`), as data."""
+"""What several ranks add to the schedule of a tile (:mod:`longshore.host.events`), as data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from longshore.host.recorder import ARRIVE, COPY_TO_HOST, NORM, PUBLISH, STEP_IN_PLACE
-from longshore.host.schedule import SCHEDULE, Lane, Row, Which
+from longshore.host.events import ARRIVE, COPY_TO_HOST, NORM, PUBLISH, SCHEDULE, STEP_IN_PLACE, Lane, Row, Which
 
 REDUCE = "reduce"
 """Of one bucket; its event is that of every tile with a part of it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from longshore.host import HostStore, OwnedRun, ParameterStore, Read, Snapshot, SplitStore
+from longshore.host import HostStore, OwnedRun, ParameterStore
 from longshore.layout import Slab
 from longshore.sharding.bucket import Piece
 from longshore.sharding.shards import Shards
@@ -22,8 +22,8 @@ class ShardedState(ParameterStore):
         shards: which pieces these are.
     """
 
-    def __init__(self, inner: HostStore | SplitStore, shards: Shards) -> None:
-        self.inner = inner
+    def __init__(self, inner: HostStore, shards: Shards) -> None:
+        self.inner = self.local = inner
         self.shards = shards
         self._ownership = shards.ownership
 
@@ -43,18 +43,6 @@ class ShardedState(ParameterStore):
 
     def slab_of(self, parameter: int) -> Slab | None:
         return self._ownership.slab_of(parameter)
-
-    def read_run(self, key: int, which: str) -> Tensor:
-        self.check_usable()
-        return self.inner.read_state(key, which)
-
-    def write_run(self, key: int, which: str, values: Tensor) -> None:
-        self._before_writing()
-        self.inner.write_state(key, which, values)
-
-    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> Snapshot:
-        self.check_usable()
-        return self.inner.snapshot(reads, memory_bytes)
 
     # -- all of it --------------------------------------------------------------
 

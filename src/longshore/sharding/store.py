@@ -16,10 +16,7 @@ from longshore.host import (
     HostStore,
     ParameterStep,
     Recorder,
-    SpeculationRecord,
-    SplitStore,
-    Tile,
-    check_not_broken,
+    broken_state_error,
     debugging,
 )
 from longshore.kernels import Scale
@@ -50,7 +47,7 @@ class ShardedStore(ShardedState):
         settings: how gradients are reduced.
     """
 
-    def __init__(self, inner: HostStore | SplitStore, ownership: Ownership, settings: ReductionSettings) -> None:
+    def __init__(self, inner: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
         super().__init__(inner, Shards(ownership, settings.bucket_numel))
         # Fixed.
         self.transfer = inner.transfer
@@ -70,29 +67,12 @@ class ShardedStore(ShardedState):
         self.inner.add_parameters(self.shards.add(parameters))
         self._window.order += range(first, len(self.shards.buckets))
 
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        return self.inner.arrays
-
-    def set_states(self, states: Sequence[str]) -> None:
-        self.inner.set_states(states)
-
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.shards.dtypes
-
-    @property
-    def tiles(self) -> Sequence[Tile]:
-        return self.inner.tiles
 
     def record(self, recorder: Recorder) -> None:
         self.inner.record(recorder)
         self.lane.record(recorder)
-
-    def host_bytes(self) -> dict[str, int]:
-        return self.inner.host_bytes()
-
-    def device_bytes(self) -> dict[str, int]:
-        return self.inner.device_bytes()
 
     # -- gradients of this rank -----------------------------------------------
 
@@ -124,10 +104,6 @@ class ShardedStore(ShardedState):
 
     def expect_backwards(self, backwards: int) -> None:
         self.inner.expect_backwards(backwards if self._settings.each_backward else 1)
-
-    @property
-    def speculation(self) -> SpeculationRecord | None:
-        return self.inner.speculation
 
     def _meet_for(
         self, current: Round, window: int, kept: list[Contributions], buckets: Sequence[Bucket], ready: Any
@@ -274,7 +250,7 @@ class ShardedStore(ShardedState):
         except Exception as error:
             failure = error  # the others are told below
         except BaseException as error:
-            self._broken = error
+            self.broken = error
             raise
         targets = {parameter: step.target for parameter, step in steps.items()}
         ready = self.transfer.mark()
@@ -292,16 +268,12 @@ class ShardedStore(ShardedState):
             self.lane.run(publish)
             then()
         except BaseException as error:
-            self._broken = failure or error
+            self.broken = failure or error
             raise
         self._windows.applied()
         self._window.stepped()
 
     # -- state ----------------------------------------------------------------
-
-    @property
-    def broken(self) -> bool:
-        return self._broken is not None or self.inner.broken
 
     def _check_open(self) -> None:
         if self._closed:
@@ -313,7 +285,8 @@ class ShardedStore(ShardedState):
     def check_usable(self) -> None:
         self._check_open()
         self.inner.check_usable()
-        check_not_broken(self._broken, " on this or another rank", " on every rank")
+        if self.broken is not None:
+            raise broken_state_error(self.broken, " on this or another rank", " on every rank")
 
     def _await_rounds(self) -> None:
         """What is on the lane arrives before state is written: each arrival may begin a pass that reads it."""
@@ -327,6 +300,8 @@ class ShardedStore(ShardedState):
         action = Action.LOAD if loading else Action.SAVE
         self._ownership.outside_of_the_model(action)
         self.lane.run(lambda: self.lane.meet(action, 0, self._windows.number))
+        if loading:
+            self._await_rounds()
 
     def _before_writing(self) -> None:
         self._check_open()
@@ -335,7 +310,7 @@ class ShardedStore(ShardedState):
     def begin_load(self) -> None:
         self._await_rounds()
         self.inner.begin_load()
-        self._broken = None
+        self.broken = None
         self._window.begin()
 
     def read_gradient(self, parameter: int) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longshore.host import Recorder
-from longshore.host.recorder import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH
+from longshore.host.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH
 from longshore.kernels import TileSegment
 from longshore.transfer import CopyHandle, FinishedCopy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from longshore.host.recorder import (
+from longshore.host.events import (
     ARRIVE,
     ARRIVE_AGAIN,
     COPY_TO_HOST,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from longshore.host.recorder import COPY_TO_HOST, DROPPED, KEPT, NORM, PUBLISH, REDONE, STEP_AHEAD, STEP_IN_PLACE
+from longshore.host.events import COPY_TO_HOST, DROPPED, KEPT, NORM, PUBLISH, REDONE, STEP_AHEAD, STEP_IN_PLACE
 from longshore.tracing.events import STEP, Event, exposed_spans
 
 _PASSES = (STEP_AHEAD, STEP_IN_PLACE)

@@ -126,7 +126,7 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         optimizer.store.remove_recorder(recorder)
         for hook in hooks:
             hook.remove()
-        speculation = optimizer.store.speculation
+        speculation = optimizer.store.local.speculation
         result.finish(recorder.close(), 0 if speculation is None else speculation.spares)
 
 

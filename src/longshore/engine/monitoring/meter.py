@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longshore.host import Recorder
-from longshore.host.recorder import DROPPED, KEPT, REDONE
+from longshore.host.events import DROPPED, KEPT, REDONE
 from longshore.kernels import TileSegment
 from longshore.transfer import CopyHandle
 

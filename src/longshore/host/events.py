@@ -1,15 +1,18 @@
-"""Who is told of the life of each tile: nobody, unless :func:`longshore.trace` asks.
+"""The events in a tile's life: their names, who is told of them, and which event waits for which.
 
-Names of events, and the calls that bring them. They come from every thread that
-has to do with a tile; what is told must not change what is done.
+Recorders are told from every thread that has to do with a tile; what is told must not change what is done.
+:data:`SCHEDULE` states as data what waits for what: ``longshore plan`` simulates it, and a test compares it with a
+traced engine. It has no tensors and no threads.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -122,3 +125,64 @@ def joined(recorders: Sequence[Recorder]) -> Recorder:
     if not recorders:
         return NO_RECORDER
     return recorders[0] if len(recorders) == 1 else Several(recorders)
+
+
+PIPELINE_DEPTH = 4
+"""Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
+
+
+class Lane(Enum):
+    """What does one thing at a time."""
+
+    COMPUTE = "compute"
+    """Forward and backward, and steps of state that stays on the device."""
+    TO_HOST = "copies to the host"
+    HOST = "host"
+    """The threads that step and measure. Where parameters are in host memory, COMPUTE is the same CPUs."""
+    TO_DEVICE = "copies to the device"
+    COLLECTIVES = "collectives"
+
+
+class Which(Enum):
+    """Whose event is waited for."""
+
+    SAME = "of the same tile, where it has one"
+    ALL = "of every tile"
+
+
+class Row(NamedTuple):
+    """One kind of event: its lane, and what has to end before it begins."""
+
+    lane: Lane
+    after: tuple[tuple[str, Which], ...] = ()
+
+
+SCHEDULE: Mapping[str, Row] = {
+    ARRIVE: Row(Lane.COMPUTE),
+    COPY_TO_HOST: Row(Lane.TO_HOST, ((ARRIVE, Which.SAME),)),
+    STEP_AHEAD: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
+    NORM: Row(Lane.HOST, ((ARRIVE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
+    # In place only after the verdict: there is no way back.
+    STEP_IN_PLACE: Row(Lane.HOST, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (COPY_TO_HOST, Which.SAME))),
+    PUBLISH: Row(
+        Lane.TO_DEVICE,
+        ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (STEP_IN_PLACE, Which.SAME)),
+    ),
+}
+
+
+class Move(Enum):
+    """What a commit does with one of the tiles that were not stepped ahead."""
+
+    FILL = "bring down what is not on the host yet"
+    FINISH = "step it, and publish it"
+
+
+def commit_moves(count: int, depth: int) -> Iterator[tuple[Move, int]]:
+    """The moves of a commit over ``count`` tiles, by their places: at most ``depth`` are filled and not finished."""
+    for place in range(count):
+        if place >= depth:
+            yield Move.FINISH, place - depth
+        yield Move.FILL, place
+    for place in range(max(0, count - depth), count):
+        yield Move.FINISH, place
