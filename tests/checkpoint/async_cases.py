@@ -83,7 +83,7 @@ def undisturbed(setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def pages_of(engine: Any) -> int:
-    store = getattr(engine.optimizer.store, "inner", engine.optimizer.store)
+    store = getattr(engine.optimizer._core.store, "inner", engine.optimizer._core.store)
     stores = getattr(store, "_stores", (store,))
     return sum(each.state_bytes()["pages"] + each.state_bytes()["spares"] for each in stores)
 

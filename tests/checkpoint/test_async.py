@@ -193,7 +193,7 @@ def test_a_process_that_ends_waits_for_it(how: list[str], tmp_path: Path) -> Non
     model = nn.Linear(64, 64)
     optimizer = longshore.AdamW(model.parameters())
     assert longshore.load(tmp_path, model, optimizer) == {}
-    assert optimizer.records[0].step == 2
+    assert optimizer._core.records[0].step == 2
 
 
 def test_ctrl_c_ends_a_wait_and_not_the_write(tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_a_refused_snapshot_holds_nothing(tmp_path: Path) -> None:
     """Of a split store the first part was read already, and the second was not."""
     with resume_cases.engine_of(Setting(0, "split")) as engine:
         resume_cases.train(engine, 1)
-        store = engine.optimizer.store
+        store = engine.optimizer._core.store
         key = next(key for key in range(99) if key in store.host and key not in store.device)
         store.host.snapshot([(key, "master")], 0).close()
         held = store.host.snapshot([(key, "master")], 0)
-        everything = [(index, "master") for index in range(len(engine.optimizer.records)) if index in store]
+        everything = [(index, "master") for index in range(len(engine.optimizer._core.records)) if index in store]
         with pytest.raises(LongshoreError, match="wait for it first"):
             store.snapshot(everything, 0)
         held.close()
@@ -263,7 +263,7 @@ def test_what_a_failed_write_held_is_let_go_of(tmp_path: Path) -> None:
         resume_cases.train(engine, 1)
         gc.collect()
         assert held[0]() is None
-        assert held[1]() is None or any(held[1]() is tile.page for tile in engine.optimizer.store.tiles)
+        assert held[1]() is None or any(held[1]() is tile.page for tile in engine.optimizer._core.store.tiles)
         with pytest.raises(CheckpointError, match="could not be written"):
             engine.wait_for_checkpoint()
 

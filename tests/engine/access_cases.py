@@ -119,7 +119,7 @@ def write_while_gradients_travel(stage: int) -> int:
     oracle = Oracle(Scenario(), dtype, 2, stage, **OPTIONS)
     weight = model.second.weight
     place = [id(parameter) for parameter in model.parameters()].index(id(weight))
-    store = engine.optimizer.store
+    store = engine.optimizer._core.store
     void, kept = store.inner._void, 0
 
     def slowly(parameter: int) -> None:

@@ -98,7 +98,7 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
     oracle = Oracle(scenario, dtype, world_size, stage, **OPTIONS)
     base = [group["lr"] for group in oracle.loop.optimizer.param_groups]
     clipped = kept = redone = 0
-    step_ahead(engine.optimizer.store, ahead)
+    step_ahead(engine.optimizer._core.store, ahead)
     try:
         for step in range(scenario.steps):
             window = scenario.plan(step)

@@ -143,8 +143,8 @@ def play(seed: int, windows: int = 5) -> Counter[str]:
     engine = longshore.initialize(
         model=model, config=schedule.config(), offload=offload, wrap_policy=schedule.wrap_policy()
     ).engine
-    _delay(engine.optimizer.store, 1000 * seed + rank, schedule.most_s)
-    step_ahead(engine.optimizer.store, schedule.ahead)
+    _delay(engine.optimizer._core.store, 1000 * seed + rank, schedule.most_s)
+    step_ahead(engine.optimizer._core.store, schedule.ahead)
     oracle = Oracle(Scenario(), dtype, dist.get_world_size(), schedule.stage, **OPTIONS)
     try:
         for step in range(windows):

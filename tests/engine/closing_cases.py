@@ -45,7 +45,7 @@ def trained(
         content["bf16"] = {"enabled": True, "check_grad_overflow": False}
     found = []
     with started(content, model) as engine:
-        store = engine.optimizer.store
+        store = engine.optimizer._core.store
         reduced, agree, early = Counted(store._reducer, "reduce"), store.agree, []
 
         def observed(collect: Any) -> Any:

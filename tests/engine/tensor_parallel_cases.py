@@ -227,7 +227,7 @@ def overflowing(parameter: str) -> None:
     scaling = LossScaling(scale=8.0)
     with beside(torch.float16, gradient_clipping=0.05, loss_scaling=scaling) as pair:
         pair.train(0)
-        record = next(record for record in pair.engine.optimizer.records if record.name == parameter)
+        record = next(record for record in pair.engine.optimizer._core.records if record.name == parameter)
         before = [local(each.detach()).clone() for each in pair.model.parameters()]
         loss = pair.engine(words_of(1, pair.place))
         leaf = record.leaf()

@@ -138,14 +138,14 @@ def test_some_state_stays_on_the_device(dtype: torch.dtype, ratio: float, releas
         assert all(
             torch.equal(torch.as_tensor(value), torch.as_tensor(split[index][key])) for key, value in entries.items()
         )
-    assert optimizers[1].store.device_bytes()["pages"] > 0
+    assert optimizers[1]._core.store.device_bytes()["pages"] > 0
 
 
 def test_released_gradients_take_no_device_memory() -> None:
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)]).cuda()
     parameter_bytes = 4 * 2048 * 2048
     optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
-    optimizer._store.transfer.to_host.in_flight.limit_bytes = 2 * parameter_bytes
+    optimizer._core.store.transfer.to_host.in_flight.limit_bytes = 2 * parameter_bytes
     x = torch.randn(4, 2048, device="cuda")
     for _ in range(2):
         torch.cuda.synchronize()
@@ -163,7 +163,7 @@ def test_without_offload_state_is_on_the_device() -> None:
     optimizer = longshore.AdamW(model.parameters(), offload=longshore.Offload(device="none"))
     backward(model, 0, torch.bfloat16)
     optimizer.step()
-    assert all(tile.page is not None and tile.page.is_cuda for tile in optimizer._store.tiles)
+    assert all(tile.page is not None and tile.page.is_cuda for tile in optimizer._core.store.tiles)
     assert set(optimizer.host_bytes().values()) == {0}
     parameter = next(model.parameters())
     state = optimizer.state[parameter]
@@ -178,7 +178,7 @@ def test_without_offload_state_is_on_the_device() -> None:
 def test_pinned_memory_is_made_at_start_up() -> None:
     model = small_model().cuda()
     optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
-    slot = optimizer._store.tiles[0].slot
+    slot = optimizer._core.store.tiles[0].slot
     assert slot is not None
     assert slot.view(torch.float32, 0, 4).is_pinned()
     held = optimizer.host_bytes()["gradients"]

@@ -36,7 +36,7 @@ def test_idle_means_untouched() -> None:
     plain_model, model = twins()
     plain = PlainLoop(plain_model.parameters(), lr=1e-2, weight_decay=0.5)
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-    assert len(optimizer._store.tiles) == 1
+    assert len(optimizer._core.store.tiles) == 1
     for step in range(6):
         for each in (plain_model, model):
             loss_of(each, step).backward()
@@ -218,7 +218,7 @@ def test_frozen_and_unfrozen_in_mid_training() -> None:
     plain = PlainLoop(plain_model.parameters(), lr=1e-2)
     model[0].requires_grad_(False)
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, offload=simulated())
-    laid_out = len(optimizer._store.tiles)
+    laid_out = len(optimizer._core.store.tiles)
     plain_model[0].requires_grad_(False)
     for step in range(6):
         for each in (plain_model, model):
@@ -229,7 +229,7 @@ def test_frozen_and_unfrozen_in_mid_training() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert same_weights(plain_model, model), step
-    assert len(optimizer._store.tiles) > laid_out
+    assert len(optimizer._core.store.tiles) > laid_out
 
 
 # -- law 10: the parameter is the user's --------------------------------------
@@ -461,7 +461,7 @@ def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(monkeypatch:
     optimizer.step()
     weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
 
-    kernels, calls = optimizer._store.kernels, []
+    kernels, calls = optimizer._core.store.kernels, []
     whole = kernels.step_tile
 
     def interrupted(*arguments: object) -> None:
@@ -534,7 +534,7 @@ def test_parameters_replaced_before_the_first_step(release: bool) -> None:
         optimizer.zero_grad()
         loop.step_on_grads()
     assert same_weights(model, twin)
-    assert [record.parameter is each for record, each in zip(optimizer.records, model.parameters(), strict=True)]
+    assert [record.parameter is each for record, each in zip(optimizer._core.records, model.parameters(), strict=True)]
     optimizer.param_groups[0]["params"][0] = torch.zeros(3, requires_grad=True)
     with pytest.raises(longshore.ParameterError, match="a tensor that this optimizer was not built with"):
         optimizer.step()

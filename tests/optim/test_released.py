@@ -33,7 +33,7 @@ def test_a_single_backward_allocates_no_accumulator() -> None:
     loss_of(model, 3, torch.bfloat16).backward()
     loss_of(model, 4, torch.bfloat16).backward()
     optimizer.step()
-    padded = sum(tile.layout.page_numel for tile in optimizer._store.tiles)
+    padded = sum(tile.layout.page_numel for tile in optimizer._core.store.tiles)
     assert optimizer.host_bytes() == {"pages": 12 * padded, "gradients": pytest.approx(2 * padded, abs=64 * 50),
                                       "spares": 0, "staging": 0, "accumulators": 4 * padded}  # fmt: skip
     loss_of(model, 5, torch.bfloat16).backward()
@@ -347,7 +347,7 @@ def test_ctrl_c_in_a_hook_ends_the_backward_and_the_window_says_so(monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._store, "arrive", interrupt)
+        patch.setattr(optimizer._core.store, "arrive", interrupt)
         with pytest.raises(KeyboardInterrupt):
             loss_of(model, 0).backward()
     with pytest.raises(longshore.GradientError, match=r"KeyboardInterrupt.*zero_grad"):

@@ -170,7 +170,9 @@ def test_idle_parameters_of_a_tile_that_is_stepped_ahead() -> None:
         record = pair.step()
     assert record.kept == record.begun > 2
     heads = {index for index, (name, _) in enumerate(pair.models[0].named_parameters()) if name.startswith("heads")}
-    assert any(len(heads & tile.segments.keys()) > 2 for tile in pair.ahead.store.tiles), "no tile holds both heads"
+    assert any(len(heads & tile.segments.keys()) > 2 for tile in pair.ahead._core.store.tiles), (
+        "no tile holds both heads"
+    )
 
 
 # -- wrong bets ---------------------------------------------------------------
@@ -222,7 +224,7 @@ def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> 
             weight.data.numpy()[:] = 0.125
             optimizer.refresh_master()
         elif write == "gradient":
-            optimizer.store.write_gradient(0, torch.full((weight.numel(),), 0.5))
+            optimizer._core.store.write_gradient(0, torch.full((weight.numel(),), 0.5))
         else:
             optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.5)
     record = pair.step()
@@ -282,11 +284,11 @@ def test_a_discarded_window_says_nothing_of_the_next_one(pair: Pair, backwards: 
 
 
 def test_spares_that_are_dropped_are_used_again(pair: Pair) -> None:
-    pool = pair.ahead.store.backends[-1].speculator.spares
+    pool = pair.ahead._core.store.backends[-1].speculator.spares
     allocated = pool.allocated_bytes
     for _ in range(3):
         pair.backward()
-        pair.ahead.store.settle()  # the passes have ended: the next gradient drops what they made
+        pair.ahead._core.store.settle()  # the passes have ended: the next gradient drops what they made
         pair.backward()
         assert pair.step().dropped > 2
         pair.train(1, backwards=2)
@@ -312,7 +314,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     """They run while other ranks' part of the norm is on its way."""
     pair = Pair()
     pair.train(3, clip=1e9)
-    store = pair.ahead.store
+    store = pair.ahead._core.store
     hold, known_squares = store.backends[-1].speculator.hold, store.backends[-1].speculator.known_squares
     gate, done, done_when_measured = threading.Event(), [], []
 
@@ -350,7 +352,7 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
     """As where Ctrl-C ends the wait for the worker before it has put the pass off."""
     pair = Pair()
     pair.train(3, clip=1e9)
-    store, gate = pair.ahead.store, threading.Event()
+    store, gate = pair.ahead._core.store, threading.Event()
     speculator = store.backends[-1].speculator
     hold = speculator.hold
 
@@ -370,7 +372,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     """The tile is stepped in place then."""
     pair = Pair()
     pair.train(3, clip=1e9)
-    store, gate = pair.ahead.store, threading.Event()
+    store, gate = pair.ahead._core.store, threading.Event()
     hold = store.backends[-1].speculator.hold
 
     def holding() -> None:
@@ -395,12 +397,12 @@ def test_the_norm_is_measured_in_backward(memory: float, clip: float, monkeypatc
     pair = Pair(memory=memory, dtype=torch.bfloat16)
     pair.train(6, clip=clip)
     pair.backward()
-    pair.ahead.store.settle()
+    pair.ahead._core.store.settle()
     measured: list[int] = []
 
     def counting(whole: Callable[..., Any]) -> Callable[..., Any]:
         def count(self: HostKernels, parameters: Any, *rest: Any) -> Any:
-            if self is pair.ahead.store.kernels:
+            if self is pair.ahead._core.store.kernels:
                 measured.append(sum(piece.numel() for pieces in parameters for piece in pieces))
             return whole(self, parameters, *rest)
 
@@ -422,7 +424,7 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     queued yet; and what would be measured after that fails."""
     pair = Pair()
     pair.train(3, backwards=2, clip=1e9)
-    store = pair.ahead.store
+    store = pair.ahead._core.store
     (_, _), (second, _) = store._parts[0]
     pair.backward()
     store.settle()
@@ -468,7 +470,7 @@ def test_a_gradient_that_is_written_is_measured_again(pair: Pair) -> None:
     pair.backward()
     before = pair.ahead.grad_norm()
     for optimizer in pair.optimizers:
-        optimizer.store.write_gradient(0, torch.full((24 * 16,), 3.0))
+        optimizer._core.store.write_gradient(0, torch.full((24 * 16,), 3.0))
     after = pair.ahead.grad_norm()
     assert not torch.equal(before, after) and torch.equal(after, pair.plain.grad_norm())
 
@@ -502,7 +504,7 @@ def test_a_budget_of_part_of_the_tiles() -> None:
 def test_counted_bytes_of_spares() -> None:
     pair = Pair(memory=1.0, dtype=torch.bfloat16)
     pair.train(2)
-    numels = [tile.layout.page_numel for tile in pair.ahead.store.tiles if tile.page is not None]
+    numels = [tile.layout.page_numel for tile in pair.ahead._core.store.tiles if tile.page is not None]
     outputs = sum(-(-2 * numel // 64) * 64 for numel in numels)
     assert pair.ahead.host_bytes()["spares"] == sum(12 * numel for numel in numels) + outputs
 
@@ -518,7 +520,7 @@ def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> None:
         raise AssertionError("memory was asked for in backward")
 
-    monkeypatch.setattr(pair.ahead.store.backends[-1].speculator.spares, "_allocate", refuse)
+    monkeypatch.setattr(pair.ahead._core.store.backends[-1].speculator.spares, "_allocate", refuse)
     assert pair.train(3).kept > 2
 
 
@@ -532,7 +534,7 @@ def test_a_state_that_is_new_gets_spares_of_its_shape() -> None:
         optimizer.param_groups[0]["momentum"] = 0.9
     assert pair.step().kept == 0
     assert pair.train(2).kept > 2
-    numel = sum(tile.layout.page_numel for tile in pair.ahead.store.tiles if tile.page is not None)
+    numel = sum(tile.layout.page_numel for tile in pair.ahead._core.store.tiles if tile.page is not None)
     assert pair.ahead.host_bytes()["spares"] == narrow + 4 * numel
 
 
@@ -541,7 +543,7 @@ def test_a_state_that_is_new_after_a_step_that_was_dropped() -> None:
     pair = Pair(optimizer=longshore.SGD)
     assert pair.train(2).kept > 2
     pair.backward()
-    pair.ahead.store.settle()  # the passes have ended
+    pair.ahead._core.store.settle()  # the passes have ended
     pair.backward()
     for optimizer in pair.optimizers:
         optimizer.param_groups[0]["momentum"] = 0.9

@@ -27,8 +27,8 @@ def offload(ratio: float, seed: int = 0, **options: Any) -> Offload:
 
 def parts_of(optimizer: Any) -> tuple[Backend, Backend]:
     """What stays on the device, and what is on the host."""
-    assert isinstance(optimizer.store, HostStore)
-    device, host = optimizer.store.backends
+    assert isinstance(optimizer._core.store, HostStore)
+    device, host = optimizer._core.store.backends
     return device, host
 
 
@@ -135,12 +135,12 @@ def test_the_share_is_counted(ratio: float) -> None:
     optimizer.step()
     whole = 3 * 4 * 64 * 64 * 10
     assert optimizer.host_bytes()["pages"] == ratio * whole
-    assert optimizer.store.local.device_bytes().get("pages", 0) == (1 - ratio) * whole
+    assert optimizer._core.store.local.device_bytes().get("pages", 0) == (1 - ratio) * whole
     if ratio < 1.0:  # what comes last in backward stays
         device, _ = parts_of(optimizer)
-        assert [bool(device.parts[record.index]) for record in optimizer.records] == [True] * round(10 - 10 * ratio) + [
-            False
-        ] * round(10 * ratio)
+        assert [bool(device.parts[record.index]) for record in optimizer._core.records] == [True] * round(
+            10 - 10 * ratio
+        ) + [False] * round(10 * ratio)
     optimizer.close()
 
 
@@ -189,7 +189,7 @@ def test_a_discarded_window_leaves_nothing_in_either_part(step_between: bool) ->
     before = [parameter.detach().clone() for parameter in model.parameters()]
     loss_of(model, 0).backward()
     optimizer.zero_grad()
-    assert {optimizer.store.arrivals(record.index) for record in optimizer.records} == {0}
+    assert {optimizer._core.store.arrivals(record.index) for record in optimizer._core.records} == {0}
     if step_between:
         optimizer.step()
     assert_same([parameter.detach() for parameter in model.parameters()], before)
@@ -292,5 +292,5 @@ def test_nothing_to_share_is_refused() -> None:
 def test_cpu_parameters_have_one_memory() -> None:
     model = small_model()
     optimizer = longshore.AdamW(model.parameters(), offload=Offload(ratio=0.5))
-    assert isinstance(optimizer.store, HostStore)
+    assert isinstance(optimizer._core.store, HostStore)
     optimizer.close()

@@ -76,7 +76,7 @@ def save(
         crew = stack.enter_context(_crew_of(together))
         crew.together(lambda: _check_no_gradients(ours, "a checkpoint has no gradients, and {} would be lost: save"))
         session = Session(model, ours, crew)
-        step = max((record.step for record in ours.records), default=0) if ours is not None else 0
+        step = max((record.step for record in ours._core.records), default=0) if ours is not None else 0
         memory_bytes = memory_for_snapshot(crew) if async_save else None
         values, run = {CLIENT_STATE: dict(state or {})}, _RUNS.setdefault(root, secrets.token_hex(8))
         content = prepare(lambda: session.content(values, {}, step, run, memory_bytes=memory_bytes), crew)
@@ -151,7 +151,7 @@ def load(
 
 
 def _check_no_gradients(optimizer: HostOptimizer | None, why: str) -> None:
-    if optimizer is not None and optimizer.store.broken is None and optimizer.gradients_arrived:
+    if optimizer is not None and optimizer._core.store.broken is None and optimizer._core.gradients_arrived:
         gradients = why.format("those that release_gradients=True took to the host")
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 

@@ -19,7 +19,7 @@ from longshore.optim.family import History
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.loading import merged_group
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.state import clear_state, have_states
+from longshore.optim.state import clear_state
 from longshore.optim.torch_family import TorchFamily
 
 KIND = "optimizer"
@@ -42,10 +42,10 @@ class OptimizerState:
 
     def __init__(self, optimizer: HostOptimizer, model: ModelState) -> None:
         self.optimizer = optimizer
-        self._store = optimizer.store
-        self._family = optimizer.state_access().family
+        self._store = optimizer._core.store
+        self._family = optimizer._core.family
         self.records: dict[str, ParameterRecord] = {}
-        for record in optimizer.records:
+        for record in optimizer._core.records:
             name = model.name_of(record.parameter)
             if name is None:
                 raise CheckpointError(
@@ -176,7 +176,7 @@ class OptimizerState:
 
     def clear(self) -> None:
         """As if nothing had ever been stepped."""
-        self.optimizer.begin_load()
+        self.optimizer._core.begin_load()
         for record in self.records.values():
             clear_state(record, self._store)
 
@@ -186,14 +186,14 @@ class OptimizerState:
 
     def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedPart]:
         """What this process loads, and makes room for; arguments as for :meth:`differences`."""
-        access = self.optimizer.state_access()
+        core = self.optimizer._core
         entries = {name: about["parameters"][source] for name, source in among.items() if source in about["parameters"]}
-        have_states(self._store, self._family, {array for entry in entries.values() for array in entry["arrays"]})
+        core.have_states(self._store, {array for entry in entries.values() for array in entry["arrays"]})
         parts: list[WantedPart] = []
         for name, entry in entries.items():
             record = self.records[name]
             if record.index not in self._store:
-                access.lay_out(record)
+                core.make_room(record)
             for array in entry["arrays"]:
                 where = array_name(array, among[name])
                 for key, boxes, _ in self._runs(record, where):

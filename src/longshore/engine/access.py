@@ -23,7 +23,7 @@ _STEPPED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def register(optimizer: HostOptimizer) -> None:
     """Make the parameters of an engine's optimizer known here."""
     reference = weakref.ref(optimizer)
-    for record in optimizer.records:
+    for record in optimizer._core.records:
         _STEPPED_BY[record.parameter] = reference
 
 
@@ -34,9 +34,9 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
         return None
     optimizer, record = found
     if not record.has_master or record.changed:
-        values = optimizer.store.read_values(record.index, record.values())
+        values = optimizer._core.store.read_values(record.index, record.values())
         return values.detach().to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
-    return optimizer.store.read_state(record.index, MASTER).view(record.shape)
+    return optimizer._core.store.read_state(record.index, MASTER).view(record.shape)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -48,11 +48,13 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     optimizer, record = _found(param)
     _check_shape(value, record)
     with torch.no_grad():
-        part = optimizer.store.part_to_hold(record.index, flat(value))
+        part = optimizer._core.store.part_to_hold(record.index, flat(value))
         record.held.copy_(part.view(record.held.shape))
         torch.autograd.graph.increment_version(param)
-    if record.index in optimizer.store:
-        optimizer.store.write_state(record.index, MASTER, flat(value.detach().to(device="cpu", dtype=torch.float32)))
+    if record.index in optimizer._core.store:
+        optimizer._core.store.write_state(
+            record.index, MASTER, flat(value.detach().to(device="cpu", dtype=torch.float32))
+        )
         record.has_master = True
         record.mark_published()  # it is the rounded master
 
@@ -92,12 +94,12 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     if found is None:
         return None
     optimizer, record = found
-    gradients = optimizer.window_gradients()
+    gradients = optimizer._core.window_gradients()
     if record.index not in gradients:
         return None
     gradient = gradients[record.index]
     if gradient is None:
-        gradient = optimizer.store.read_gradient(record.index)
+        gradient = optimizer._core.store.read_gradient(record.index)
     return None if gradient is None else gradient.to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
 
 
@@ -109,9 +111,9 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """
     optimizer, record = _found(param)
     _check_shape(value, record)
-    if optimizer.window_gradients().get(record.index, value) is not None:
+    if optimizer._core.window_gradients().get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
-    optimizer.store.write_gradient(record.index, flat(value.detach().to(device="cpu", dtype=torch.float32)))
+    optimizer._core.store.write_gradient(record.index, flat(value.detach().to(device="cpu", dtype=torch.float32)))
 
 
 def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
@@ -121,9 +123,9 @@ def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
     optimizer = reference() if reference is not None else None
     if optimizer is None:
         return None
-    optimizer.store.check_usable()
+    optimizer._core.store.check_usable()
     return optimizer, next(
-        record for record in optimizer.records if param is record.parameter or param is record.leaf()
+        record for record in optimizer._core.records if param is record.parameter or param is record.leaf()
     )
 
 
@@ -132,7 +134,7 @@ def _gathered(param: Tensor) -> weakref.ref[HostOptimizer] | None:
     optimizers = {id(alive): reference for reference in _STEPPED_BY.values() if (alive := reference()) is not None}
     for reference in optimizers.values():
         optimizer = reference()
-        if optimizer is not None and any(param is record.leaf() for record in optimizer.records):
+        if optimizer is not None and any(param is record.leaf() for record in optimizer._core.records):
             return reference
     return None
 
@@ -151,6 +153,6 @@ def _check_shape(value: Tensor, record: ParameterRecord) -> None:
 
 
 def _check_key(optimizer: HostOptimizer, key: str) -> None:
-    known = [name for name in optimizer.store.local.arrays if name != MASTER]
+    known = [name for name in optimizer._core.store.local.arrays if name != MASTER]
     if key not in known:
         raise ValueError(f"the optimizer's state has {', '.join(known) or 'no arrays'}, and no {key!r}")

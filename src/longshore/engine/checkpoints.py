@@ -138,7 +138,7 @@ class Checkpoints:
         self._check_same(crew, "load_dir", str(root))
         self._check_same(crew, "tag", tag)
         # Where a step failed half way, perhaps on this rank alone, its window went down with it.
-        gone = engine.optimizer.store.broken is not None and not module_only
+        gone = engine.optimizer._core.store.broken is not None and not module_only
         crew.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
         crew.first(lambda: _check_ours(root, None if tag is None else str(tag)))
         whole = find(root, None if tag is None else str(tag), crew)
@@ -210,7 +210,7 @@ class Checkpoints:
     def _met(self, loading: bool) -> Crew:
         """All ranks are here; they can talk."""
         ranks = self._engine.ranks
-        self._engine.optimizer.store.meet(loading)
+        self._engine.optimizer._core.store.meet(loading)
         if self._crew is None:
             group = twin_of(ranks.group, ranks.device, backend="gloo") if ranks.world_size > 1 else None
             self._crew = Crew(group)

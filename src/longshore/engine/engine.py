@@ -81,7 +81,7 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
         """Of windows that were only partly filled, since the last step that was due."""
         self._norm: Tensor | None = None
         self._line = StepLine(config, ranks.rank)
-        self._monitor = monitor_for(config, ranks.rank, optimizer.store.add_recorder)
+        self._monitor = monitor_for(config, ranks.rank, optimizer._core.store.add_recorder)
         self._checkpoints = Checkpoints(self)
         # Of one window.
         self._synchronize = True
@@ -98,7 +98,7 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
         me = weakref.ref(self)
         optimizer.register_step_pre_hook(lambda *_: _check_step_of(me()))
         optimizer.register_step_post_hook(lambda *_: _end_window_of(me()))
-        optimizer.when_discarded = lambda: _discard_window_of(me())
+        optimizer._core.when_discarded = lambda: _discard_window_of(me())
 
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
@@ -120,7 +120,7 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
             try:
                 return self.module(*inputs, **kwargs)
             except BaseException:
-                self.optimizer.store.forward_failed()
+                self.optimizer._core.store.forward_failed()
                 raise
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -149,8 +149,8 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
         if scale_wrt_gas and self._window.accumulation_steps > 1:
             loss = loss / self._window.accumulation_steps
         self._check_alive()
-        before = self.optimizer.gradients_arrived
-        self.optimizer.begin_backward(self._synchronize, self._window.next_is_last())
+        before = self.optimizer._core.gradients_arrived
+        self.optimizer._core.begin_backward(self._synchronize, self._window.next_is_last())
         failure: GradientError | None = None
         try:
             with self._line.timing("backward"):
@@ -164,9 +164,9 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
             failure.__cause__ = error
             raise
         finally:
-            self.optimizer.store.end_backward(failure)
+            self.optimizer._core.store.end_backward(failure)
         self._monitor.backward(given)
-        self._announced += self.optimizer.gradients_arrived - before
+        self._announced += self.optimizer._core.gradients_arrived - before
         self._window.backwards += 1
         self.micro_steps += 1
         return loss
@@ -196,7 +196,7 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
         """
         self._check_alive()
         self._applied = False
-        raw = self.optimizer.gradients_arrived > self._announced
+        raw = self.optimizer._core.gradients_arrived > self._announced
         # After a failed backward step() is due, so that this rank meets the others, and all of them raise.
         if not self._failed and not (self._window.due(raw) and self._anything()):
             self._window.calls += 1
@@ -223,7 +223,9 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
     def _anything(self) -> bool:
         """Whether there was a backward. Raw ones may have been on other ranks, so that they have to agree."""
         return (
-            self._window.boundary is not None or self._window.backwards > 0 or bool(self.optimizer.window_gradients())
+            self._window.boundary is not None
+            or self._window.backwards > 0
+            or bool(self.optimizer._core.window_gradients())
         )
 
     def _apply_window(self) -> bool:
@@ -320,7 +322,7 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
     @property
     def in_window(self) -> bool:
         """Whether there is a gradient, or was a backward, since the last applied or discarded step."""
-        return self._failed or self._window.open or self.optimizer.gradients_arrived > 0
+        return self._failed or self._window.open or self.optimizer._core.gradients_arrived > 0
 
     # -- looking --------------------------------------------------------------
 
@@ -335,7 +337,7 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
         # Where nothing changes torch would still put a new .data into every parameter, and into placeholders of .grad.
-        if not self._destroyed and leaves_as_is(self.module, self.optimizer.records, fn):
+        if not self._destroyed and leaves_as_is(self.module, self.optimizer._core.records, fn):
             return self
         return super()._apply(fn, recurse)
 

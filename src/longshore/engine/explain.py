@@ -119,7 +119,7 @@ class Explanation:
 def explain(engine: Any) -> Explanation:
     """Collect the explanation of an engine; no rank waits for another."""
     optimizer: HostOptimizer = engine.optimizer
-    store, records = optimizer.store, optimizer.records
+    store, records = optimizer._core.store, optimizer._core.records
     sharded = store if isinstance(store, ShardedStore) else None
     tiles = store.local.tiles
     names = {record.index: record.name for record in records}
@@ -135,7 +135,7 @@ def explain(engine: Any) -> Explanation:
     ]
     rows = []
     for record in records:
-        entry = optimizer.ledger.get(record.index)
+        entry = optimizer._core.ledger.get(record.index)
         arrived, reduced, applied = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
         bucket, owners = None, ((0, record.parameter.numel()),)
         if sharded is not None:

@@ -48,7 +48,7 @@ def check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
     """
     if ranks.world_size == 1:
         return
-    lines = (f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer.records)
+    lines = (f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer._core.records)
     sizes = (str(len(group["params"])) for group in optimizer.param_groups)
     parts = {"order of the optimizer's parameters": _digest(lines), "division into groups": _digest(sizes)}
     _compare(parts, ranks, "give its optimizer the same parameters in the same order (a list, never a set) and groups")

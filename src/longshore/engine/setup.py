@@ -129,7 +129,7 @@ def initialize(
         _discard_left_over(made)
         register(made)
         if sharded is not None:
-            sharded.when_gathered(made.look_again)
+            sharded.when_gathered(made._core.look_again)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings), binding)
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
         engine.training_dataloader = _loader(training_data, settings, data_parallel(ranks, sharded), collate_fn)
@@ -264,7 +264,7 @@ def _loader(data: Any, config: Config, ranks: Ranks, collate_fn: Callable[[list[
 
 def _discard_left_over(optimizer: HostOptimizer) -> None:
     """No window begins with gradients of another loop (law 2)."""
-    held = [record for record in optimizer.records if record.parameter.grad is not None]
+    held = [record for record in optimizer._core.records if record.parameter.grad is not None]
     for record in held:
         record.parameter.grad = None
     if held:

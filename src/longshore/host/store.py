@@ -56,7 +56,7 @@ class HostStore(ParameterStore):
         self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
         self._holds = PageHolds()
         both = (settings,) if on_device is None else (on_device.settings, settings)
-        self.backends = tuple(Backend(each, len(self.arrays), self._holds) for each in both)
+        self.backends: tuple[Backend, ...] = tuple(Backend(each, len(self.arrays), self._holds) for each in both)
         """The last one is told of by recorders; the other, if any, has its kernels where only a profiler sees them."""
         self.transfer = settings.transfer
         self.kernels = settings.kernels

@@ -119,7 +119,7 @@ def gradient_norm(
     for parameter, gradient in gradients.items():
         if parameter in shards:
             elsewhere[parameter] = _squares(store, {parameter: gradient}, scale)
-        elif gradient is None or not store.transfer.staged:
+        elif gradient is None or not store.local.transfer.staged:
             on_host[parameter] = gradient
         else:
             total += _squares(store, {parameter: gradient}, scale)
@@ -129,6 +129,6 @@ def gradient_norm(
 
 def _squares(store: ParameterStore, one: Mapping[int, Tensor | None], scale: Scale) -> float:
     ((_, gradient),) = one.items()
-    if gradient is None or not store.transfer.staged:
+    if gradient is None or not store.local.transfer.staged:
         return store.sum_of_squares(one, scale)
     return float(torch.linalg.vector_norm(gradient.float() * scale.first * scale.second, dtype=torch.float64)) ** 2

@@ -40,8 +40,8 @@ class GradientSource(ABC):
 
     def found(self, record: ParameterRecord, gradient: Tensor) -> Tensor:
         """Check a tensor found in ``.grad``; returns it flat, in the parameter's logical order."""
-        record.check_gradient(gradient, same_dtype=self.store.transfer.staged)
-        return flat(gradient_part(record.leaf(), gradient))
+        record.check_gradient(gradient, same_dtype=self.store.local.transfer.staged)
+        return flat(gradient if type(gradient) is Tensor else gradient_part(record.leaf(), gradient))
 
     @abstractmethod
     def register(self, records: Sequence[ParameterRecord]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,9 +48,8 @@ class Placement(ABC):
         """Those of which the store knows a part only."""
         return {index: each for index, each in parameters.items() if self.keeps_shards and is_sharded(each)}
 
-    def leaf_of(self, parameter: Tensor) -> Tensor | None:
-        """What autograd accumulates its gradient into; see :meth:`ParameterRecord.leaf`."""
-        return parameter
+    leaf_of: Callable[[Tensor], Tensor | None] | None = None
+    """What autograd accumulates a parameter's gradient into; None: the parameter. See :meth:`ParameterRecord.leaf`."""
 
 
 @dataclass(frozen=True)

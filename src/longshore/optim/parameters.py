@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.optim.family import History
-from longshore.optim.shards import held_part
+from longshore.optim.shards import held_part, is_sharded
 
 if TYPE_CHECKING:
     from longshore.optim.offload import Placement
@@ -32,8 +32,8 @@ class Identity(NamedTuple):
     storage: StorageWeakRef
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Identity:
-        held = held_part(tensor)
+    def of(cls, tensor: Tensor, held: Tensor) -> Identity:
+        """Of a parameter, of which this process has ``held``."""
         storage = StorageWeakRef(held.untyped_storage())
         # Writing a DTensor changes its own version, and not that of the shard.
         return cls((tensor._version, held._version), held.data_ptr(), held.stride(), storage)
@@ -71,6 +71,7 @@ class ParameterRecord:
         self.name = name
         self.parameter = parameter
         self._leaf_of = placement.leaf_of
+        self._is_sharded = is_sharded(parameter)
         self.keeps_shard = bool(placement.shards_among({index: parameter}))
         """State is kept, read and written for what this process has of the parameter, not for all of it."""
         self.device = parameter.device
@@ -87,7 +88,7 @@ class ParameterRecord:
     def leaf(self) -> Tensor | None:
         """What autograd accumulates the gradient into: the parameter itself, or, where its shards are gathered for
         each forward, what they are gathered into; None before the first time."""
-        return self._leaf_of(self.parameter)
+        return self.parameter if self._leaf_of is None else self._leaf_of(self.parameter)
 
     @property
     def step(self) -> int:
@@ -97,15 +98,30 @@ class ParameterRecord:
     @property
     def changed(self) -> bool:
         """Whether somebody else may have written the parameter since it was published (law 10)."""
-        return self.published != Identity.of(self.parameter)
+        return self.published != Identity.of(self.parameter, self.held)
 
     def mark_published(self) -> None:
-        self.published = Identity.of(self.parameter)
+        self.published = Identity.of(self.parameter, self.held)
+
+    def publish(self, target: Tensor, history: History) -> None:
+        """The parameter has the new values, which are in ``target`` (law 4), and this history."""
+        held, leaf = self.held, self.leaf()
+        if target.data_ptr() != held.data_ptr() and held.numel() > 0:
+            held.copy_(target.view(held.shape))  # it is not contiguous
+        else:
+            # A graph that was recorded before must not run backward on new
+            # weights: torch's own check finds the version changed.
+            torch.autograd.graph.increment_version(self.parameter)
+        if leaf is not None and leaf is not self.parameter:
+            torch.autograd.graph.increment_version(leaf)
+        self.history = history
+        self.has_state = True
+        self.mark_published()
 
     @property
     def held(self) -> Tensor:
         """What this process has of the parameter."""
-        return held_part(self.parameter)
+        return held_part(self.parameter) if self._is_sharded else self.parameter
 
     @property
     def kept(self) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,30 +13,8 @@ from longshore.optim.family import History, RuleFamily
 from longshore.optim.parameters import ParameterRecord, flat
 from longshore.optim.shards import is_sharded, like, part_of
 
-
-class StateAccess(NamedTuple):
-    """Where the state of an optimizer's parameters is, and what it consists of."""
-
-    store: ParameterStore
-    family: RuleFamily
-    lay_out: Callable[[ParameterRecord], None]
-    """Makes room for a parameter that has none yet."""
-
-
-def name_states(store: ParameterStore, family: RuleFamily, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Have the state arrays that parameters of these groups need, besides those that the store has."""
-    have_states(store, family, {name for group in groups for name in family.states_of(group)})
-
-
-def have_states(store: ParameterStore, family: RuleFamily, names: Collection[str]) -> None:
-    store.local.set_states([name for name in family.states if name in names or name in store.local.arrays])
-
-
-def begin_states(store: ParameterStore, family: RuleFamily, records: Iterable[ParameterRecord]) -> None:
-    """Fill the states that are not zero before a first step, of parameters that are about to make one."""
-    for record in records:
-        for name, value in family.initial(record.history).items():
-            store.write_state(record.index, name, torch.full((1,), value).expand(record.kept.numel()))
+if TYPE_CHECKING:
+    from longshore.optim.core import OptimizerCore
 
 
 class ParameterState(MutableMapping[str, Tensor]):
@@ -48,12 +26,12 @@ class ParameterState(MutableMapping[str, Tensor]):
     made in place to a copy changes the copy.)
     """
 
-    def __init__(self, record: ParameterRecord, access: StateAccess) -> None:
+    def __init__(self, record: ParameterRecord, core: OptimizerCore) -> None:
         self._record = record
-        self._access = access
+        self._core = core
 
     def _keys(self) -> tuple[str, ...]:
-        record, family = self._record, self._access.family
+        record, family = self._record, self._core.family
         if not record.has_state:
             return ()
         step = ("step",) if family.keeps_step else ()
@@ -68,11 +46,11 @@ class ParameterState(MutableMapping[str, Tensor]):
         single = {"step": float(record.history.step), **dict(record.history.scalars)}
         if key in single:
             return torch.tensor(single[key], dtype=torch.float32, device="cpu")
-        values = self._access.store.read_state(record.index, key).view(record.kept.shape)
+        values = self._core.store.read_state(record.index, key).view(record.kept.shape)
         return like(record.parameter, values) if record.keeps_shard else values
 
     def __setitem__(self, key: str, value: Any) -> None:
-        write_state(self._record, self._access, {key: value})
+        write_state(self._record, self._core, {key: value})
 
     def __delitem__(self, key: str) -> None:
         raise TypeError(f"{key!r} is part of the optimizer's pages and cannot be deleted; set it instead")
@@ -90,34 +68,33 @@ class ParameterState(MutableMapping[str, Tensor]):
 class StateMap(MutableMapping[Tensor, Any]):
     """Parameters that have been stepped (or loaded) -> their state."""
 
-    def __init__(self, records: Mapping[int, ParameterRecord], access: StateAccess) -> None:
-        self._records = records
-        self._access = access
+    def __init__(self, core: OptimizerCore) -> None:
+        self._core = core
 
     def _record(self, parameter: Tensor) -> ParameterRecord:
-        record = self._records.get(id(parameter))
+        record = self._core.by_id.get(id(parameter))
         if record is None:
             raise KeyError("not a parameter of this optimizer")
         return record
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
-        return ParameterState(self._record(parameter), self._access)
+        return ParameterState(self._record(parameter), self._core)
 
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         record = self._record(parameter)
-        checked = checked_state(record, state, self._access.family)
-        clear_state(record, self._access.store)
-        write_state(record, self._access, checked)
+        checked = checked_state(record, state, self._core.family)
+        clear_state(record, self._core.store)
+        write_state(record, self._core, checked)
 
     def __delitem__(self, parameter: Tensor) -> None:
-        clear_state(self._record(parameter), self._access.store)
+        clear_state(self._record(parameter), self._core.store)
 
     def __contains__(self, parameter: object) -> bool:
-        record = self._records.get(id(parameter))
-        return record is not None and len(ParameterState(record, self._access)) > 0
+        record = self._core.by_id.get(id(parameter))
+        return record is not None and len(ParameterState(record, self._core)) > 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (record.parameter for record in self._records.values() if record.parameter in self)
+        return (record.parameter for record in self._core.by_id.values() if record.parameter in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -182,16 +159,16 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 
-def write_state(record: ParameterRecord, access: StateAccess, state: Mapping[str, Any]) -> None:
+def write_state(record: ParameterRecord, core: OptimizerCore, state: Mapping[str, Any]) -> None:
     """Write some of a parameter's state; what was never set counts as zero."""
-    store, family, lay_out = access
+    store, family = core.store, core.family
     state = checked_state(record, state, family)
     if not state:
         return
     if record.index not in store:
-        lay_out(record)
+        core.make_room(record)
     arrays = state.keys() & {*family.states, MASTER}
-    have_states(store, family, arrays)
+    core.have_states(store, arrays)
     for key in arrays:
         store.write_state(record.index, key, flat(state[key].to(device="cpu", dtype=torch.float32)))
     history = record.history

@@ -55,7 +55,7 @@ class ShardedPlacement(Placement):
     def takes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.sharded is not None
 
-    def leaf_of(self, parameter: Tensor) -> Tensor | None:
+    def leaf_of(self, parameter: Tensor) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return parameter if self.sharded is None else self.sharded.leaf_of(parameter)
 
     @property

@@ -80,11 +80,11 @@ def annotate(engine_or_optimizer: Any) -> Iterator[None]:
         TypeError: it is neither.
     """
     optimizer, ranges = _optimizer_of(engine_or_optimizer, "annotate"), Ranges()
-    optimizer.store.add_recorder(ranges)
+    optimizer._core.store.add_recorder(ranges)
     try:
         yield
     finally:
-        optimizer.store.remove_recorder(ranges)
+        optimizer._core.store.remove_recorder(ranges)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         LongshoreError: it is being traced already.
     """
     optimizer = _optimizer_of(engine_or_optimizer, "trace")
-    if any(isinstance(each, EventRecorder) for each in optimizer.store.recorders):
+    if any(isinstance(each, EventRecorder) for each in optimizer._core.store.recorders):
         raise LongshoreError("this optimizer is being traced already; end that block of longshore.trace first")
     recorder = EventRecorder()
     begin_ns = called_ns = time.perf_counter_ns()
@@ -119,14 +119,14 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         optimizer.register_step_post_hook(lambda *_: recorder.step(called_ns)),
     ]
     result = Trace(_rank(), begin_ns)
-    optimizer.store.add_recorder(recorder)
+    optimizer._core.store.add_recorder(recorder)
     try:
         yield result
     finally:
-        optimizer.store.remove_recorder(recorder)
+        optimizer._core.store.remove_recorder(recorder)
         for hook in hooks:
             hook.remove()
-        speculation = optimizer.store.local.speculation
+        speculation = optimizer._core.store.local.speculation
         result.finish(recorder.close(), 0 if speculation is None else speculation.spares)
 
 
