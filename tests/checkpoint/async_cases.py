@@ -83,9 +83,8 @@ def undisturbed(setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def pages_of(engine: Any) -> int:
-    store = getattr(engine.optimizer._core.store, "inner", engine.optimizer._core.store)
-    stores = getattr(store, "_stores", (store,))
-    return sum(each.state_bytes()["pages"] + each.state_bytes()["spares"] for each in stores)
+    counted = [backend.state_bytes() for backend in engine.optimizer._core.store.local.backends]
+    return sum(each["pages"] + each["spares"] for each in counted)
 
 
 def train_while_writing(setting: Setting, folder: str, memory_bytes: int) -> dict[str, Any]:

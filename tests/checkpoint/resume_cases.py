@@ -257,7 +257,7 @@ def broken_on_one_rank(setting: Setting, folder: str) -> dict[str, Any]:
     with engine_of(setting, seed=1) as engine:
         train(engine, 1)
         if _rank()[0] == 0:
-            engine.optimizer._core.store.load_failed(CheckpointError("only here"))
+            engine.optimizer._core.store.broken = CheckpointError("only here")
         engine.load_checkpoint(folder)
         return state_of(engine)
 

@@ -120,22 +120,22 @@ def write_while_gradients_travel(stage: int) -> int:
     weight = model.second.weight
     place = [id(parameter) for parameter in model.parameters()].index(id(weight))
     store = engine.optimizer._core.store
-    void, kept = store.inner._void, 0
+    void, kept = store.local._void, 0
 
     def slowly(parameter: int) -> None:
         """The worst moment: passes end after they were voided, and before the page is written."""
         void(parameter)
         store.lane._worker.idle_within(5.0)
-        store.local.backends[-1].worker.drain()
+        store.local.backend.worker.drain()
 
     try:
         for step in range(4):
             store.lane._worker._on_start = lambda: time.sleep(0.005)
             engine.backward(engine(inputs(step, 0, rank, dtype), ("a", "b", "c")))
             if step >= 2:
-                store.inner._void = slowly
+                store.local._void = slowly
                 utils.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 0.5), "exp_avg")
-                store.inner._void = void
+                store.local._void = void
                 oracle.loop.optimizer.state[oracle.loop.masters[place]]["exp_avg"][: weight.numel()] = 0.5
             engine.step()
             oracle.loop.step(oracle.gradients(Window(), step, 1))

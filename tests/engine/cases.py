@@ -49,7 +49,7 @@ class Stubborn(Predictor):
 
 
 def step_ahead(store: Any, ahead: str) -> None:
-    speculator = store.local.backends[-1].speculator
+    speculator = store.local.backend.speculator
     if isinstance(speculator, Ahead):
         speculator._predictor = Stubborn()
         if ahead != "on":

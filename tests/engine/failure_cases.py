@@ -197,7 +197,7 @@ def commit_that_fails_on_one_rank(stage: int) -> list[str]:
 
     engine = make_engine(stage)
     rank = dist.get_rank()
-    inner = engine.optimizer._core.store.inner
+    inner = engine.optimizer._core.store.local
     backward(engine, 0, rank)
     if rank == 1:
         commit = inner.commit
@@ -318,7 +318,7 @@ def killed_while_publishing(stage: int, gathering: int | None, told: str) -> Non
 
 
 def _be_killed(store: Any, gathering: int | None) -> None:
-    inner, lane, count = store.inner.commit, store.lane.gather, 0
+    inner, lane, count = store.local.commit, store.lane.gather, 0
 
     def commit(*args: Any) -> None:
         inner(*args)
@@ -332,7 +332,7 @@ def _be_killed(store: Any, gathering: int | None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return lane(chunk)
 
-    store.inner.commit = commit
+    store.local.commit = commit
     store.lane.gather = gather
 
 

@@ -80,7 +80,7 @@ def test_squares_are_added_in_the_order_of_the_parameters(
     store = HostStore(BackendSettings(DirectTransfer(), kernels, 40, hold_gradients=True))
     store.add_parameters((index, 1, torch.float32) for index in values)
     blocks = {index: [float(values[index].double() ** 2)] for index in known}
-    monkeypatch.setattr(store.backends[-1].speculator, "known_squares", lambda scale: blocks)
+    monkeypatch.setattr(store.backend.speculator, "known_squares", lambda scale: blocks)
     assert store.sum_of_squares(dict(values), UNSCALED) == 1.0
     assert store.sum_of_squares(dict(reversed(values.items())), UNSCALED) > 1.0
     store.close()

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, IllegalTransitionError
+from longshore.host.backend import commit_tile
 from longshore.host.memory import PagePool
 from longshore.host.stepping import (
     SegmentStep,
     Speculation,
     begin_speculation,
-    commit_tile,
     drop,
     end_speculation,
     fail_speculation,

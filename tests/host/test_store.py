@@ -303,13 +303,13 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
     arrivals = all_parameters(training, 3)
     gradients = training.gradients(arrivals)
     failures: list[BaseException] = []
-    take = training.store.backends[-1].accumulators.take
+    take = training.store.backend.accumulators.take
 
     def slowly(page_numel: int) -> Tensor:
         time.sleep(0.005)  # the others find that the tile has none
         return take(page_numel)
 
-    monkeypatch.setattr(training.store.backends[-1].accumulators, "take", slowly)
+    monkeypatch.setattr(training.store.backend.accumulators, "take", slowly)
 
     def bring(first: int) -> None:
         try:
@@ -495,7 +495,7 @@ def test_a_failure_in_the_middle_breaks_the_store(
         owner, name, at = (
             (training.store.kernels, "step_tile", call)
             if call < 7
-            else (training.store.backends[-1].accumulators, "trim", 1)
+            else (training.store.backend.accumulators, "trim", 1)
         )
         calls = fail_at(patch, owner, name, at, failure())
         with pytest.raises(failure):
@@ -661,7 +661,7 @@ def test_the_ring_grows_and_is_cut_anew(train, transfer) -> None:
     add(32, BF16)  # not larger: one more slot
     assert store.host_bytes()["staging"] == 2 * 64
     training.window({0: 1, 1: 1})
-    old_block = weakref.ref(store.backends[-1]._ring.next()._buffer)
+    old_block = weakref.ref(store.backend._ring.next()._buffer)
     add(100, torch.float32)  # larger: all are cut anew, and the old ones are let go of
     assert store.host_bytes()["staging"] == 3 * 4 * align(100)
     gc.collect()

@@ -284,7 +284,7 @@ def test_a_discarded_window_says_nothing_of_the_next_one(pair: Pair, backwards: 
 
 
 def test_spares_that_are_dropped_are_used_again(pair: Pair) -> None:
-    pool = pair.ahead._core.store.backends[-1].speculator.spares
+    pool = pair.ahead._core.store.backend.speculator.spares
     allocated = pool.allocated_bytes
     for _ in range(3):
         pair.backward()
@@ -315,7 +315,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     pair = Pair()
     pair.train(3, clip=1e9)
     store = pair.ahead._core.store
-    hold, known_squares = store.backends[-1].speculator.hold, store.backends[-1].speculator.known_squares
+    hold, known_squares = store.backend.speculator.hold, store.backend.speculator.known_squares
     gate, done, done_when_measured = threading.Event(), [], []
 
     def holding() -> None:
@@ -335,12 +335,12 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
 
         return call
 
-    store.backends[-1].worker.submit(lambda: bool(gate.wait(20)), 0)
+    store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
     for name in ("step_tile", "block_sums"):
         monkeypatch.setattr(HostKernels, name, told(name))
-    monkeypatch.setattr(store.backends[-1].speculator, "hold", holding)
-    monkeypatch.setattr(store.backends[-1].speculator, "known_squares", known)
+    monkeypatch.setattr(store.backend.speculator, "hold", holding)
+    monkeypatch.setattr(store.backend.speculator, "known_squares", known)
     norm = pair.ahead.grad_norm()
     assert set(done_when_measured) == {"block_sums"}
     assert torch.equal(norm, pair.plain.grad_norm())
@@ -353,14 +353,14 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
     pair = Pair()
     pair.train(3, clip=1e9)
     store, gate = pair.ahead._core.store, threading.Event()
-    speculator = store.backends[-1].speculator
+    speculator = store.backend.speculator
     hold = speculator.hold
 
     def holding() -> None:
         hold()
         gate.set()
 
-    store.backends[-1].worker.submit(lambda: bool(gate.wait(20)), 0)
+    store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
     monkeypatch.setattr(speculator, "hold", holding)
     monkeypatch.setattr(speculator, "resume", lambda: setattr(speculator, "_holding", False))
@@ -373,7 +373,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     pair = Pair()
     pair.train(3, clip=1e9)
     store, gate = pair.ahead._core.store, threading.Event()
-    hold = store.backends[-1].speculator.hold
+    hold = store.backend.speculator.hold
 
     def holding() -> None:
         hold()
@@ -382,9 +382,9 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    store.backends[-1].worker.submit(lambda: bool(gate.wait(20)), 0)
+    store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
-    monkeypatch.setattr(store.backends[-1].speculator, "hold", holding)
+    monkeypatch.setattr(store.backend.speculator, "hold", holding)
     monkeypatch.setattr("longshore.host.speculation.run_speculation", fail)
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
@@ -429,23 +429,24 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     pair.backward()
     store.settle()
     gate, late = threading.Event(), threading.Event()
-    bring, sums = store._arrivals.bring, store.kernels.block_sums
+    backend = store.backend
+    queue, sums = backend._queue_addition, store.kernels.block_sums
 
     def slowly(tile: Any, segment: Any, *rest: Any) -> None:
         if tile is second and segment.layout.parameter == 0:
             gate.set()
-            store.backends[-1].worker.drain()
+            backend.worker.drain()
             late.set()
-        bring(tile, segment, *rest)
+        queue(tile, segment, *rest)
 
     def failing(*arguments: Any) -> Any:
         if late.is_set():
             raise RuntimeError("it cannot be measured now")
         return sums(*arguments)
 
-    monkeypatch.setattr(store._arrivals, "bring", slowly)
+    monkeypatch.setattr(backend, "_queue_addition", slowly)
     monkeypatch.setattr(store.kernels, "block_sums", failing)
-    store.backends[-1].worker.submit(gate.wait, 0)
+    backend.worker.submit(gate.wait, 0)
     pair.backward()
     store.settle()
     monkeypatch.undo()
@@ -520,7 +521,7 @@ def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> None:
         raise AssertionError("memory was asked for in backward")
 
-    monkeypatch.setattr(pair.ahead._core.store.backends[-1].speculator.spares, "_allocate", refuse)
+    monkeypatch.setattr(pair.ahead._core.store.backend.speculator.spares, "_allocate", refuse)
     assert pair.train(3).kept > 2
 
 

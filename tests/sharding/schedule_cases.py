@@ -44,15 +44,15 @@ def logged(stage: int, accumulation: int) -> tuple[Log, dict[int, tuple[int, ...
     before(store._window, "arrive", lambda parameter, *_: (ARRIVE, parameter))
     before(store._reducer, "reduce", lambda bucket, *_: (REDUCE, bucket.index))
     bucket_of = {piece.index: bucket.index for bucket in store.shards.buckets for own in bucket.pieces for piece in own}
-    before(store.inner, "arrive", lambda piece, *_: (COPY_TO_HOST, bucket_of[piece]))
+    before(store.local, "arrive", lambda piece, *_: (COPY_TO_HOST, bucket_of[piece]))
     before(store.shards.ownership, "publish", lambda bucket, *_: (GATHER, bucket.index))
-    commit = store.inner.commit
+    commit = store.local.commit
 
     def committed(*args: Any, **kwargs: Any) -> None:
         commit(*args, **kwargs)
         log.append((STEP_IN_PLACE, None))
 
-    store.inner.commit = committed
+    store.local.commit = committed
     for window in range(3):
         if window == 2:
             log.clear()

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from longshore.host.events import COPY_TO_HOST, PIPELINE_DEPTH, PUBLISH, Move, commit_moves
+from longshore.host.events import COPY_TO_HOST, PIPELINE_DEPTH, PUBLISH, STEP_IN_PLACE, Move, commit_moves
 from longshore.host.memory import AccumulatorPool, PageHolds, PagePool, SlotRing, SlotSlab, allocator_on
 from longshore.host.snapshot import Snapshots
 from longshore.host.speculation import Ahead, SpeculationMemory
-from longshore.host.speculator import Speculator
-from longshore.host.stepping import ParameterStep, SegmentStep, commit_tile
+from longshore.host.stepping import ParameterStep, SegmentStep, Speculator, idle_parts, step_table
 from longshore.host.tile import Segment, Tile, TileEvent, TileState
-from longshore.host.worker import runner_for
+from longshore.host.worker import JobRunner, runner_for
 from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels, Scale
 from longshore.transfer import CopyHandle, Transfer
 
@@ -87,13 +86,21 @@ class Backend:
         self.pages = PagePool(page_arrays, memory, holds)
         # Change with each window. The worker's jobs never take the store's lock.
         self.accumulators = AccumulatorPool(memory)
-        self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
+        self._worker: JobRunner | None = None
         self.speculator = Speculator()
         if speculation_memory and self._hold_gradients and isinstance(kernels, HostKernels):
             spares = PagePool(page_arrays, memory, holds)
             parts_of = self.parts.__getitem__
             self.speculator = Ahead(speculation_memory, spares, transfer, kernels, self.worker, parts_of)
         self.snapshots = Snapshots(self.pages, holds, self.speculator, kernels.device)
+
+    @property
+    def worker(self) -> JobRunner:
+        """Who adds later arrivals and steps ahead; made when there is something to do."""
+        if self._worker is None:
+            limit_bytes = max(4 * 4 * self.tile_numel, 1 << 24)
+            self._worker = runner_for(self.kernels, limit_bytes, self.transfer.worker_delay)
+        return self._worker
 
     @property
     def on_host(self) -> bool:
@@ -177,7 +184,7 @@ class Backend:
 
     def drain(self) -> BaseException | None:
         """Wait for every arrival, and for what was stepped ahead; the first failure since the last call, if any."""
-        failure = self.worker.drain()
+        failure = None if self._worker is None else self._worker.drain()
         self.speculator.harvest()
         return failure
 
@@ -281,5 +288,37 @@ class Backend:
                 self.accumulators.give_back(accumulator)
 
     def close(self) -> None:
-        self.worker.close()
+        if self._worker is not None:
+            self._worker.close()
         self.transfer.close()
+
+
+def commit_tile(
+    tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels, into: Tensor | None = None
+) -> None:
+    """FILLING or READY -> COMMITTED: the tile's page and the outputs hold the new values.
+
+    With ``into`` that becomes the tile's page, and the one that it had is only read; otherwise it is stepped in place.
+
+    Raises:
+        BaseException: what the pass raised; the tile is then BROKEN.
+    """
+    rows, rules = step_table(steps, Segment.wait)
+    page = tile.page
+    assert page is not None
+    target = page if into is None else into
+    tile.move(TileEvent.COMMIT)
+    recorder = tile.recorder
+    begin_ns = recorder.begin(STEP_IN_PLACE, tile.layout.index)
+    try:
+        if into is not None:
+            for part in idle_parts(tile, steps):  # idle means untouched, in either page
+                into[:, part] = page[:, part]
+        kernels.step_tile(page, target, rows, rules, scale)
+    except BaseException:
+        tile.move(TileEvent.COMMIT_FAILED)
+        raise
+    finally:
+        recorder.passed(STEP_IN_PLACE, tile.layout.index, page, rows, begin_ns)
+    tile.page = target
+    tile.move(TileEvent.COMMIT_DONE)

@@ -6,8 +6,6 @@ sharded store keeps one rank's part there and asks the other ranks for the rest.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,8 +16,7 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError, CheckpointError
 from longshore.host.events import Recorder, joined
-from longshore.host.speculator import Forecast
-from longshore.host.stepping import ParameterStep
+from longshore.host.stepping import Forecast, ParameterStep
 from longshore.kernels import Scale
 from longshore.layout import Slab
 
@@ -28,11 +25,6 @@ if TYPE_CHECKING:
 
 MASTER = "master"
 """The first array of every page."""
-
-
-def debugging() -> bool:
-    """Whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
-    return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")
 
 
 def broken_state_error(failure: BaseException, where: str = "", on: str = "") -> BrokenStateError:
@@ -154,9 +146,9 @@ class ParameterStore(ABC):
         ``collect`` finds those of this process; where it raises, all ranks raise.
         """
 
+    @abstractmethod
     def preparing(self) -> AbstractContextManager[Any]:
         """What is computed between :meth:`agree` and :meth:`commit`: where it raises on one rank, no rank commits."""
-        return contextlib.nullcontext()
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
         """With ``LONGSHORE_DEBUG=1``: tensors by name have the same bits on all ranks.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longshore.errors import LongshoreError
 from longshore.host.memory import PageHolds, PagePool
-from longshore.host.speculator import Speculator
+from longshore.host.stepping import Speculator
 from longshore.host.tile import Tile
 from longshore.layout import SegmentLayout
 

@@ -20,11 +20,13 @@ from torch import Tensor
 from longshore.host.early_norms import Due, EarlyNorms
 from longshore.host.events import DROPPED, KEPT, REDONE, STEP_AHEAD
 from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
-from longshore.host.speculator import Forecast, Record, Speculator
 from longshore.host.stepping import (
+    Forecast,
     ParameterStep,
+    Record,
     SegmentStep,
     Speculation,
+    Speculator,
     begin_speculation,
     drop,
     end_speculation,

@@ -1,20 +1,20 @@
-"""Stepping one tile: at the verdict, or ahead of it into a spare page that is kept or dropped.
+"""What is stepped, and stepping a tile ahead of the verdict into a spare page that is kept or dropped.
 
 A speculative step has three parts, so that the long one can run on any thread
 while gradients arrive: :func:`begin_speculation` and :func:`end_speculation`
 move the tile and are called one at a time with everything else that moves it;
-:func:`run_speculation` touches no tile.
+:func:`run_speculation` touches no tile. :class:`Speculator` is the policy of one backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from longshore.host.events import STEP_IN_PLACE
-from longshore.host.memory import PagePool
+from longshore.host.memory import PagePool, Slot
 from longshore.host.tile import Segment, SparePage, Ticket, Tile, TileEvent
 from longshore.kernels import HostRule, Kernels, Scale, TileSegment
 from longshore.transfer import CopyHandle
@@ -54,9 +54,10 @@ class Speculation(NamedTuple):
     """The parts of the page that have no gradient."""
 
 
-def _table(
+def step_table(
     steps: Sequence[SegmentStep], gradient_of: Callable[[Segment], Tensor]
 ) -> tuple[list[TileSegment], list[HostRule]]:
+    """What a kernel is told: a row for each segment, and the rules that the rows count."""
     # By identity: parameters of one group and history share a rule, and hashing one costs more than a row.
     rules: dict[int, tuple[int, HostRule]] = {}
     rows = []
@@ -66,40 +67,10 @@ def _table(
     return rows, [rule for _, rule in rules.values()]
 
 
-def _idle_parts(tile: Tile, steps: Sequence[SegmentStep]) -> tuple[slice, ...]:
+def idle_parts(tile: Tile, steps: Sequence[SegmentStep]) -> tuple[slice, ...]:
+    """The parts of the tile's page that are not stepped."""
     stepped = {segment.layout.parameter for segment, _, _ in steps}
     return tuple(segment.in_page for segment in tile.layout.segments if segment.parameter not in stepped)
-
-
-def commit_tile(
-    tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels, into: Tensor | None = None
-) -> None:
-    """FILLING or READY -> COMMITTED: the tile's page and the outputs hold the new values.
-
-    With ``into`` that becomes the tile's page, and the one that it had is only read; otherwise it is stepped in place.
-
-    Raises:
-        BaseException: what the pass raised; the tile is then BROKEN.
-    """
-    rows, rules = _table(steps, Segment.wait)
-    page = tile.page
-    assert page is not None
-    target = page if into is None else into
-    tile.move(TileEvent.COMMIT)
-    recorder = tile.recorder
-    begin_ns = recorder.begin(STEP_IN_PLACE, tile.layout.index)
-    try:
-        if into is not None:
-            for part in _idle_parts(tile, steps):  # idle means untouched, in either page
-                into[:, part] = page[:, part]
-        kernels.step_tile(page, target, rows, rules, scale)
-    except BaseException:
-        tile.move(TileEvent.COMMIT_FAILED)
-        raise
-    finally:
-        recorder.passed(STEP_IN_PLACE, tile.layout.index, page, rows, begin_ns)
-    tile.page = target
-    tile.move(TileEvent.COMMIT_DONE)
 
 
 def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], into: Tensor) -> Speculation:
@@ -109,13 +80,13 @@ def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], into: Tensor) ->
     not be the gradients' own memory, nor the parameters. Gradients may still be
     on their way.
     """
-    rows, rules = _table(steps, tile.queued_gradient)
+    rows, rules = step_table(steps, tile.queued_gradient)
     copies = [step.segment.handle for step in steps if step.segment.handle is not None]
     page = tile.page
     assert page is not None
     tile.move(TileEvent.SPECULATE)
     spare = SparePage(into, tuple(step.output for step in steps))
-    return Speculation(tile.ticket, page, spare, rows, rules, copies, _idle_parts(tile, steps))
+    return Speculation(tile.ticket, page, spare, rows, rules, copies, idle_parts(tile, steps))
 
 
 def run_speculation(speculation: Speculation, scale: Scale, kernels: Kernels) -> None:
@@ -166,3 +137,82 @@ def drop(tile: Tile, spares: PagePool) -> None:
     if tile.spare is not None:
         spares.give_back(tile.spare.page)
         tile.spare = None
+
+
+class Forecast(ABC):
+    """What the next commit will be given, as far as is known during backward. A wrong one costs time, never bits."""
+
+    @abstractmethod
+    def scale(self) -> Scale:
+        """What gradients will be multiplied by if they are not clipped."""
+
+    @abstractmethod
+    def rules(self) -> Mapping[int, HostRule]:
+        """By parameter: how each of them would be stepped now."""
+
+
+class Record(NamedTuple):
+    """What speculation did in the last window, by tiles, and how it stands."""
+
+    score: float
+    """How often the assumed verdict was the true one lately, from 0 to 1."""
+    bets: bool
+    """Whether the next window is bet on."""
+    spares: int
+    """Tiles that can be stepped ahead at once."""
+    begun: int = 0
+    kept: int = 0
+    redone: int = 0
+    """Stepped ahead, and again with the true scale or rule."""
+    dropped: int = 0
+    """Stepped ahead for nothing: one more gradient came, or the window was discarded."""
+    waited: int = 0
+    """Complete, but no spare was left."""
+
+
+class Speculator:
+    """Steps nothing ahead: every tile waits for the verdict; :class:`~longshore.host.speculation.Ahead` does."""
+
+    forecast: Forecast | None = None
+    spares: PagePool | None = None
+    """Pages to step into ahead of the verdict; None: there are none."""
+    record: Record | None = None
+    """None: nothing is ever bet on."""
+    spare_bytes: int = 0
+    """Counted bytes of spare pages and outputs."""
+
+    def lend(self, page_numel: int) -> Tensor | None:
+        """A spare page, for :attr:`spares` to get it or another one back; None: all of them are in use."""
+        return None
+
+    def consider(self, tile: Tile) -> None:
+        """A gradient arrived: perhaps the last that the tile will get. One caller at a time."""
+
+    def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
+        """By parameter, the sums of squares of its blocks, where they were added up in backward and still hold."""
+        return {}
+
+    def hold(self) -> None:
+        """Passes that have not begun are put off: what is measured for the verdict comes first."""
+
+    def resume(self) -> None:
+        """After :meth:`hold` and :meth:`harvest`: go on with them, while the verdict is on its way."""
+
+    def harvest(self) -> None:
+        """The worker is drained: every pass has ended or is held. Afterwards no other tile is STEPPING."""
+
+    def void(self, tile: Tile) -> None:
+        """Something that a pass read is about to change; after :meth:`harvest`."""
+
+    def drop(self, tile: Tile) -> None:
+        """The tile was moved, and what was stepped ahead for it is not wanted any more."""
+
+    def set_arrays(self, page_arrays: int) -> None:
+        """Pages have another number of arrays from here on; no tile is STEPPING or STEPPED."""
+
+    def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
+        """Where the new parameters are, if the tile was stepped ahead as it is to be stepped; it is COMMITTED then."""
+        return None
+
+    def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
+        """After :meth:`harvest`; ``scale`` is what the window was stepped with, None where it was discarded."""

@@ -7,6 +7,7 @@ The store knows parameters by index, as flat tensors; groups, names and
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,12 +21,16 @@ from longshore.host.events import DISCARD, NO_RECORDER, NORM, Recorder
 from longshore.host.memory import PageHolds
 from longshore.host.parameter_store import MASTER, ParameterStore, broken_state_error
 from longshore.host.snapshot import PageSnapshot, Read
-from longshore.host.speculator import Forecast
-from longshore.host.speculator import Record as SpeculationRecord
-from longshore.host.stepping import ParameterStep
+from longshore.host.stepping import Forecast, ParameterStep
+from longshore.host.stepping import Record as SpeculationRecord
 from longshore.host.tile import Segment, Tile, TileEvent, TileState
 from longshore.kernels import Scale, total_of_blocks
 from longshore.layout import plan_tiles
+
+
+def debugging() -> bool:
+    """Whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
+    return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")
 
 
 class HostStore(ParameterStore):
@@ -55,9 +60,11 @@ class HostStore(ParameterStore):
         self.tiles: list[Tile] = []
         self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
         self._holds = PageHolds()
-        both = (settings,) if on_device is None else (on_device.settings, settings)
-        self.backends: tuple[Backend, ...] = tuple(Backend(each, len(self.arrays), self._holds) for each in both)
-        """The last one is told of by recorders; the other, if any, has its kernels where only a profiler sees them."""
+        self.backend = Backend(settings, len(self.arrays), self._holds)
+        """The only one that recorders are told of: the kernels of the other are seen by a profiler of the device."""
+        self.backends: tuple[Backend, ...] = (self.backend,)
+        if on_device is not None:
+            self.backends = (Backend(on_device.settings, len(self.arrays), self._holds), self.backend)
         self.transfer = settings.transfer
         self.kernels = settings.kernels
         # Changes when somebody traces.
@@ -91,16 +98,17 @@ class HostStore(ParameterStore):
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         """Lay out ``(index, numel, dtype)``; a tile holds parameters of one dtype."""
         entries = list(parameters)
-        self._parts.update((index, []) for index, _, _ in entries)
-        starts = [0] * len(entries)
+        kept_numels = [0] * len(entries)
         if len(self.backends) > 1:
-            starts = kept_on_device([numel for _, numel, _ in entries], self._ratio)
-            first = [(index, 0, kept, dtype) for (index, _, dtype), kept in zip(entries, starts, strict=True)]
+            kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)
+        first, rest = [], []
+        for (index, numel, dtype), kept in zip(entries, kept_numels, strict=True):
+            self._parts[index] = []
+            first.append((index, 0, kept, dtype))
+            rest.append((index, kept, numel - kept, dtype))
+        if len(self.backends) > 1:
             self._add(self.backends[0], first)
-        rest = [
-            (index, start, numel - start, dtype) for (index, numel, dtype), start in zip(entries, starts, strict=True)
-        ]
-        self._add(self.backends[-1], rest)
+        self._add(self.backend, rest)
 
     def _add(self, backend: Backend, ranges: Iterable[tuple[int, int, int, torch.dtype]]) -> None:
         """Lay out ``(index, offset in the parameter, numel, dtype)``."""
@@ -121,7 +129,7 @@ class HostStore(ParameterStore):
                     for segment in layout.segments
                 )
                 tile = Tile(replace(layout, segments=segments), dtype, self._gradient_dtype or dtype)
-                if backend is self.backends[-1]:
+                if backend is self.backend:
                     tile.recorder = self._recorder
                 added.append(tile)
                 self.tiles.append(tile)
@@ -136,15 +144,14 @@ class HostStore(ParameterStore):
     def record(self, recorder: Recorder) -> None:
         with self._lock:
             self._recorder = recorder
-            backend = self.backends[-1]
-            backend.worker.working = lambda: recorder.working("host")
-            for tile in backend.tiles:
+            self.backend.worker.working = lambda: recorder.working("host")
+            for tile in self.backend.tiles:
                 tile.recorder = recorder
 
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind, counted."""
-        backend = self.backends[-1]
-        return backend.state_bytes() if backend.on_host else dict.fromkeys(backend.state_bytes(), 0)
+        counted = self.backend.state_bytes()
+        return counted if self.backend.on_host else dict.fromkeys(counted, 0)
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes by kind of what stays on the device, counted."""
@@ -176,7 +183,7 @@ class HostStore(ParameterStore):
     @property
     def speculation(self) -> SpeculationRecord | None:
         """What was stepped ahead in the last window; None: this store never does."""
-        return self.backends[-1].speculator.record
+        return self.backend.speculator.record
 
     def arrivals(self, parameter: int) -> int:
         parts = self._parts.get(parameter)
@@ -190,6 +197,9 @@ class HostStore(ParameterStore):
 
     def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
         return collect()
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def settle(self) -> None:
         """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""

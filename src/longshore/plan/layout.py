@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from longshore.host.split import kept_on_device
+from longshore.host.backend import kept_on_device
 from longshore.layout import TileRun, tile_runs
 from longshore.optim.offload import default_tile_numel
 from longshore.plan.choice import Choice, Job

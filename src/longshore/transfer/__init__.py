@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from longshore.transfer.base import CopyHandle, FinishedCopy, Transfer
+from longshore.transfer.base import CopyHandle, DirectTransfer, FinishedCopy, Transfer
 from longshore.transfer.cuda import CudaResidentTransfer, CudaTransfer
-from longshore.transfer.direct import DirectTransfer
 from longshore.transfer.simulated import SimulatedTransfer
 
 __all__ = [

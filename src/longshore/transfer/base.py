@@ -13,6 +13,7 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -177,3 +178,13 @@ class UnstagedTransfer(Transfer):
 
     def close(self) -> None:
         return
+
+
+class DirectTransfer(UnstagedTransfer):
+    """CPU parameters: device and host are the same memory, and nothing is copied."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def mark(self) -> Any:
+        return None
