@@ -271,7 +271,7 @@ def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels)
     assert same(state_of(tile), expected)
 
 
-def test_an_arrival_while_stepping_voids_the_ticket(kernels: HostKernels) -> None:
+def test_an_arrival_while_stepping_changes_the_version(kernels: HostKernels) -> None:
     spares = PagePool(3)
     tile = make_tile(spares)
     early, late = gradients_for(0, 1), gradients_for(2)
@@ -290,7 +290,7 @@ def test_an_arrival_while_stepping_voids_the_ticket(kernels: HostKernels) -> Non
     assert same(state_of(tile), expected)
 
 
-def test_a_gradient_that_is_taken_out_while_stepping_voids_the_ticket(kernels: HostKernels) -> None:
+def test_a_gradient_that_is_taken_out_while_stepping_changes_the_version(kernels: HostKernels) -> None:
     spares = PagePool(3)
     tile = make_tile(spares)
     gradients = gradients_for(0, 1)
@@ -337,10 +337,10 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
     tile.move(TileEvent.DISCARD)
     tile.end_window(stepped=True)
     if again:
-        # As many arrivals as before, so that only the window tells the tickets apart.
+        # As many arrivals as before, so that only the end of the window tells the versions apart.
         complete(tile, gradients_for(1, 2))
         begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
-        assert tile.ticket.arrivals == speculation.ticket.arrivals
+        assert tile.window == 1 and all(segment.arrivals == 1 for segment in tile.segments.values())
     assert not end_speculation(tile, speculation, spares)
     assert tile.state is (TileState.STEPPING if again else TileState.EMPTY)
     assert tile.spare is None
@@ -380,7 +380,7 @@ def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) ->
     assert same(state_of(tile), expected)
 
 
-def test_a_failed_pass_with_an_old_ticket(kernels: HostKernels) -> None:
+def test_a_failed_pass_with_an_old_version(kernels: HostKernels) -> None:
     spares = PagePool(3)
     tile = make_tile(spares)
     complete(tile, gradients_for(0))

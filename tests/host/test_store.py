@@ -330,7 +330,7 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
     finally:
         sys.setswitchinterval(switch)
     assert failures == []
-    assert [tile.ticket.arrivals for tile in tiles] == [32 * 3] * 2
+    assert [sum(each.arrivals for each in tile.segments.values()) for tile in tiles] == [32 * 3] * 2
     assert training.store.host_bytes()["accumulators"] == sum(4 * tile.layout.page_numel for tile in tiles)
     training.commit(gradients)
     training.check()

@@ -163,11 +163,11 @@ class Backend:
     def _queue_addition(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         if tile.accumulator is None:
             tile.accumulator = self.accumulators.take(tile.layout.page_numel)
-        window = tile.ticket.window
+        window = tile.window
         num_bytes = gradient.numel() * gradient.element_size()
 
         def add() -> None:
-            if tile.ticket.window == window:
+            if tile.window == window:
                 self._add(tile, segment, gradient, ready)
 
         self.worker.submit(add, num_bytes)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longshore.host.tile import Segment, Ticket, Tile
+from longshore.host.tile import Segment, Tile
 from longshore.kernels import HostKernels, Scale
 from longshore.transfer import CopyHandle
 
@@ -16,13 +16,13 @@ class Due(NamedTuple):
     """A parameter whose gradient is queued as a whole: where it will be, and after which copies."""
 
     parameter: int
-    tickets: list[Ticket]
+    versions: list[int]
     pieces: list[Tensor]
     copies: list[CopyHandle]
 
 
 class _Sums(NamedTuple):
-    tickets: list[Ticket]
+    versions: list[int]
     scale: Scale
     blocks: list[float]
 
@@ -49,8 +49,8 @@ class EarlyNorms:
     def due(self, tile: Tile) -> list[Due]:
         """Those of a tile's parameters that can be measured behind what is queued now.
 
-        Tickets and gradients are looked at here, where no gradient is arriving:
-        the worker could find a ticket that counts an arrival which is not queued yet.
+        Versions and gradients are looked at here, where no gradient is arriving:
+        the worker could find a version that counts an arrival which is not queued yet.
         """
         found = []
         for parameter in tile.segments:
@@ -58,7 +58,7 @@ class EarlyNorms:
             if all(part.complete and segment.arrivals > 0 for part, segment in parts):
                 pieces = [part.queued_gradient(segment) for part, segment in parts]
                 copies = [segment.handle for _, segment in parts if segment.handle is not None]
-                found.append(Due(parameter, [part.ticket for part, _ in parts], pieces, copies))
+                found.append(Due(parameter, [part.version for part, _ in parts], pieces, copies))
         return found
 
     def measure(self, due: Sequence[Due], scale: Scale) -> None:
@@ -67,7 +67,7 @@ class EarlyNorms:
             copy.wait()
         blocks = self._kernels.block_sums([one.pieces for one in due], scale)
         for one, sums in zip(due, blocks, strict=True):
-            self._sums[one.parameter] = _Sums(one.tickets, scale, sums)
+            self._sums[one.parameter] = _Sums(one.versions, scale, sums)
 
     def known(self, scale: Scale) -> Mapping[int, Sequence[float]]:
         """What was measured and still holds; the worker is drained."""
@@ -75,7 +75,7 @@ class EarlyNorms:
         return {
             parameter: sums.blocks
             for parameter, sums in self._sums.items()
-            if sums.scale == scale and sums.tickets == [tile.ticket for tile, _ in self._parts_of(parameter)]
+            if sums.scale == scale and sums.versions == [tile.version for tile, _ in self._parts_of(parameter)]
         }
 
     def forget(self, parameters: Iterable[int]) -> None:

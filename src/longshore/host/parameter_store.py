@@ -99,6 +99,10 @@ class ParameterStore(ABC):
         return
 
     @abstractmethod
+    def fail(self, failure: BaseException) -> None:
+        """The window cannot be stepped any more; the first reason counts, and every rank hears of it in the step."""
+
+    @abstractmethod
     def end_backward(self, failure: BaseException | None) -> None:
         """The backward that began is over; ``failure`` is what it raised."""
 

@@ -214,7 +214,7 @@ class Ahead(Speculator):
 
     def _run(self, bet: _Bet) -> None:
         """On the worker. Whatever fails here is tried again at the verdict, and raises there."""
-        if bet.tile.ticket != bet.speculation.ticket:
+        if bet.tile.version != bet.speculation.version:
             bet.failed = True  # nobody wants it any more
             return
         if self._holding:
@@ -257,7 +257,7 @@ class Ahead(Speculator):
                 continue
             bet.open = False
             # One that is still held was put off when Ctrl-C ended the wait for it.
-            if (bet.failed or bet.held) and bet.tile.ticket == bet.speculation.ticket:
+            if (bet.failed or bet.held) and bet.tile.version == bet.speculation.version:
                 fail_speculation(bet.tile, bet.speculation, self._pool)
             elif not end_speculation(bet.tile, bet.speculation, self._pool):
                 self._count_dropped(bet.tile)

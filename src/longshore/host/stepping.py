@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longshore.host.memory import PagePool, Slot
-from longshore.host.tile import Segment, SparePage, Ticket, Tile, TileEvent
+from longshore.host.tile import Segment, SparePage, Tile, TileEvent
 from longshore.kernels import HostRule, Kernels, Scale, TileSegment
 from longshore.transfer import CopyHandle
 
@@ -43,7 +43,8 @@ class SegmentStep(NamedTuple):
 class Speculation(NamedTuple):
     """A step into a spare page, under way. It owns all that the pass reads and writes."""
 
-    ticket: Ticket
+    version: int
+    """Of the tile, when it began."""
     page: Tensor
     spare: SparePage
     rows: list[TileSegment]
@@ -86,7 +87,7 @@ def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], into: Tensor) ->
     assert page is not None
     tile.move(TileEvent.SPECULATE)
     spare = SparePage(into, tuple(step.output for step in steps))
-    return Speculation(tile.ticket, page, spare, rows, rules, copies, idle_parts(tile, steps))
+    return Speculation(tile.version, page, spare, rows, rules, copies, idle_parts(tile, steps))
 
 
 def run_speculation(speculation: Speculation, scale: Scale, kernels: Kernels) -> None:
@@ -101,8 +102,8 @@ def run_speculation(speculation: Speculation, scale: Scale, kernels: Kernels) ->
 
 def end_speculation(tile: Tile, speculation: Speculation, spares: PagePool) -> bool:
     """STEPPING -> STEPPED. Where a gradient came meanwhile, or the window was discarded, the
-    ticket is old: the spare page is dropped, the tile stays what it is, and the result is False."""
-    if tile.ticket != speculation.ticket:
+    version is old: the spare page is dropped, the tile stays what it is, and the result is False."""
+    if tile.version != speculation.version:
         spares.give_back(speculation.spare.page)
         return False
     tile.move(TileEvent.SPECULATED)

@@ -71,7 +71,7 @@ class HostStore(ParameterStore):
         self._recorder: Recorder = NO_RECORDER
         # Change with each window. Several autograd threads may bring gradients of one tile.
         self._lock = threading.Lock()
-        self._incomplete: BaseException | None = None
+        self._failure: BaseException | None = None
         """Why the window cannot be stepped."""
 
     # -- layout ---------------------------------------------------------------
@@ -192,10 +192,14 @@ class HostStore(ParameterStore):
     def reduced(self, parameter: int) -> int:
         return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
 
+    def fail(self, failure: BaseException) -> None:
+        self._failure = self._failure or failure
+
     def end_backward(self, failure: BaseException | None) -> None:
-        self._incomplete = self._incomplete or failure
+        self._failure = self._failure or failure
 
     def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
+        self._check_complete()
         return collect()
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
@@ -205,7 +209,10 @@ class HostStore(ParameterStore):
         """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""
         self.check_usable()
         self._drain()
-        if isinstance(failure := self._incomplete, GradientError):
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        if isinstance(failure := self._failure, GradientError):
             raise failure
         if failure is not None:
             raise GradientError(
@@ -216,7 +223,7 @@ class HostStore(ParameterStore):
     def _drain(self) -> None:
         # A worker reports a failure once; the window stays incomplete until it is discarded.
         for backend in self.backends:
-            self._incomplete = self._incomplete or backend.drain()
+            self._failure = self._failure or backend.drain()
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
@@ -232,7 +239,7 @@ class HostStore(ParameterStore):
                         backend.end_window([tile], TileEvent.DISCARD)
                     backend.speculator.drop(tile)
             if parameter is None:
-                self._incomplete = None
+                self._failure = None
                 self._recorder.mark(DISCARD, None)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
@@ -309,7 +316,7 @@ class HostStore(ParameterStore):
                 backend.end_window(backend.tiles, TileEvent.LOAD)
                 backend.accumulators.trim()
                 backend.speculator.end_window(backend.tiles, None)
-            self._incomplete = self.broken = None
+            self._failure = self.broken = None
 
     def _void(self, parameter: int) -> None:
         # The parameter's pages or gradient are about to be written.

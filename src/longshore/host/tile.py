@@ -109,14 +109,6 @@ def next_state(state: TileState, event: TileEvent) -> TileState:
     raise IllegalTransitionError(f"a tile that is {state.name} cannot take {event.name}")
 
 
-class Ticket(NamedTuple):
-    """What a piece of asynchronous work was begun for. Work that ends with a ticket
-    other than its tile's present one is dropped."""
-
-    window: int
-    arrivals: int
-
-
 class Segment:
     """One parameter's part of a tile, and its part of the window.
 
@@ -179,7 +171,11 @@ class Tile:
         self.page: Tensor | None = None
         # Of one window.
         self.state = TileState.EMPTY
-        self.ticket = Ticket(0, 0)
+        self.window = 0
+        """Windows that have ended."""
+        self.version = 0
+        """Changes with every arrival, every gradient that is discarded, and every window. Asynchronous work is dropped
+        when it was begun for another version than the present one."""
         self.filled = 0
         """Segments for which at least one gradient has arrived."""
         self._missing = 0
@@ -208,7 +204,7 @@ class Tile:
     def arrived(self, segment: Segment) -> None:
         """Count one more arrival; a speculative page, present or on its way, is void."""
         self.move(TileEvent.ARRIVAL)
-        self.ticket = Ticket(self.ticket.window, self.ticket.arrivals + 1)
+        self.version += 1
         self.filled += segment.arrivals == 0
         segment.arrivals += 1
         self._missing -= segment.arrivals == segment.expected
@@ -237,7 +233,7 @@ class Tile:
         segment.clear()
         if self.filled > 0:
             self.move(TileEvent.FORGET)
-            self.ticket = Ticket(self.ticket.window, self.ticket.arrivals + 1)
+            self.version += 1
         return self.filled
 
     def queued_gradient(self, segment: Segment) -> Tensor:
@@ -303,6 +299,7 @@ class Tile:
             segment.clear()
         self.filled = 0
         self._count_missing()
-        self.ticket = Ticket(self.ticket.window + 1, 0)
+        self.window += 1
+        self.version += 1
         accumulator, self.accumulator = self.accumulator, None
         return accumulator

@@ -133,7 +133,6 @@ class ReleasedGradients(GradientSource):
         self._entered: set[int] = set()
         """Parameters that autograd is accumulating into, as far as their nodes' hooks say."""
         self._produced: dict[int, int] = {}
-        self._failure: BaseException | None = None
         # Neither hooks nor placeholders stay on parameters that outlive the optimizer.
         self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._placeholders)
         self._finalizer.atexit = False
@@ -221,9 +220,14 @@ class ReleasedGradients(GradientSource):
             self._placeholders[record.index] = placeholder
         return placeholder
 
-    def record_failure(self, failure: BaseException) -> None:
-        if self._failure is None:
-            self._failure = failure
+    def fail(self, reason: str, failure: BaseException) -> None:
+        """A hook failed: the window cannot be stepped."""
+        error = GradientError(
+            f"a gradient was not taken during backward: {reason} "
+            "(zero_grad() discards this window, and training can go on)"
+        )
+        error.__cause__ = failure
+        self.store.fail(error)
 
     def _resolve(self, record: ParameterRecord) -> tuple[bool, Tensor | None]:
         """Whether the host's gradient counts, and what is in ``.grad``; drops what no longer counts."""
@@ -241,11 +245,6 @@ class ReleasedGradients(GradientSource):
         return held, gradient
 
     def collect(self) -> dict[int, Tensor | None]:
-        if self._failure is not None:
-            raise GradientError(
-                f"a gradient was not taken during backward: {self._failure} "
-                "(zero_grad() discards this window, and training can go on)"
-            ) from self._failure
         found: dict[int, Tensor | None] = {}
         self.look_again()
         for index, record in self.records.items():
@@ -287,7 +286,6 @@ class ReleasedGradients(GradientSource):
         return self._produced
 
     def consumed(self) -> None:
-        self._failure = None
         self._produced.clear()
         self._lifted.clear()
         self._entered.clear()
@@ -323,9 +321,8 @@ def _call(source: weakref.ref[ReleasedGradients], hook: object, index: int) -> N
     try:
         hook(alive, index)  # pyright: ignore[reportCallIssue]
     except LongshoreError as failure:
-        alive.record_failure(failure)
+        alive.fail(str(failure), failure)
     except BaseException as failure:
-        name = alive.records[index].name
-        alive.record_failure(GradientError(f"parameter {name}: {type(failure).__name__}: {failure}"))
+        alive.fail(f"parameter {alive.records[index].name}: {type(failure).__name__}: {failure}", failure)
         if not isinstance(failure, Exception):
             raise  # Ctrl-C ends the backward, and the window is incomplete

@@ -91,6 +91,9 @@ class ShardedStore(ShardedState):
             closing, sums = self._window.begin_closing_round()
             self.lane.submit(lambda: self._meet_to_close(closing, sums))
 
+    def fail(self, failure: BaseException) -> None:
+        self._window.fail(failure)
+
     def end_backward(self, failure: BaseException | None) -> None:
         # Where it failed, its round still takes place: the others are in it.
         self._window.fail(failure)
@@ -182,9 +185,10 @@ class ShardedStore(ShardedState):
     def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
         self.check_usable()
         self._window.check_not_given_up()
-        failure: BaseException | None = None
+        failure = self._window.failure
         try:
-            collect()
+            if failure is None:
+                collect()
         except Exception as error:
             failure = error
         failure = failure or self._window.failure  # collecting may find that a gradient was taken out
