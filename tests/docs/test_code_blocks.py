@@ -18,7 +18,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 NOT_RUN = {
     (
-        "README.md",
+        "docs/costs.md",
         "python -m benchmarks.gpu",
     ): "minutes even at its smallest; tests/benchmarks/test_gpu.py runs its parts",
     ("README.md", "pip install ."): "installs packages",
