@@ -7,7 +7,7 @@ from ranks import Ranks
 
 from longshore.host.recorder import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE
 from longshore.host.schedule import Which
-from longshore.sharding.schedule import GATHER, REDUCE, SHARDED_SCHEDULE
+from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE
 from sharding import schedule_cases
 
 
