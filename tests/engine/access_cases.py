@@ -125,12 +125,12 @@ def write_while_gradients_travel(stage: int) -> int:
     def slowly(parameter: int) -> None:
         """The worst moment: passes end after they were voided, and before the page is written."""
         void(parameter)
-        store.lane._worker.idle_within(5.0)
+        store.collectives._worker.idle_within(5.0)
         store.local.backend.worker.drain()
 
     try:
         for step in range(4):
-            store.lane._worker._on_start = lambda: time.sleep(0.005)
+            store.collectives._worker._on_start = lambda: time.sleep(0.005)
             engine.backward(engine(inputs(step, 0, rank, dtype), ("a", "b", "c")))
             if step >= 2:
                 store.local._void = slowly

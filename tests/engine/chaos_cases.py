@@ -1,4 +1,4 @@
-"""Random windows on random settings, with random delays on every rank's lanes; run on every rank."""
+"""Random windows on random settings, with random delays on every rank's threads; run on every rank."""
 
 from __future__ import annotations
 
@@ -174,12 +174,12 @@ def play(seed: int, windows: int = 5) -> Counter[str]:
 
 def _delay(store: Any, seed: int, most_s: float) -> None:
     """The thread that reduces, and at stage 3 what gathers: before it meets the other ranks, and before it waits."""
-    store.lane._worker._on_start = delays(seed, most_s)
-    gathering = getattr(store._ownership, "_gathering", None)
+    store.collectives._worker._on_start = delays(seed, most_s)
+    gathering = getattr(store.ownership, "_gathers", None)
     if gathering is not None:
-        wait, begin, finish = delays(-seed, most_s), gathering._lane.begin, gathering._lane.finish
-        gathering._lane.begin = lambda *args: (wait(), begin(*args))[1]
-        gathering._lane.finish = lambda meeting: (wait(), finish(meeting))[1]
+        wait, begin, finish = delays(-seed, most_s), gathering._collectives.begin, gathering._collectives.finish
+        gathering._collectives.begin = lambda *args: (wait(), begin(*args))[1]
+        gathering._collectives.finish = lambda meeting: (wait(), finish(meeting))[1]
 
 
 def _evaluate(engine: Any, oracle: Oracle, step: int, rank: int, heads: tuple[str, ...]) -> None:

@@ -52,7 +52,7 @@ def trained(
             if taken_out is not None and rank in by:
                 model.get_parameter(taken_out).grad = None
             if not early:
-                store.lane.drain()
+                store.collectives.drain()
                 early.append(reduced.take())
             return agree(collect)
 

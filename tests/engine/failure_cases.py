@@ -96,7 +96,7 @@ def failing_backward_discarded_at_once(stage: int, failing: list[int], slow: boo
     rank = dist.get_rank()
     engine = make_engine(stage, reduce_bucket_numel=100_000)  # one bucket: no hook waits for the round
     if slow and rank == 0:
-        engine.optimizer._core.store.lane.submit(lambda: time.sleep(0.4))
+        engine.optimizer._core.store.collectives.submit(lambda: time.sleep(0.4))
     said = []
     if rank in failing:
         said.append(raised_by(lambda: explode(engine, 0, rank)))
@@ -318,7 +318,7 @@ def killed_while_publishing(stage: int, gathering: int | None, told: str) -> Non
 
 
 def _be_killed(store: Any, gathering: int | None) -> None:
-    inner, lane, count = store.local.commit, store.lane.gather, 0
+    inner, send, count = store.local.commit, store.collectives.gather, 0
 
     def commit(*args: Any) -> None:
         inner(*args)
@@ -330,10 +330,10 @@ def _be_killed(store: Any, gathering: int | None) -> None:
         count += 1
         if count == gathering:
             os.kill(os.getpid(), signal.SIGKILL)
-        return lane(chunk)
+        return send(chunk)
 
     store.local.commit = commit
-    store.lane.gather = gather
+    store.collectives.gather = gather
 
 
 def left_by_engines(stage: int) -> list[tuple[int, int]]:

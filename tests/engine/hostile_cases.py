@@ -17,7 +17,7 @@ from engine.scenarios import HEADS, Backward, Oracle, Scenario, Window, drive, i
 
 
 def collectives_of_the_users_own(stage: int, slow: int) -> list[float]:
-    """A mean of losses between backward and step(), as people log it, while the lane is at work."""
+    """A mean of losses between backward and step(), as people log it, while the thread of collectives is at work."""
     rank = dist.get_rank()
     engine = make_engine(stage)
     means = []
@@ -169,7 +169,7 @@ def unsynchronized(stage: int) -> int:
     with engine.no_sync():
         for step in range(3):
             backward(engine, step, rank)
-    kept = len(engine.optimizer._core.store._window._deferred)
+    kept = len(engine.optimizer._core.store._gradients._deferred)
     engine.zero_grad()
     oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
     window = Window((Backward(unsynchronized=True),) * 3 + (Backward(),))

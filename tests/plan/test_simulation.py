@@ -25,7 +25,7 @@ from longshore.plan.machine import Compute, PlanMachine, Work
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
 from longshore.plan.simulation import FORWARD, RELEASE, Simulation, simulate
 from longshore.plan.timeline import Timeline
-from longshore.sharding.schedule import GATHER, REDUCE, SHARDED_SCHEDULE
+from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE
 from plan.models import EIGHT, machine
 
 

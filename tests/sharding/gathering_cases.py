@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import GradientError
-from longshore.sharding import lane as lane_module
-from longshore.sharding import segments as module
-from longshore.sharding.gathering import GatheringLane
-from longshore.sharding.lane import CollectiveLane
-from longshore.sharding.window_count import WindowCount
+from longshore.sharding import collective_thread as thread_module
+from longshore.sharding import shared_memory as module
+from longshore.sharding.agreement import WindowStatus
+from longshore.sharding.collective_thread import CollectiveThread
+from longshore.sharding.fully_sharded import GatherMeetings
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def sharing(where: str) -> Iterator[None]:
 def interrupted() -> list[str]:
     """Rank 0 gave up and gathers a module for its next forward, rank 1 the same one for what rank 0 gave up."""
     rank, said = dist.get_rank(), []
-    gathering = GatheringLane(None, CPU, ["a"], WindowCount())
+    gathering = GatherMeetings(None, CPU, ["a"], WindowStatus())
 
     def gather() -> None:
         gather = gathering.of(0)
@@ -77,14 +77,14 @@ def interrupted() -> list[str]:
 def waiting() -> list[str]:
     """What rank 0 logs while rank 1 gathers nothing for a while."""
     rank = dist.get_rank()
-    lane = CollectiveLane(None, CPU, 1 << 20)
-    gathering = GatheringLane(None, CPU, ["a", "b"], WindowCount())
+    collectives = CollectiveThread(None, CPU, 1 << 20)
+    gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger, former = logging.getLogger("longshore"), lane_module._NOTICE_S
+    logger, former = logging.getLogger("longshore"), thread_module._NOTICE_S
     logger.addHandler(handler)
-    lane_module._NOTICE_S = 0.2 if rank == 0 else 30.0
+    thread_module._NOTICE_S = 0.2 if rank == 0 else 30.0
     try:
         for number in range(2):
             if number == 1 and rank == 1:
@@ -94,10 +94,10 @@ def waiting() -> list[str]:
             gather(output, output.view(2, -1)[rank], dist.group.WORLD).wait()
         return said
     finally:
-        lane_module._NOTICE_S = former
+        thread_module._NOTICE_S = former
         logger.removeHandler(handler)
         gathering.close()
-        lane.close()
+        collectives.close()
 
 
 def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, int]:
@@ -111,8 +111,8 @@ def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, 
 
 def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    lane = CollectiveLane(None, CPU, 1 << 20)
-    gathering = GatheringLane(None, CPU, ["a", "b"], WindowCount())
+    collectives = CollectiveThread(None, CPU, 1 << 20)
+    gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
     sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
     held: list[tuple[torch.Tensor, dist.Work, int]] = []
     shared = 0
@@ -123,12 +123,12 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
             assert bool((row == 1000 * other + number).all()), (number, other)
 
     try:
-        assert gathering._segments.works == (where != "sockets")
+        assert gathering._shared.works == (where != "sockets")
         for number in range(60):
             count = sizes.choice([1, 7, 1000, 30_000]) * world_size
             gather = gathering.of(number % 2)
             output = gather.allocate((count,), dtype=torch.int32, device=CPU)
-            shared += gather._segment is not None
+            shared += gather._block is not None
             mine = output.view(world_size, -1)[rank]
             mine.fill_(1000 * rank + number)
             time.sleep(late.choice([0, 0, 0.002]))
@@ -144,40 +144,40 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
             check(*entry)
         return {
             "shared": shared,
-            "segments": len(gathering._segments._segments),
-            "names": len(list(module._FOLDER.glob(f"longshore-{gathering._segments._token:x}-*"))),
+            "blocks": len(gathering._shared._blocks),
+            "names": len(list(module._FOLDER.glob(f"longshore-{gathering._shared._token:x}-*"))),
         }
     finally:
         gathering.close()
-        lane.close()
+        collectives.close()
 
 
 def exchanged(seed: int, where: str) -> int:
-    """Exchanges and gathers of random sizes on a lane, on ranks that are late at random; returns how many it shared."""
+    """Exchanges and gathers of random sizes, on ranks that are late at random; returns how many were shared."""
     with sharing(where):
-        lane = CollectiveLane(None, CPU, 1 << 20)
+        collectives = CollectiveThread(None, CPU, 1 << 20)
         try:
-            return lane.run(lambda: _exchanged(lane, seed))
+            return collectives.run(lambda: _exchanged(collectives, seed))
         finally:
-            lane.close()
+            collectives.close()
 
 
-def _exchanged(lane: CollectiveLane, seed: int) -> int:
-    sizes, late = random.Random(seed), random.Random(seed + 1 + lane.rank)
+def _exchanged(collectives: CollectiveThread, seed: int) -> int:
+    sizes, late = random.Random(seed), random.Random(seed + 1 + collectives.rank)
     shared = 0
     for number in range(60):
         count, exchange = sizes.choice([64, 1024, 100_032]), sizes.random() < 0.5
-        outgoing = lane.outgoing(count * (lane.world_size if exchange else 1), CPU)
-        shared += outgoing.segment is not None
+        outgoing = collectives.outgoing(count * (collectives.world_size if exchange else 1), CPU)
+        shared += outgoing.block is not None
         chunks = outgoing.memory.view(-1, count)
         for place, chunk in enumerate(chunks):
-            chunk.fill_(50 * lane.rank + 10 * place + number % 10)
+            chunk.fill_(50 * collectives.rank + 10 * place + number % 10)
         time.sleep(late.choice([0, 0, 0.002]))
-        found = lane.exchange(outgoing) if exchange else lane.gather(outgoing)
+        found = collectives.exchange(outgoing) if exchange else collectives.gather(outgoing)
         time.sleep(late.choice([0, 0, 0.002]))
         for rank, chunk in enumerate(found):
-            expected = 50 * rank + 10 * (lane.rank if exchange else 0) + number % 10
+            expected = 50 * rank + 10 * (collectives.rank if exchange else 0) + number % 10
             assert chunk.shape == (count,) and bool((chunk == expected).all()), (number, rank)
-    held = [] if lane._segments is None else lane._segments._segments
-    assert sum(segment.capacity for segment in held) <= 3 * lane.world_size**2 * (100_032 + (1 << 16))
+    held = [] if collectives._shared is None else collectives._shared._blocks
+    assert sum(block.capacity for block in held) <= 3 * collectives.world_size**2 * (100_032 + (1 << 16))
     return shared

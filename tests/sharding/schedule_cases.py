@@ -9,7 +9,7 @@ from torch import nn
 
 import longshore
 from longshore.host.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE
-from longshore.sharding.schedule import GATHER, REDUCE
+from longshore.sharding.stages import GATHER, REDUCE
 
 Log = list[tuple[str, Any]]
 
@@ -41,11 +41,13 @@ def logged(stage: int, accumulation: int) -> tuple[Log, dict[int, tuple[int, ...
         call = getattr(target, name)
         setattr(target, name, lambda *args, **kwargs: (log.append(event(*args)), call(*args, **kwargs))[1])
 
-    before(store._window, "arrive", lambda parameter, *_: (ARRIVE, parameter))
+    before(store._gradients, "arrive", lambda parameter, *_: (ARRIVE, parameter))
     before(store._reducer, "reduce", lambda bucket, *_: (REDUCE, bucket.index))
-    bucket_of = {piece.index: bucket.index for bucket in store.shards.buckets for own in bucket.pieces for piece in own}
-    before(store.local, "arrive", lambda piece, *_: (COPY_TO_HOST, bucket_of[piece]))
-    before(store.shards.ownership, "publish", lambda bucket, *_: (GATHER, bucket.index))
+    bucket_of = {
+        owned.index: bucket.index for bucket in store.ownership.buckets for own in bucket.ranges for owned in own
+    }
+    before(store.local, "arrive", lambda owned, *_: (COPY_TO_HOST, bucket_of[owned]))
+    before(store.ownership, "publish", lambda bucket, *_: (GATHER, bucket.index))
     commit = store.local.commit
 
     def committed(*args: Any, **kwargs: Any) -> None:
@@ -59,6 +61,6 @@ def logged(stage: int, accumulation: int) -> tuple[Log, dict[int, tuple[int, ...
         for _ in range(accumulation):
             engine.backward(engine(torch.ones(2, 12)).square().mean())
             engine.step()
-    members = {bucket.index: tuple(member.parameter for member in bucket.members) for bucket in store.shards.buckets}
+    members = {bucket.index: tuple(member.parameter for member in bucket.members) for bucket in store.ownership.buckets}
     engine.destroy()
     return log, members

@@ -17,18 +17,18 @@ def test_every_element_has_one_owner(parameters: list[tuple[int, int, str]], buc
     buckets = plan_buckets(parameters, bucket_numel, world)
     owners: dict[tuple[int, int], int] = {}
     for bucket in buckets:
-        assert len(bucket.pieces) == world
+        assert len(bucket.ranges) == world
         assert bucket.shard_numel % SEGMENT_ALIGNMENT == 0
-        for rank, pieces in enumerate(bucket.pieces):
+        for rank, ranges in enumerate(bucket.ranges):
             end = 0
-            for piece in pieces:
-                assert piece.shard_offset >= end
-                end = piece.shard_offset + piece.numel
-                member = next(member for member in bucket.members if member.parameter == piece.parameter)
+            for owned in ranges:
+                assert owned.shard_offset >= end
+                end = owned.shard_offset + owned.numel
+                member = next(member for member in bucket.members if member.parameter == owned.parameter)
                 # The place in the shard is the place in the bucket.
-                assert member.offset + piece.parameter_offset == rank * bucket.shard_numel + piece.shard_offset
-                for element in range(piece.parameter_offset, piece.parameter_offset + piece.numel):
-                    assert owners.setdefault((piece.parameter, element), rank) == rank
+                assert member.offset + owned.parameter_offset == rank * bucket.shard_numel + owned.shard_offset
+                for element in range(owned.parameter_offset, owned.parameter_offset + owned.numel):
+                    assert owners.setdefault((owned.parameter, element), rank) == rank
             assert end <= bucket.shard_numel
     assert len(owners) == sum(numel for _, numel, _ in parameters)
 
@@ -37,9 +37,9 @@ def test_every_element_has_one_owner(parameters: list[tuple[int, int, str]], buc
 def test_pieces_and_buckets_are_numbered_without_gaps(
     parameters: list[tuple[int, int, str]], bucket_numel: int, world: int
 ) -> None:
-    buckets = plan_buckets(parameters, bucket_numel, world, first_bucket=3, first_piece=7)
+    buckets = plan_buckets(parameters, bucket_numel, world, first_bucket=3, first_range=7)
     assert [bucket.index for bucket in buckets] == list(range(3, 3 + len(buckets)))
-    numbers = [piece.index for bucket in buckets for pieces in bucket.pieces for piece in pieces]
+    numbers = [owned.index for bucket in buckets for ranges in bucket.ranges for owned in ranges]
     assert numbers == list(range(7, 7 + len(numbers)))
 
 

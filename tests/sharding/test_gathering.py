@@ -19,7 +19,7 @@ def test_every_rank_has_what_each_one_gave(where: str, keep: int, two_ranks: Ran
             assert found["shared"] == 0
         elif where == "shared":
             assert found["shared"] == 60
-            assert found["segments"] <= 4 * (keep + 3), "segments are lent again"
+            assert found["blocks"] <= 4 * (keep + 3), "blocks are lent again"
         else:
             assert 0 < found["shared"] < 60
         assert found["names"] == 0
@@ -34,7 +34,7 @@ def test_ranks_that_know_other_segments_begin_anew(two_ranks: Ranks) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("where", ["shared", "sockets", "until full"])
-def test_what_a_lane_sends_arrives(where: str, seed: int, two_ranks: Ranks) -> None:
+def test_what_a_thread_sends_arrives(where: str, seed: int, two_ranks: Ranks) -> None:
     for shared in two_ranks(gathering_cases.exchanged, seed, where):
         assert shared == {"shared": 60, "sockets": 0}.get(where, shared)
         assert where != "until full" or 0 < shared < 60

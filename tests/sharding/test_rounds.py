@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.sharding.bucket import Bucket, plan_buckets
-from longshore.sharding.contributions import Contributions
-from longshore.sharding.rounds import Round
+from longshore.sharding.reduction import PendingGradients, Round
 
 
 class Recorder:
@@ -33,7 +32,7 @@ def gradient() -> torch.Tensor:
 
 
 def test_what_is_lent_stays_as_it_was() -> None:
-    kept = Contributions(torch.float32)
+    kept = PendingGradients(torch.float32)
     for parameter in (0, 0, 1):
         kept.add(parameter, gradient())
     lent = kept.lend([0, 1, 2])
@@ -48,7 +47,7 @@ def test_what_is_lent_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize("change", ["add", "forget", "nothing to forget"])
 def test_any_change_of_what_was_lent_is_seen(change: str) -> None:
-    kept = Contributions(torch.float32)
+    kept = PendingGradients(torch.float32)
     kept.add(0, gradient())
     kept.lend([0, 1])
     if change == "add":
@@ -115,28 +114,28 @@ def test_each_bucket_is_launched_once_in_order(arrivals: list[int], order: list[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_contribution_is_kept_and_later_ones_are_added(dtype: torch.dtype) -> None:
-    contributions = Contributions(dtype)
+    pending = PendingGradients(dtype)
     first = torch.tensor([1.0, 1.0], dtype=torch.bfloat16)
-    contributions.add(3, first)
-    assert not contributions.summed
-    assert contributions.take([3, 4])[3] is first
-    assert len(contributions) == 0
-    contributions.add(3, first)
-    contributions.add(3, torch.tensor([2**-9, 2.0], dtype=torch.bfloat16))
-    contributions.add(3, torch.tensor([2**-9, 3.0], dtype=torch.bfloat16))
-    assert contributions.summed
+    pending.add(3, first)
+    assert not pending.summed
+    assert pending.take([3, 4])[3] is first
+    assert len(pending) == 0
+    pending.add(3, first)
+    pending.add(3, torch.tensor([2**-9, 2.0], dtype=torch.bfloat16))
+    pending.add(3, torch.tensor([2**-9, 3.0], dtype=torch.bfloat16))
+    assert pending.summed
     assert torch.equal(first, torch.tensor([1.0, 1.0], dtype=torch.bfloat16))  # it may be the user's
-    total = contributions.take([3])[3]
+    total = pending.take([3])[3]
     assert total.dtype == dtype
     # bfloat16 has no room for 2**-9 beside 1.
     assert torch.equal(total.float(), torch.tensor([1.0 + 2**-8 if dtype == torch.float32 else 1.0, 6.0]))
 
 
 def test_what_is_forgotten_is_gone() -> None:
-    contributions = Contributions(torch.float32)
-    contributions.add(1, torch.ones(2))
-    contributions.add(1, torch.ones(2))
-    contributions.forget(1)
-    contributions.forget(9)
-    assert 1 not in contributions
-    assert not contributions.summed
+    pending = PendingGradients(torch.float32)
+    pending.add(1, torch.ones(2))
+    pending.add(1, torch.ones(2))
+    pending.forget(1)
+    pending.forget(9)
+    assert 1 not in pending.parameters
+    assert not pending.summed

@@ -25,7 +25,7 @@ from longshore.checkpoint.session import CLIENT_STATE, Selection, Session
 from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.shards import is_sharded
-from longshore.sharding.groups import twin_of
+from longshore.sharding.collective_thread import twin_of
 
 _RUNS: dict[Path, str] = {}
 """By folder: which run saves there; the one that was loaded from it goes on."""

@@ -21,7 +21,7 @@ from longshore.checkpoint.session import CLIENT_STATE, Selection, Session
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError
-from longshore.sharding.groups import twin_of
+from longshore.sharding.collective_thread import twin_of
 
 if TYPE_CHECKING:
     from longshore.engine.engine import Engine

@@ -131,7 +131,7 @@ def explain(engine: Any) -> Explanation:
             bucket.shard_numel,
             tuple(names[member.parameter] for member in bucket.members),
         )
-        for bucket in (sharded.shards.buckets if sharded else ())
+        for bucket in (sharded.ownership.buckets if sharded else ())
     ]
     rows = []
     for record in records:
@@ -139,8 +139,8 @@ def explain(engine: Any) -> Explanation:
         arrived, reduced, applied = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
         bucket, owners = None, ((0, record.parameter.numel()),)
         if sharded is not None:
-            owners = sharded.shards.owners(record.index)
-            holder = sharded.shards.bucket_of(record.index)
+            owners = sharded.ownership.owners(record.index)
+            holder = sharded.ownership.bucket_of(record.index)
             bucket = None if holder is None else holder.index
         rows.append(
             ParameterRow(

@@ -20,7 +20,7 @@ from longshore.optim.parameters import has_hooks
 from longshore.optim.shards import is_sharded
 
 if TYPE_CHECKING:
-    from longshore.sharding.fully_sharded import FullyShardedModel
+    from longshore.sharding.fsdp import FullyShardedModel
 
 WrapPolicy = str | int | Sequence[str] | Callable[[str, nn.Module], bool]
 """Which modules are gathered as a whole: see :func:`units_of`."""
@@ -67,7 +67,7 @@ def shard_model(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-    from longshore.sharding.fully_sharded import FullyShardedModel
+    from longshore.sharding.fsdp import FullyShardedModel
 
     _check_hooks(model)
     replacement = Replacement(model)
@@ -139,7 +139,7 @@ def tensor_parallel_size(model: nn.Module) -> int:
     """How many ranks run each batch together: 1, but for a model that was sharded after tensor parallelism."""
     if not is_fully_sharded(model):
         return 1
-    from longshore.sharding.placing import tensor_parallel_size
+    from longshore.sharding.fsdp import tensor_parallel_size
 
     return tensor_parallel_size(model)
 
@@ -148,8 +148,8 @@ def data_parallel(ranks: Ranks, sharded: FullyShardedModel | None) -> Ranks:
     """This rank among those that run other batches: with tensor parallelism several have the same place."""
     if sharded is None:
         return ranks
-    grid = sharded.placing.grid
-    return replace(ranks, rank=grid.data_place(ranks.rank), world_size=len(grid.alike(0)))
+    grid = sharded.layout.grid
+    return replace(ranks, rank=grid.data_rank(ranks.rank), world_size=len(grid.alike(0)))
 
 
 def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:

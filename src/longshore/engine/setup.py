@@ -45,7 +45,7 @@ from longshore.optim.offload import Placement
 from longshore.sharding import ReductionSettings, ShardedPlacement
 
 if TYPE_CHECKING:
-    from longshore.sharding.fully_sharded import FullyShardedModel
+    from longshore.sharding.fsdp import FullyShardedModel
 
 
 class Initialized(NamedTuple):

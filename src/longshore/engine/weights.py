@@ -18,7 +18,7 @@ from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part
 
 if TYPE_CHECKING:
-    from longshore.sharding.fully_sharded import FullyShardedModel
+    from longshore.sharding.fsdp import FullyShardedModel
 
 
 class Weights:
@@ -79,7 +79,7 @@ class Weights:
             ranks: of the run.
         """
         for name, parameter in sharded.model.named_parameters():
-            shards = [sharded.placing.shard_of(parameter, rank) for rank in range(ranks.world_size)]
+            shards = [sharded.layout.shard_of(parameter, rank) for rank in range(ranks.world_size)]
             if self._files is not None:
                 held = held_part(parameter)
                 held.copy_(self._read(name, parameter, sharded, shards[ranks.rank]).view(held.shape))
@@ -91,12 +91,12 @@ class Weights:
 
     def _read(self, name: str, parameter: Tensor, sharded: FullyShardedModel, shard: tuple[int, int]) -> Tensor:
         assert self._files is not None
-        name, (offset, numel), cut = self._parameters[name], shard, sharded.placing.cut_of(parameter)
+        name, (offset, numel), layout = self._parameters[name], shard, sharded.layout.of(parameter)
         if numel == 0:
             return torch.empty(0, dtype=parameter.dtype)
-        if cut.dim is not None:  # tensor parallelism may have cut across rows
+        if layout.dim is not None:  # tensor parallelism may have divided it across rows
             whole = flat(self._files.read(name))
-            return cast(cut.part_of(whole, sharded.placing.part)[offset : offset + numel], parameter.dtype)
+            return cast(layout.part_of(whole, sharded.layout.tp_rank)[offset : offset + numel], parameter.dtype)
         row_numel = parameter.numel() // parameter.shape[0]
         return cast(flat(self._files.read(name, offset // row_numel, (offset + numel) // row_numel)), parameter.dtype)
 

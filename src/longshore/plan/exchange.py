@@ -14,7 +14,8 @@ from torch import Tensor
 
 from longshore.plan.probe import Clock
 from longshore.plan.together import Together
-from longshore.sharding.reduction import SLICE_NUMEL, add_up, slices
+from longshore.sharding.bucket import slices
+from longshore.sharding.reduction import SLICE_NUMEL, add_up
 
 
 class Exchange(NamedTuple):

@@ -14,9 +14,9 @@ from longshore.optim.offload import default_tile_numel
 from longshore.plan.choice import Choice, Job
 from longshore.plan.model import PlannedModel
 from longshore.sharding.bucket import fill_buckets, shard_numel_of, shard_parts
-from longshore.sharding.placement import STRATEGIES, bucket_numel_of
 from longshore.sharding.rank_grid import chunk
-from longshore.sharding.window import ReductionSettings
+from longshore.sharding.reduction import ReductionSettings
+from longshore.sharding.stages import STRATEGIES, bucket_numel_of
 
 _MOST_PIECES = 50_000
 """Of a stage at which every rank steps everything: beyond that the padding between pieces is not counted."""

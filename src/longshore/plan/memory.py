@@ -12,8 +12,8 @@ from longshore.host.speculation import speculation_budget
 from longshore.plan.choice import Choice, Job
 from longshore.plan.layout import RankLayout, TileGroup
 from longshore.plan.model import PlannedModel, by_unit, parameter_bytes
-from longshore.sharding.placement import STRATEGIES
 from longshore.sharding.reduction import SLICE_NUMEL
+from longshore.sharding.stages import STRATEGIES
 
 _FLOAT_BYTES = 4
 

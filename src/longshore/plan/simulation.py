@@ -1,6 +1,6 @@
 """One step of training, simulated by the schedule that the engine steps by.
 
-The tables of :mod:`longshore.host.events` and :mod:`longshore.sharding.schedule` say which lane an event takes and
+The tables of :mod:`longshore.host.events` and :mod:`longshore.sharding.stages` say which lane an event takes and
 what it waits for, and ``commit_moves`` in which order a commit goes; here are only how long each takes, and the order
 in which backward asks for them.
 """
@@ -32,9 +32,8 @@ from longshore.plan.model import PlannedModel
 from longshore.plan.timeline import Span, Timeline
 from longshore.plan.workload import Segment, TileJob, segments_of, tile_jobs
 from longshore.sharding.ownership import GATHER_NUMEL
-from longshore.sharding.placement import STRATEGIES
 from longshore.sharding.reduction import SLICE_NUMEL
-from longshore.sharding.schedule import GATHER, REDUCE, SHARDED_SCHEDULE
+from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE, STRATEGIES
 
 FORWARD, GATHER_TO_USE, ADD, MEASURE, STEP_ON_DEVICE, RELEASE = (
     "forward",

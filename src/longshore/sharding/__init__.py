@@ -1,8 +1,8 @@
-"""Buckets, rounds and strategies: how several ranks train one model."""
+"""Training of one model by several ranks: buckets, rounds of reductions, and what each ZeRO stage means."""
 
 from longshore.sharding.gathered import gather
-from longshore.sharding.placement import STRATEGIES, ShardedPlacement
+from longshore.sharding.reduction import ReductionSettings
+from longshore.sharding.stages import STRATEGIES, ShardedPlacement
 from longshore.sharding.store import ShardedStore
-from longshore.sharding.window import ReductionSettings
 
 __all__ = ["STRATEGIES", "ReductionSettings", "ShardedPlacement", "ShardedStore", "gather"]

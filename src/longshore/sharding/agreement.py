@@ -1,34 +1,155 @@
-"""What the ranks tell each other before they reduce or publish, and what follows from it."""
+"""What ranks tell each other: what each is about to do, in which window, and what it brings to that window."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from longshore.errors import LongshoreError, RankError
-from longshore.sharding.contributions import Contributions
-from longshore.sharding.lane import CollectiveLane
+from longshore.errors import GradientError, LongshoreError, RankError
+from longshore.host import ParameterStep
+from longshore.kernels import Scale
+
+REFUSED = -1
+"""The verdict of a rank that found at the last moment that it cannot step."""
+
+ADVICE = (
+    "every rank has to run the same number of backwards and steps (at stage 3 also of forwards, those of evaluations "
+    "included), with the same parameters, in the same order"
+)
 
 _MASK_BITS = 62
 _HEAD = 5
-"""Numbers of a row ahead of those of buckets and parameters."""
+"""How many numbers of a row come before those of buckets and parameters."""
+
+
+class Action(IntEnum):
+    """What a rank is about to do together with the others."""
+
+    BACKWARD = 1
+    STEP = 2
+    COMMIT = 3
+    READ = 4
+    CLOSE = 5
+    GATHER = 6
+    LEAVE = 7
+    """Nobody waits for this one: it tells the others, wherever they are."""
+    SAVE = 8
+    LOAD = 9
+
+    @property
+    def words(self) -> str:
+        return {
+            Action.BACKWARD: "in backward",
+            Action.STEP: "in step()",
+            Action.COMMIT: "about to step",
+            Action.READ: "reading optimizer state",
+            Action.CLOSE: "in the last backward",
+            Action.GATHER: "gathering parameters",
+            Action.LEAVE: "giving up its window",
+            Action.SAVE: "saving a checkpoint",
+            Action.LOAD: "loading a checkpoint",
+        }[self]
+
+
+def action_words(action: Action, number: int) -> str:
+    """The words for action ``number`` of its kind."""
+    return action.words + (f" {number} of its window" if action is Action.BACKWARD else "")
+
+
+def explain_difference(doing: Sequence[tuple[Action, int]], rank: int, words: Callable[[Action, int], str]) -> None:
+    """Raise: the ranks met, and not for the same thing. Returns where ``rank`` knows why: it refused the step."""
+    if any(action is not Action.COMMIT for action, _ in doing):
+        said = ", ".join(f"rank {other} is {words(*each)}" for other, each in enumerate(doing))
+        raise RankError(f"the ranks do different things: {said}; {ADVICE}")
+    refusing = [other for other, (_, number) in enumerate(doing) if number == REFUSED]
+    if not refusing:
+        raise RankError(
+            "the ranks are about to step differently: other parameters, learning rates, options or "
+            "clipping; give every rank's optimizer the same groups, schedule and settings"
+        )
+    if rank not in refusing:
+        raise GradientError(f"rank {refusing[0]} refused the step (see its own error); nothing was stepped")
+
+
+class WindowStatus:
+    """How far this rank is in its accumulation window. All of sharding reads it here.
+
+    Attributes:
+        number: how many windows were stepped or given up: the same number on all ranks that meet. A rank that gives
+            up its window counts it at once and tells the others when it meets them next. They count it when they are
+            told, and not once more when they discard what they have of that window. Otherwise a rank that learns of
+            it in a forward and one that learns of it in ``step()`` would never meet again.
+        told: whether another rank gave up the window that this rank has not discarded yet.
+        usual_backwards: how many backwards the last stepped window had.
+        backwards: how many began in this window, whether or not they were rounds.
+        rounds: how many of them reduce their gradients at once.
+        arrivals: by parameter, how many gradients this rank brought. :class:`LocalGradients` writes it under its lock.
+        active: the parameters with a gradient on any rank, once the ranks have agreed on them; None when more
+            gradients came since.
+        failure: why the window cannot be stepped; the first reason counts.
+        given_up: whether a backward of the window raised and the other ranks are being told that it ends with that.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.told = False
+        self.usual_backwards = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new window."""
+        self.backwards = 0
+        self.rounds = 0
+        self.arrivals: dict[int, int] = {}
+        self.active: list[int] | None = None
+        self.failure: BaseException | None = None
+        self.given_up = False
+
+    def stepped(self) -> None:
+        """Count the window, which was stepped."""
+        self.number += 1
+        self.usual_backwards = self.backwards
+
+    def fail(self, failure: BaseException | None) -> None:
+        """Note that the window cannot be stepped any more."""
+        self.failure = self.failure or failure
+
+    def check_not_given_up(self) -> None:
+        """Raise what the backward raised: no other rank meets this one for the step."""
+        if self.given_up:
+            assert self.failure is not None
+            raise self.failure
+
+    def hear(self, number: int) -> None:
+        """Note that another rank gave up its window and has been at window ``number`` since."""
+        if number > self.number:
+            self.number, self.told = number, True
+
+    def give_up(self) -> bool:
+        """Give up the window of this rank; returns whether the others have to be told."""
+        if self.told:
+            return False
+        self.number += 1
+        return True
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One rank's side.
+    """One rank's side of an agreement.
 
     Attributes:
-        deferred: one entry for each round that it still has to reduce: whether
-            it brings sums, which need the dtype of sums on their way.
-        failed: it cannot go on with this window.
-        backwards: how many it has begun in this window.
-        order: its proposal for launching buckets.
-        used: for each parameter, whether it brought a gradient.
-        early: what it brings was reduced during its last backward already.
+        deferred: one entry for each round that the rank still has to reduce: whether it brings sums, which travel in
+            the dtype of sums.
+        failed: whether the rank cannot go on with this window.
+        backwards: how many backwards it has begun in this window.
+        order: the order in which it proposes to launch buckets.
+        used: for each parameter, whether the rank brought a gradient.
+        early: whether all that it brings was reduced during its last backward already.
     """
 
     deferred: Sequence[bool] = ()
@@ -38,13 +159,9 @@ class Statement:
     used: Sequence[bool] = ()
     early: bool = False
 
-    @classmethod
-    def of(cls, deferred: Sequence[Contributions], *args: object, **kwargs: object) -> Statement:
-        return cls([contributions.summed for contributions in deferred], *args, **kwargs)  # pyright: ignore
-
-    def row(self) -> torch.Tensor:
-        """int64, as long on every rank that has the same buckets and parameters."""
-        # A mask; what does not fit is as if summed, which is right for any round.
+    def row(self) -> Tensor:
+        """int64, equally long on all ranks that have the same buckets and parameters."""
+        # Rounds beyond the mask count as summed, which is right for any round.
         mask = sum(1 << bit for bit, summed in enumerate(self.deferred[:_MASK_BITS]) if summed)
         head = [len(self.deferred), mask, self.failed, self.backwards, self.early]
         return torch.tensor([*head, *self.order, *self.used], dtype=torch.int64)
@@ -52,7 +169,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks do, the same on each; fields as in :class:`Statement`."""
+    """What all ranks do, the same on each; the fields are those of :class:`Statement`."""
 
     deferred: Sequence[bool]
     failed: Sequence[int]
@@ -76,7 +193,7 @@ class Agreement:
             )
 
     def check_backwards(self) -> None:
-        """Raises RankError where the ranks ran different numbers of backwards in this window."""
+        """Raise RankError where the ranks ran different numbers of backwards in this window."""
         if len(set(self.backwards)) > 1:
             counts = ", ".join(f"rank {rank} ran {count}" for rank, count in enumerate(self.backwards))
             raise RankError(
@@ -84,9 +201,13 @@ class Agreement:
             )
 
 
-def agree_on(lane: CollectiveLane, statement: Statement) -> Agreement:
-    """Exchange statements; in a job of the lane, after the ranks met."""
-    rows = lane.rows(statement.row()).tolist()
+Rows = Callable[[Tensor], Tensor]
+"""Gathers every rank's row of numbers, stacked; all ranks have to call it, after they met."""
+
+
+def agree_on(gather_rows: Rows, statement: Statement) -> Agreement:
+    """Exchange the statements of all ranks."""
+    rows = gather_rows(statement.row()).tolist()
     count = max(row[0] for row in rows)
     mask = 0
     for row in rows:
@@ -103,10 +224,17 @@ def agree_on(lane: CollectiveLane, statement: Statement) -> Agreement:
     )
 
 
-def check_same(lane: CollectiveLane, values: Mapping[str, Tensor]) -> None:
-    """Raises RankError where tensors, by name, have other bits on some rank; in a job of the lane."""
+def verdict_number(steps: Mapping[int, ParameterStep], scale: Scale) -> int:
+    """A number for a verdict: which parameters are stepped, by which rules, at which scale. Equal verdicts have equal
+    numbers."""
+    rules = sorted({repr(rule) for rule in {id(step.rule): step.rule for step in steps.values()}.values()})
+    return zlib.crc32(repr((sorted(steps), rules, scale)).encode())
+
+
+def check_same(gather_rows: Rows, values: Mapping[str, Tensor]) -> None:
+    """Raise RankError where tensors, by name, differ in any bit between ranks."""
     sums = [int(tensor.contiguous().view(torch.uint8).long().sum()) for tensor in values.values()]
-    rows = lane.rows(torch.tensor(sums, dtype=torch.int64))
+    rows = gather_rows(torch.tensor(sums, dtype=torch.int64))
     for name, column in zip(values, rows.T, strict=True):
         differing = [rank for rank, found in enumerate(column.tolist()) if found != column[0]]
         if differing:

@@ -1,16 +1,19 @@
-"""Which rank owns what: parameters -> buckets -> shards -> pieces, as frozen offsets.
+"""Which rank owns what, as frozen offsets: parameters -> buckets -> shards -> shard ranges.
 
-Pure: no tensors, no ranks of a running job. A bucket holds parameters of one
-dtype whose gradients are reduced together. It is cut into one shard for each
-rank, all of the same length (the last ones end in padding), so that every rank
-has an equal part of every bucket. A piece is the part of one parameter that
-lies in one shard: what one rank owns of it.
+This module is pure: it knows no tensors and no ranks of a running job. A bucket
+holds parameters of one dtype whose gradients are reduced together. It is
+divided into one shard for each rank, all of the same length (the last ones end
+in padding), so that every rank has an equal share of every bucket. A shard
+range is what one shard has of one parameter: what one rank owns of it.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from longshore.layout import align
 
@@ -25,11 +28,11 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardRange:
     """Elements ``[parameter_offset, parameter_offset + numel)`` of one parameter, in one shard."""
 
     index: int
-    """Counts all pieces of all buckets and all ranks, the same way on every rank."""
+    """Counts the ranges of all buckets and all ranks, in the same way on every rank."""
     parameter: int
     parameter_offset: int
     shard_offset: int
@@ -38,17 +41,27 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are reduced together, and the pieces that each rank owns of them."""
+    """Parameters that are reduced together, and the ranges that each rank owns of them."""
 
     index: int
     members: tuple[Member, ...]
     shard_numel: int
-    pieces: tuple[tuple[Piece, ...], ...]
+    ranges: tuple[tuple[ShardRange, ...], ...]
     """By rank, in order of ``shard_offset``."""
 
-    @property
-    def padded_numel(self) -> int:
-        return self.shard_numel * len(self.pieces)
+    @functools.cached_property
+    def parameters(self) -> frozenset[int]:
+        """Those of its members."""
+        return frozenset(member.parameter for member in self.members)
+
+
+class SliceEntry(NamedTuple):
+    """What a slice has of a shard range: its elements in the slice, in the range and in the parameter."""
+
+    owned: ShardRange
+    in_slice: slice
+    in_range: slice
+    in_parameter: slice
 
 
 def plan_buckets(
@@ -56,20 +69,23 @@ def plan_buckets(
     bucket_numel: int,
     world_size: int,
     first_bucket: int = 0,
-    first_piece: int = 0,
+    first_range: int = 0,
+    shards: Mapping[int, Sequence[tuple[int, int]]] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Fill buckets with parameters of one kind, last registered first: so backward brings their gradients.
+    """Fill buckets with parameters of one kind, last registered first: in the order in which backward brings gradients.
 
-    A parameter is never cut between buckets: one that is larger than
+    A parameter is never divided between buckets: one that is larger than
     ``bucket_numel`` has a bucket of its own.
 
     Args:
-        parameters: ``(index, numel, kind)``; kinds (dtypes) are not mixed. One
-            without elements is in no bucket.
+        parameters: ``(index, numel, kind)``; kinds (dtypes) are not mixed. A
+            parameter without elements is in no bucket.
         bucket_numel: elements a bucket, at least 1.
         world_size: how many ranks share each bucket.
         first_bucket: the index of the first bucket.
-        first_piece: the index of the first piece.
+        first_range: the index of the first shard range.
+        shards: by parameter, ``(offset, numel)`` of what each rank has of it, where parameters are sharded already.
+            By default each bucket is divided evenly.
 
     Raises:
         ValueError: a negative numel, or a size below 1.
@@ -79,45 +95,15 @@ def plan_buckets(
     if world_size < 1:
         raise ValueError(f"a bucket is shared by at least one rank, not {world_size}")
     buckets: list[Bucket] = []
-    for members in fill_buckets(parameters, bucket_numel):
-        bucket = _cut(first_bucket + len(buckets), members, world_size, first_piece)
-        first_piece += sum(len(pieces) for pieces in bucket.pieces)
-        buckets.append(bucket)
-    return tuple(buckets)
-
-
-def plan_shards(
-    parameters: Iterable[tuple[int, int, Hashable]],
-    bucket_numel: int,
-    shards: Mapping[int, Sequence[tuple[int, int]]],
-    first_bucket: int = 0,
-    first_piece: int = 0,
-) -> tuple[Bucket, ...]:
-    """As :func:`plan_buckets`, where each parameter is cut already.
-
-    Args:
-        parameters: as there.
-        bucket_numel: as there.
-        shards: by parameter, ``(offset, numel)`` of what each rank has of it.
-        first_bucket: as there.
-        first_piece: as there.
-    """
-    buckets: list[Bucket] = []
-    for filling in fill_buckets(parameters, bucket_numel):
-        by_rank: list[tuple[Piece, ...]] = []
-        lengths = []
-        for rank in range(len(shards[filling[0][0]])):
-            pieces, end = [], 0
-            for parameter, _ in filling:
-                offset, numel = shards[parameter][rank]
-                if numel > 0:
-                    pieces.append(Piece(first_piece, parameter, offset, end, numel))
-                    first_piece += 1
-                    end += numel
-            by_rank.append(tuple(pieces))
-            lengths.append(end)
-        index = first_bucket + len(buckets)
-        buckets.append(Bucket(index, _members(filling), align(max(lengths)), tuple(by_rank)))
+    indices = itertools.count(first_range)
+    for filled in fill_buckets(parameters, bucket_numel):
+        shard_numel = shard_numel_of(filled, world_size)
+        by_rank = [list(shard_parts(filled, shard_numel, rank)) for rank in range(world_size)]
+        if shards is not None:
+            by_rank = [list(_sharded_already(filled, shards, rank)) for rank in range(world_size)]
+            shard_numel = align(max(sum(numel for *_, numel in own) for own in by_rank))
+        ranges = tuple(tuple(ShardRange(next(indices), *each) for each in own) for own in by_rank)
+        buckets.append(Bucket(first_bucket + len(buckets), _members(filled), shard_numel, ranges))
     return tuple(buckets)
 
 
@@ -142,11 +128,8 @@ def fill_buckets(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: 
 
 
 def _members(parameters: list[tuple[int, int]]) -> tuple[Member, ...]:
-    members, end = [], 0
-    for parameter, numel in parameters:
-        members.append(Member(parameter, end, numel))
-        end += numel
-    return tuple(members)
+    ends = itertools.accumulate(numel for _, numel in parameters)
+    return tuple(Member(index, end - numel, numel) for (index, numel), end in zip(parameters, ends, strict=True))
 
 
 def shard_numel_of(members: Sequence[tuple[int, int]], world_size: int) -> int:
@@ -164,13 +147,32 @@ def shard_parts(members: Sequence[tuple[int, int]], shard_numel: int, rank: int)
         offset += numel
 
 
-def _cut(index: int, parameters: list[tuple[int, int]], world_size: int, next_piece: int) -> Bucket:
-    shard_numel = shard_numel_of(parameters, world_size)
-    shards = []
-    for rank in range(world_size):
-        pieces = []
-        for part in shard_parts(parameters, shard_numel, rank):
-            pieces.append(Piece(next_piece, *part))
-            next_piece += 1
-        shards.append(tuple(pieces))
-    return Bucket(index, _members(parameters), shard_numel, tuple(shards))
+def _sharded_already(
+    members: Sequence[tuple[int, int]], shards: Mapping[int, Sequence[tuple[int, int]]], rank: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """As :func:`shard_parts`, of shards that are given."""
+    end = 0
+    for parameter, _ in members:
+        offset, numel = shards[parameter][rank]
+        if numel > 0:
+            yield parameter, offset, end, numel
+            end += numel
+
+
+def slices(shard_numel: int, world_size: int, most: int) -> Iterator[tuple[int, int]]:
+    """``(start, numel)`` of consecutive slices of a shard, of at most ``most`` elements over all ranks."""
+    step = max(1, most // world_size)
+    for start in range(0, shard_numel, step):
+        yield start, min(step, shard_numel - start)
+
+
+def slice_entries(ranges: Sequence[ShardRange], start: int, numel: int) -> list[SliceEntry]:
+    """What elements ``[start, start + numel)`` of a shard have of its ranges."""
+    found = []
+    for owned in ranges:
+        first, last = max(owned.shard_offset, start), min(owned.shard_offset + owned.numel, start + numel)
+        if first < last:
+            inside = slice(first - owned.shard_offset, last - owned.shard_offset)
+            whole = slice(owned.parameter_offset + inside.start, owned.parameter_offset + inside.stop)
+            found.append(SliceEntry(owned, slice(first - start, last - start), inside, whole))
+    return found

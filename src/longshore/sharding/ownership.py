@@ -1,173 +1,251 @@
-"""Who steps what: a part of every bucket (ZeRO-1 and 2), or everything (stage 0)."""
+"""Which rank steps what: a shard of every bucket (ZeRO-1 and 2), or everything (stage 0)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from longshore.host import Forecast
+from longshore.kernels import HostRule, Scale
 from longshore.layout import Slab
-from longshore.sharding.action import Action
-from longshore.sharding.bucket import Bucket, Piece, plan_buckets
-from longshore.sharding.lane import CollectiveLane
-from longshore.sharding.reduction import parts, slices
-from longshore.sharding.window_count import WindowCount
+from longshore.sharding.agreement import Action, WindowStatus
+from longshore.sharding.bucket import Bucket, ShardRange, plan_buckets, slice_entries, slices
+from longshore.sharding.collective_thread import CollectiveThread
 
 GATHER_NUMEL = 1 << 23
 """Elements of one gathering over all ranks; larger ones are no faster."""
 
 
 class Ownership(ABC):
-    """Which pieces this rank steps, and what the ranks tell each other for that."""
+    """The buckets of one optimizer as they grow, which shard ranges of them this rank steps, and what the ranks tell
+    each other for that.
 
-    def __init__(self, lane: CollectiveLane) -> None:
-        self.lane = lane
-        self.windows = WindowCount()
-        self.averaging_lane = lane
-        """To those ranks over which gradients are averaged. Used in jobs of the other."""
+    Attributes:
+        collectives: to all ranks of the engine.
+        averaging_collectives: to the ranks over which gradients are averaged. Used in jobs of the other.
+        window: of this rank.
+        replicates: whether every rank has all of each parameter on its device.
+        dtypes: of all parameters, in the order in which they were added.
+        buckets: in the order of their index.
+    """
 
     replicates = True
-    """Whether every rank has all of each parameter on its device."""
 
-    def plan(
-        self,
-        parameters: Sequence[tuple[int, int, torch.dtype]],
-        bucket_numel: int,
-        first_bucket: int,
-        first_piece: int,
-    ) -> tuple[Bucket, ...]:
-        """Buckets of new parameters, given as ``(index, numel, dtype)``; see :func:`plan_buckets`."""
-        return plan_buckets(parameters, bucket_numel, self.lane.world_size, first_bucket, first_piece)
+    def __init__(self, collectives: CollectiveThread) -> None:
+        # Fixed.
+        self.collectives = collectives
+        self.averaging_collectives = collectives
+        self.window = WindowStatus()
+        # Grow with parameters.
+        self.dtypes: dict[int, torch.dtype] = {}
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._owned: dict[int, list[ShardRange]] = {}
+        self._next_range = 0
 
-    def place(self, piece: Piece) -> slice:
-        """Where an owned piece lies in what this rank has of its parameter on the device, flat."""
-        return slice(piece.parameter_offset, piece.parameter_offset + piece.numel)
+    # -- layout ---------------------------------------------------------------
+
+    def add(
+        self, parameters: Iterable[tuple[int, int, torch.dtype]], bucket_numel: int
+    ) -> list[tuple[int, int, torch.dtype]]:
+        """Lay out ``(index, numel, dtype)``; returns this rank's new ranges in the same form and order."""
+        entries = list(parameters)
+        added = self._plan(entries, bucket_numel)
+        for parameter, _, dtype in entries:
+            self.dtypes[parameter] = dtype
+            self._owned[parameter] = []
+        new = []
+        for bucket in added:
+            self._next_range += sum(map(len, bucket.ranges))
+            self._bucket_of.update((member.parameter, bucket) for member in bucket.members)
+            for owned in self.owned_in(bucket):
+                self._owned[owned.parameter].append(owned)
+                new.append((owned.index, owned.numel, self.dtypes[owned.parameter]))
+        self.buckets += added
+        return new[::-1]  # buckets were filled from the last parameter on
+
+    def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
+        """Buckets of new parameters, given as ``(index, numel, dtype)``."""
+        return plan_buckets(parameters, bucket_numel, self.collectives.world_size, len(self.buckets), self._next_range)
+
+    def bucket_of(self, parameter: int) -> Bucket | None:
+        """None for a parameter without elements."""
+        return self._bucket_of.get(parameter)
+
+    def dtype_of(self, bucket: Bucket) -> torch.dtype:
+        return self.dtypes[bucket.members[0].parameter]
+
+    def owned(self, parameter: int) -> Sequence[ShardRange]:
+        """The ranges of the parameter that this rank steps."""
+        return self._owned.get(parameter, ())
+
+    def ranges_by_rank(self, parameter: int) -> list[list[ShardRange]]:
+        """The ranges of the parameter in each rank's shard; empty for one without elements."""
+        bucket = self.bucket_of(parameter)
+        by_rank = () if bucket is None else bucket.ranges
+        return [[each for each in ranges if each.parameter == parameter] for ranges in by_rank]
+
+    def owners(self, parameter: int) -> tuple[tuple[int, int], ...]:
+        """Which ranks step how many of the parameter's elements."""
+        counts = self._counts(parameter) if parameter in self._bucket_of else []
+        return tuple((rank, count) for rank, count in enumerate(counts) if count)
+
+    @abstractmethod
+    def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
+        """The ranges of the bucket that this rank steps."""
+
+    @abstractmethod
+    def _counts(self, parameter: int) -> list[int]:
+        """How many elements of the parameter each rank steps."""
+
+    def place(self, owned: ShardRange) -> slice:
+        """Where an owned range lies in what this rank has of its parameter on the device, flat."""
+        return slice(owned.parameter_offset, owned.parameter_offset + owned.numel)
 
     def part(self, parameter: int, values: Tensor) -> Tensor:
-        """Of a whole parameter, flat, what the pieces of this rank and of those it averages with are cut from."""
+        """From a whole parameter, flat, what this rank and those it averages with divide among them."""
         return values
 
     def held(self, parameter: int, values: Tensor) -> Tensor:
-        """Of a whole parameter, flat, what this rank has on the device."""
+        """From a whole parameter, flat, what this rank has on the device."""
         return values
 
+    def counts_once(self, parameter: int) -> bool:
+        """Whether this rank's ranges of the parameter count in a sum over the ranks; otherwise another rank has the
+        same ones, and they count there."""
+        return True
+
+    def tells_of(self, owned: ShardRange) -> bool:
+        """Whether this rank is the one to save an owned range, where several ranks own the same."""
+        return True
+
+    def slab_of(self, parameter: int) -> Slab | None:
+        """Where tensor parallelism divided the parameter; offsets of ranges are counted in what it left."""
+        return None
+
+    # -- meetings; all ranks have to call -------------------------------------
+
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
-        """No rank is in a forward or a backward, and all are at this action; all have to call. ``failed``: this one
-        gave up its window."""
+        """Wait until no rank is in a forward or a backward and all are at this action. ``failed``: this one gave up
+        its window."""
+        return
+
+    def into_backward(self) -> None:
+        """Begin a backward whose gradients are reduced. Raises what a meeting does."""
         return
 
     def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
-        """Raises GradientError where ranks that have to use the same parameters did not; ``by_rank``: which ones."""
+        """Raise GradientError where ranks that have to use the same parameters did not; ``by_rank``: which ones."""
+        return
+
+    # -- this rank alone ------------------------------------------------------
+
+    def interrupted(self) -> bool:
+        """Note that a forward or a backward raised, and nothing of it goes on; returns whether the window is given up
+        by that."""
+        return False
+
+    def give_up(self) -> None:
+        """Note that this rank will discard its window. Others that may not know are told when they meet this rank."""
+        self.window.give_up()
+        self.collectives.give_up_window()
+
+    def before_publishing(self) -> None:
+        """Prepare for a change of the parameters on the device."""
         return
 
     def close(self) -> None:
         """Leave the model as an ordinary one."""
         return
 
-    def before_publishing(self) -> None:
-        """Parameters on the device are about to change."""
-        return
+    # -- values ---------------------------------------------------------------
 
-    def into_backward(self) -> None:
-        """A backward begins whose gradients are reduced; all have to call. Raises what a meeting does."""
-        return
+    def spread(self, bucket: Bucket, reduced: list[tuple[ShardRange, Tensor]]) -> Iterable[tuple[ShardRange, Tensor]]:
+        """The gradients of the owned ranges, given those of this rank's shard: float32, flat. In a job."""
+        return reduced
 
-    def interrupted(self) -> bool:
-        """A forward or a backward raised, and nothing of it goes on. Whether the window is given up by that."""
-        return False
-
-    def give_up(self) -> None:
-        """This rank will discard its window. Others may not know; they are told when they meet this rank."""
-        self.windows.give_up()
-        self.lane.give_up_window()
-
-    @abstractmethod
-    def owned(self, bucket: Bucket) -> Sequence[Piece]:
-        """The pieces that this rank steps."""
-
-    @abstractmethod
-    def counts(self, bucket: Bucket, parameter: int) -> list[int]:
-        """How many elements of the parameter each rank steps."""
-
-    @abstractmethod
-    def arrivals(self, bucket: Bucket, reduced: list[tuple[Piece, Tensor]]) -> Iterator[tuple[Piece, Tensor]]:
-        """What a round brought for the owned pieces, given what it brought for this rank's shard: float32, flat.
-        In a job of the lane."""
-
-    @abstractmethod
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
-        """Complete the parameters ``targets`` (flat, by index) on every rank. In a job of the lane."""
+        """Complete the parameters ``targets`` (flat, by index) on every rank. In a job."""
+        return
 
     @abstractmethod
-    def assemble(self, parameter: int, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
-        """One parameter's state from its pieces, given by rank; ``read`` gives an owned one."""
-
-    def tells(self, parameter: int, rank: int) -> bool:
-        """Whether what this rank has counts where all is put together; otherwise another one has the same."""
-        return True
-
-    def tells_of(self, bucket: Bucket, piece: Piece) -> bool:
-        """Whether this rank is the one to tell of an owned piece, where several own the same."""
-        return True
-
-    def slab_of(self, parameter: int) -> Slab | None:
-        """Where tensor parallelism cut the parameter; offsets of pieces are counted in what it left."""
-        return None
+    def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
+        """A whole parameter's state from its ranges (float32, flat); ``read`` gives an owned one by its index. All
+        ranks have to call."""
 
     @abstractmethod
     def total(self, part: float) -> float:
-        """The sum over all parameters, where ``part`` is the sum over those owned pieces that count."""
+        """The sum over all parameters, where ``part`` is the sum over those owned ranges that count."""
+
+
+class OwnedForecast(Forecast):
+    """The forecast for whole parameters, by the ranges that this rank owns."""
+
+    def __init__(self, whole: Forecast, ownership: Ownership) -> None:
+        self._whole = whole
+        self._ownership = ownership
+
+    def scale(self) -> Scale:
+        return self._whole.scale()
+
+    def rules(self) -> Mapping[int, HostRule]:
+        return {
+            owned.index: rule
+            for parameter, rule in self._whole.rules().items()
+            for owned in self._ownership.owned(parameter)
+        }
 
 
 class Sharded(Ownership):
     """Each rank steps its shard of every bucket.
 
     Args:
-        lane: the ranks.
+        collectives: to the ranks.
         gather_numel: elements, over all ranks, of one gathering of parameters.
     """
 
-    def __init__(self, lane: CollectiveLane, gather_numel: int) -> None:
-        super().__init__(lane)
+    def __init__(self, collectives: CollectiveThread, gather_numel: int) -> None:
+        super().__init__(collectives)
         self._gather_numel = min(gather_numel, GATHER_NUMEL)
 
-    def owned(self, bucket: Bucket) -> Sequence[Piece]:
-        return bucket.pieces[self.averaging_lane.rank]
+    def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
+        return bucket.ranges[self.averaging_collectives.rank]
 
-    def counts(self, bucket: Bucket, parameter: int) -> list[int]:
-        return [sum(piece.numel for piece in own if piece.parameter == parameter) for own in bucket.pieces]
-
-    def arrivals(self, bucket: Bucket, reduced: list[tuple[Piece, Tensor]]) -> Iterator[tuple[Piece, Tensor]]:
-        yield from reduced
+    def _counts(self, parameter: int) -> list[int]:
+        return [sum(each.numel for each in ranges) for ranges in self.ranges_by_rank(parameter)]
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         example = next(iter(targets.values()))
-        for start, numel in slices(bucket.shard_numel, self.lane.world_size, self._gather_numel):
+        for start, numel in slices(bucket.shard_numel, self.collectives.world_size, self._gather_numel):
             num_bytes = numel * example.element_size()
-            outgoing = self.lane.outgoing(num_bytes, example.device)
-            chunk = outgoing.memory.view(example.dtype)
+            outgoing = self.collectives.outgoing(num_bytes, example.device)
+            own = outgoing.memory.view(example.dtype)
             by_rank = [
-                [entry for entry in parts(pieces, start, numel) if entry.piece.parameter in targets]
-                for pieces in bucket.pieces
+                [entry for entry in slice_entries(ranges, start, numel) if entry.owned.parameter in targets]
+                for ranges in bucket.ranges
             ]
-            for entry in by_rank[self.lane.rank]:
-                chunk[entry.in_slice] = targets[entry.piece.parameter][entry.in_parameter]
-            received = self.lane.gather(outgoing)
+            for entry in by_rank[self.collectives.rank]:
+                own[entry.in_slice] = targets[entry.owned.parameter][entry.in_parameter]
+            received = self.collectives.gather(outgoing)
             for rank, entries in enumerate(by_rank):
-                if rank != self.lane.rank:
+                if rank != self.collectives.rank:
                     values = received[rank].view(example.dtype)
                     for entry in entries:
-                        targets[entry.piece.parameter][entry.in_parameter].copy_(values[entry.in_slice])
+                        targets[entry.owned.parameter][entry.in_parameter].copy_(values[entry.in_slice])
 
-    def assemble(self, parameter: int, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
-        longest = max(piece.numel for own in pieces for piece in own)
-        received = self.from_all(parameter, [read(piece.index) for piece in pieces[self.lane.rank]], longest)
-        # A parameter lies in one bucket, and each rank has at most one run of it.
-        runs = [(piece, rank) for rank, own in enumerate(pieces) for piece in own]
-        runs.sort(key=lambda run: run[0].parameter_offset)
-        return torch.cat([received[rank][: piece.numel] for piece, rank in runs])
+    def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
+        by_rank = self.ranges_by_rank(parameter)
+        if not by_rank:
+            return torch.empty(0, dtype=torch.float32)
+        longest = max(each.numel for ranges in by_rank for each in ranges)
+        received = self.from_all(parameter, [read(each.index) for each in self.owned(parameter)], longest)
+        # A parameter lies in one bucket, and each rank has at most one range of it.
+        found = [(each, rank) for rank, ranges in enumerate(by_rank) for each in ranges]
+        found.sort(key=lambda entry: entry[0].parameter_offset)
+        return torch.cat([received[rank][: each.numel] for each, rank in found])
 
     def from_all(self, parameter: int, mine: Sequence[Tensor], longest: int) -> list[Tensor]:
         """What each rank has of one parameter, at most ``longest`` elements: float32, on the CPU, padded, by rank."""
@@ -176,53 +254,51 @@ class Sharded(Ownership):
             padded[: values.numel()] = values
 
         def collect() -> list[Tensor]:
-            self.lane.meet(Action.READ, parameter, 0)
-            outgoing = self.lane.outgoing(4 * longest, self.lane.device)
+            self.collectives.meet(Action.READ, parameter, 0)
+            outgoing = self.collectives.outgoing(4 * longest, self.collectives.device)
             outgoing.memory.copy_(padded.view(torch.uint8))
-            return [chunk.to("cpu", copy=True).view(torch.float32) for chunk in self.lane.gather(outgoing)]
+            return [each.to("cpu", copy=True).view(torch.float32) for each in self.collectives.gather(outgoing)]
 
-        return self.lane.run(collect)
+        return self.collectives.run(collect)
 
     def total(self, part: float) -> float:
         # Added in the order of the ranks, so that all of them have the same bits.
-        parts = self.lane.run(lambda: self.lane.rows(torch.tensor([part], dtype=torch.float64)))
+        parts = self.collectives.run(lambda: self.collectives.rows(torch.tensor([part], dtype=torch.float64)))
         return sum(parts.view(-1).tolist())
 
 
 class Replicated(Ownership):
     """Each rank steps everything, on the same gradients."""
 
-    def owned(self, bucket: Bucket) -> Sequence[Piece]:
-        return [piece for pieces in bucket.pieces for piece in pieces]
+    def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
+        return [owned for ranges in bucket.ranges for owned in ranges]
 
-    def counts(self, bucket: Bucket, parameter: int) -> list[int]:
-        return [sum(piece.numel for piece in self.owned(bucket) if piece.parameter == parameter)] * len(bucket.pieces)
+    def _counts(self, parameter: int) -> list[int]:
+        return [sum(owned.numel for owned in self.owned(parameter))] * self.collectives.world_size
 
-    def arrivals(self, bucket: Bucket, reduced: list[tuple[Piece, Tensor]]) -> Iterator[tuple[Piece, Tensor]]:
-        values = {piece.index: tensor for piece, tensor in reduced}
-        own = bucket.pieces[self.lane.rank]
-        flags = torch.zeros(max(map(len, bucket.pieces)), dtype=torch.uint8)
-        flags[: len(own)] = torch.tensor([piece.index in values for piece in own], dtype=torch.uint8)
-        used = self.lane.rows(flags).bool()
-        outgoing = self.lane.outgoing(4 * bucket.shard_numel, self.lane.device)
+    def spread(self, bucket: Bucket, reduced: list[tuple[ShardRange, Tensor]]) -> Iterable[tuple[ShardRange, Tensor]]:
+        values = {owned.index: tensor for owned, tensor in reduced}
+        own = bucket.ranges[self.collectives.rank]
+        flags = torch.zeros(max(map(len, bucket.ranges)), dtype=torch.uint8)
+        flags[: len(own)] = torch.tensor([owned.index in values for owned in own], dtype=torch.uint8)
+        used = self.collectives.rows(flags).bool()
+        outgoing = self.collectives.outgoing(4 * bucket.shard_numel, self.collectives.device)
         shard = outgoing.memory.view(torch.float32)
-        for piece, tensor in reduced:
-            shard[piece.shard_offset : piece.shard_offset + piece.numel] = tensor
-        # The pieces stay until the step, and the lane's memory does not.
-        shards = [chunk.view(torch.float32).clone() for chunk in self.lane.gather(outgoing)]
-        for rank, pieces in enumerate(bucket.pieces):
-            for position, piece in enumerate(pieces):
+        for owned, tensor in reduced:
+            shard[owned.shard_offset : owned.shard_offset + owned.numel] = tensor
+        # The gradients stay until the step, and the memory of the collectives does not.
+        shards = [received.view(torch.float32).clone() for received in self.collectives.gather(outgoing)]
+        for rank, ranges in enumerate(bucket.ranges):
+            for position, owned in enumerate(ranges):
                 if used[rank, position]:
-                    yield piece, shards[rank][piece.shard_offset : piece.shard_offset + piece.numel]
+                    yield owned, shards[rank][owned.shard_offset : owned.shard_offset + owned.numel]
 
-    def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
-        return
+    def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
+        found = [read(owned.index) for owned in self.owned(parameter)]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
 
-    def assemble(self, parameter: int, pieces: Sequence[Sequence[Piece]], read: Callable[[int], Tensor]) -> Tensor:
-        return torch.cat([read(piece.index) for own in pieces for piece in own])
-
-    def tells_of(self, bucket: Bucket, piece: Piece) -> bool:
-        return piece in bucket.pieces[self.lane.rank]
+    def tells_of(self, owned: ShardRange) -> bool:
+        return owned in self._bucket_of[owned.parameter].ranges[self.collectives.rank]
 
     def total(self, part: float) -> float:
         return part

@@ -1,34 +1,64 @@
-"""Reducing one bucket: every rank sends each other rank its shard, and each adds up its own.
+"""Reducing gradients: in rounds, bucket by bucket.
 
-The gradients travel in their own dtype and are added in float32, rank by rank
-in order. That costs the bytes of a reduce-scatter in the gradients' dtype, and
-gives the bits of one in float32, the same in every run.
+Every rank sends each other rank its shard of a bucket, and each adds up its
+own. The gradients travel in their own dtype and are added in float32, rank by
+rank in order. That costs the bytes of a reduce-scatter in the gradients' dtype,
+and gives the bits of one in float32, the same in every run.
 
 A bucket goes in slices: a slice is the same range of every rank's shard. So
 the buffers are small, stay allocated, and are warm in the cache; and a gradient
 is let go of as soon as its last slice is packed.
 
-Each chunk carries, behind its slice, one byte for each of its pieces: whether
-its sender has a gradient of that parameter. So a piece that nobody used is not
-an arrival, and one that only some used is not touched by the others' zeros.
+What one rank sends another carries, behind the slice, one byte for each of its
+shard ranges: whether the sender has a gradient of that parameter. So a range
+that nobody used is not an arrival, and one that only some used is not touched
+by the others' zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, KeysView, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.sharding.bucket import Bucket, Piece
-from longshore.sharding.lane import CollectiveLane
+from longshore.host import HostStore
+from longshore.sharding.agreement import Action, Statement, agree_on
+from longshore.sharding.bucket import Bucket, ShardRange, SliceEntry, slice_entries, slices
+from longshore.sharding.collective_thread import CollectiveThread
+from longshore.sharding.ownership import Ownership
 
-_CHUNK_ALIGNMENT = 64
+_ALIGNMENT = 64
 SLICE_NUMEL = 1 << 22
 """Elements of one slice over all ranks."""
 _BLOCK_NUMEL = 1 << 17
 """Elements that a CPU adds up at a time, while they are in its cache."""
+
+
+@dataclass(frozen=True)
+class ReductionSettings:
+    """How gradients of several ranks become one.
+
+    Attributes:
+        bucket_numel: elements that are reduced together.
+        each_backward: reduce after every backward (ZeRO-2); otherwise sums
+            stay on the device, and are reduced once (stages 0 and 1).
+        early: launch buckets while backward goes on; where they are reduced
+            once, while the backward goes on that is known to be the last.
+        wire_dtype: in which gradients travel; None: in their own.
+        sum_dtype: of sums on the device before a reduction.
+        predivide: divides gradients before they are added; the rest of the
+            mean is divided out afterwards.
+    """
+
+    bucket_numel: int
+    each_backward: bool
+    early: bool = True
+    wire_dtype: torch.dtype | None = None
+    sum_dtype: torch.dtype = torch.float32
+    predivide: float = 1.0
 
 
 class Averaging(NamedTuple):
@@ -43,96 +73,291 @@ class Averaging(NamedTuple):
         return cls(1.0 / predivide, predivide / world_size)
 
 
-class Part(NamedTuple):
-    """The part of a piece that lies in a slice: where in the slice, in the piece and in the parameter."""
+class PendingGradients:
+    """What one rank brings to the next reduction: gradients by parameter, not reduced yet.
 
-    piece: Piece
-    in_slice: slice
-    in_piece: slice
-    in_parameter: slice
+    The first gradient of a parameter is kept as it is, later ones are added (law 1).
+
+    Args:
+        dtype: of the sums.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._gradients: dict[int, Tensor] = {}
+        self._summed: set[int] = set()
+        self._lent: set[int] = set()
+        self.outdated = False
+        """Whether there is more, or less, than what was lent."""
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+    @property
+    def parameters(self) -> KeysView[int]:
+        """The parameters that have a gradient here."""
+        return self._gradients.keys()
+
+    @property
+    def summed(self) -> bool:
+        """Whether any of them is a sum, which its parameter's dtype may not hold."""
+        return bool(self._summed)
+
+    def add(self, parameter: int, gradient: Tensor) -> None:
+        """Take one more gradient, flat."""
+        held, lent = self._gradients.get(parameter), parameter in self._lent
+        self.outdated = self.outdated or lent
+        if held is None:
+            self._gradients[parameter] = gradient
+        elif parameter in self._summed and not lent:
+            held.add_(gradient.to(self._dtype))  # rounded first, as below: the same bits lent or not
+        else:
+            # Out of place: the first one may be the user's own tensor, and what was lent is being read.
+            self._gradients[parameter] = held.to(self._dtype) + gradient.to(self._dtype)
+            self._summed.add(parameter)
+
+    def forget(self, parameter: int) -> None:
+        self.outdated = self.outdated or (parameter in self._lent and parameter in self._gradients)
+        self._gradients.pop(parameter, None)
+        self._summed.discard(parameter)
+
+    def lend(self, parameters: list[int]) -> dict[int, Tensor]:
+        """The gradients of these parameters, to be read while they stay here; see :attr:`outdated`."""
+        self._lent.update(parameters)
+        return {parameter: self._gradients[parameter] for parameter in parameters if parameter in self._gradients}
+
+    def take(self, parameters: list[int]) -> dict[int, Tensor]:
+        """Remove the gradients of these parameters and return them."""
+        return {parameter: self._gradients.pop(parameter) for parameter in parameters if parameter in self._gradients}
 
 
-def slices(shard_numel: int, world_size: int, most: int) -> Iterator[tuple[int, int]]:
-    """``(start, numel)`` of consecutive slices of a shard, of at most ``most`` elements over all ranks."""
-    step = max(1, most // world_size)
-    for start in range(0, shard_numel, step):
-        yield start, min(step, shard_numel - start)
+Launch = Callable[["Round", Bucket, dict[int, Tensor]], None]
 
 
-def parts(pieces: Sequence[Piece], start: int, numel: int) -> list[Part]:
-    """What of the pieces lies in elements ``[start, start + numel)`` of their shard."""
-    found = []
-    for piece in pieces:
-        first, last = max(piece.shard_offset, start), min(piece.shard_offset + piece.numel, start + numel)
-        if first < last:
-            inside = slice(first - piece.shard_offset, last - piece.shard_offset)
-            whole = slice(piece.parameter_offset + inside.start, piece.parameter_offset + inside.stop)
-            found.append(Part(piece, slice(first - start, last - start), inside, whole))
-    return found
+class Round:
+    """The gradients of one backward on their way into buckets: each bucket is reduced exactly once, in an order that
+    all ranks share (law 7).
+
+    A bucket is launched when all of its parameters have come and every bucket
+    before it in the order has been launched. :meth:`close` launches the rest,
+    without what was not used here.
+
+    Args:
+        number: counts the rounds of a window, from 1.
+        order: all buckets, in the order in which they are launched.
+        launch: called with the bucket and the gradients that came for it.
+        early: launch during backward; otherwise everything waits for :meth:`close`.
+        lends: the gradients stay where they are until the step.
+    """
+
+    def __init__(
+        self, number: int, order: Sequence[Bucket], launch: Launch, early: bool = True, lends: bool = False
+    ) -> None:
+        self.number = number
+        self.lends = lends
+        self.failed = False
+        """Set where the ranks could not meet: what was launched must not run."""
+        self.sums = False
+        """Whether any rank's gradients may be sums; known once the ranks met."""
+        self.completed: list[int] = []
+        """Buckets that all of their parameters reached, in the order in which that happened."""
+        self._order = order
+        self._launch = launch
+        self._early = early
+        self._next = 0
+        self._missing = {bucket.index: len(bucket.members) for bucket in order}
+        self._gradients: dict[int, dict[int, Tensor]] = {bucket.index: {} for bucket in order}
+        self._launched: set[int] = set()
+
+    def take(self, bucket: int, parameter: int, gradient: Tensor) -> bool:
+        """Take a gradient along; False where the round has no more place for it.
+
+        Reentrant checkpointing brings a parameter twice within one backward.
+        """
+        if bucket in self._launched or parameter in self._gradients[bucket]:
+            return False
+        self._gradients[bucket][parameter] = gradient
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0:
+            self.completed.append(bucket)
+            while self._early and self._next < len(self._order) and self._missing[self._order[self._next].index] == 0:
+                self._launch_next()
+        return True
+
+    def close(self) -> None:
+        """Launch the rest: the backward is over."""
+        while self._next < len(self._order):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._order[self._next]
+        self._next += 1
+        self._launched.add(bucket.index)
+        self._launch(self, bucket, self._gradients.pop(bucket.index))
+        self._gradients[bucket.index] = {}
+
+    def reduced_all_of(self, pending: Sequence[PendingGradients]) -> bool:
+        """Whether this round, which has run, reduced these gradients as they are now."""
+        # A sum that arose within that backward (reentrant checkpointing) left in the dtype of its parameter.
+        return not self.failed and not any(some.outdated or (some.summed and not self.sums) for some in pending)
+
+
+class Reducer:
+    """Runs rounds on the thread of collectives: what the ranks have of a bucket arrives in a store.
+
+    Args:
+        inner: where the mean gradients of owned shard ranges arrive.
+        ownership: the buckets, and who owns what.
+        settings: dtypes and factors.
+    """
+
+    def __init__(self, inner: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
+        self._inner = inner
+        self._ownership = ownership
+        self._settings = settings
+        self._collectives = ownership.collectives
+        self._averaging = Averaging.over(ownership.averaging_collectives.world_size, settings.predivide)
+
+    def begin(self, current: Round, pending: list[PendingGradients]) -> None:
+        """Queue the meeting that opens a round, and the reduction of what was kept before it."""
+        buckets = list(self._ownership.buckets)  # step() may add some while the thread is still at this round
+        ready = self._inner.transfer.mark()
+        window = self._ownership.window.number  # which changes when another rank gives up
+
+        def open_round() -> None:
+            try:
+                self._collectives.meet(Action.BACKWARD, current.number, window)
+                summed = agree_on(self._collectives.rows, Statement(sums_among(pending))).deferred
+                self.reduce_pending(pending, summed, buckets, ready)
+            except BaseException:
+                current.failed = True
+                raise
+
+        self._collectives.submit(open_round)
+
+    def begin_last(self, closing: Round, sums: bool) -> None:
+        """Queue the meeting that opens the round of the last backward; ``sums``: this rank may bring some."""
+
+        def open_round() -> None:
+            try:
+                if not self._collectives.meet(Action.CLOSE, closing.number, self._ownership.window.number):
+                    closing.failed = True  # another rank is at its step already, and this one will be
+                    return
+                closing.sums = any(agree_on(self._collectives.rows, Statement([sums])).deferred)
+            except BaseException:
+                closing.failed = True
+                raise
+
+        self._collectives.submit(open_round)
+
+    def launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
+        """Queue the reduction of one bucket of a round."""
+        ready = self._inner.transfer.mark()
+        held_bytes = 0  # where gradients stay anyway, nobody waits for memory
+        if not current.lends:
+            held_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
+
+        def reduce() -> None:
+            if not current.failed:
+                with self._inner.transfer.aside(ready):
+                    self.reduce(bucket, gradients, current.sums)
+            gradients.clear()  # also where the round did not take place
+
+        self._collectives.submit(reduce, held_bytes)
+
+    # -- on the thread --------------------------------------------------------
+
+    def reduce_pending(
+        self, pending: list[PendingGradients], rounds: Sequence[bool], buckets: Sequence[Bucket], ready: Any
+    ) -> None:
+        """Run agreed rounds on gradients that were kept; ``rounds`` says of each whether any rank brings sums."""
+        for number, summed in enumerate(rounds):
+            some = pending[number] if number < len(pending) else PendingGradients(torch.float32)
+            for bucket in buckets:
+                gradients = some.take([member.parameter for member in bucket.members])
+                with self._inner.transfer.aside(ready):
+                    self.reduce(bucket, gradients, summed)
+
+    def reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool) -> None:
+        """``sums``: some of the gradients, of any rank, may be sums, which their parameter's dtype may not hold."""
+        dtype = self._ownership.dtype_of(bucket)
+        if sums:  # one that holds both, so that no bit depends on who else brings a sum
+            dtype = torch.promote_types(dtype, self._settings.sum_dtype)
+        collectives = self._ownership.averaging_collectives
+        reduced = reduce_shard(collectives, bucket, gradients, self._settings.wire_dtype or dtype, self._averaging)
+        for owned, values in self._ownership.spread(bucket, reduced):
+            self._inner.arrive(owned.index, values)
+
+
+def sums_among(pending: Sequence[PendingGradients]) -> list[bool]:
+    """For each of the rounds that these gradients need, whether it has sums."""
+    return [some.summed for some in pending]
 
 
 def reduce_shard(
-    lane: CollectiveLane, bucket: Bucket, gradients: dict[int, Tensor], dtype: torch.dtype, averaging: Averaging
-) -> list[tuple[Piece, Tensor]]:
+    collectives: CollectiveThread,
+    bucket: Bucket,
+    gradients: dict[int, Tensor],
+    dtype: torch.dtype,
+    averaging: Averaging,
+) -> list[tuple[ShardRange, Tensor]]:
     """Run the bucket's reduction together with all other ranks.
 
     Args:
-        lane: this is one of its jobs.
+        collectives: this is one of its jobs.
         bucket: what is reduced.
         gradients: flat, by parameter; those that this rank has. Let go of as they are sent.
         dtype: in which gradients travel, the same on all ranks.
         averaging: how the sum becomes a mean.
 
     Returns:
-        This rank's pieces that any rank has a gradient of, each with the mean: float32, flat.
+        This rank's ranges that any rank has a gradient of, each with the mean: float32, flat.
     """
-    device = next((gradient.device for gradient in gradients.values()), lane.device)
+    world_size = collectives.world_size
+    device = next((gradient.device for gradient in gradients.values()), collectives.device)
     has = set(gradients)
-    last = _last_starts(bucket)
-    used: dict[int, tuple[Piece, Tensor]] = {}
-    for start, numel in slices(bucket.shard_numel, lane.world_size, SLICE_NUMEL):
-        by_rank = [parts(pieces, start, numel) for pieces in bucket.pieces]
+    last = _last_ends(bucket)
+    used: dict[int, tuple[ShardRange, Tensor]] = {}
+    for start, numel in slices(bucket.shard_numel, world_size, SLICE_NUMEL):
+        by_rank = [slice_entries(ranges, start, numel) for ranges in bucket.ranges]
         slice_bytes = numel * dtype.itemsize
-        chunk_bytes = -(-(slice_bytes + max(map(len, by_rank))) // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
-        outgoing = lane.outgoing(lane.world_size * chunk_bytes, device)
-        for chunk, entries in zip(outgoing.memory.view(lane.world_size, chunk_bytes), by_rank, strict=True):
-            _pack(chunk[:slice_bytes].view(dtype), entries, gradients, averaging.before)
-            flags = torch.tensor([entry.piece.parameter in has for entry in entries], dtype=torch.uint8)
-            chunk[slice_bytes : slice_bytes + len(entries)].copy_(flags)
-        for parameter in [parameter for parameter in gradients if last[parameter] < start + numel]:
+        part_bytes = -(-(slice_bytes + max(map(len, by_rank))) // _ALIGNMENT) * _ALIGNMENT
+        outgoing = collectives.outgoing(world_size * part_bytes, device)
+        for part, entries in zip(outgoing.memory.view(world_size, part_bytes), by_rank, strict=True):
+            _pack(part[:slice_bytes].view(dtype), entries, gradients, averaging.before)
+            flags = torch.tensor([entry.owned.parameter in has for entry in entries], dtype=torch.uint8)
+            part[slice_bytes : slice_bytes + len(entries)].copy_(flags)
+        for parameter in [parameter for parameter in gradients if last[parameter] <= start + numel]:
             del gradients[parameter]
-        received = lane.exchange(outgoing)
-        own = by_rank[lane.rank]
-        flags = torch.stack([chunk[slice_bytes : slice_bytes + len(own)] for chunk in received]).cpu().bool()
+        received = collectives.exchange(outgoing)
+        own = by_rank[collectives.rank]
+        flags = torch.stack([part[slice_bytes : slice_bytes + len(own)] for part in received]).cpu().bool()
         for position, entry in enumerate(own):
             arrays = [
-                chunk[:slice_bytes].view(dtype)[entry.in_slice]
-                for chunk, flag in zip(received, flags[:, position], strict=True)
+                part[:slice_bytes].view(dtype)[entry.in_slice]
+                for part, flag in zip(received, flags[:, position], strict=True)
                 if flag
             ]
             if arrays:
-                empty = torch.empty(0, device=device)
-                _, values = used.get(entry.piece.index, (entry.piece, empty))
-                if values is empty:
-                    values = torch.empty(entry.piece.numel, dtype=torch.float32, device=device)
-                    used[entry.piece.index] = (entry.piece, values)
-                add_up(values[entry.in_piece], arrays, averaging.after)
+                if entry.owned.index not in used:
+                    values = torch.empty(entry.owned.numel, dtype=torch.float32, device=device)
+                    used[entry.owned.index] = (entry.owned, values)
+                add_up(used[entry.owned.index][1][entry.in_range], arrays, averaging.after)
     return list(used.values())
 
 
-def _last_starts(bucket: Bucket) -> dict[int, int]:
-    """For each parameter, where in a shard its last element lies, over all ranks."""
+def _last_ends(bucket: Bucket) -> dict[int, int]:
+    """For each parameter, where in a shard its last element ends, over all ranks."""
     last = {member.parameter: 0 for member in bucket.members}  # none at all, in a part of tensor parallelism
-    for pieces in bucket.pieces:
-        for piece in pieces:
-            end = piece.shard_offset + piece.numel - 1
-            last[piece.parameter] = max(last[piece.parameter], end)
+    for ranges in bucket.ranges:
+        for owned in ranges:
+            last[owned.parameter] = max(last[owned.parameter], owned.shard_offset + owned.numel)
     return last
 
 
-def _pack(target: Tensor, entries: Sequence[Part], gradients: Mapping[int, Tensor], factor: float) -> None:
+def _pack(target: Tensor, entries: Sequence[SliceEntry], gradients: Mapping[int, Tensor], factor: float) -> None:
     for entry in entries:
-        gradient = gradients.get(entry.piece.parameter)
+        gradient = gradients.get(entry.owned.parameter)
         if gradient is not None:
             place = target[entry.in_slice]
             place.copy_(gradient[entry.in_parameter])

@@ -26,7 +26,7 @@ from longshore.optim import Offload
 from longshore.optim.shards import is_sharded
 
 if TYPE_CHECKING:
-    from longshore.sharding.fully_sharded import FullyShardedModel
+    from longshore.sharding.fsdp import FullyShardedModel
 
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")

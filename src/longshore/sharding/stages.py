@@ -1,4 +1,4 @@
-"""Strategies by stage: made once, asked never again."""
+"""What each ZeRO stage means: who steps what, when gradients are reduced, and what it adds to the schedule."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.host.events import ARRIVE, COPY_TO_HOST, NORM, PUBLISH, SCHEDULE, STEP_IN_PLACE, Lane, Row, Which
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
-from longshore.sharding.groups import twin_of
-from longshore.sharding.lane import CollectiveLane
+from longshore.sharding.collective_thread import CollectiveThread, twin_of
 from longshore.sharding.ownership import Ownership, Replicated, Sharded
+from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.store import ShardedStore
-from longshore.sharding.window import ReductionSettings
 
 if TYPE_CHECKING:
-    from longshore.sharding.fully_sharded import FullyShardedModel
+    from longshore.sharding.fsdp import FullyShardedModel
 
 _LARGEST_ITEM_BYTES = 4
-"""Of a gradient's element: a float32 bucket, or two in 16 bits, may wait to be sent."""
+"""The size of a gradient's element: a float32 bucket, or two in 16 bits, may wait to be sent."""
 
 
 class Strategy(NamedTuple):
     """What a ZeRO stage means here."""
 
-    ownership: Callable[[ShardedPlacement, CollectiveLane, Mapping[int, Tensor]], Ownership]
+    ownership: Callable[[ShardedPlacement, CollectiveThread, Mapping[int, Tensor]], Ownership]
     each_backward: bool
 
 
@@ -36,7 +36,7 @@ class ShardedPlacement(Placement):
     """State spread over the ranks of a process group.
 
     Attributes:
-        offload: how each rank keeps its part.
+        offload: how each rank keeps its share.
         group: of ranks; None: all of them.
         stage: 0, 1, 2 or 3.
         settings: how gradients are reduced; ``each_backward`` is the stage's.
@@ -70,13 +70,14 @@ class ShardedPlacement(Placement):
         if self.sharded is not None:
             # No more than what is gathered together: the device has no room for gradients of all modules either.
             waiting_numel = min(waiting_numel, self.sharded.largest_numel)
-        lane = CollectiveLane(twin_of(self.group, device), device, waiting_numel * _LARGEST_ITEM_BYTES, owns_group=True)
+        limit_bytes = waiting_numel * _LARGEST_ITEM_BYTES
+        collectives = CollectiveThread(twin_of(self.group, device), device, limit_bytes, owns_group=True)
         # Where gradients are reduced in step() there is no backward to step ahead in.
         in_backward = settings.each_backward or settings.early
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
         # What comes out of a reduction is float32, whatever went in.
         inner = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
-        return ShardedStore(inner, strategy.ownership(self, lane, parameters), settings)
+        return ShardedStore(inner, strategy.ownership(self, collectives, parameters), settings)
 
 
 def bucket_numel_of(settings: ReductionSettings) -> int:
@@ -87,17 +88,33 @@ def bucket_numel_of(settings: ReductionSettings) -> int:
     return settings.bucket_numel
 
 
-def _fully_sharded(placement: ShardedPlacement, lane: CollectiveLane, parameters: Mapping[int, Tensor]) -> Ownership:
+def _fully_sharded(
+    placement: ShardedPlacement, collectives: CollectiveThread, parameters: Mapping[int, Tensor]
+) -> Ownership:
     # Imported here: it imports torch's FSDP2, which takes a while.
     from longshore.sharding.fully_sharded import FullySharded
 
     assert placement.sharded is not None
-    return FullySharded(lane, placement.sharded, parameters)
+    return FullySharded(collectives, placement.sharded, parameters)
 
 
 STRATEGIES: Mapping[int, Strategy] = {
-    0: Strategy(lambda _, lane, __: Replicated(lane), each_backward=False),
-    1: Strategy(lambda placement, lane, _: Sharded(lane, placement.gather_numel), each_backward=False),
-    2: Strategy(lambda placement, lane, _: Sharded(lane, placement.gather_numel), each_backward=True),
+    0: Strategy(lambda _, collectives, __: Replicated(collectives), each_backward=False),
+    1: Strategy(lambda placement, collectives, _: Sharded(collectives, placement.gather_numel), each_backward=False),
+    2: Strategy(lambda placement, collectives, _: Sharded(collectives, placement.gather_numel), each_backward=True),
     3: Strategy(_fully_sharded, each_backward=True),
 }
+
+REDUCE = "reduce"
+"""The reduction of one bucket; every tile with a part of that bucket waits for it."""
+GATHER = "gather"
+"""The gathering of one bucket's parameters (stages 1 and 2), or of one unit's, before it is used (stage 3)."""
+
+SHARDED_SCHEDULE: Mapping[str, Row] = {
+    **SCHEDULE,
+    REDUCE: Row(Lane.COLLECTIVES, ((ARRIVE, Which.SAME),)),
+    COPY_TO_HOST: Row(Lane.TO_HOST, ((REDUCE, Which.SAME),)),
+    NORM: Row(Lane.HOST, ((ARRIVE, Which.ALL), (REDUCE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
+    GATHER: Row(Lane.COLLECTIVES, ((STEP_IN_PLACE, Which.ALL), (PUBLISH, Which.ALL))),
+}
+"""The schedule of a tile (:mod:`longshore.host.events`) with what several ranks add to it."""

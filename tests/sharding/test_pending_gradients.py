@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longshore.sharding.contributions import Contributions
+from longshore.sharding.reduction import PendingGradients
 
 
 @pytest.mark.parametrize("lent_after", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_sum_has_the_same_bits_whenever_it_was_lent(lent_after: int, dtype: torch.dtype) -> None:
     gradients = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
-    kept, lent = Contributions(dtype), Contributions(dtype)
+    kept, lent = PendingGradients(dtype), PendingGradients(dtype)
     for number, gradient in enumerate(gradients):
         if number == lent_after:
             before = lent.lend([0])[0]

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from longshore.errors import RankError
-from longshore.sharding import lane as lane_module
+from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import reduction as module
-from longshore.sharding.action import Action
-from longshore.sharding.agreement import Statement, agree_on
+from longshore.sharding.agreement import Action, Statement, agree_on
 from longshore.sharding.bucket import plan_buckets
-from longshore.sharding.groups import timeout_of, twin_of
-from longshore.sharding.lane import CollectiveLane
+from longshore.sharding.collective_thread import CollectiveThread, timeout_of, twin_of
 from longshore.sharding.ownership import Replicated, Sharded
 from longshore.sharding.reduction import Averaging, reduce_shard
 from sharding.gathering_cases import sharing
@@ -26,8 +24,8 @@ from sharding.gathering_cases import sharing
 CPU = torch.device("cpu")
 
 
-def make_lane() -> CollectiveLane:
-    return CollectiveLane(None, CPU, 1 << 20)
+def make_thread() -> CollectiveThread:
+    return CollectiveThread(None, CPU, 1 << 20)
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,97 +50,101 @@ def reduction(
 
 
 def _reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, replicated: bool) -> None:
-    lane = make_lane()
+    collectives = make_thread()
     numels = [5, 40, 17]
-    (bucket,) = plan_buckets([(index, numel, dtype) for index, numel in enumerate(numels)], 1000, lane.world_size)
-    gradients = {index: values_of(10 * lane.rank + index, numels[index], dtype) for index in used[lane.rank]}
-    averaging = Averaging.over(lane.world_size, predivide)
-    ownership = Replicated(lane) if replicated else Sharded(lane, 100)
+    (bucket,) = plan_buckets(
+        [(index, numel, dtype) for index, numel in enumerate(numels)], 1000, collectives.world_size
+    )
+    gradients = {
+        index: values_of(10 * collectives.rank + index, numels[index], dtype) for index in used[collectives.rank]
+    }
+    averaging = Averaging.over(collectives.world_size, predivide)
+    ownership = Replicated(collectives) if replicated else Sharded(collectives, 100)
 
     def reduce() -> list:
-        reduced = reduce_shard(lane, bucket, gradients, dtype, averaging)
+        reduced = reduce_shard(collectives, bucket, gradients, dtype, averaging)
         assert gradients == {}  # they were let go of
-        return list(ownership.arrivals(bucket, reduced))
+        return list(ownership.spread(bucket, reduced))
 
-    arrivals = lane.run(reduce)
+    arrivals = collectives.run(reduce)
     anywhere = set().union(*map(set, used))
-    assert {piece.parameter for piece, _ in arrivals} == {
-        piece.parameter for piece in ownership.owned(bucket) if piece.parameter in anywhere
+    assert {owned.parameter for owned, _ in arrivals} == {
+        owned.parameter for owned in ownership.owned_in(bucket) if owned.parameter in anywhere
     }
-    for piece, values in arrivals:
-        total = torch.zeros(numels[piece.parameter])
-        for rank in range(lane.world_size):
-            if piece.parameter in used[rank]:
-                theirs = values_of(10 * rank + piece.parameter, numels[piece.parameter], dtype)
+    for owned, values in arrivals:
+        total = torch.zeros(numels[owned.parameter])
+        for rank in range(collectives.world_size):
+            if owned.parameter in used[rank]:
+                theirs = values_of(10 * rank + owned.parameter, numels[owned.parameter], dtype)
                 total += theirs * (1.0 / predivide) if predivide != 1.0 else theirs
-        expected = total * (predivide / lane.world_size)
+        expected = total * (predivide / collectives.world_size)
         assert values.dtype == torch.float32
-        assert torch.equal(values, expected[piece.parameter_offset : piece.parameter_offset + piece.numel])
-    lane.close()
+        assert torch.equal(values, expected[owned.parameter_offset : owned.parameter_offset + owned.numel])
+    collectives.close()
 
 
 def meeting(actions: list[int], numbers: list[int], windows: list[int]) -> str:
     """What ``meet`` says when the ranks come with these."""
-    lane = make_lane()
-    rank = lane.rank
+    collectives = make_thread()
+    rank = collectives.rank
     try:
-        lane.run(lambda: lane.meet(Action(actions[rank]), numbers[rank], windows[rank]))
+        collectives.run(lambda: collectives.meet(Action(actions[rank]), numbers[rank], windows[rank]))
         return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        lane.close()
+        collectives.close()
 
 
 def met_again() -> list[str]:
     """Rank 0 gave up its window and is at the next backward; rank 1 is in step(), and then there as well."""
-    lane = make_lane()
+    collectives = make_thread()
     said = []
-    if lane.rank == 0:
-        lane.give_up_window()
-        lane.run(lambda: lane.meet(Action.BACKWARD, 1, 1))
+    if collectives.rank == 0:
+        collectives.give_up_window()
+        collectives.run(lambda: collectives.meet(Action.BACKWARD, 1, 1))
     else:
         try:
-            lane.run(lambda: lane.meet(Action.STEP, 5, 0))
+            collectives.run(lambda: collectives.meet(Action.STEP, 5, 0))
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
-        lane.run(lambda: lane.meet(Action.BACKWARD, 1, 1))
+        collectives.run(lambda: collectives.meet(Action.BACKWARD, 1, 1))
     try:  # told once is enough
-        lane.run(lambda: lane.meet(Action.STEP if lane.rank == 0 else Action.READ, 5, 1))
+        collectives.run(lambda: collectives.meet(Action.STEP if collectives.rank == 0 else Action.READ, 5, 1))
     except Exception as error:
         said.append(f"{type(error).__name__}: {str(error).partition(';')[0]}")
-    lane.close()
+    collectives.close()
     return said
 
 
 def closing() -> list[object]:
     """Rank 0 is in its last backward, rank 1 in step(): what each ``meet`` returned. Then both are at both."""
-    lane = make_lane()
+    collectives = make_thread()
     found: list[object] = []
-    actions = [Action.CLOSE, Action.STEP] if lane.rank == 0 else [Action.STEP]
+    actions = [Action.CLOSE, Action.STEP] if collectives.rank == 0 else [Action.STEP]
     for action in [*actions, Action.CLOSE, Action.STEP]:
-        found.append(lane.run(lambda action=action: lane.meet(action, 1, 0)))
-    lane.close()
+        found.append(collectives.run(lambda action=action: collectives.meet(action, 1, 0)))
+    collectives.close()
     return found
 
 
 def agreeing() -> object:
     """Rank 0: two deferred rounds, the second a sum; rank 1: one, a sum, and a failure."""
-    lane = make_lane()
+    collectives = make_thread()
     mine = (
         Statement([False, True], False, 3, [1, 0], [True, False, False])
-        if lane.rank == 0
+        if collectives.rank == 0
         else Statement([True], True, 2, [0, 1], [False, False, True])
     )
-    agreed = lane.run(lambda: agree_on(lane, mine))
-    lane.close()
+    agreed = collectives.run(lambda: agree_on(collectives.rows, mine))
+    collectives.close()
     return (agreed.deferred, agreed.failed, agreed.backwards, agreed.order, agreed.used)
 
 
 def many_deferred() -> list[bool]:
-    lane = make_lane()
-    agreed = lane.run(lambda: agree_on(lane, Statement([False] * 70)))
-    lane.close()
+    collectives = make_thread()
+    agreed = collectives.run(lambda: agree_on(collectives.rows, Statement([False] * 70)))
+    collectives.close()
     return list(agreed.deferred)
 
 
@@ -153,40 +155,42 @@ def gathering(chunk_numel: int, numels: list[int], where: str) -> None:
 
 
 def _gathering(chunk_numel: int, numels: list[int]) -> None:
-    lane = make_lane()
-    (bucket,) = plan_buckets([(index, numel, "a") for index, numel in enumerate(numels)], 10_000, lane.world_size)
+    collectives = make_thread()
+    (bucket,) = plan_buckets(
+        [(index, numel, "a") for index, numel in enumerate(numels)], 10_000, collectives.world_size
+    )
     whole = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16() for numel in numels]
-    ownership = Sharded(lane, chunk_numel)
+    ownership = Sharded(collectives, chunk_numel)
     targets = {index: torch.full_like(values, float("nan")) for index, values in enumerate(whole)}
-    for piece in ownership.owned(bucket):
-        part = slice(piece.parameter_offset, piece.parameter_offset + piece.numel)
-        targets[piece.parameter][part] = whole[piece.parameter][part]
+    for owned in ownership.owned_in(bucket):
+        part = slice(owned.parameter_offset, owned.parameter_offset + owned.numel)
+        targets[owned.parameter][part] = whole[owned.parameter][part]
     idle = targets.pop(0)
     before = idle.clone()
-    lane.run(lambda: ownership.publish(bucket, targets))
+    collectives.run(lambda: ownership.publish(bucket, targets))
     for index, target in targets.items():
         assert torch.equal(target, whole[index])
     assert torch.equal(idle.view(torch.int16), before.view(torch.int16))  # idle means untouched
-    lane.close()
+    collectives.close()
 
 
 def rank_that_ends(rank_to_end: int) -> str:
-    """One rank dies; the other is told within seconds, and nothing runs on its lane any more."""
-    lane = make_lane()
-    if lane.rank == rank_to_end:
+    """One rank dies; the other is told within seconds, and nothing runs on its thread any more."""
+    collectives = make_thread()
+    if collectives.rank == rank_to_end:
         import os
 
         os._exit(1)
     try:
         for number in range(100):
-            lane.run(lambda number=number: lane.meet(Action.BACKWARD, number, 0))
+            collectives.run(lambda number=number: collectives.meet(Action.BACKWARD, number, 0))
         raise AssertionError("nothing was noticed")
     except RankError as error:
         said = str(error)
     ran: list[int] = []
-    lane.submit(lambda: ran.append(1))
+    collectives.submit(lambda: ran.append(1))
     with contextlib.suppress(RankError):
-        lane.drain()
+        collectives.drain()
     assert ran == []
     return said
 
@@ -217,21 +221,21 @@ class _Listener(logging.Handler):
 
 def waiting(late: bool) -> list[str]:
     """What rank 0 logs when the ranks meet twice; with ``late`` rank 1 comes to the second only after it did so."""
-    lane = CollectiveLane(twin_of(None, CPU), CPU, 1 << 20, owns_group=True)
+    collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20, owns_group=True)
     listener = _Listener(lambda: dist.send(torch.zeros(1), 1))
-    logger, former = logging.getLogger("longshore"), lane_module._NOTICE_S
+    logger, former = logging.getLogger("longshore"), thread_module._NOTICE_S
     logger.addHandler(listener)
     try:
-        lane.run(lambda: lane.meet(Action.BACKWARD, 2, 5))
+        collectives.run(lambda: collectives.meet(Action.BACKWARD, 2, 5))
         if late:
-            lane_module._NOTICE_S = 0.05
-            if lane.rank == 1:
+            thread_module._NOTICE_S = 0.05
+            if collectives.rank == 1:
                 dist.recv(torch.zeros(1), 0)
-                lane_module._NOTICE_S = former
+                thread_module._NOTICE_S = former
                 time.sleep(0.5)  # in which rank 0 could say it again
-        lane.run(lambda: lane.meet(Action.STEP, 7, 5))
-        lane.close()
+        collectives.run(lambda: collectives.meet(Action.STEP, 7, 5))
+        collectives.close()
         return listener.said
     finally:
-        lane_module._NOTICE_S = former
+        thread_module._NOTICE_S = former
         logger.removeHandler(listener)

@@ -19,30 +19,30 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _FOLDER = Path("/dev/shm")
-_PAGE = 1 << 16
+_ROUNDING = 1 << 16
 _STALE_S = 24 * 3600.0
 _MOST = 48
-"""Segments, of which a rank says in one number which are free."""
+"""How many blocks there may be: a rank says in one number which of them are free."""
 _NO_ROOM, _APART, _OTHER = -1, -2, -3
-"""In place of a segment's number: there is no room for one; this rank stands apart; it is none that the ranks share."""
+"""Sent in place of a block's number: there is no room for one; this rank stands apart; the ranks do not share it."""
 
 NOTE_NUMEL = 4
-"""Numbers that a rank says in a meeting."""
+"""How many numbers a rank says in a meeting."""
 
 _LOGGER = logging.getLogger("longshore")
 
 
-class Segment:
-    """One piece of memory, which every rank has mapped."""
+class SharedBlock:
+    """A block of memory that every rank has mapped."""
 
     def __init__(self, path: Path, capacity: int) -> None:
         self.path = path
         self.capacity = capacity
         self.memory = _mapped(path, capacity)
         self.agreed = False
-        """All ranks have it."""
+        """Whether all ranks have it."""
         self.free = False
-        """As all ranks know: the last meeting said so, and it was not lent since."""
+        """Whether it can be lent, as all ranks know: the last meeting said so, and it was not lent since."""
         self._lent_at = 0
         self._user: StorageWeakRef | None = None
         # Also where an exception ends this process; and not where one that it forked ends.
@@ -67,11 +67,11 @@ class Segment:
         self._name()
 
 
-class SharedSegments:
-    """Segments that every rank writes a part of, its own, and all read.
+class SharedMemory:
+    """Blocks of which every rank writes its own part, and all read all of them.
 
-    The ranks write, meet, and read. At each meeting they also say which segments
-    they are done with. So all know the same of every segment, and the next one to
+    The ranks write, meet, and read. At each meeting they also say which blocks
+    they are done with. So all know the same of every block, and the next one to
     be lent is the same on all ranks without a word. A rank of which that may not be
     true, since it failed, stands apart until all have met, and they begin anew.
 
@@ -87,18 +87,18 @@ class SharedSegments:
         _remove_stale()
         self._generation = 0
         self._meetings = 0
-        """That this rank came to."""
-        self._segments: list[Segment] = []
+        """How many meetings this rank came to."""
+        self._blocks: list[SharedBlock] = []
         self._no_room = False
         self._apart = False
         self._lent_for = 0
-        """The last meeting for which a segment was lent."""
+        """The last meeting for which a block was lent."""
         self.works = False
         self.works = len(tokens) > 1 and self._all_see_all(rank, len(tokens), rows)
         """Whether all ranks share memory; the same on all of them."""
 
     def _all_see_all(self, rank: int, world_size: int, rows: Callable[[Tensor], Tensor]) -> bool:
-        """Whether each rank sees what every other one wrote: they are on one machine, and not shut off."""
+        """Whether each rank sees what every other one wrote: they are on one machine, and in one container."""
         mine = self._make(8 * world_size)
         values = [(self._token ^ each).to_bytes(8, "little") for each in range(world_size)]
         if mine is not None:
@@ -109,15 +109,15 @@ class SharedSegments:
         self._begin_anew(1)
         return everywhere
 
-    def _make(self, num_bytes: int) -> Segment | None:
+    def _make(self, num_bytes: int) -> SharedBlock | None:
         """None where there is no room (containers often have little of this memory)."""
-        if len(self._segments) == _MOST:
+        if len(self._blocks) == _MOST:
             self._no_room = True
-            _LOGGER.warning("%d pieces of shared memory are in use; sockets take over, which is slower", _MOST)
+            _LOGGER.warning("%d blocks of shared memory are in use; sockets take over, which is slower", _MOST)
             return None
-        path = _FOLDER / f"longshore-{self._token:x}-{self._generation}-{len(self._segments)}"
+        path = _FOLDER / f"longshore-{self._token:x}-{self._generation}-{len(self._blocks)}"
         try:
-            segment = Segment(path, -(-num_bytes // _PAGE) * _PAGE)
+            block = SharedBlock(path, -(-num_bytes // _ROUNDING) * _ROUNDING)
         except OSError as error:
             path.unlink(missing_ok=True)
             self._no_room = True
@@ -130,11 +130,11 @@ class SharedSegments:
                     error.strerror,
                 )
             return None
-        self._segments.append(segment)
-        return segment
+        self._blocks.append(block)
+        return block
 
-    def lend(self, num_bytes: int, held: bool) -> tuple[Segment, Tensor] | None:
-        """uint8 ``[num_bytes]`` of which this rank may write its part, and the segment that it is in; None: no room.
+    def lend(self, num_bytes: int, held: bool) -> tuple[SharedBlock, Tensor] | None:
+        """uint8 ``[num_bytes]`` of which this rank may write its part, and the block that it is in; None: no room.
 
         After the next meeting it has what all ranks wrote. ``held``: as long as a tensor
         uses it; otherwise until this rank comes to the meeting after that.
@@ -145,25 +145,25 @@ class SharedSegments:
         if not self.works or self._apart:
             return None
         self._lent_for = meeting
-        free = [each for each in self._segments if each.free and each.capacity >= num_bytes]
-        segment = min(free, key=lambda each: each.capacity) if free else self._make(num_bytes)
-        return None if segment is None else (segment, segment.lend(num_bytes, held, meeting))
+        free = [each for each in self._blocks if each.free and each.capacity >= num_bytes]
+        block = min(free, key=lambda each: each.capacity) if free else self._make(num_bytes)
+        return None if block is None else (block, block.lend(num_bytes, held, meeting))
 
     def stand_apart(self) -> None:
-        """This rank failed, and what it does next may not be what the others do: it writes nothing that they read
-        until all know."""
+        """Note that this rank failed, and what it does next may not be what the others do: it writes nothing that they
+        read until all know."""
         self._apart = True
 
-    def come(self, segment: Segment | None) -> list[int]:
-        """This rank comes to a meeting with this segment written (None: none): what it has to say there."""
+    def come(self, block: SharedBlock | None) -> list[int]:
+        """Come to a meeting with this block written (None: none); returns what this rank has to say there."""
         self._meetings += 1
-        done = sum(1 << place for place, each in enumerate(self._segments) if each.done_with(self._meetings))
-        if segment in self._segments and not self._apart:
-            return [self._generation, self._segments.index(segment), segment.capacity, done]
+        done = sum(1 << place for place, each in enumerate(self._blocks) if each.done_with(self._meetings))
+        if block in self._blocks and not self._apart:
+            return [self._generation, self._blocks.index(block), block.capacity, done]
         return [self._generation, _NO_ROOM if self._no_room else _APART if self._apart else _OTHER, 0, done]
 
     def met(self, said: Sequence[Sequence[int]]) -> bool:
-        """What each rank said. Whether all came with the same segment, and what they wrote may be read."""
+        """Take what each rank said; returns whether all came with the same block, and what they wrote may be read."""
         if not self.works:
             return False
         indices = {index for _, index, _, _ in said}
@@ -172,15 +172,15 @@ class SharedSegments:
             self._begin_anew(1 + max(generation for generation, _, _, _ in said))
             return False
         done = functools.reduce(operator.and_, (each[3] for each in said))
-        for place, each in enumerate(self._segments):
+        for place, each in enumerate(self._blocks):
             # Never what is true of this rank alone: the others would not know.
             each.free = bool(done >> place & 1) and not each.lent_after(self._meetings)
         index = said[0][1]
         if index == _OTHER:
             return False  # lent before the ranks began anew
-        if not self._segments[index].agreed:
-            self._segments[index].agreed = True
-            self._segments[index].forget_name()  # no file needs to stay
+        if not self._blocks[index].agreed:
+            self._blocks[index].agreed = True
+            self._blocks[index].forget_name()  # no file needs to stay
         return True
 
     def _begin_anew(self, generation: int) -> None:
@@ -189,14 +189,14 @@ class SharedSegments:
         self._apart = False
 
     def close(self) -> None:
-        """What was lent stays as long as tensors use it."""
-        for segment in self._segments:
-            segment.forget_name()
-        self._segments = []
+        """Remove the files. What was lent stays as long as tensors use it."""
+        for block in self._blocks:
+            block.forget_name()
+        self._blocks = []
 
 
 def _remove_stale() -> None:
-    """Files of ranks that were killed before all had opened them; nobody waits for so long."""
+    """Remove files of ranks that were killed before all had opened them; nobody waits for so long."""
     for path in _FOLDER.glob("longshore-*"):
         with contextlib.suppress(OSError):
             found = path.stat()

@@ -11,63 +11,63 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.sharding import segments as module
-from longshore.sharding.segments import SharedSegments
+from longshore.sharding import shared_memory as module
+from longshore.sharding.shared_memory import SharedMemory
 
 
 @pytest.fixture
-def segments() -> Iterator[SharedSegments]:
-    made = SharedSegments(0, lambda row: torch.stack([row, row]))
+def blocks() -> Iterator[SharedMemory]:
+    made = SharedMemory(0, lambda row: torch.stack([row, row]))
     assert not made.works, "nobody wrote the other rank's word"
     made.works = True
     yield made
     made.close()
 
 
-def test_memory_is_free_when_all_say_so(segments: SharedSegments) -> None:
-    found = segments.lend(100, held=True)
+def test_memory_is_free_when_all_say_so(blocks: SharedMemory) -> None:
+    found = blocks.lend(100, held=True)
     assert found is not None
     first, memory = found
-    mine = segments.come(first)
-    assert segments.met([mine, mine])
+    mine = blocks.come(first)
+    assert blocks.met([mine, mine])
     del memory, found
     for other_is_done in (False, True):
-        found = segments.lend(100, held=True)
+        found = blocks.lend(100, held=True)
         assert found is not None and found[0] is not first
-        mine = segments.come(found[0])
+        mine = blocks.come(found[0])
         theirs = [*mine[:3], mine[3] if other_is_done else mine[3] & ~1]
-        assert segments.met([mine, theirs])
+        assert blocks.met([mine, theirs])
         assert first.free == other_is_done
         del found
-    found = segments.lend(100, held=True)
+    found = blocks.lend(100, held=True)
     assert found is not None and found[0] is first
 
 
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["generation", "index", "capacity"])
-def test_ranks_that_came_with_other_memory_begin_anew(place: int, segments: SharedSegments) -> None:
-    found = segments.lend(100, held=False)
+def test_ranks_that_came_with_other_memory_begin_anew(place: int, blocks: SharedMemory) -> None:
+    found = blocks.lend(100, held=False)
     assert found is not None
-    mine = segments.come(found[0])
+    mine = blocks.come(found[0])
     theirs = [value + (place == number) for number, value in enumerate(mine)]
-    assert not segments.met([mine, theirs])
-    assert segments.works
-    again = segments.lend(100, held=False)
+    assert not blocks.met([mine, theirs])
+    assert blocks.works
+    again = blocks.lend(100, held=False)
     assert again is not None and again[0] is not found[0]
-    row = segments.come(again[0])
+    row = blocks.come(again[0])
     assert row[0] == max(mine[0], theirs[0]) + 1
-    assert segments.met([row, row])
+    assert blocks.met([row, row])
 
 
-def test_what_was_lent_before_the_ranks_began_anew_is_not_shared(segments: SharedSegments) -> None:
-    found = segments.lend(100, held=False)
+def test_what_was_lent_before_the_ranks_began_anew_is_not_shared(blocks: SharedMemory) -> None:
+    found = blocks.lend(100, held=False)
     assert found is not None
-    mine = segments.come(found[0])
-    pending = segments.lend(100, held=False)
+    mine = blocks.come(found[0])
+    pending = blocks.lend(100, held=False)
     assert pending is not None
-    assert not segments.met([mine, [*mine[:1], mine[1] + 1, *mine[2:]]])
-    row = segments.come(pending[0])
-    assert not segments.met([row, row])
-    assert segments.works
+    assert not blocks.met([mine, [*mine[:1], mine[1] + 1, *mine[2:]]])
+    row = blocks.come(pending[0])
+    assert not blocks.met([row, row])
+    assert blocks.works
 
 
 def test_files_that_a_killed_rank_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +77,14 @@ def test_files_that_a_killed_rank_left_are_removed(tmp_path: Path, monkeypatch: 
         path.write_bytes(b"x")
     for path in (stale, other):
         os.utime(path, (0, 0))
-    SharedSegments(0, lambda row: torch.stack([row, row]))
+    SharedMemory(0, lambda row: torch.stack([row, row]))
     assert sorted(tmp_path.iterdir()) == sorted([recent, other])
 
 
 _ENDS = """
 import os, torch
-from longshore.sharding.segments import SharedSegments
-made = SharedSegments(0, lambda row: torch.stack([row, row]))
+from longshore.sharding.shared_memory import SharedMemory
+made = SharedMemory(0, lambda row: torch.stack([row, row]))
 made.works = True
 path = made.lend(100, held=False)[0].path
 print(path, flush=True)

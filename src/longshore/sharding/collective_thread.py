@@ -1,4 +1,4 @@
-"""The one thread from which all collectives of an engine leave, in order (law 7)."""
+"""The one thread from which all collectives of an engine leave, in order (law 7), and the process groups they use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,18 +17,15 @@ from torch import Tensor
 
 from longshore.errors import GradientError, RankError
 from longshore.host import Recorder, Worker, debugging
-from longshore.sharding.action import Action
-from longshore.sharding.segments import Segment, SharedSegments
+from longshore.sharding.agreement import ADVICE, Action, action_words, explain_difference
+from longshore.sharding.shared_memory import SharedBlock, SharedMemory
 
 T = TypeVar("T")
-
-REFUSED = -1
-"""In place of its verdict: a rank that found at the last moment that it cannot step."""
 
 _PATIENCE_S = 1.0
 _NOTICE_S = 30.0
 _NOTICE_DEBUGGING_S = 1.0
-"""How long a rank waits for the others before it says so."""
+"""How long a rank waits for the others before it logs a warning."""
 
 _LOGGER = logging.getLogger("longshore")
 
@@ -39,11 +37,11 @@ class _Meeting:
         # Fixed.
         self.action, self.number, self.window, self.note = action, number, window, note
         self.doing = doing
-        # Of each time that this rank comes.
+        # Change each time that this rank comes to the meeting.
         self.gave_up = False
         self.rows: Tensor = torch.empty(0)
         self.work: Any = None
-        # Of the wait.
+        # Change while it waits.
         self.since = 0.0
         self.told = False
 
@@ -53,14 +51,14 @@ class Outgoing(NamedTuple):
 
     memory: Tensor
     """uint8, flat."""
-    segment: Segment | None
-    """Of the memory that the ranks share, if it is a part of that."""
+    block: SharedBlock | None
+    """The shared memory that it is a part of, if it is."""
     everyone: Tensor | None
-    """The same of all ranks, by row."""
+    """The memory of all ranks in that block, by row."""
 
 
-class CollectiveLane:
-    """Collectives of one group of ranks, run one after the other on a thread of their own.
+class CollectiveThread:
+    """Runs collectives of one group of ranks one after the other, on a thread of its own.
 
     Every sequence of collectives begins with :meth:`meet`, in which each rank
     says what it is about to do. So ranks that do different things get an error
@@ -69,10 +67,10 @@ class CollectiveLane:
     Args:
         group: the ranks that share the work; None: all.
         device: where tensors that are communicated have to be.
-        limit_bytes: of gradients that may wait for their bucket's turn.
-        owns_group: :meth:`close` destroys the group.
-        words: what to call an action and its number.
-        note_numel: numbers that a rank may add to what it says in a meeting.
+        limit_bytes: how many bytes of gradients may wait for their bucket's turn.
+        owns_group: whether :meth:`close` destroys the group.
+        words: gives the words for an action and its number.
+        note_numel: how many numbers a rank may add to what it says in a meeting.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class CollectiveLane:
     ) -> None:
         # Fixed.
         self._owns_group = owns_group
-        self._words = words or _words
+        self._words = words or action_words
         self._note_numel = note_numel
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
@@ -98,20 +96,20 @@ class CollectiveLane:
         self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
         # Set once.
         self._dead: RankError | None = None
-        # Of one window.
+        # Change with each window.
         self._untold = False
         """This rank gave up its window, and the others may not know."""
         self.given_up = 0
-        """The window of the rank that gave one up, as it counts since, where a meeting raised for that."""
-        # Change with each meeting; read by the thread that waits for the lane's.
+        """The window that another rank has been at since it gave one up, where a meeting raised for that."""
+        # Change with each meeting. The first is read by the thread that waits for this one.
         self._meeting: _Meeting | None = None
         self._latest: Any = None
         """The last exchange of rows that began."""
         self._last_met = "when the engine was made"
         self.notes: list[list[int]] = []
-        """Of the last meeting, by rank."""
-        # From the first exchange in host memory on.
-        self._segments: SharedSegments | None = None
+        """What each rank added in the last meeting, by rank."""
+        # Made by the first exchange in host memory.
+        self._shared: SharedMemory | None = None
         # Grow to what jobs ask for, and stay: fresh memory would fault page by page.
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -128,13 +126,13 @@ class CollectiveLane:
     def drain(self) -> None:
         """Wait for every job; raises what the first failed one raised.
 
-        A warning is logged, once for each meeting, where the other ranks do not come for a while.
+        Where the other ranks do not come for a while, a warning is logged, once for each meeting.
         """
         while not self._worker.idle_within(_notice_s()):
-            self.tell_of_waiting()
+            self.warn_of_waiting()
         failure = self._worker.drain()
         if failure is not None and failure is self._dead:
-            # Each caller gets one of its own: raised again and again, the same one would collect tracebacks.
+            # Each caller gets an error of its own: raised again and again, the same one would collect tracebacks.
             raise RankError(str(failure)) from failure.__cause__
         if failure is not None:
             raise failure
@@ -147,7 +145,7 @@ class CollectiveLane:
         self.drain()
         return results[0]
 
-    def tell_of_waiting(self) -> None:
+    def warn_of_waiting(self) -> None:
         """Log, once for each meeting, that the other ranks do not come; from any thread."""
         meeting = self._meeting
         if meeting is None or meeting.told or (waited_s := time.monotonic() - meeting.since) < _notice_s():
@@ -184,27 +182,19 @@ class CollectiveLane:
     def close(self) -> None:
         if self._dead is None:
             self._worker.close()
-        if self._segments is not None:
-            self._segments.close()
+        if self._shared is not None:
+            self._shared.close()
         if self._owns_group and dist.is_initialized():
             self._owns_group = False
             dist.destroy_process_group(self.group)
-            # The last reference, most often: its threads and sockets go now and not when garbage is collected.
+            # Most often the last reference: the group's threads and sockets go now and not at a garbage collection.
             held, self.group = [self.group], None
             if self._latest is not None and not self._latest.is_completed():
                 # After an error: nobody comes to that meeting, and its thread waits as long as the group would.
                 threading.Thread(target=held.clear, name="longshore-closing", daemon=True).start()
             self._latest = None
 
-    # -- collectives, from jobs -----------------------------------------------
-
-    def buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 ``[num_bytes]`` for a job, the same memory each time: what it held is lost with the next call."""
-        held = self._buffers.get((name, device))
-        if held is None or held.numel() < num_bytes:
-            self._buffers.pop((name, device), None)
-            held = self._buffers[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return held[:num_bytes]
+    # -- meetings, from jobs --------------------------------------------------
 
     def give_up_window(self) -> None:
         """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
@@ -216,12 +206,11 @@ class CollectiveLane:
         return self._untold
 
     def meet(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> bool:
-        """All ranks are at ``action`` number ``number`` of the same window.
+        """Wait until all ranks are at ``action`` number ``number`` of the same window.
 
-        ``window`` counts those that were applied or given up; :attr:`notes` has each
-        rank's ``note`` afterwards. At CLOSE a rank need
-        not find the others: where one is elsewhere, this is false, and that one
-        waits for the next meeting.
+        ``window`` is :attr:`WindowStatus.number`. Afterwards :attr:`notes` has each
+        rank's ``note``. At CLOSE a rank need not find the others: where one of them
+        is elsewhere, the result is false, and that rank waits for the next meeting.
 
         Raises:
             GradientError: another rank gave up the window, or came to COMMIT with REFUSED.
@@ -262,7 +251,7 @@ class CollectiveLane:
             try:
                 doing = [(Action(row[0]), row[1]) for row in rows]
             except ValueError:
-                raise RankError(f"the ranks do different things; {_ADVICE}") from None
+                raise RankError(f"the ranks do different things; {ADVICE}") from None
             left = [rank for rank, (other, _) in enumerate(doing) if other is Action.LEAVE]
             gave_up = left or [rank for rank, row in enumerate(rows) if row[3]]
             if action is Action.LEAVE or all(row[:3] == rows[0][:3] for row in rows):
@@ -270,7 +259,7 @@ class CollectiveLane:
             if not gave_up:
                 closing = [other is Action.CLOSE for other, _ in doing]
                 if not any(closing) or all(closing):
-                    self._differ(doing)
+                    explain_difference(doing, self.rank, self._words)
                     return True
                 if action is Action.CLOSE:
                     return False
@@ -282,19 +271,7 @@ class CollectiveLane:
             # The others were told where they were. They will be here next.
             self._come(meeting)
 
-    def _differ(self, doing: Sequence[tuple[Action, int]]) -> None:
-        """The ranks met, and not for the same thing. Returns where this rank knows why: it refused the step."""
-        if any(action is not Action.COMMIT for action, _ in doing):
-            said = ", ".join(f"rank {rank} is {self._words(*each)}" for rank, each in enumerate(doing))
-            raise RankError(f"the ranks do different things: {said}; {_ADVICE}")
-        refusing = [rank for rank, (_, number) in enumerate(doing) if number == REFUSED]
-        if not refusing:
-            raise RankError(
-                "the ranks are about to step differently: other parameters, learning rates, options or "
-                "clipping; give every rank's optimizer the same groups, schedule and settings"
-            )
-        if self.rank not in refusing:
-            raise GradientError(f"rank {refusing[0]} refused the step (see its own error); nothing was stepped")
+    # -- collectives, from jobs -----------------------------------------------
 
     def rows(self, row: Tensor) -> Tensor:
         """Every rank's ``row``, stacked, on the CPU: shape ``[world_size, *row.shape]``."""
@@ -313,49 +290,57 @@ class CollectiveLane:
         return rows, self._latest
 
     def outgoing(self, num_bytes: int, device: torch.device) -> Outgoing:
-        """Memory to write into what :meth:`exchange` or :meth:`gather` is to send next."""
+        """Memory to write what :meth:`exchange` or :meth:`gather` is to send next."""
         if device.type == "cpu":
-            if self._segments is None:
-                self._segments = SharedSegments(self.rank, self.rows)
-            if (found := self._segments.lend(self.world_size * num_bytes, held=False)) is not None:
-                segment, memory = found
+            if self._shared is None:
+                self._shared = SharedMemory(self.rank, self.rows)
+            if (found := self._shared.lend(self.world_size * num_bytes, held=False)) is not None:
+                block, memory = found
                 everyone = memory.view(self.world_size, num_bytes)
-                return Outgoing(everyone[self.rank], segment, everyone)
-        return Outgoing(self.buffer("send", num_bytes, device), None, None)
+                return Outgoing(everyone[self.rank], block, everyone)
+        return Outgoing(self._buffer("send", num_bytes, device), None, None)
+
+    def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 ``[num_bytes]`` for a job, the same memory each time: the next call overwrites what it has."""
+        held = self._buffers.get((name, device))
+        if held is None or held.numel() < num_bytes:
+            self._buffers.pop((name, device), None)
+            held = self._buffers[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return held[:num_bytes]
 
     def exchange(self, outgoing: Outgoing) -> list[Tensor]:
-        """Chunk ``k`` of each rank, of ``world_size`` equal ones, goes to rank ``k``.
+        """Send the ``k``-th of ``world_size`` equal parts to rank ``k``.
 
         Returns:
-            uint8 ``[chunk_bytes]`` by rank: what each one had for this one, until it sends the next.
+            uint8 ``[part_bytes]`` by rank: what each one had for this one, until it sends the next.
         """
         if (found := self._read(outgoing)) is not None:
-            return [chunks.view(self.world_size, -1)[self.rank] for chunks in found]
-        chunks = outgoing.memory.view(self.world_size, -1)
-        received = self.buffer("received", chunks.numel(), chunks.device).view(chunks.shape)
+            return [sent.view(self.world_size, -1)[self.rank] for sent in found]
+        parts = outgoing.memory.view(self.world_size, -1)
+        received = self._buffer("received", parts.numel(), parts.device).view(parts.shape)
         with self._communicating():
-            dist.all_to_all_single(received.view(-1), chunks.view(-1), group=self.group)
+            dist.all_to_all_single(received.view(-1), parts.view(-1), group=self.group)
         return list(received)
 
     def gather(self, outgoing: Outgoing) -> list[Tensor]:
         """What each rank sends, by rank: uint8, all of one size; until it sends the next."""
         if (found := self._read(outgoing)) is not None:
             return list(found)
-        chunk = outgoing.memory
-        received = self.buffer("received", self.world_size * chunk.numel(), chunk.device).view(self.world_size, -1)
-        received[self.rank].copy_(chunk)
+        own = outgoing.memory
+        received = self._buffer("received", self.world_size * own.numel(), own.device).view(self.world_size, -1)
+        received[self.rank].copy_(own)
         self.complete(received)
         return list(received)
 
     def _read(self, outgoing: Outgoing) -> Tensor | None:
-        """Row ``k``: what rank ``k`` wrote, once all have; None: they do not share memory now."""
-        if self._segments is None or not self._segments.works:
+        """Row ``k``: what rank ``k`` wrote, once all have; None where the ranks do not share memory now."""
+        if self._shared is None or not self._shared.works:
             return None
-        said = self.rows(torch.tensor(self._segments.come(outgoing.segment))).tolist()
-        return outgoing.everyone if self._segments.met(said) else None
+        said = self.rows(torch.tensor(self._shared.come(outgoing.block))).tolist()
+        return outgoing.everyone if self._shared.met(said) else None
 
     def complete(self, rows: Tensor) -> None:
-        """Row ``k`` of ``rows`` comes from rank ``k``; this rank's own is there."""
+        """Receive row ``k`` of ``rows`` from rank ``k``; this rank's own is there."""
         # Sent and received directly: gloo's own all-gather takes several times as long.
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         work = [dist.P2POp(dist.isend, rows[self.rank], self._peers[rank], self.group) for rank in others]
@@ -369,17 +354,39 @@ def _notice_s() -> float:
     return _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S
 
 
-_ADVICE = (
-    "every rank has to run the same number of backwards and steps (at stage 3 also of forwards, those of evaluations "
-    "included), with the same parameters, in the same order"
-)
-
-
 def _essence(failure: Exception) -> str:
     """The first sentence, without the line of C++ that it comes from."""
     first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
     return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
 
 
-def _words(action: Action, number: int) -> str:
-    return action.words + (f" {number} of its window" if action is Action.BACKWARD else "")
+# -- process groups -----------------------------------------------------------
+
+
+def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any:
+    """A process group of the same ranks for one thread alone; all ranks have to call. ``backend``: another than theirs.
+
+    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those
+    of a second engine, run while the thread's are under way: in one group they would be taken for each other.
+    """
+    group = dist.group.WORLD if group is None else group
+    ranks = dist.get_process_group_ranks(group)
+    part = len(ranks) < dist.get_world_size()  # then the others need not call
+    return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
+
+
+def group_of(ranks: list[int], like: Any, device: torch.device) -> Any:
+    """A process group of some ranks of ``like``, in their order; these ranks have to call."""
+    return dist.new_group(ranks, timeout=timeout_of(like, device), use_local_synchronization=True)
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """How long collectives of ``group`` wait, as its maker chose; None where torch does not say: torch's own default.
+
+    torch (2.8 to 2.13) has a public way to set it, and none to ask. A new group does not inherit it.
+    """
+    try:
+        found = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) and found > timedelta(0) else None

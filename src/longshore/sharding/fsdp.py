@@ -1,0 +1,270 @@
+"""A model on torch's FSDP2, which gathers its parameters for each forward and backward.
+
+Only this file, and what gathers in fully_sharded.py, know FSDP2 from within (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
+
+from longshore.optim.parameters import flat
+from longshore.optim.shards import held_part
+from longshore.sharding.rank_grid import ParameterLayout, RankGrid
+
+_MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
+
+
+class FullyShardedModel:
+    """A model to which ``fully_shard`` was applied.
+
+    Args:
+        model: its root, to which it was applied too.
+
+    Raises:
+        ValueError: a way of sharding that longshore does not support, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Fixed.
+        self.model = model
+        named = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        self.modules: list[FSDPModule] = [module for _, module in named]
+        self.names = [name or "the model" for name, _ in named]
+        self._by_id: dict[int, Any] = {}
+        self.group_of: dict[int, int] = {}
+        """By ``id(parameter)``: which parameters are gathered together."""
+        groups = [group for module in self.modules for group in _groups_of(module)]
+        for number, group in enumerate(groups):
+            for member in group.fsdp_params:
+                self._by_id[id(member.sharded_param)] = member
+                self.group_of[id(member.sharded_param)] = number
+        self.largest_numel = max(sum(each.sharded_param.numel() for each in group.fsdp_params) for group in groups)
+        """The most elements of parameters that are gathered together."""
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for key, name in self._names.items():
+            if key not in self._by_id:
+                raise ValueError(
+                    f"parameter {name} is in no module that fully_shard was applied to; apply it to the whole model "
+                    "last"
+                )
+        self.layout = ModelLayout({name: self._by_id[key] for key, name in self._names.items()})
+        self._check_dtypes(groups)
+        self._hook = model.register_forward_hook(self._after_forward)
+        # Until each module's first forward.
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        _MODELS.add(self)
+
+    def _check_dtypes(self, groups: Sequence[Any]) -> None:
+        names = self._names
+        for group in groups:
+            trainable = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
+            for parameter in trainable:
+                if parameter.dtype != trainable[0].dtype:
+                    raise ValueError(
+                        f"parameters {names[id(trainable[0])]} ({trainable[0].dtype}) and {names[id(parameter)]} "
+                        f"({parameter.dtype}) are gathered together, for which FSDP2 wants one dtype; set bf16 or "
+                        "fp16, or a wrap_policy that keeps them apart"
+                    )
+
+    def close(self) -> None:
+        """Leave the model as ``fully_shard`` made it."""
+        for hook in (self._hook, *self._hooks.values()):
+            hook.remove()
+        _MODELS.discard(self)
+        self.gather_by(lambda _: DefaultAllGather())
+
+    def _after_forward(self, *_: object) -> None:
+        # FSDP2 keeps the root's parameters for a backward. After an evaluation there is none: they would take memory,
+        # and stand in the model in place of those that are stepped.
+        if not torch.is_grad_enabled():
+            self.reshard()
+
+    def leaf_of(self, parameter: Tensor) -> Tensor | None:
+        """What the parameter is gathered into, always the same tensor; None before the first time."""
+        return getattr(self._by_id[id(parameter)], "_unsharded_param", None)
+
+    def name_of(self, parameter: Tensor) -> str:
+        return self._names[id(parameter)]
+
+    def sharded(self, tensor: Tensor) -> Tensor | None:
+        """The parameter of this model that the tensor is, or that was gathered into it."""
+        for member in self._by_id.values():
+            if tensor is member.sharded_param or tensor is getattr(member, "_unsharded_param", None):
+                return member.sharded_param
+        return None
+
+    def modules_with(self, parameters: Sequence[Tensor]) -> Iterator[FSDPModule]:
+        """The modules that gather any of these parameters."""
+        keys = set(map(id, parameters))
+        for module in self.modules:
+            if any(id(member.sharded_param) in keys for group in _groups_of(module) for member in group.fsdp_params):
+                yield module
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """All of a parameter that is gathered now."""
+        leaf = self._by_id[id(parameter)]._unsharded_param
+        return leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf
+
+    def take_shard(self, parameter: Tensor, whole: Tensor) -> None:
+        """Write this rank's part of ``whole`` into its shard."""
+        offset, numel = self.layout.shard_of(parameter, dist.get_rank())
+        held = held_part(parameter)
+        held.copy_(flat(whole)[offset : offset + numel].view(held.shape))
+        torch.autograd.graph.increment_version(parameter)
+
+    def when_gathered(self, call: Callable[[], None]) -> None:
+        """``call`` after each module's first forward, when its parameters have been gathered and no backward has
+        reached them."""
+
+        def once(module: nn.Module, *_: object) -> None:
+            self._hooks.pop(module).remove()
+            call()
+
+        for module in self.modules:
+            assert isinstance(module, nn.Module)
+            self._hooks[module] = module.register_forward_hook(once)
+
+    def gather_by(self, how: Callable[[int], AllGather]) -> None:
+        """Gather the parameters of module number ``n`` by ``how(n)``, but where the user chose a way."""
+        for number, module in enumerate(self.modules):
+            for group in _groups_of(module):
+                if isinstance(group._all_gather_comm, DefaultAllGather):
+                    group._all_gather_comm = how(number)
+
+    def reshard(self) -> None:
+        """Let go of what is gathered: the root's parameters stay after a forward without a backward, and would be
+        stale."""
+        for module in self.modules:
+            module.reshard()
+
+    def reset(self) -> None:
+        """Reset FSDP2 after a forward or backward that raised: otherwise later ones would run no hooks."""
+        root = self.model
+        assert isinstance(root, FSDPModule)
+        if root._get_fsdp_state()._is_root is not None:  # None: there was no forward yet
+            root.reset_iter_state()
+
+
+def model_of(parameter: Tensor) -> tuple[FullyShardedModel, Tensor]:
+    """The model that a sharded parameter, or what it was gathered into, belongs to, and the sharded one.
+
+    Raises:
+        ValueError: it belongs to none that is known here.
+    """
+    for model in _MODELS:
+        if (found := model.sharded(parameter)) is not None:
+            return model, found
+    raise ValueError(
+        f"a sharded parameter of shape {list(parameter.shape)} belongs to no model that longshore.initialize() "
+        "was given, or its engine is gone"
+    )
+
+
+class ModelLayout:
+    """Which rank has what of each parameter: how FSDP2, and tensor parallelism before it, divided the model.
+
+    Args:
+        members: what FSDP2 knows of each parameter, by name.
+
+    Raises:
+        ValueError: a parameter on another mesh than the others, or sharded in a way that longshore does not support,
+            by name.
+    """
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        # FSDP2's mesh: the last dimension shards, the others replicate. What tensor parallelism left alone is on this
+        # mesh, of the ranks that have the same part of the others.
+        self._data_mesh = next(iter(members.values())).mesh_info.mesh
+        parallel = (each._spmd_mesh for each in members.values() if each._unsharded_dtensor_spec is not None)
+        whole = next(parallel, self._data_mesh)
+        for name, member in members.items():
+            _check_supported(name, member)
+            expected = whole if _parallel_placements(member) else self._data_mesh
+            mesh = member._spmd_mesh
+            if not torch.equal(mesh.mesh, expected.mesh) or whole.size() != dist.get_world_size():
+                raise ValueError(f"parameter {name} is on {mesh}; all parameters have to be on one mesh of all ranks")
+        shape = (-1, self._data_mesh.size(-1), whole.size() // self._data_mesh.size())
+        self.grid = RankGrid.of(whole.mesh.reshape(shape).tolist())
+        self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
+        """This rank's place in tensor parallelism."""
+        self._parallel = {id(each.sharded_param) for each in members.values() if _parallel_placements(each)}
+        self._layouts = {id(each.sharded_param): self._layout(each) for each in members.values()}
+
+    def _layout(self, member: Any) -> ParameterLayout:
+        dim = next((placement.dim for placement in _parallel_placements(member) if placement.is_shard()), None)
+        return ParameterLayout(tuple(member.sharded_param.shape), dim, self.grid.tp_size, self.grid.shards)
+
+    def of(self, parameter: Tensor) -> ParameterLayout:
+        return self._layouts[id(parameter)]
+
+    def is_parallel(self, parameter: Tensor) -> bool:
+        """Whether tensor parallelism made it a DTensor, before FSDP2 did."""
+        return id(parameter) in self._parallel
+
+    def shard_of(self, parameter: Tensor, rank: int) -> tuple[int, int]:
+        """``(offset, numel)`` of what a rank has, in its part of the parameter, flat."""
+        return self.of(parameter).shard(self.grid.positions[rank])
+
+    def joined(self, parameter: Tensor, by_rank: Sequence[Tensor]) -> Tensor:
+        """All of a parameter, flat, from what each rank has of it."""
+        positions = self.grid.positions
+        parts: list[list[Tensor]] = [[] for _ in range(self.grid.tp_size)]
+        for rank in sorted(range(len(positions)), key=lambda rank: positions[rank].shard):
+            if positions[rank].replica == 0:
+                parts[positions[rank].tp_rank].append(by_rank[rank])
+        return self.of(parameter).joined([torch.cat(shards) for shards in parts])
+
+    @property
+    def shard_group(self) -> Any:
+        """The ranks that have the shards of one replica, and the same part as this one, which is among them."""
+        return self._data_mesh.get_group(self._data_mesh.ndim - 1)
+
+
+def tensor_parallel_size(model: nn.Module) -> int:
+    """Over how many ranks tensor parallelism goes in a model that ``fully_shard`` was applied to."""
+    groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in _groups_of(module)]
+    specs = [member._unsharded_dtensor_spec for group in groups for member in group.fsdp_params]
+    return max((spec.mesh.size() for spec in specs if spec is not None), default=1)
+
+
+def _groups_of(module: FSDPModule) -> Sequence[Any]:
+    """What FSDP2 knows of the parameters that it gathers for a module."""
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+def _parallel_placements(member: Any) -> Sequence[Any]:
+    """The placements on the dimensions of tensor parallelism; empty for a parameter that it left alone."""
+    spec = member._unsharded_dtensor_spec
+    return () if spec is None else spec.placements
+
+
+def _check_supported(name: str, member: Any) -> None:
+    placements, parallel = member.sharded_param.placements, _parallel_placements(member)
+    found = f"parameter {name} is placed as {placements} on {member._spmd_mesh}"
+    # Others, as strided ones, are neither.
+    taken = all(type(each) in (Shard, Replicate) for each in parallel)
+    if len(parallel) > 1 or not taken or member.mesh_info.is_spmd_mesh:
+        raise ValueError(
+            f"{found}; beside fully_shard longshore takes tensor parallelism over one dimension of a mesh, applied "
+            "before it, that shards or replicates each parameter (parallelize_module, and then fully_shard with the "
+            "mesh of the other dimensions)"
+        )
+    *replicated, sharded = placements[: len(placements) - len(parallel)]
+    # Strided where tensor parallelism divides the first dimension too: then FSDP2 divides what that left of it.
+    by_rows = getattr(sharded, "dim", None) == 0
+    if not by_rows or not all(placement.is_replicate() for placement in replicated):
+        raise ValueError(
+            f"{found}; longshore steps parameters that are sharded along their first dimension over the last dimension "
+            "of a mesh (that of tensor parallelism left aside), and replicated over the others"
+        )
