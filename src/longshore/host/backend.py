@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from longshore.host.events import COPY_TO_HOST, PIPELINE_DEPTH, PUBLISH, STEP_IN_PLACE, Move, commit_moves
+from longshore.host.events import (
+    ARRIVE,
+    ARRIVE_AGAIN,
+    COPY_TO_HOST,
+    PIPELINE_DEPTH,
+    PUBLISH,
+    STEP_IN_PLACE,
+    Move,
+    commit_moves,
+)
 from longshore.host.memory import AccumulatorPool, PageHolds, PagePool, SlotRing, SlotSlab, allocator_on
 from longshore.host.snapshot import Snapshots
 from longshore.host.speculation import Ahead, SpeculationMemory
@@ -145,6 +154,7 @@ class Backend:
         Returns at once: the copy runs on its stream, the addition on the worker. One caller at a time.
         """
         tile.arrived(segment)
+        tile.recorder.mark(ARRIVE if segment.arrivals == 1 else ARRIVE_AGAIN, tile.layout.index)
         self.speculator.drop(tile)
         if segment.arrivals == 1:
             after = tile.slot.last_publish if tile.slot is not None else None
@@ -303,7 +313,10 @@ def commit_tile(
     Raises:
         BaseException: what the pass raised; the tile is then BROKEN.
     """
-    rows, rules = step_table(steps, Segment.wait)
+    for step in steps:
+        if step.segment.handle is not None:
+            step.segment.handle.wait()
+    rows, rules = step_table(steps)
     page = tile.page
     assert page is not None
     target = page if into is None else into

@@ -144,10 +144,14 @@ class ParameterStore(ABC):
     # -- the step -------------------------------------------------------------
 
     @abstractmethod
-    def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
+    def agree(
+        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None
+    ) -> Mapping[int, Tensor | None]:
         """The gradients of the window, the same parameters on all ranks.
 
-        ``collect`` finds those of this process; where it raises, all ranks raise.
+        Args:
+            found: those of this process.
+            failure: what finding them raised. Where there is one, all ranks raise.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ move the tile and are called one at a time with everything else that moves it;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -56,15 +56,20 @@ class Speculation(NamedTuple):
 
 
 def step_table(
-    steps: Sequence[SegmentStep], gradient_of: Callable[[Segment], Tensor]
+    steps: Sequence[SegmentStep], gradients: Sequence[Tensor] | None = None
 ) -> tuple[list[TileSegment], list[HostRule]]:
-    """What a kernel is told: a row for each segment, and the rules that the rows count."""
+    """What a kernel is told: a row for each segment, and the rules that the rows count.
+
+    ``gradients`` are those of the segments; None: they have arrived.
+    """
     # By identity: parameters of one group and history share a rule, and hashing one costs more than a row.
     rules: dict[int, tuple[int, HostRule]] = {}
     rows = []
-    for segment, rule, output in steps:
+    for place, (segment, rule, output) in enumerate(steps):
         index, _ = rules.setdefault(id(rule), (len(rules), rule))
-        rows.append(TileSegment(segment.layout.page_offset, gradient_of(segment), output, index))
+        gradient = segment.gradient if gradients is None else gradients[place]
+        assert gradient is not None
+        rows.append(TileSegment(segment.layout.page_offset, gradient, output, index))
     return rows, [rule for _, rule in rules.values()]
 
 
@@ -81,7 +86,7 @@ def begin_speculation(tile: Tile, steps: Sequence[SegmentStep], into: Tensor) ->
     not be the gradients' own memory, nor the parameters. Gradients may still be
     on their way.
     """
-    rows, rules = step_table(steps, tile.queued_gradient)
+    rows, rules = step_table(steps, [tile.queued_gradient(step.segment) for step in steps])
     copies = [step.segment.handle for step in steps if step.segment.handle is not None]
     page = tile.page
     assert page is not None

@@ -198,9 +198,13 @@ class HostStore(ParameterStore):
     def end_backward(self, failure: BaseException | None) -> None:
         self._failure = self._failure or failure
 
-    def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
+    def agree(
+        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None
+    ) -> Mapping[int, Tensor | None]:
         self._check_complete()
-        return collect()
+        if failure is not None:
+            raise failure
+        return found
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, IllegalTransitionError
-from longshore.host.events import ARRIVE, ARRIVE_AGAIN, NO_RECORDER, Recorder
+from longshore.host.events import NO_RECORDER, Recorder
 from longshore.host.memory import PagePool, Slot
 from longshore.layout import SegmentLayout, TileLayout
 from longshore.transfer import CopyHandle
@@ -208,7 +208,6 @@ class Tile:
         self.filled += segment.arrivals == 0
         segment.arrivals += 1
         self._missing -= segment.arrivals == segment.expected
-        self.recorder.mark(ARRIVE if segment.arrivals == 1 else ARRIVE_AGAIN, self.layout.index)
 
     @property
     def complete(self) -> bool:

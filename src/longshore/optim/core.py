@@ -194,10 +194,15 @@ class OptimizerCore:
         return sum(self.parts()[1].produced.values())
 
     @torch.no_grad()
-    def window_gradients(self) -> dict[int, Tensor | None]:
+    def window_gradients(self) -> Mapping[int, Tensor | None]:
         """The gradients of this window by the index of their record, agreed by all ranks: flat, on the device, or
         None where the store holds it."""
-        return self.parts()[0].agree(self._collect)
+        found, failure = {}, None
+        try:
+            found = self._collect()
+        except Exception as error:
+            failure = error  # the other ranks raise, too
+        return self.store.agree(found, failure)
 
     def _collect(self) -> dict[int, Tensor | None]:
         """The gradients that this process found, after every check that could end the step."""
@@ -246,7 +251,7 @@ class OptimizerCore:
         """Step every parameter that has a gradient, and publish the new values."""
         store, source = self.parts()
         store.check_usable()
-        gradients = store.agree(self._collect)
+        gradients = self.window_gradients()
         records = {record.index: record for record in self.by_id.values()}
         with store.preparing():
             scale = self.clipping.scale_for(source.fingerprint)

@@ -103,7 +103,9 @@ class KeptGradients(GradientSource):
             gradient = record.parameter.grad
             if gradient is not None:
                 found[index] = self.found(record, gradient)
-        self.watch([self.records[index] for index in found])  # some were frozen until now
+        thawed = [self.records[index] for index in found if index not in self.store]
+        if thawed:
+            self.watch(thawed)
         return found
 
     def consumed(self) -> None:

@@ -135,17 +135,13 @@ class ShardedStore(ParameterStore):
 
     # -- the end of a window --------------------------------------------------
 
-    def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
+    def agree(
+        self, found: Mapping[int, Tensor | None], failure: BaseException | None = None
+    ) -> Mapping[int, Tensor | None]:
         self.check_usable()
         window = self.window
         window.check_not_given_up()
-        failure = window.failure
-        try:
-            if failure is None:
-                collect()
-        except Exception as error:
-            failure = error
-        failure = failure or window.failure  # collecting may find that a gradient was taken out
+        failure = window.failure or failure
         if failure is None and window.active is not None:
             return dict.fromkeys(window.active, None)  # nothing came since
         closing, kept = self._gradients.take()
