@@ -108,19 +108,19 @@ MUTANTS = [
         "        if not self.backwards:\n",
         (FAILURES + "::test_a_rank_that_runs_one_backward_less_is_named_within_seconds",),
     ),
-    # -- rounds.py and contributions.py ---------------------------------------
+    # -- rounds and pending gradients, in reduction.py -------------------------
     Mutant(
         "a round takes what its bucket has left without",
         "sharding/reduction.py",
-        "        if bucket in self._launched or parameter in",
-        "        if parameter in",
+        "        waiting = self._gradients.get(bucket)\n",
+        "        waiting = self._gradients.setdefault(bucket, {})\n",
         (ROUNDS,),
     ),
     Mutant(
         "a second gradient replaces the first",
         "sharding/reduction.py",
-        "        if bucket in self._launched or parameter in self._gradients[bucket]:\n",
-        "        if bucket in self._launched:\n",
+        "        if waiting is None or parameter in waiting:\n",
+        "        if waiting is None:\n",
         (ROUNDS,),
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS = [
         "",
         (ROUNDS,),
     ),
-    # -- window.py ------------------------------------------------------------
+    # -- local_gradients.py ---------------------------------------------------
     Mutant(
         "a backward does not close its round",
         "sharding/local_gradients.py",
@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant(
         "two plain backwards are one round",
         "sharding/local_gradients.py",
-        "                self._raw.arrived()\n",
+        "                self._separate_at_end()\n",
         "                pass\n",
         (REDUCTION,),
     ),
@@ -277,7 +277,8 @@ MUTANTS = [
         "sharding/reduction.py",
         "self.reduce_pending(pending, summed, buckets, ready)\n"
         "            except BaseException:\n                current.failed = True\n",
-        "self.reduce_pending(pending, summed, buckets, ready)\n            except BaseException:\n                pass\n",
+        "self.reduce_pending(pending, summed, buckets, ready)\n"
+        "            except BaseException:\n                pass\n",
         (FAILURES,),
     ),
     Mutant(
@@ -411,7 +412,7 @@ MUTANTS = [
         "]",
         (COLLECTIVES,),
     ),
-    # -- lane.py --------------------------------------------------------------
+    # -- collective_thread.py -------------------------------------------------
     Mutant(
         "ranks meet whatever they do",
         "sharding/collective_thread.py",
@@ -429,8 +430,8 @@ MUTANTS = [
     Mutant(
         "the others are told again and again",
         "sharding/collective_thread.py",
-        "meeting.gave_up, self._untold = self._untold, False",
-        "meeting.gave_up = self._untold",
+        "meeting.gave_up, self.gives_up = self.gives_up, False",
+        "meeting.gave_up = self.gives_up",
         (COLLECTIVES,),
     ),
     Mutant(

@@ -28,32 +28,25 @@ _HEAD = 5
 
 
 class Action(IntEnum):
-    """What a rank is about to do together with the others."""
+    """What a rank is about to do together with the others: a number to send, and words for errors."""
 
-    BACKWARD = 1
-    STEP = 2
-    COMMIT = 3
-    READ = 4
-    CLOSE = 5
-    GATHER = 6
-    LEAVE = 7
+    words: str
+
+    def __new__(cls, number: int, words: str) -> Action:
+        action = int.__new__(cls, number)
+        action._value_, action.words = number, words
+        return action
+
+    BACKWARD = 1, "in backward"
+    STEP = 2, "in step()"
+    COMMIT = 3, "about to step"
+    READ = 4, "reading optimizer state"
+    CLOSE = 5, "in the last backward"
+    GATHER = 6, "gathering parameters"
+    LEAVE = 7, "giving up its window"
     """Nobody waits for this one: it tells the others, wherever they are."""
-    SAVE = 8
-    LOAD = 9
-
-    @property
-    def words(self) -> str:
-        return {
-            Action.BACKWARD: "in backward",
-            Action.STEP: "in step()",
-            Action.COMMIT: "about to step",
-            Action.READ: "reading optimizer state",
-            Action.CLOSE: "in the last backward",
-            Action.GATHER: "gathering parameters",
-            Action.LEAVE: "giving up its window",
-            Action.SAVE: "saving a checkpoint",
-            Action.LOAD: "loading a checkpoint",
-        }[self]
+    SAVE = 8, "saving a checkpoint"
+    LOAD = 9, "loading a checkpoint"
 
 
 def action_words(action: Action, number: int) -> str:
@@ -118,12 +111,6 @@ class WindowStatus:
     def fail(self, failure: BaseException | None) -> None:
         """Note that the window cannot be stepped any more."""
         self.failure = self.failure or failure
-
-    def check_not_given_up(self) -> None:
-        """Raise what the backward raised: no other rank meets this one for the step."""
-        if self.given_up:
-            assert self.failure is not None
-            raise self.failure
 
     def hear(self, number: int) -> None:
         """Note that another rank gave up its window and has been at window ``number`` since."""

@@ -18,12 +18,10 @@ from typing import NamedTuple
 from longshore.layout import align
 
 
-@dataclass(frozen=True)
-class Member:
-    """One parameter's place in a bucket: elements ``[offset, offset + numel)``."""
+class Member(NamedTuple):
+    """A parameter in a bucket, behind those before it."""
 
     parameter: int
-    offset: int
     numel: int
 
 
@@ -103,7 +101,8 @@ def plan_buckets(
             by_rank = [list(_sharded_already(filled, shards, rank)) for rank in range(world_size)]
             shard_numel = align(max(sum(numel for *_, numel in own) for own in by_rank))
         ranges = tuple(tuple(ShardRange(next(indices), *each) for each in own) for own in by_rank)
-        buckets.append(Bucket(first_bucket + len(buckets), _members(filled), shard_numel, ranges))
+        members = tuple(itertools.starmap(Member, filled))
+        buckets.append(Bucket(first_bucket + len(buckets), members, shard_numel, ranges))
     return tuple(buckets)
 
 
@@ -125,11 +124,6 @@ def fill_buckets(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: 
         members.append((parameter, numel))
         open_buckets[kind] = (members, total + numel)
     return filled
-
-
-def _members(parameters: list[tuple[int, int]]) -> tuple[Member, ...]:
-    ends = itertools.accumulate(numel for _, numel in parameters)
-    return tuple(Member(index, end - numel, numel) for (index, numel), end in zip(parameters, ends, strict=True))
 
 
 def shard_numel_of(members: Sequence[tuple[int, int]], world_size: int) -> int:

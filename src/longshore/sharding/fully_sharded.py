@@ -64,8 +64,6 @@ class FullySharded(Sharded):
         self._gathers = GatherMeetings(self._layout.shard_group, collectives.device, model.names, self.window)
         model.gather_by(self._gathers.of)
 
-    # -- layout ---------------------------------------------------------------
-
     def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
         shards = {index: [self._shard(index, rank) for rank in self._data_ranks] for index, _, _ in parameters}
         # What is gathered together gets its gradients together. Buckets are filled by the size of whole parameters, so
@@ -103,8 +101,6 @@ class FullySharded(Sharded):
 
     def slab_of(self, parameter: int) -> Slab | None:
         return self._layout.of(self._parameters[parameter]).slab(self._layout.tp_rank)
-
-    # -- meetings -------------------------------------------------------------
 
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
         if failed:
@@ -150,8 +146,6 @@ class FullySharded(Sharded):
             with contextlib.suppress(Exception):  # whoever waited for them heard of it
                 self.collectives.drain()  # its jobs use the other one
             self.averaging_collectives.close()
-
-    # -- values ---------------------------------------------------------------
 
     def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
         if self.bucket_of(parameter) is None:

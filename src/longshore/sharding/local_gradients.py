@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,33 +11,6 @@ from longshore.errors import GradientError
 from longshore.sharding.bucket import Bucket
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.reduction import Launch, PendingGradients, ReductionSettings, Round
-
-
-class RawBackwards:
-    """Calls ``on_end`` after each ``loss.backward()`` in which a gradient arrived and which nobody announced.
-
-    It uses the autograd engine's end-of-backward callback, which is private and
-    is skipped when backward raises; with reentrant checkpointing it also comes
-    at the end of each inner backward. So nothing may depend on it but which
-    gradients are reduced together.
-    """
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-        self._task: int | None = None
-        """The backward that the callback waits for."""
-
-    def arrived(self) -> None:
-        """Note, in a hook, that a gradient arrived."""
-        task = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
-        if task in (-1, self._task):
-            return
-        self._task = task
-        torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # pyright: ignore
-
-    def _ended(self) -> None:
-        self._task = None
-        self._on_end()
 
 
 class LocalGradients:
@@ -59,7 +31,8 @@ class LocalGradients:
         self._settings = settings
         self._launch = launch
         self._lock = threading.RLock()
-        self._raw = RawBackwards(self._separate)
+        self._raw_backward: int | None = None
+        """The backward that nobody announced (``loss.backward()``) and whose end is waited for."""
         # Planned anew at each agreement.
         self.order: list[int] = []
         """In which buckets are launched, the same on all ranks."""
@@ -80,8 +53,6 @@ class LocalGradients:
         self.unsynchronized = False
         """The backward under way is one whose gradients stay and add up here."""
         self._completed: list[int] = []
-
-    # -- backward -------------------------------------------------------------
 
     def begin_round(self) -> tuple[Round, list[PendingGradients]]:
         """Begin a backward whose gradients are reduced at once, behind those that were kept."""
@@ -149,7 +120,7 @@ class LocalGradients:
             self._open_stays = self.unsynchronized
             self._defer(parameter, gradient)
             if raw:
-                self._raw.arrived()
+                self._separate_at_end()
 
     def _defer(self, parameter: int, gradient: Tensor) -> None:
         (self._deferred[-1] if self._deferred_open else self._defer_into_new()).add(parameter, gradient)
@@ -159,9 +130,21 @@ class LocalGradients:
         self._deferred_open = True
         return self._deferred[-1]
 
+    def _separate_at_end(self) -> None:
+        """Let what comes behind the backward under way, in whose hook this is called, belong to a round of its own.
+
+        This uses the autograd engine's end-of-backward callback, which is private and is skipped when backward raises;
+        with reentrant checkpointing it also comes at the end of each inner backward. So nothing may depend on it but
+        which gradients are reduced together.
+        """
+        task = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+        if task not in (-1, self._raw_backward):
+            self._raw_backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._separate)  # pyright: ignore
+
     def _separate(self) -> None:
-        """Let what comes from here on belong to a round of its own."""
         with self._lock:
+            self._raw_backward = None
             self._deferred_open = False
 
     def forget(self, parameter: int) -> None:
@@ -178,8 +161,6 @@ class LocalGradients:
                         "those of the other ranks; discard the whole window with zero_grad()"
                     )
                 )
-
-    # -- the end of the window ------------------------------------------------
 
     def take(self) -> tuple[Round | None, list[PendingGradients]]:
         """Take the round of the last backward, if there was one, and what was kept: one entry for each round that it

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +49,8 @@ class ReductionSettings:
             once, while the backward goes on that is known to be the last.
         wire_dtype: in which gradients travel; None: in their own.
         sum_dtype: of sums on the device before a reduction.
-        predivide: divides gradients before they are added; the rest of the
-            mean is divided out afterwards.
+        predivide: divides gradients before they are added (against overflow in float16); the rest of the mean is
+            divided out afterwards.
     """
 
     bucket_numel: int
@@ -59,18 +59,6 @@ class ReductionSettings:
     wire_dtype: torch.dtype | None = None
     sum_dtype: torch.dtype = torch.float32
     predivide: float = 1.0
-
-
-class Averaging(NamedTuple):
-    """The mean over the ranks, as two factors: ``before`` the sum and ``after`` it."""
-
-    before: float
-    after: float
-
-    @classmethod
-    def over(cls, world_size: int, predivide: float = 1.0) -> Averaging:
-        """``predivide`` divides before the sum (against overflow in float16), the rest after it."""
-        return cls(1.0 / predivide, predivide / world_size)
 
 
 class PendingGradients:
@@ -167,16 +155,16 @@ class Round:
         self._next = 0
         self._missing = {bucket.index: len(bucket.members) for bucket in order}
         self._gradients: dict[int, dict[int, Tensor]] = {bucket.index: {} for bucket in order}
-        self._launched: set[int] = set()
 
     def take(self, bucket: int, parameter: int, gradient: Tensor) -> bool:
         """Take a gradient along; False where the round has no more place for it.
 
         Reentrant checkpointing brings a parameter twice within one backward.
         """
-        if bucket in self._launched or parameter in self._gradients[bucket]:
+        waiting = self._gradients.get(bucket)
+        if waiting is None or parameter in waiting:
             return False
-        self._gradients[bucket][parameter] = gradient
+        waiting[parameter] = gradient
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
             self.completed.append(bucket)
@@ -192,9 +180,7 @@ class Round:
     def _launch_next(self) -> None:
         bucket = self._order[self._next]
         self._next += 1
-        self._launched.add(bucket.index)
         self._launch(self, bucket, self._gradients.pop(bucket.index))
-        self._gradients[bucket.index] = {}
 
     def reduced_all_of(self, pending: Sequence[PendingGradients]) -> bool:
         """Whether this round, which has run, reduced these gradients as they are now."""
@@ -216,7 +202,6 @@ class Reducer:
         self._ownership = ownership
         self._settings = settings
         self._collectives = ownership.collectives
-        self._averaging = Averaging.over(ownership.averaging_collectives.world_size, settings.predivide)
 
     def begin(self, current: Round, pending: list[PendingGradients]) -> None:
         """Queue the meeting that opens a round, and the reduction of what was kept before it."""
@@ -227,7 +212,8 @@ class Reducer:
         def open_round() -> None:
             try:
                 self._collectives.meet(Action.BACKWARD, current.number, window)
-                summed = agree_on(self._collectives.rows, Statement(sums_among(pending))).deferred
+                statement = Statement([some.summed for some in pending])
+                summed = agree_on(self._collectives.rows, statement).deferred
                 self.reduce_pending(pending, summed, buckets, ready)
             except BaseException:
                 current.failed = True
@@ -265,12 +251,11 @@ class Reducer:
 
         self._collectives.submit(reduce, held_bytes)
 
-    # -- on the thread --------------------------------------------------------
-
     def reduce_pending(
         self, pending: list[PendingGradients], rounds: Sequence[bool], buckets: Sequence[Bucket], ready: Any
     ) -> None:
-        """Run agreed rounds on gradients that were kept; ``rounds`` says of each whether any rank brings sums."""
+        """Run agreed rounds on gradients that were kept, in a job; ``rounds`` says of each whether any rank brings
+        sums."""
         for number, summed in enumerate(rounds):
             some = pending[number] if number < len(pending) else PendingGradients(torch.float32)
             for bucket in buckets:
@@ -279,19 +264,15 @@ class Reducer:
                     self.reduce(bucket, gradients, summed)
 
     def reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool) -> None:
-        """``sums``: some of the gradients, of any rank, may be sums, which their parameter's dtype may not hold."""
-        dtype = self._ownership.dtype_of(bucket)
+        """Reduce one bucket, in a job. ``sums``: some of the gradients, of any rank, may be sums, which their
+        parameter's dtype may not hold."""
+        dtype = self._ownership.dtypes[bucket.members[0].parameter]
         if sums:  # one that holds both, so that no bit depends on who else brings a sum
             dtype = torch.promote_types(dtype, self._settings.sum_dtype)
-        collectives = self._ownership.averaging_collectives
-        reduced = reduce_shard(collectives, bucket, gradients, self._settings.wire_dtype or dtype, self._averaging)
+        dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
+        reduced = reduce_shard(collectives, bucket, gradients, dtype, self._settings.predivide)
         for owned, values in self._ownership.spread(bucket, reduced):
             self._inner.arrive(owned.index, values)
-
-
-def sums_among(pending: Sequence[PendingGradients]) -> list[bool]:
-    """For each of the rounds that these gradients need, whether it has sums."""
-    return [some.summed for some in pending]
 
 
 def reduce_shard(
@@ -299,7 +280,7 @@ def reduce_shard(
     bucket: Bucket,
     gradients: dict[int, Tensor],
     dtype: torch.dtype,
-    averaging: Averaging,
+    predivide: float,
 ) -> list[tuple[ShardRange, Tensor]]:
     """Run the bucket's reduction together with all other ranks.
 
@@ -308,7 +289,7 @@ def reduce_shard(
         bucket: what is reduced.
         gradients: flat, by parameter; those that this rank has. Let go of as they are sent.
         dtype: in which gradients travel, the same on all ranks.
-        averaging: how the sum becomes a mean.
+        predivide: of :class:`ReductionSettings`.
 
     Returns:
         This rank's ranges that any rank has a gradient of, each with the mean: float32, flat.
@@ -324,7 +305,7 @@ def reduce_shard(
         part_bytes = -(-(slice_bytes + max(map(len, by_rank))) // _ALIGNMENT) * _ALIGNMENT
         outgoing = collectives.outgoing(world_size * part_bytes, device)
         for part, entries in zip(outgoing.memory.view(world_size, part_bytes), by_rank, strict=True):
-            _pack(part[:slice_bytes].view(dtype), entries, gradients, averaging.before)
+            _pack(part[:slice_bytes].view(dtype), entries, gradients, 1.0 / predivide)
             flags = torch.tensor([entry.owned.parameter in has for entry in entries], dtype=torch.uint8)
             part[slice_bytes : slice_bytes + len(entries)].copy_(flags)
         for parameter in [parameter for parameter in gradients if last[parameter] <= start + numel]:
@@ -342,7 +323,7 @@ def reduce_shard(
                 if entry.owned.index not in used:
                     values = torch.empty(entry.owned.numel, dtype=torch.float32, device=device)
                     used[entry.owned.index] = (entry.owned, values)
-                add_up(used[entry.owned.index][1][entry.in_range], arrays, averaging.after)
+                add_up(used[entry.owned.index][1][entry.in_range], arrays, predivide / world_size)
     return list(used.values())
 
 

@@ -43,28 +43,22 @@ class SharedBlock:
         """Whether all ranks have it."""
         self.free = False
         """Whether it can be lent, as all ranks know: the last meeting said so, and it was not lent since."""
-        self._lent_at = 0
+        self.lent_for = 0
+        """The last meeting for which it was lent."""
         self._user: StorageWeakRef | None = None
-        # Also where an exception ends this process; and not where one that it forked ends.
-        self._name = weakref.finalize(self, _unlink, path, os.getpid())
+        # Also called where an exception ends this process; and not where one that it forked ends.
+        self.remove_file = weakref.finalize(self, _unlink, path, os.getpid())
 
     def lend(self, num_bytes: int, held: bool, meeting: int) -> Tensor:
         tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes)
         self.free = False
-        self._lent_at = meeting
+        self.lent_for = meeting
         self._user = StorageWeakRef(tensor.untyped_storage()) if held else None
         return tensor
 
     def done_with(self, meeting: int) -> bool:
         """Whether this rank neither writes nor reads it any more, as it comes to this meeting."""
-        return self._lent_at < meeting and (self._user is None or self._user.expired())
-
-    def lent_after(self, meeting: int) -> bool:
-        """Whether it is for a later meeting, to which this rank has not come."""
-        return self._lent_at > meeting
-
-    def forget_name(self) -> None:
-        self._name()
+        return self.lent_for < meeting and (self._user is None or self._user.expired())
 
 
 class SharedMemory:
@@ -174,13 +168,13 @@ class SharedMemory:
         done = functools.reduce(operator.and_, (each[3] for each in said))
         for place, each in enumerate(self._blocks):
             # Never what is true of this rank alone: the others would not know.
-            each.free = bool(done >> place & 1) and not each.lent_after(self._meetings)
+            each.free = bool(done >> place & 1) and each.lent_for <= self._meetings
         index = said[0][1]
         if index == _OTHER:
             return False  # lent before the ranks began anew
         if not self._blocks[index].agreed:
             self._blocks[index].agreed = True
-            self._blocks[index].forget_name()  # no file needs to stay
+            self._blocks[index].remove_file()  # no file needs to stay
         return True
 
     def _begin_anew(self, generation: int) -> None:
@@ -191,7 +185,7 @@ class SharedMemory:
     def close(self) -> None:
         """Remove the files. What was lent stays as long as tensors use it."""
         for block in self._blocks:
-            block.forget_name()
+            block.remove_file()
         self._blocks = []
 
 

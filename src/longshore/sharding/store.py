@@ -31,7 +31,7 @@ from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, c
 from longshore.sharding.bucket import ShardRange
 from longshore.sharding.local_gradients import LocalGradients
 from longshore.sharding.ownership import OwnedForecast, Ownership
-from longshore.sharding.reduction import Reducer, ReductionSettings, sums_among
+from longshore.sharding.reduction import Reducer, ReductionSettings
 
 
 class ShardedStore(ParameterStore):
@@ -161,7 +161,8 @@ class ShardedStore(ParameterStore):
     def agree(self, collect: Callable[[], dict[int, Tensor | None]]) -> dict[int, Tensor | None]:
         self.check_usable()
         window = self.window
-        window.check_not_given_up()
+        if window.given_up and window.failure is not None:
+            raise window.failure  # no other rank meets this one for the step
         failure: BaseException | None = None
         try:
             collect()
@@ -178,7 +179,7 @@ class ShardedStore(ParameterStore):
         def settle() -> list[int]:
             self.collectives.meet(Action.STEP, len(parameters), window.number)
             early = closing is not None and closing.reduced_all_of(kept)
-            statement = Statement(sums_among(kept), failure is not None, backwards, order, used, early)
+            statement = Statement([some.summed for some in kept], failure is not None, backwards, order, used, early)
             agreed = agree_on(self.collectives.rows, statement)
             agreed.check(self.collectives.rank, failure, GradientError)
             self.ownership.check_used(parameters, agreed.used_by_rank)
