@@ -266,7 +266,7 @@ class CollectiveThread:
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
                 )
-            # The others were told where they were. They will be here next.
+            # The ranks that were elsewhere have been told, and come to this meeting next.
             self._come(meeting)
 
     # -- collectives, from jobs -----------------------------------------------

@@ -45,13 +45,13 @@ class LocalGradients:
         self._deferred: list[PendingGradients] = []
         self._deferred_open = False
         self._open_stays = False
-        """What was kept last came in a backward whose gradients stay."""
+        """Whether what was kept last came in a backward whose gradients stay on this rank."""
         self._taken = False
         self._round: Round | None = None
         self._closing: Round | None = None
-        """The round of the last backward, in which what was kept is reduced and stays."""
+        """The round of the last backward, which reduces what was kept and lets it stay here."""
         self.unsynchronized = False
-        """The backward under way is one whose gradients stay and add up here."""
+        """Whether the gradients of the backward under way stay and add up here."""
         self._completed: list[int] = []
 
     def begin_round(self) -> tuple[Round, list[PendingGradients]]:

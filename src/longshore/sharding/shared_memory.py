@@ -64,10 +64,9 @@ class SharedBlock:
 class SharedMemory:
     """Blocks of which every rank writes its own part, and all read all of them.
 
-    The ranks write, meet, and read. At each meeting they also say which blocks
-    they are done with. So all know the same of every block, and the next one to
-    be lent is the same on all ranks without a word. A rank of which that may not be
-    true, since it failed, stands apart until all have met, and they begin anew.
+    The ranks write, meet, and read. At each meeting they also say which blocks they are done with. So all ranks know
+    the same about every block, and lend the same one next without further messages. A rank that failed may know
+    something else: it stands apart until all ranks have met and begin anew.
 
     Args:
         rank: this one.
@@ -204,8 +203,8 @@ def _unlink(path: Path, owner: int) -> None:
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    # Whoever comes first makes it. For nobody else on the machine: they are weights.
+    # Whoever comes first makes it. Other users must not read it: these are weights.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
-        # Now: a file that turns out to have no room when it is written ends the process.
+        # Allocated now: a file that turns out to have no room when it is written ends the process.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         return mmap.mmap(file.fileno(), num_bytes)

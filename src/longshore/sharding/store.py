@@ -149,7 +149,7 @@ class ShardedStore(ParameterStore):
         except GradientError:
             pass  # another rank gave up the same window
         finally:
-            # Nobody says here that a raw backward raised because another rank gave up.
+            # Checked here, since nobody notes that a raw backward raised because another rank gave up.
             if (self.window.failure is not None or self.window.told) and not self.window.given_up:
                 self.ownership.give_up()
             self.window.told = False  # what fails from now on is another window
@@ -189,7 +189,7 @@ class ShardedStore(ParameterStore):
             active = [parameter for parameter, anywhere in zip(parameters, agreed.used, strict=True) if anywhere]
             if not agreed.early:
                 if closing is not None:
-                    self.inner.discard()  # some rank has more, or other gradients than those that were reduced
+                    self.inner.discard()  # some rank has more or other gradients than those that were reduced
                 wanted = set(active)
                 buckets = [each for each in self.ownership.buckets if each.parameters & wanted]
                 self._reducer.reduce_pending(kept, agreed.deferred, buckets, ready)
