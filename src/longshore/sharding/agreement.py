@@ -73,17 +73,17 @@ class WindowStatus:
     """How far this rank is in its accumulation window. All of sharding reads it here.
 
     Attributes:
-        number: how many windows were stepped or given up: the same number on all ranks that meet. A rank that gives
-            up its window counts it at once and tells the others when it meets them next. They count it when they are
-            told, and not once more when they discard what they have of that window. Otherwise a rank that learns of
-            it in a forward and one that learns of it in ``step()`` would never meet again.
+        number: how many windows were stepped or given up: the same number on all ranks that meet. A rank that gives up
+            its window counts it at once and tells the others when it meets them next. They count it when they are told,
+            and not once more when they discard what they have of that window. Otherwise a rank that learns of it in a
+            forward and one that learns of it in ``step()`` would never meet again.
         told: whether another rank gave up the window that this rank has not discarded yet.
         usual_backwards: how many backwards the last stepped window had.
         backwards: how many began in this window, whether or not they were rounds.
         rounds: how many of them reduce their gradients at once.
         arrivals: by parameter, how many gradients this rank brought. :class:`LocalGradients` writes it under its lock.
-        active: the parameters with a gradient on any rank, once the ranks have agreed on them; None when more
-            gradients came since.
+        active: the parameters with a gradient on any rank, once the ranks have agreed on them; None when more gradients
+            came since.
         failure: why the window cannot be stepped; the first reason counts.
         given_up: whether a backward of the window raised and the other ranks are being told that it ends with that.
     """

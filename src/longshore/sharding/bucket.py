@@ -1,10 +1,9 @@
 """Which rank owns what, as frozen offsets: parameters -> buckets -> shards -> shard ranges.
 
-This module is pure: it knows no tensors and no ranks of a running job. A bucket
-holds parameters of one dtype whose gradients are reduced together. It is
-divided into one shard for each rank, all of the same length (the last ones end
-in padding), so that every rank has an equal share of every bucket. A shard
-range is what one shard has of one parameter: what one rank owns of it.
+This module is pure: it knows no tensors and no ranks of a running job. A bucket holds parameters of one dtype whose
+gradients are reduced together. It is divided into one shard for each rank, all of the same length (the last ones end in
+padding), so that every rank has an equal share of every bucket. A shard range is what one shard has of one parameter:
+what one rank owns of it.
 """
 
 from __future__ import annotations
@@ -72,18 +71,17 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Fill buckets with parameters of one kind, last registered first: in the order in which backward brings gradients.
 
-    A parameter is never divided between buckets: one that is larger than
-    ``bucket_numel`` has a bucket of its own.
+    A parameter is never divided between buckets: one that is larger than ``bucket_numel`` has a bucket of its own.
 
     Args:
-        parameters: ``(index, numel, kind)``; kinds (dtypes) are not mixed. A
-            parameter without elements is in no bucket.
+        parameters: ``(index, numel, kind)``; kinds (dtypes) are not mixed. A parameter without elements is in no
+            bucket.
         bucket_numel: elements a bucket, at least 1.
         world_size: how many ranks share each bucket.
         first_bucket: the index of the first bucket.
         first_range: the index of the first shard range.
-        shards: by parameter, ``(offset, numel)`` of what each rank has of it, where parameters are sharded already.
-            By default each bucket is divided evenly.
+        shards: by parameter, ``(offset, numel)`` of what each rank has of it, where parameters are sharded already. By
+            default each bucket is divided evenly.
 
     Raises:
         ValueError: a negative numel, or a size below 1.

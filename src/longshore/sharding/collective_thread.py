@@ -63,9 +63,8 @@ class Outgoing(NamedTuple):
 class CollectiveThread:
     """Runs collectives of one group of ranks one after the other, on a thread of its own.
 
-    Every sequence of collectives begins with :meth:`meet`, in which each rank
-    says what it is about to do. So ranks that do different things get an error
-    at once and do not wait for each other.
+    Every sequence of collectives begins with :meth:`meet`, in which each rank says what it is about to do. So ranks
+    that do different things get an error at once and do not wait for each other.
 
     Args:
         group: the ranks that share the work; None: all.
@@ -206,9 +205,9 @@ class CollectiveThread:
     def meet(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> bool:
         """Wait until all ranks are at ``action`` number ``number`` of the same window.
 
-        ``window`` is :attr:`WindowStatus.number`. Afterwards :attr:`notes` has each
-        rank's ``note``. At CLOSE a rank need not find the others: where one of them
-        is elsewhere, the result is false, and that rank waits for the next meeting.
+        ``window`` is :attr:`WindowStatus.number`. Afterwards :attr:`notes` has each rank's ``note``. At CLOSE a rank
+        need not find the others: where one of them is elsewhere, the result is false, and that rank waits for the next
+        meeting.
 
         Raises:
             GradientError: another rank gave up the window, or came to COMMIT with REFUSED.
@@ -364,8 +363,8 @@ def _essence(failure: Exception) -> str:
 def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any:
     """A process group of the same ranks for one thread alone; all ranks have to call. ``backend``: another than theirs.
 
-    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those
-    of a second engine, run while the thread's are under way: in one group they would be taken for each other.
+    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those of
+    a second engine, run while the thread's are under way: in one group they would be taken for each other.
     """
     group = dist.group.WORLD if group is None else group
     ranks = dist.get_process_group_ranks(group)

@@ -1,12 +1,10 @@
 """ZeRO-3: parameters on torch's FSDP2, which gathers them for each forward and backward.
 
-FSDP2 owns when parameters are gathered and prefetched. What longshore takes is
-the gradient of the gathered parameter, where autograd accumulates it, before
-FSDP2 would reduce it. So gradients of stage 3 go the way of stage 2's: in
-rounds, counted, added up in float32 in the order of the ranks, with what was
-not used known as such. FSDP2 finds none left to reduce, and its own reduction
-(which needs every parameter used on every rank, and rounds to the parameters'
-dtype) never runs.
+FSDP2 owns when parameters are gathered and prefetched. What longshore takes is the gradient of the gathered parameter,
+where autograd accumulates it, before FSDP2 would reduce it. So gradients of stage 3 go the way of stage 2's: in rounds,
+counted, added up in float32 in the order of the ranks, with what was not used known as such. FSDP2 finds none left to
+reduce, and its own reduction (which needs every parameter used on every rank, and rounds to the parameters' dtype)
+never runs.
 
 Parameters are gathered in meetings, so that no rank gathers what others do not.
 """
@@ -219,8 +217,8 @@ class GatherMeetings:
 
         Args:
             module: its number.
-            output: part ``k``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there.
-                None: it is on a device.
+            output: part ``k``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there. None:
+                it is on a device.
             block: the one that ``output`` is in, if it was allocated here.
         """
         self._finish_underway()

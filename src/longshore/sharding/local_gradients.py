@@ -65,8 +65,8 @@ class LocalGradients:
     def may_close(self) -> bool:
         """Whether the backward that begins can be the one in which the whole window is reduced.
 
-        One window has one such backward. If there is one more after all, the
-        reduction was in vain; so the last window has to have had no more.
+        One window has one such backward. If there is one more after all, the reduction was in vain; so the last window
+        has to have had no more.
         """
         return (
             self._settings.early

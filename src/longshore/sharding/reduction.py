@@ -1,18 +1,15 @@
 """Reducing gradients: in rounds, bucket by bucket.
 
-Every rank sends each other rank its shard of a bucket, and each adds up its
-own. The gradients travel in their own dtype and are added in float32, rank by
-rank in order. That costs the bytes of a reduce-scatter in the gradients' dtype,
+Every rank sends each other rank its shard of a bucket, and each adds up its own. The gradients travel in their own
+dtype and are added in float32, rank by rank in order. That costs the bytes of a reduce-scatter in the gradients' dtype,
 and gives the bits of one in float32, the same in every run.
 
-A bucket goes in slices: a slice is the same range of every rank's shard. So
-the buffers are small, stay allocated, and are warm in the cache; and a gradient
-is let go of as soon as its last slice is packed.
+A bucket goes in slices: a slice is the same range of every rank's shard. So the buffers are small, stay allocated, and
+are warm in the cache; and a gradient is let go of as soon as its last slice is packed.
 
-What one rank sends another carries, behind the slice, one byte for each of its
-shard ranges: whether the sender has a gradient of that parameter. So a range
-that nobody used is not an arrival, and one that only some used is not touched
-by the others' zeros.
+What one rank sends another carries, behind the slice, one byte for each of its shard ranges: whether the sender has a
+gradient of that parameter. So a range that nobody used is not an arrival, and one that only some used is not touched by
+the others' zeros.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ class ReductionSettings:
 
     Attributes:
         bucket_numel: elements that are reduced together.
-        each_backward: reduce after every backward (ZeRO-2); otherwise sums
-            stay on the device, and are reduced once (stages 0 and 1).
-        early: launch buckets while backward goes on; where they are reduced
-            once, while the backward goes on that is known to be the last.
+        each_backward: reduce after every backward (ZeRO-2); otherwise sums stay on the device, and are reduced once
+            (stages 0 and 1).
+        early: launch buckets while backward goes on; where they are reduced once, while the backward goes on that is
+            known to be the last.
         wire_dtype: in which gradients travel; None: in their own.
         sum_dtype: of sums on the device before a reduction.
         predivide: divides gradients before they are added (against overflow in float16); the rest of the mean is
@@ -126,9 +123,8 @@ class Round:
     """The gradients of one backward on their way into buckets: each bucket is reduced exactly once, in an order that
     all ranks share (law 7).
 
-    A bucket is launched when all of its parameters have come and every bucket
-    before it in the order has been launched. :meth:`close` launches the rest,
-    without what was not used here.
+    A bucket is launched when all of its parameters have come and every bucket before it in the order has been launched.
+    :meth:`close` launches the rest, without what was not used here.
 
     Args:
         number: counts the rounds of a window, from 1.

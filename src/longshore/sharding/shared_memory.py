@@ -129,8 +129,8 @@ class SharedMemory:
     def lend(self, num_bytes: int, held: bool) -> tuple[SharedBlock, Tensor] | None:
         """uint8 ``[num_bytes]`` of which this rank may write its part, and the block that it is in; None: no room.
 
-        After the next meeting it has what all ranks wrote. ``held``: as long as a tensor
-        uses it; otherwise until this rank comes to the meeting after that.
+        After the next meeting it has what all ranks wrote. ``held``: as long as a tensor uses it; otherwise until this
+        rank comes to the meeting after that.
         """
         meeting = self._meetings + 1
         if self._lent_for == meeting:

@@ -37,9 +37,8 @@ from longshore.sharding.reduction import Reducer, ReductionSettings
 class ShardedStore(ParameterStore):
     """A parameter store whose state is spread over ranks.
 
-    Every method that ends in collectives has to be called by all ranks:
-    :meth:`end_backward`, :meth:`agree`, :meth:`sum_of_squares`, :meth:`commit`,
-    :meth:`read_state` and :meth:`read_gradient`.
+    Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
+    :meth:`sum_of_squares`, :meth:`commit`, :meth:`read_state` and :meth:`read_gradient`.
 
     Args:
         inner: keeps the shard ranges that this rank owns, by the index of the range.
