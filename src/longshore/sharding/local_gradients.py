@@ -60,7 +60,7 @@ class LocalGradients:
             self._window.rounds += 1
             self._window.active = None
             self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
-            return self._round, self._take()
+            return self._round, self.take()[1]
 
     def may_close(self) -> bool:
         """Whether the backward that begins can be the one in which the whole window is reduced.
@@ -166,15 +166,11 @@ class LocalGradients:
         """Take the round of the last backward, if there was one, and what was kept: one entry for each round that it
         needs."""
         with self._lock:
-            closing = self._closing
-            return closing, self._take()
-
-    def _take(self) -> list[PendingGradients]:
-        deferred, self._deferred, self._deferred_open = self._deferred, [], False
-        # Reduced from here on: what goes to the other ranks cannot be forgotten here.
-        self._in_rounds.update(parameter for pending in deferred for parameter in pending.parameters)
-        self._taken, self._closing = True, None
-        return deferred
+            closing, self._closing, self._taken = self._closing, None, True
+            deferred, self._deferred, self._deferred_open = self._deferred, [], False
+            # Reduced from here on: what goes to the other ranks cannot be forgotten here.
+            self._in_rounds.update(parameter for pending in deferred for parameter in pending.parameters)
+            return closing, deferred
 
     def planned_order(self) -> list[int]:
         """Buckets that filled up early first: an idle head would hold up every bucket behind it."""
