@@ -26,7 +26,7 @@ _LARGEST_ITEM_BYTES = 4
 
 
 @dataclass(frozen=True)
-class ShardedPlacement(Placement):
+class ShardedOffload(Placement):
     """State spread over the ranks of a process group.
 
     Attributes:
