@@ -357,9 +357,6 @@ def _essence(failure: Exception) -> str:
     return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
 
 
-# -- process groups -----------------------------------------------------------
-
-
 def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any:
     """A process group of the same ranks for one thread alone; all ranks have to call. ``backend``: another than theirs.
 

@@ -37,13 +37,7 @@ _LOOK_S = 1.0
 
 
 class FullySharded(Sharded):
-    """Each rank steps the shards of the parameters that it has.
-
-    Args:
-        collectives: to the ranks.
-        model: whose parameters they are.
-        parameters: by index, also those that come later.
-    """
+    """Each rank steps the shards that it has of the model's ``parameters`` (by index, also those that come later)."""
 
     replicates = False
 

@@ -14,14 +14,9 @@ from longshore.sharding.reduction import Launch, PendingGradients, ReductionSett
 
 
 class LocalGradients:
-    """What this rank brings to a window.
+    """What this rank brings to a window. Several autograd threads may bring gradients at once.
 
-    Several autograd threads may bring gradients at once.
-
-    Args:
-        ownership: the buckets, and the window.
-        settings: whether each backward is a round, and how sums are kept.
-        launch: starts the reduction of one bucket of a round.
+    ``launch`` starts the reduction of one bucket of a round.
     """
 
     def __init__(self, ownership: Ownership, settings: ReductionSettings, launch: Launch) -> None:

@@ -191,9 +191,7 @@ class OwnedForecast(Forecast):
 class Sharded(Ownership):
     """Each rank steps its shard of every bucket.
 
-    Args:
-        collectives: to the ranks.
-        gather_numel: elements, over all ranks, of one gathering of parameters.
+    ``gather_numel`` is the number of elements, over all ranks, of one gathering of parameters.
     """
 
     def __init__(self, collectives: CollectiveThread, gather_numel: int) -> None:

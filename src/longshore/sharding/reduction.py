@@ -61,10 +61,7 @@ class ReductionSettings:
 class PendingGradients:
     """What one rank brings to the next reduction: gradients by parameter, not reduced yet.
 
-    The first gradient of a parameter is kept as it is, later ones are added (law 1).
-
-    Args:
-        dtype: of the sums.
+    The first gradient of a parameter is kept as it is, later ones are added in ``dtype`` (law 1).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -185,13 +182,7 @@ class Round:
 
 
 class Reducer:
-    """Runs rounds on the thread of collectives: what the ranks have of a bucket arrives in a store.
-
-    Args:
-        inner: where the mean gradients of owned shard ranges arrive.
-        ownership: the buckets, and who owns what.
-        settings: dtypes and factors.
-    """
+    """Runs rounds on the thread of collectives: mean gradients of the owned shard ranges arrive in ``inner``."""
 
     def __init__(self, inner: HostStore | SplitStore, ownership: Ownership, settings: ReductionSettings) -> None:
         self._inner = inner

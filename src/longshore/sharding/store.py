@@ -39,11 +39,7 @@ class ShardedStore(ParameterStore):
 
     Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
     :meth:`sum_of_squares`, :meth:`commit`, :meth:`read_state` and :meth:`read_gradient`.
-
-    Args:
-        inner: keeps the shard ranges that this rank owns, by the index of the range.
-        ownership: which ranges these are, and the collectives with the other ranks.
-        settings: how gradients are reduced.
+    ``inner`` keeps the shard ranges that this rank owns, by the index of the range.
     """
 
     def __init__(self, inner: HostStore | SplitStore, ownership: Ownership, settings: ReductionSettings) -> None:
@@ -58,8 +54,6 @@ class ShardedStore(ParameterStore):
         self.window = ownership.window
         self._gradients = LocalGradients(ownership, settings, self._reducer.launch)
         self._closed = False
-
-    # -- layout ---------------------------------------------------------------
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         first = len(self.ownership.buckets)
@@ -263,8 +257,6 @@ class ShardedStore(ParameterStore):
             raise
         self.window.stepped()
         self._gradients.begin()
-
-    # -- checks ---------------------------------------------------------------
 
     @property
     def broken(self) -> bool:
