@@ -392,14 +392,14 @@ MUTANTS = [
         (COLLECTIVES,),
     ),
     Mutant(
-        "pieces lie in the lane's buffer",
+        "gradients lie in the buffer of the collectives",
         "sharding/ownership.py",
         "received.view(torch.float32).clone()",
         "received.view(torch.float32)",
         (TABLE,),
     ),
     Mutant(
-        "at stage 0 unused pieces arrive as zeros",
+        "at stage 0 unused ranges arrive as zeros",
         "sharding/ownership.py",
         "                if used[rank, position]:\n",
         "                if used is not None:\n",
@@ -442,7 +442,7 @@ MUTANTS = [
         (FAILURES,),
     ),
     Mutant(
-        "a dead lane goes on",
+        "a dead thread goes on",
         "sharding/collective_thread.py",
         "        if self._dead is not None:\n            raise self._dead\n        job()\n",
         "        job()\n",
