@@ -208,7 +208,7 @@ SECTIONS = (
             "engine/scripts.py",
             "machine/",
             "sharding/agreement.py",
-            "sharding/lane.py",
+            "sharding/collective_thread.py",
             "checkpoint/crew.py",
         ),
         "Mend what it names, and start the ranks again.",

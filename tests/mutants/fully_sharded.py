@@ -5,11 +5,11 @@ from __future__ import annotations
 from mutants.mutant import FSDP, FULLY_SHARDED, GATHERING, SHARED_MEMORY, TENSOR_PARALLEL, Mutant
 
 MUTANTS = [
-    # -- segments.py ----------------------------------------------------------
+    # -- shared_memory.py -----------------------------------------------------
     Mutant(
         "memory is lent again while it is read",
         "sharding/shared_memory.py",
-        "return self._lent_at < meeting and (self._user is None or self._user.expired())",
+        "return self.lent_for < meeting and (self._user is None or self._user.expired())",
         "return True",
         (GATHERING,),
     ),
@@ -30,14 +30,14 @@ MUTANTS = [
     Mutant(
         "what is lent for the next meeting is free",
         "sharding/shared_memory.py",
-        " and not each.lent_after(self._meetings)",
+        " and each.lent_for <= self._meetings",
         "",
         (GATHERING,),
     ),
     Mutant(
         "files stay",
         "sharding/shared_memory.py",
-        "            self._blocks[index].forget_name()  # no file needs to stay\n",
+        "            self._blocks[index].remove_file()  # no file needs to stay\n",
         "",
         (GATHERING,),
     ),
@@ -69,7 +69,7 @@ MUTANTS = [
         "_APART if self._apart else _OTHER",
         (GATHERING,),
     ),
-    # -- gathering.py ---------------------------------------------------------
+    # -- gathering, and the count of windows ----------------------------------
     Mutant(
         "parameters are used before they are there",
         "sharding/fully_sharded.py",
@@ -126,7 +126,7 @@ MUTANTS = [
         "self._collectives.begin(Action.GATHER, 0, window, said)",
         (FULLY_SHARDED,),
     ),
-    # -- fully_sharded.py -----------------------------------------------------
+    # -- fully_sharded.py and fsdp.py -----------------------------------------
     Mutant(
         "stale weights stay gathered after a step",
         "sharding/fully_sharded.py",

@@ -108,19 +108,19 @@ MUTANTS = [
         "        if not self.backwards:\n",
         (FAILURES + "::test_a_rank_that_runs_one_backward_less_is_named_within_seconds",),
     ),
-    # -- rounds.py and contributions.py ---------------------------------------
+    # -- rounds and pending gradients, in reduction.py -------------------------
     Mutant(
         "a round takes what its bucket has left without",
         "sharding/reduction.py",
-        "        if bucket in self._launched or parameter in",
-        "        if parameter in",
+        "        waiting = self._gradients.get(bucket)\n",
+        "        waiting = self._gradients.setdefault(bucket, {})\n",
         (ROUNDS,),
     ),
     Mutant(
         "a second gradient replaces the first",
         "sharding/reduction.py",
-        "        if bucket in self._launched or parameter in self._gradients[bucket]:\n",
-        "        if bucket in self._launched:\n",
+        "        if waiting is None or parameter in waiting:\n",
+        "        if waiting is None:\n",
         (ROUNDS,),
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS = [
         "",
         (ROUNDS,),
     ),
-    # -- window.py ------------------------------------------------------------
+    # -- local_gradients.py ---------------------------------------------------
     Mutant(
         "a backward does not close its round",
         "sharding/local_gradients.py",
@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant(
         "two plain backwards are one round",
         "sharding/local_gradients.py",
-        "                self._raw.arrived()\n",
+        "                self._separate_at_end()\n",
         "                pass\n",
         (REDUCTION,),
     ),
@@ -392,14 +392,14 @@ MUTANTS = [
         (COLLECTIVES,),
     ),
     Mutant(
-        "pieces lie in the lane's buffer",
+        "gradients lie in the buffer of the collectives",
         "sharding/ownership.py",
         "received.view(torch.float32).clone()",
         "received.view(torch.float32)",
         (TABLE,),
     ),
     Mutant(
-        "at stage 0 unused pieces arrive as zeros",
+        "at stage 0 unused ranges arrive as zeros",
         "sharding/ownership.py",
         "                if used[rank, position]:\n",
         "                if used is not None:\n",
@@ -412,7 +412,7 @@ MUTANTS = [
         "]",
         (COLLECTIVES,),
     ),
-    # -- lane.py --------------------------------------------------------------
+    # -- collective_thread.py -------------------------------------------------
     Mutant(
         "ranks meet whatever they do",
         "sharding/collective_thread.py",
@@ -430,8 +430,8 @@ MUTANTS = [
     Mutant(
         "the others are told again and again",
         "sharding/collective_thread.py",
-        "meeting.gave_up, self._untold = self._untold, False",
-        "meeting.gave_up = self._untold",
+        "meeting.gave_up, self.gives_up = self.gives_up, False",
+        "meeting.gave_up = self.gives_up",
         (COLLECTIVES,),
     ),
     Mutant(
@@ -442,7 +442,7 @@ MUTANTS = [
         (FAILURES,),
     ),
     Mutant(
-        "a dead lane goes on",
+        "a dead thread goes on",
         "sharding/collective_thread.py",
         "        if self._dead is not None:\n            raise self._dead\n        job()\n",
         "        job()\n",

@@ -18,7 +18,7 @@ from longshore.sharding.agreement import Action, Statement, agree_on
 from longshore.sharding.bucket import plan_buckets
 from longshore.sharding.collective_thread import CollectiveThread, timeout_of, twin_of
 from longshore.sharding.ownership import Replicated, Sharded
-from longshore.sharding.reduction import Averaging, reduce_shard
+from longshore.sharding.reduction import reduce_shard
 from sharding.gathering_cases import sharing
 
 CPU = torch.device("cpu")
@@ -58,11 +58,10 @@ def _reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, repl
     gradients = {
         index: values_of(10 * collectives.rank + index, numels[index], dtype) for index in used[collectives.rank]
     }
-    averaging = Averaging.over(collectives.world_size, predivide)
     ownership = Replicated(collectives) if replicated else Sharded(collectives, 100)
 
     def reduce() -> list:
-        reduced = reduce_shard(collectives, bucket, gradients, dtype, averaging)
+        reduced = reduce_shard(collectives, bucket, gradients, dtype, predivide)
         assert gradients == {}  # they were let go of
         return list(ownership.spread(bucket, reduced))
 

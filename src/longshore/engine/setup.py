@@ -42,7 +42,7 @@ from longshore.host import memory_for_speculation
 from longshore.optim import Offload
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Placement
-from longshore.sharding import ReductionSettings, ShardedPlacement
+from longshore.sharding import ReductionSettings, ShardedOffload
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
@@ -233,7 +233,7 @@ def _placement(
         sum_dtype=DTYPES[config.accumulation_dtype],
         predivide=predivide,
     )
-    return ShardedPlacement(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel, sharded)
+    return ShardedOffload(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel, sharded)
 
 
 def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:

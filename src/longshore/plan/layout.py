@@ -16,7 +16,7 @@ from longshore.plan.model import PlannedModel
 from longshore.sharding.bucket import fill_buckets, shard_numel_of, shard_parts
 from longshore.sharding.rank_grid import chunk
 from longshore.sharding.reduction import ReductionSettings
-from longshore.sharding.stages import STRATEGIES, bucket_numel_of
+from longshore.sharding.stages import bucket_numel_of, reduces_each_backward
 
 _MOST_PIECES = 50_000
 """Of a stage at which every rank steps everything: beyond that the padding between pieces is not counted."""
@@ -120,7 +120,7 @@ def _sharded(
     entries: Sequence[tuple[int, int, torch.dtype]],
     held: Sequence[int],
 ) -> tuple[list[Owned], list[PlannedBucket]]:
-    settings = ReductionSettings(job.bucket_numel, STRATEGIES[choice.stage].each_backward)
+    settings = ReductionSettings(job.bucket_numel, reduces_each_backward(choice.stage))
     trainable = model.trainable
     kinds = [
         (place, numel, (dtype, trainable[place].unit) if choice.stage == 3 else dtype)

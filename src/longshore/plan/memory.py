@@ -13,7 +13,7 @@ from longshore.plan.choice import Choice, Job
 from longshore.plan.layout import RankLayout, TileGroup
 from longshore.plan.model import PlannedModel, by_unit, parameter_bytes
 from longshore.sharding.reduction import SLICE_NUMEL
-from longshore.sharding.stages import STRATEGIES
+from longshore.sharding.stages import reduces_each_backward
 
 _FLOAT_BYTES = 4
 
@@ -52,7 +52,7 @@ def count_bytes(
     """All bytes of a choice; the arguments are those of :func:`longshore.plan.layout.lay_out`, and what it returned."""
     trainable = model.cast(job.dtype).trainable
     parameters = sum(numel * each.dtype.itemsize for numel, each in zip(layout.numels_held, trainable, strict=True))
-    arrivals = job.accumulation if ranks == 1 or STRATEGIES[choice.stage].each_backward else 1
+    arrivals = job.accumulation if ranks == 1 or reduces_each_backward(choice.stage) else 1
     moves = staged and choice.offload == "cpu"
     # Nothing is stepped ahead of gradients where the optimizer's state is on the device.
     speculation = choice.speculation if choice.offload == "cpu" else 0
@@ -140,7 +140,7 @@ _IN_FLIGHT_BYTES = 1 << 28
 def _under_way(model: PlannedModel, job: Job, choice: Choice, layout: RankLayout) -> dict[str, int]:
     found: dict[str, int] = {}
     gradients = parameter_bytes(model.trainable)
-    if STRATEGIES[choice.stage].each_backward:
+    if reduces_each_backward(choice.stage):
         # One bucket fills while another is on its way.
         largest = max((bucket.numel * bucket.dtype.itemsize for bucket in layout.buckets), default=0)
         found["gradients under way"] = min(2 * largest, gradients)

@@ -33,7 +33,7 @@ from longshore.plan.timeline import Span, Timeline
 from longshore.plan.workload import Segment, TileJob, segments_of, tile_jobs
 from longshore.sharding.ownership import GATHER_NUMEL
 from longshore.sharding.reduction import SLICE_NUMEL
-from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE, STRATEGIES
+from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE, reduces_each_backward
 
 FORWARD, GATHER_TO_USE, ADD, MEASURE, STEP_ON_DEVICE, RELEASE = (
     "forward",
@@ -99,7 +99,7 @@ class _Step:
         self._choice = choice
         self._layout = layout
         self._sharded = machine.ranks > 1
-        self._each_backward = not self._sharded or STRATEGIES[choice.stage].each_backward
+        self._each_backward = not self._sharded or reduces_each_backward(choice.stage)
         self._gathers = self._sharded and choice.stage == 3
         self._offloads = choice.offload == "cpu"
         self._copies = machine.staged and self._offloads

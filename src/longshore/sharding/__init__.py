@@ -2,7 +2,7 @@
 
 from longshore.sharding.gathered import gather
 from longshore.sharding.reduction import ReductionSettings
-from longshore.sharding.stages import STRATEGIES, ShardedPlacement
+from longshore.sharding.stages import ShardedOffload
 from longshore.sharding.store import ShardedStore
 
-__all__ = ["STRATEGIES", "ReductionSettings", "ShardedPlacement", "ShardedStore", "gather"]
+__all__ = ["ReductionSettings", "ShardedOffload", "ShardedStore", "gather"]

@@ -28,32 +28,25 @@ _HEAD = 5
 
 
 class Action(IntEnum):
-    """What a rank is about to do together with the others."""
+    """What a rank is about to do together with the others: a number to send, and words for errors."""
 
-    BACKWARD = 1
-    STEP = 2
-    COMMIT = 3
-    READ = 4
-    CLOSE = 5
-    GATHER = 6
-    LEAVE = 7
+    words: str
+
+    def __new__(cls, number: int, words: str) -> Action:
+        action = int.__new__(cls, number)
+        action._value_, action.words = number, words
+        return action
+
+    BACKWARD = 1, "in backward"
+    STEP = 2, "in step()"
+    COMMIT = 3, "about to step"
+    READ = 4, "reading optimizer state"
+    CLOSE = 5, "in the last backward"
+    GATHER = 6, "gathering parameters"
+    LEAVE = 7, "giving up its window"
     """Nobody waits for this one: it tells the others, wherever they are."""
-    SAVE = 8
-    LOAD = 9
-
-    @property
-    def words(self) -> str:
-        return {
-            Action.BACKWARD: "in backward",
-            Action.STEP: "in step()",
-            Action.COMMIT: "about to step",
-            Action.READ: "reading optimizer state",
-            Action.CLOSE: "in the last backward",
-            Action.GATHER: "gathering parameters",
-            Action.LEAVE: "giving up its window",
-            Action.SAVE: "saving a checkpoint",
-            Action.LOAD: "loading a checkpoint",
-        }[self]
+    SAVE = 8, "saving a checkpoint"
+    LOAD = 9, "loading a checkpoint"
 
 
 def action_words(action: Action, number: int) -> str:
@@ -80,17 +73,17 @@ class WindowStatus:
     """How far this rank is in its accumulation window. All of sharding reads it here.
 
     Attributes:
-        number: how many windows were stepped or given up: the same number on all ranks that meet. A rank that gives
-            up its window counts it at once and tells the others when it meets them next. They count it when they are
-            told, and not once more when they discard what they have of that window. Otherwise a rank that learns of
-            it in a forward and one that learns of it in ``step()`` would never meet again.
+        number: how many windows were stepped or given up: the same number on all ranks that meet. A rank that gives up
+            its window counts it at once and tells the others when it meets them next. They count it when they are told,
+            and not once more when they discard what they have of that window. Otherwise a rank that learns of it in a
+            forward and one that learns of it in ``step()`` would never meet again.
         told: whether another rank gave up the window that this rank has not discarded yet.
         usual_backwards: how many backwards the last stepped window had.
         backwards: how many began in this window, whether or not they were rounds.
         rounds: how many of them reduce their gradients at once.
         arrivals: by parameter, how many gradients this rank brought. :class:`LocalGradients` writes it under its lock.
-        active: the parameters with a gradient on any rank, once the ranks have agreed on them; None when more
-            gradients came since.
+        active: the parameters with a gradient on any rank, once the ranks have agreed on them; None when more gradients
+            came since.
         failure: why the window cannot be stepped; the first reason counts.
         given_up: whether a backward of the window raised and the other ranks are being told that it ends with that.
     """
@@ -118,12 +111,6 @@ class WindowStatus:
     def fail(self, failure: BaseException | None) -> None:
         """Note that the window cannot be stepped any more."""
         self.failure = self.failure or failure
-
-    def check_not_given_up(self) -> None:
-        """Raise what the backward raised: no other rank meets this one for the step."""
-        if self.given_up:
-            assert self.failure is not None
-            raise self.failure
 
     def hear(self, number: int) -> None:
         """Note that another rank gave up its window and has been at window ``number`` since."""

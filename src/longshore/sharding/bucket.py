@@ -1,10 +1,9 @@
 """Which rank owns what, as frozen offsets: parameters -> buckets -> shards -> shard ranges.
 
-This module is pure: it knows no tensors and no ranks of a running job. A bucket
-holds parameters of one dtype whose gradients are reduced together. It is
-divided into one shard for each rank, all of the same length (the last ones end
-in padding), so that every rank has an equal share of every bucket. A shard
-range is what one shard has of one parameter: what one rank owns of it.
+This module is pure: it knows no tensors and no ranks of a running job. A bucket holds parameters of one dtype whose
+gradients are reduced together. It is divided into one shard for each rank, all of the same length (the last ones end in
+padding), so that every rank has an equal share of every bucket. A shard range is what one shard has of one parameter:
+what one rank owns of it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from typing import NamedTuple
 from longshore.layout import align
 
 
-@dataclass(frozen=True)
-class Member:
-    """One parameter's place in a bucket: elements ``[offset, offset + numel)``."""
+class Member(NamedTuple):
+    """A parameter in a bucket, behind those before it."""
 
     parameter: int
-    offset: int
     numel: int
 
 
@@ -74,18 +71,17 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Fill buckets with parameters of one kind, last registered first: in the order in which backward brings gradients.
 
-    A parameter is never divided between buckets: one that is larger than
-    ``bucket_numel`` has a bucket of its own.
+    A parameter is never divided between buckets: one that is larger than ``bucket_numel`` has a bucket of its own.
 
     Args:
-        parameters: ``(index, numel, kind)``; kinds (dtypes) are not mixed. A
-            parameter without elements is in no bucket.
+        parameters: ``(index, numel, kind)``; kinds (dtypes) are not mixed. A parameter without elements is in no
+            bucket.
         bucket_numel: elements a bucket, at least 1.
         world_size: how many ranks share each bucket.
         first_bucket: the index of the first bucket.
         first_range: the index of the first shard range.
-        shards: by parameter, ``(offset, numel)`` of what each rank has of it, where parameters are sharded already.
-            By default each bucket is divided evenly.
+        shards: by parameter, ``(offset, numel)`` of what each rank has of it, where parameters are sharded already. By
+            default each bucket is divided evenly.
 
     Raises:
         ValueError: a negative numel, or a size below 1.
@@ -103,7 +99,8 @@ def plan_buckets(
             by_rank = [list(_sharded_already(filled, shards, rank)) for rank in range(world_size)]
             shard_numel = align(max(sum(numel for *_, numel in own) for own in by_rank))
         ranges = tuple(tuple(ShardRange(next(indices), *each) for each in own) for own in by_rank)
-        buckets.append(Bucket(first_bucket + len(buckets), _members(filled), shard_numel, ranges))
+        members = tuple(itertools.starmap(Member, filled))
+        buckets.append(Bucket(first_bucket + len(buckets), members, shard_numel, ranges))
     return tuple(buckets)
 
 
@@ -125,11 +122,6 @@ def fill_buckets(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: 
         members.append((parameter, numel))
         open_buckets[kind] = (members, total + numel)
     return filled
-
-
-def _members(parameters: list[tuple[int, int]]) -> tuple[Member, ...]:
-    ends = itertools.accumulate(numel for _, numel in parameters)
-    return tuple(Member(index, end - numel, numel) for (index, numel), end in zip(parameters, ends, strict=True))
 
 
 def shard_numel_of(members: Sequence[tuple[int, int]], world_size: int) -> int:

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,20 +31,22 @@ _NOTICE_DEBUGGING_S = 1.0
 _LOGGER = logging.getLogger("longshore")
 
 
+@dataclass(eq=False)
 class _Meeting:
     """This rank, ``doing`` something, waits for the others to do the same."""
 
-    def __init__(self, action: Action, number: int, window: int, note: Sequence[int], doing: str) -> None:
-        # Fixed.
-        self.action, self.number, self.window, self.note = action, number, window, note
-        self.doing = doing
-        # Change each time that this rank comes to the meeting.
-        self.gave_up = False
-        self.rows: Tensor = torch.empty(0)
-        self.work: Any = None
-        # Change while it waits.
-        self.since = 0.0
-        self.told = False
+    action: Action
+    number: int
+    window: int
+    note: Sequence[int]
+    doing: str
+    # Change each time that this rank comes to the meeting.
+    gave_up: bool = False
+    rows: Any = None
+    work: Any = None
+    # Change while it waits.
+    since: float = 0.0
+    told: bool = False
 
 
 class Outgoing(NamedTuple):
@@ -60,9 +63,8 @@ class Outgoing(NamedTuple):
 class CollectiveThread:
     """Runs collectives of one group of ranks one after the other, on a thread of its own.
 
-    Every sequence of collectives begins with :meth:`meet`, in which each rank
-    says what it is about to do. So ranks that do different things get an error
-    at once and do not wait for each other.
+    Every sequence of collectives begins with :meth:`meet`, in which each rank says what it is about to do. So ranks
+    that do different things get an error at once and do not wait for each other.
 
     Args:
         group: the ranks that share the work; None: all.
@@ -97,8 +99,8 @@ class CollectiveThread:
         # Set once.
         self._dead: RankError | None = None
         # Change with each window.
-        self._untold = False
-        """This rank gave up its window, and the others may not know."""
+        self.gives_up = False
+        """Whether this rank gave up its window and the others may not know: the next meeting tells them."""
         self.given_up = 0
         """The window that another rank has been at since it gave one up, where a meeting raised for that."""
         # Change with each meeting. The first is read by the thread that waits for this one.
@@ -198,19 +200,14 @@ class CollectiveThread:
 
     def give_up_window(self) -> None:
         """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
-        self._untold = True
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether the next meeting tells so."""
-        return self._untold
+        self.gives_up = True
 
     def meet(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> bool:
         """Wait until all ranks are at ``action`` number ``number`` of the same window.
 
-        ``window`` is :attr:`WindowStatus.number`. Afterwards :attr:`notes` has each
-        rank's ``note``. At CLOSE a rank need not find the others: where one of them
-        is elsewhere, the result is false, and that rank waits for the next meeting.
+        ``window`` is :attr:`WindowStatus.number`. Afterwards :attr:`notes` has each rank's ``note``. At CLOSE a rank
+        need not find the others: where one of them is elsewhere, the result is false, and that rank waits for the next
+        meeting.
 
         Raises:
             GradientError: another rank gave up the window, or came to COMMIT with REFUSED.
@@ -225,7 +222,7 @@ class CollectiveThread:
         return meeting
 
     def _come(self, meeting: _Meeting) -> None:
-        meeting.gave_up, self._untold = self._untold, False
+        meeting.gave_up, self.gives_up = self.gives_up, False
         note = [*meeting.note, *[0] * (self._note_numel - len(meeting.note))]
         row = [meeting.action, meeting.number, meeting.window, meeting.gave_up, *note]
         meeting.rows, meeting.work = self._gather_rows(torch.tensor(row, dtype=torch.int64))
@@ -268,7 +265,7 @@ class CollectiveThread:
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
                 )
-            # The others were told where they were. They will be here next.
+            # The ranks that were elsewhere have been told, and come to this meeting next.
             self._come(meeting)
 
     # -- collectives, from jobs -----------------------------------------------
@@ -360,14 +357,11 @@ def _essence(failure: Exception) -> str:
     return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
 
 
-# -- process groups -----------------------------------------------------------
-
-
 def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any:
     """A process group of the same ranks for one thread alone; all ranks have to call. ``backend``: another than theirs.
 
-    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those
-    of a second engine, run while the thread's are under way: in one group they would be taken for each other.
+    Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those of
+    a second engine, run while the thread's are under way: in one group they would be taken for each other.
     """
     group = dist.group.WORLD if group is None else group
     ranks = dist.get_process_group_ranks(group)

@@ -178,8 +178,8 @@ class ModelLayout:
         members: what FSDP2 knows of each parameter, by name.
 
     Raises:
-        ValueError: a parameter on another mesh than the others, or sharded in a way that longshore does not support,
-            by name.
+        ValueError: a parameter on another mesh than the others, or sharded in a way that longshore does not support, by
+            name.
     """
 
     def __init__(self, members: Mapping[str, Any]) -> None:

@@ -1,12 +1,10 @@
 """ZeRO-3: parameters on torch's FSDP2, which gathers them for each forward and backward.
 
-FSDP2 owns when parameters are gathered and prefetched. What longshore takes is
-the gradient of the gathered parameter, where autograd accumulates it, before
-FSDP2 would reduce it. So gradients of stage 3 go the way of stage 2's: in
-rounds, counted, added up in float32 in the order of the ranks, with what was
-not used known as such. FSDP2 finds none left to reduce, and its own reduction
-(which needs every parameter used on every rank, and rounds to the parameters'
-dtype) never runs.
+FSDP2 owns when parameters are gathered and prefetched. What longshore takes is the gradient of the gathered parameter,
+where autograd accumulates it, before FSDP2 would reduce it. So gradients of stage 3 go the way of stage 2's: in rounds,
+counted, added up in float32 in the order of the ranks, with what was not used known as such. FSDP2 finds none left to
+reduce, and its own reduction (which needs every parameter used on every rank, and rounds to the parameters' dtype)
+never runs.
 
 Parameters are gathered in meetings, so that no rank gathers what others do not.
 """
@@ -39,13 +37,7 @@ _LOOK_S = 1.0
 
 
 class FullySharded(Sharded):
-    """Each rank steps the shards of the parameters that it has.
-
-    Args:
-        collectives: to the ranks.
-        model: whose parameters they are.
-        parameters: by index, also those that come later.
-    """
+    """Each rank steps the shards that it has of the model's ``parameters`` (by index, also those that come later)."""
 
     replicates = False
 
@@ -63,8 +55,6 @@ class FullySharded(Sharded):
             self.averaging_collectives = CollectiveThread(group, collectives.device, limit_bytes=1, owns_group=True)
         self._gathers = GatherMeetings(self._layout.shard_group, collectives.device, model.names, self.window)
         model.gather_by(self._gathers.of)
-
-    # -- layout ---------------------------------------------------------------
 
     def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
         shards = {index: [self._shard(index, rank) for rank in self._data_ranks] for index, _, _ in parameters}
@@ -104,16 +94,14 @@ class FullySharded(Sharded):
     def slab_of(self, parameter: int) -> Slab | None:
         return self._layout.of(self._parameters[parameter]).slab(self._layout.tp_rank)
 
-    # -- meetings -------------------------------------------------------------
-
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
         if failed:
-            self._gathers.give_up()  # others may still be in the model, and would wait there for this rank
+            self._gathers.give_up()  # others may still be in the model, where they would wait for this rank
         self._gathers.meet(action)
 
     def into_backward(self) -> None:
-        # One whose forward raised behind all that is gathered is told of nothing in it, and is not in this backward:
-        # a round without it would be waited for, by the rank that it waits for in its next forward.
+        # A rank whose forward raised after its last gathering was told of nothing in that forward, and is not in this
+        # backward. A round without it would wait for it, while it waits for the same ranks in its next forward.
         try:
             self._gathers.meet(Action.BACKWARD)
         except BaseException:
@@ -147,11 +135,9 @@ class FullySharded(Sharded):
         self._model.close()
         self._gathers.close()
         if self.averaging_collectives is not self.collectives:
-            with contextlib.suppress(Exception):  # whoever waited for them heard of it
-                self.collectives.drain()  # its jobs use the other one
+            with contextlib.suppress(Exception):  # whoever waited for these jobs got their failure
+                self.collectives.drain()  # its jobs use the group that is closed next
             self.averaging_collectives.close()
-
-    # -- values ---------------------------------------------------------------
 
     def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
         if self.bucket_of(parameter) is None:
@@ -169,9 +155,8 @@ class FullySharded(Sharded):
 class GatherMeetings:
     """Meetings of ranks that gather parameters.
 
-    Two modules of a model are often of one size. Then ranks would gather each
-    other's weights and not know; and where one rank leaves a module out, the
-    others would wait for it.
+    Two modules of a model often have the same size. Without meetings, ranks in different modules would gather each
+    other's weights unnoticed, and where one rank leaves out a module, the others would wait for it.
 
     Args:
         group: the ranks. Gathering has a group of its own, and does not wait for gradients that are on their way.
@@ -184,7 +169,7 @@ class GatherMeetings:
         def words(action: Action, number: int) -> str:
             return f"{action.words} of {names[number]}" if action is Action.GATHER else action.words
 
-        # Words between hosts: with a device's own backend each would wait for the device.
+        # Meetings are between hosts: with a device's own backend each would wait for the device.
         twin = twin_of(group, device, backend="gloo")
         self._collectives = CollectiveThread(
             twin, torch.device("cpu"), limit_bytes=1, owns_group=True, words=words, note_numel=NOTE_NUMEL
@@ -216,19 +201,19 @@ class GatherMeetings:
             raise
 
     def allocate(self, num_bytes: int) -> tuple[SharedBlock, Tensor] | None:
-        """uint8 ``[num_bytes]`` for what is gathered next, and what to give to :meth:`gather`; None: anywhere."""
+        """The block to give to :meth:`gather`, and uint8 ``[num_bytes]`` in it; None where there is no room."""
         return self._shared.lend(num_bytes, held=True)
 
     def gather(self, module: int, output: Tensor | None, block: SharedBlock | None) -> GatherWork:
         """Gather a module, the same one on all ranks.
 
-        Nothing is waited for but what was under way: ranks may be late for each other by a module.
+        This waits for the gather under way and for nothing else: ranks may be one module apart.
 
         Args:
             module: its number.
-            output: part ``k``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there.
-                None: it is on a device.
-            block: where it is, if it was allocated here.
+            output: part ``k``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there. None:
+                it is on a device.
+            block: the one that ``output`` is in, if it was allocated here.
         """
         self._finish_underway()
         said = self._shared.come(block)
@@ -246,7 +231,7 @@ class GatherMeetings:
             if output is None or self._shared.met(self._collectives.notes):
                 return
             if block is not None:
-                # A part that is another rank's is not this one's to write. Whoever has the tensor sees other memory.
+                # This rank must not write other ranks' parts of shared memory: the tensor gets memory of its own.
                 output.set_(output.clone())  # pyright: ignore
             self._collectives.complete(output.view(self._collectives.world_size, -1).view(torch.uint8))
 
@@ -263,14 +248,14 @@ class GatherMeetings:
                 raise
 
     def give_up(self) -> None:
-        """At the next meeting others, if they are elsewhere, are told that this rank gave up its window."""
+        """Tell the others at the next meeting, if they are elsewhere, that this rank gave up its window."""
         self._collectives.give_up_window()
         self._shared.stand_apart()
 
     def interrupted(self) -> None:
         """Note that what this rank gathers next is for another window."""
         self._shared.stand_apart()
-        with contextlib.suppress(GradientError):  # another one gave up, too
+        with contextlib.suppress(GradientError):  # another rank gave up, too
             self._finish_underway()
         if self._window.give_up():
             # Now, and not at the next meeting: before that, this rank waits for gradients of a backward in which

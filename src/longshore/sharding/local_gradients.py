@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,42 +13,10 @@ from longshore.sharding.ownership import Ownership
 from longshore.sharding.reduction import Launch, PendingGradients, ReductionSettings, Round
 
 
-class RawBackwards:
-    """Calls ``on_end`` after each ``loss.backward()`` in which a gradient arrived and which nobody announced.
-
-    It uses the autograd engine's end-of-backward callback, which is private and
-    is skipped when backward raises; with reentrant checkpointing it also comes
-    at the end of each inner backward. So nothing may depend on it but which
-    gradients are reduced together.
-    """
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-        self._task: int | None = None
-        """The backward that the callback waits for."""
-
-    def arrived(self) -> None:
-        """Note, in a hook, that a gradient arrived."""
-        task = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
-        if task in (-1, self._task):
-            return
-        self._task = task
-        torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # pyright: ignore
-
-    def _ended(self) -> None:
-        self._task = None
-        self._on_end()
-
-
 class LocalGradients:
-    """What this rank brings to a window.
+    """What this rank brings to a window. Several autograd threads may bring gradients at once.
 
-    Several autograd threads may bring gradients at once.
-
-    Args:
-        ownership: the buckets, and the window.
-        settings: whether each backward is a round, and how sums are kept.
-        launch: starts the reduction of one bucket of a round.
+    ``launch`` starts the reduction of one bucket of a round.
     """
 
     def __init__(self, ownership: Ownership, settings: ReductionSettings, launch: Launch) -> None:
@@ -59,7 +26,8 @@ class LocalGradients:
         self._settings = settings
         self._launch = launch
         self._lock = threading.RLock()
-        self._raw = RawBackwards(self._separate)
+        self._raw_backward: int | None = None
+        """The backward that nobody announced (``loss.backward()``) and whose end is waited for."""
         # Planned anew at each agreement.
         self.order: list[int] = []
         """In which buckets are launched, the same on all ranks."""
@@ -72,16 +40,14 @@ class LocalGradients:
         self._deferred: list[PendingGradients] = []
         self._deferred_open = False
         self._open_stays = False
-        """What was kept last came in a backward whose gradients stay."""
+        """Whether what was kept last came in a backward whose gradients stay on this rank."""
         self._taken = False
         self._round: Round | None = None
         self._closing: Round | None = None
-        """The round of the last backward, in which what was kept is reduced and stays."""
+        """The round of the last backward, which reduces what was kept and lets it stay here."""
         self.unsynchronized = False
-        """The backward under way is one whose gradients stay and add up here."""
+        """Whether the gradients of the backward under way stay and add up here."""
         self._completed: list[int] = []
-
-    # -- backward -------------------------------------------------------------
 
     def begin_round(self) -> tuple[Round, list[PendingGradients]]:
         """Begin a backward whose gradients are reduced at once, behind those that were kept."""
@@ -89,13 +55,13 @@ class LocalGradients:
             self._window.rounds += 1
             self._window.active = None
             self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
-            return self._round, self._take()
+            return self._round, self.take()[1]
 
     def may_close(self) -> bool:
         """Whether the backward that begins can be the one in which the whole window is reduced.
 
-        One window has one such backward. If there is one more after all, the
-        reduction was in vain; so the last window has to have had no more.
+        One window has one such backward. If there is one more after all, the reduction was in vain; so the last window
+        has to have had no more.
         """
         return (
             self._settings.early
@@ -149,7 +115,7 @@ class LocalGradients:
             self._open_stays = self.unsynchronized
             self._defer(parameter, gradient)
             if raw:
-                self._raw.arrived()
+                self._separate_at_end()
 
     def _defer(self, parameter: int, gradient: Tensor) -> None:
         (self._deferred[-1] if self._deferred_open else self._defer_into_new()).add(parameter, gradient)
@@ -159,9 +125,21 @@ class LocalGradients:
         self._deferred_open = True
         return self._deferred[-1]
 
+    def _separate_at_end(self) -> None:
+        """Let what comes behind the backward under way, in whose hook this is called, belong to a round of its own.
+
+        This uses the autograd engine's end-of-backward callback, which is private and is skipped when backward raises;
+        with reentrant checkpointing it also comes at the end of each inner backward. So nothing may depend on it but
+        which gradients are reduced together.
+        """
+        task = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+        if task not in (-1, self._raw_backward):
+            self._raw_backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._separate)  # pyright: ignore
+
     def _separate(self) -> None:
-        """Let what comes from here on belong to a round of its own."""
         with self._lock:
+            self._raw_backward = None
             self._deferred_open = False
 
     def forget(self, parameter: int) -> None:
@@ -179,21 +157,15 @@ class LocalGradients:
                     )
                 )
 
-    # -- the end of the window ------------------------------------------------
-
     def take(self) -> tuple[Round | None, list[PendingGradients]]:
         """Take the round of the last backward, if there was one, and what was kept: one entry for each round that it
         needs."""
         with self._lock:
-            closing = self._closing
-            return closing, self._take()
-
-    def _take(self) -> list[PendingGradients]:
-        deferred, self._deferred, self._deferred_open = self._deferred, [], False
-        # Reduced from here on: what goes to the other ranks cannot be forgotten here.
-        self._in_rounds.update(parameter for pending in deferred for parameter in pending.parameters)
-        self._taken, self._closing = True, None
-        return deferred
+            closing, self._closing, self._taken = self._closing, None, True
+            deferred, self._deferred, self._deferred_open = self._deferred, [], False
+            # Reduced from here on: what goes to the other ranks cannot be forgotten here.
+            self._in_rounds.update(parameter for pending in deferred for parameter in pending.parameters)
+            return closing, deferred
 
     def planned_order(self) -> list[int]:
         """Buckets that filled up early first: an idle head would hold up every bucket behind it."""

@@ -46,8 +46,6 @@ class Ownership(ABC):
         self._owned: dict[int, list[ShardRange]] = {}
         self._next_range = 0
 
-    # -- layout ---------------------------------------------------------------
-
     def add(
         self, parameters: Iterable[tuple[int, int, torch.dtype]], bucket_numel: int
     ) -> list[tuple[int, int, torch.dtype]]:
@@ -74,9 +72,6 @@ class Ownership(ABC):
     def bucket_of(self, parameter: int) -> Bucket | None:
         """None for a parameter without elements."""
         return self._bucket_of.get(parameter)
-
-    def dtype_of(self, bucket: Bucket) -> torch.dtype:
-        return self.dtypes[bucket.members[0].parameter]
 
     def owned(self, parameter: int) -> Sequence[ShardRange]:
         """The ranges of the parameter that this rank steps."""
@@ -126,22 +121,18 @@ class Ownership(ABC):
         """Where tensor parallelism divided the parameter; offsets of ranges are counted in what it left."""
         return None
 
-    # -- meetings; all ranks have to call -------------------------------------
-
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
-        """Wait until no rank is in a forward or a backward and all are at this action. ``failed``: this one gave up
-        its window."""
+        """Wait until no rank is in a forward or a backward and all are at this action; all have to call. ``failed``:
+        this one gave up its window."""
         return
 
     def into_backward(self) -> None:
-        """Begin a backward whose gradients are reduced. Raises what a meeting does."""
+        """Begin a backward whose gradients are reduced; all ranks have to call. Raises what a meeting does."""
         return
 
     def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
         """Raise GradientError where ranks that have to use the same parameters did not; ``by_rank``: which ones."""
         return
-
-    # -- this rank alone ------------------------------------------------------
 
     def interrupted(self) -> bool:
         """Note that a forward or a backward raised, and nothing of it goes on; returns whether the window is given up
@@ -160,8 +151,6 @@ class Ownership(ABC):
     def close(self) -> None:
         """Leave the model as an ordinary one."""
         return
-
-    # -- values ---------------------------------------------------------------
 
     def spread(self, bucket: Bucket, reduced: list[tuple[ShardRange, Tensor]]) -> Iterable[tuple[ShardRange, Tensor]]:
         """The gradients of the owned ranges, given those of this rank's shard: float32, flat. In a job."""
@@ -202,9 +191,7 @@ class OwnedForecast(Forecast):
 class Sharded(Ownership):
     """Each rank steps its shard of every bucket.
 
-    Args:
-        collectives: to the ranks.
-        gather_numel: elements, over all ranks, of one gathering of parameters.
+    ``gather_numel`` is the number of elements, over all ranks, of one gathering of parameters.
     """
 
     def __init__(self, collectives: CollectiveThread, gather_numel: int) -> None:

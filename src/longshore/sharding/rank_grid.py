@@ -77,8 +77,8 @@ class ParameterLayout:
         shape: of all of it.
         dim: along which tensor parallelism divides it, as ``torch.chunk`` does; None: each of its ranks has all of it.
         tp_size: how many ranks tensor parallelism has.
-        shards: into how many shards FSDP2 divides what each of those has, along the first dimension, as
-            ``torch.chunk`` does too.
+        shards: into how many shards FSDP2 divides what each of those has, along the first dimension, as ``torch.chunk``
+            does too.
     """
 
     shape: tuple[int, ...]

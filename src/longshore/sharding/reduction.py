@@ -1,25 +1,22 @@
 """Reducing gradients: in rounds, bucket by bucket.
 
-Every rank sends each other rank its shard of a bucket, and each adds up its
-own. The gradients travel in their own dtype and are added in float32, rank by
-rank in order. That costs the bytes of a reduce-scatter in the gradients' dtype,
+Every rank sends each other rank its shard of a bucket, and each adds up its own. The gradients travel in their own
+dtype and are added in float32, rank by rank in order. That costs the bytes of a reduce-scatter in the gradients' dtype,
 and gives the bits of one in float32, the same in every run.
 
-A bucket goes in slices: a slice is the same range of every rank's shard. So
-the buffers are small, stay allocated, and are warm in the cache; and a gradient
-is let go of as soon as its last slice is packed.
+A bucket goes in slices: a slice is the same range of every rank's shard. So the buffers are small, stay allocated, and
+are warm in the cache; and a gradient is let go of as soon as its last slice is packed.
 
-What one rank sends another carries, behind the slice, one byte for each of its
-shard ranges: whether the sender has a gradient of that parameter. So a range
-that nobody used is not an arrival, and one that only some used is not touched
-by the others' zeros.
+What one rank sends another carries, behind the slice, one byte for each of its shard ranges: whether the sender has a
+gradient of that parameter. So a range that nobody used is not an arrival, and one that only some used is not touched by
+the others' zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,14 +40,14 @@ class ReductionSettings:
 
     Attributes:
         bucket_numel: elements that are reduced together.
-        each_backward: reduce after every backward (ZeRO-2); otherwise sums
-            stay on the device, and are reduced once (stages 0 and 1).
-        early: launch buckets while backward goes on; where they are reduced
-            once, while the backward goes on that is known to be the last.
+        each_backward: reduce after every backward (ZeRO-2); otherwise sums stay on the device, and are reduced once
+            (stages 0 and 1).
+        early: launch buckets while backward goes on; where they are reduced once, while the backward goes on that is
+            known to be the last.
         wire_dtype: in which gradients travel; None: in their own.
         sum_dtype: of sums on the device before a reduction.
-        predivide: divides gradients before they are added; the rest of the
-            mean is divided out afterwards.
+        predivide: divides gradients before they are added (against overflow in float16); the rest of the mean is
+            divided out afterwards.
     """
 
     bucket_numel: int
@@ -61,25 +58,10 @@ class ReductionSettings:
     predivide: float = 1.0
 
 
-class Averaging(NamedTuple):
-    """The mean over the ranks, as two factors: ``before`` the sum and ``after`` it."""
-
-    before: float
-    after: float
-
-    @classmethod
-    def over(cls, world_size: int, predivide: float = 1.0) -> Averaging:
-        """``predivide`` divides before the sum (against overflow in float16), the rest after it."""
-        return cls(1.0 / predivide, predivide / world_size)
-
-
 class PendingGradients:
     """What one rank brings to the next reduction: gradients by parameter, not reduced yet.
 
-    The first gradient of a parameter is kept as it is, later ones are added (law 1).
-
-    Args:
-        dtype: of the sums.
+    The first gradient of a parameter is kept as it is, later ones are added in ``dtype`` (law 1).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -138,9 +120,8 @@ class Round:
     """The gradients of one backward on their way into buckets: each bucket is reduced exactly once, in an order that
     all ranks share (law 7).
 
-    A bucket is launched when all of its parameters have come and every bucket
-    before it in the order has been launched. :meth:`close` launches the rest,
-    without what was not used here.
+    A bucket is launched when all of its parameters have come and every bucket before it in the order has been launched.
+    :meth:`close` launches the rest, without what was not used here.
 
     Args:
         number: counts the rounds of a window, from 1.
@@ -167,16 +148,16 @@ class Round:
         self._next = 0
         self._missing = {bucket.index: len(bucket.members) for bucket in order}
         self._gradients: dict[int, dict[int, Tensor]] = {bucket.index: {} for bucket in order}
-        self._launched: set[int] = set()
 
     def take(self, bucket: int, parameter: int, gradient: Tensor) -> bool:
         """Take a gradient along; False where the round has no more place for it.
 
         Reentrant checkpointing brings a parameter twice within one backward.
         """
-        if bucket in self._launched or parameter in self._gradients[bucket]:
+        waiting = self._gradients.get(bucket)
+        if waiting is None or parameter in waiting:
             return False
-        self._gradients[bucket][parameter] = gradient
+        waiting[parameter] = gradient
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
             self.completed.append(bucket)
@@ -192,9 +173,7 @@ class Round:
     def _launch_next(self) -> None:
         bucket = self._order[self._next]
         self._next += 1
-        self._launched.add(bucket.index)
         self._launch(self, bucket, self._gradients.pop(bucket.index))
-        self._gradients[bucket.index] = {}
 
     def reduced_all_of(self, pending: Sequence[PendingGradients]) -> bool:
         """Whether this round, which has run, reduced these gradients as they are now."""
@@ -203,20 +182,13 @@ class Round:
 
 
 class Reducer:
-    """Runs rounds on the thread of collectives: what the ranks have of a bucket arrives in a store.
-
-    Args:
-        inner: where the mean gradients of owned shard ranges arrive.
-        ownership: the buckets, and who owns what.
-        settings: dtypes and factors.
-    """
+    """Runs rounds on the thread of collectives: mean gradients of the owned shard ranges arrive in ``inner``."""
 
     def __init__(self, inner: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
         self._inner = inner
         self._ownership = ownership
         self._settings = settings
         self._collectives = ownership.collectives
-        self._averaging = Averaging.over(ownership.averaging_collectives.world_size, settings.predivide)
 
     def begin(self, current: Round, pending: list[PendingGradients]) -> None:
         """Queue the meeting that opens a round, and the reduction of what was kept before it."""
@@ -227,7 +199,8 @@ class Reducer:
         def open_round() -> None:
             try:
                 self._collectives.meet(Action.BACKWARD, current.number, window)
-                summed = agree_on(self._collectives.rows, Statement(sums_among(pending))).deferred
+                statement = Statement([some.summed for some in pending])
+                summed = agree_on(self._collectives.rows, statement).deferred
                 self.reduce_pending(pending, summed, buckets, ready)
             except BaseException:
                 current.failed = True
@@ -265,12 +238,11 @@ class Reducer:
 
         self._collectives.submit(reduce, held_bytes)
 
-    # -- on the thread --------------------------------------------------------
-
     def reduce_pending(
         self, pending: list[PendingGradients], rounds: Sequence[bool], buckets: Sequence[Bucket], ready: Any
     ) -> None:
-        """Run agreed rounds on gradients that were kept; ``rounds`` says of each whether any rank brings sums."""
+        """Run agreed rounds on gradients that were kept, in a job; ``rounds`` says of each whether any rank brings
+        sums."""
         for number, summed in enumerate(rounds):
             some = pending[number] if number < len(pending) else PendingGradients(torch.float32)
             for bucket in buckets:
@@ -279,19 +251,15 @@ class Reducer:
                     self.reduce(bucket, gradients, summed)
 
     def reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool) -> None:
-        """``sums``: some of the gradients, of any rank, may be sums, which their parameter's dtype may not hold."""
-        dtype = self._ownership.dtype_of(bucket)
+        """Reduce one bucket, in a job. ``sums``: some of the gradients, of any rank, may be sums, which their
+        parameter's dtype may not hold."""
+        dtype = self._ownership.dtypes[bucket.members[0].parameter]
         if sums:  # one that holds both, so that no bit depends on who else brings a sum
             dtype = torch.promote_types(dtype, self._settings.sum_dtype)
-        collectives = self._ownership.averaging_collectives
-        reduced = reduce_shard(collectives, bucket, gradients, self._settings.wire_dtype or dtype, self._averaging)
+        dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
+        reduced = reduce_shard(collectives, bucket, gradients, dtype, self._settings.predivide)
         for owned, values in self._ownership.spread(bucket, reduced):
             self._inner.arrive(owned.index, values)
-
-
-def sums_among(pending: Sequence[PendingGradients]) -> list[bool]:
-    """For each of the rounds that these gradients need, whether it has sums."""
-    return [some.summed for some in pending]
 
 
 def reduce_shard(
@@ -299,7 +267,7 @@ def reduce_shard(
     bucket: Bucket,
     gradients: dict[int, Tensor],
     dtype: torch.dtype,
-    averaging: Averaging,
+    predivide: float,
 ) -> list[tuple[ShardRange, Tensor]]:
     """Run the bucket's reduction together with all other ranks.
 
@@ -308,7 +276,7 @@ def reduce_shard(
         bucket: what is reduced.
         gradients: flat, by parameter; those that this rank has. Let go of as they are sent.
         dtype: in which gradients travel, the same on all ranks.
-        averaging: how the sum becomes a mean.
+        predivide: of :class:`ReductionSettings`.
 
     Returns:
         This rank's ranges that any rank has a gradient of, each with the mean: float32, flat.
@@ -324,7 +292,7 @@ def reduce_shard(
         part_bytes = -(-(slice_bytes + max(map(len, by_rank))) // _ALIGNMENT) * _ALIGNMENT
         outgoing = collectives.outgoing(world_size * part_bytes, device)
         for part, entries in zip(outgoing.memory.view(world_size, part_bytes), by_rank, strict=True):
-            _pack(part[:slice_bytes].view(dtype), entries, gradients, averaging.before)
+            _pack(part[:slice_bytes].view(dtype), entries, gradients, 1.0 / predivide)
             flags = torch.tensor([entry.owned.parameter in has for entry in entries], dtype=torch.uint8)
             part[slice_bytes : slice_bytes + len(entries)].copy_(flags)
         for parameter in [parameter for parameter in gradients if last[parameter] <= start + numel]:
@@ -342,7 +310,7 @@ def reduce_shard(
                 if entry.owned.index not in used:
                     values = torch.empty(entry.owned.numel, dtype=torch.float32, device=device)
                     used[entry.owned.index] = (entry.owned, values)
-                add_up(used[entry.owned.index][1][entry.in_range], arrays, averaging.after)
+                add_up(used[entry.owned.index][1][entry.in_range], arrays, predivide / world_size)
     return list(used.values())
 
 

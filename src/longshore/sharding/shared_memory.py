@@ -43,37 +43,30 @@ class SharedBlock:
         """Whether all ranks have it."""
         self.free = False
         """Whether it can be lent, as all ranks know: the last meeting said so, and it was not lent since."""
-        self._lent_at = 0
+        self.lent_for = 0
+        """The last meeting for which it was lent."""
         self._user: StorageWeakRef | None = None
-        # Also where an exception ends this process; and not where one that it forked ends.
-        self._name = weakref.finalize(self, _unlink, path, os.getpid())
+        # Also called where an exception ends this process; and not where one that it forked ends.
+        self.remove_file = weakref.finalize(self, _unlink, path, os.getpid())
 
     def lend(self, num_bytes: int, held: bool, meeting: int) -> Tensor:
         tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes)
         self.free = False
-        self._lent_at = meeting
+        self.lent_for = meeting
         self._user = StorageWeakRef(tensor.untyped_storage()) if held else None
         return tensor
 
     def done_with(self, meeting: int) -> bool:
         """Whether this rank neither writes nor reads it any more, as it comes to this meeting."""
-        return self._lent_at < meeting and (self._user is None or self._user.expired())
-
-    def lent_after(self, meeting: int) -> bool:
-        """Whether it is for a later meeting, to which this rank has not come."""
-        return self._lent_at > meeting
-
-    def forget_name(self) -> None:
-        self._name()
+        return self.lent_for < meeting and (self._user is None or self._user.expired())
 
 
 class SharedMemory:
     """Blocks of which every rank writes its own part, and all read all of them.
 
-    The ranks write, meet, and read. At each meeting they also say which blocks
-    they are done with. So all know the same of every block, and the next one to
-    be lent is the same on all ranks without a word. A rank of which that may not be
-    true, since it failed, stands apart until all have met, and they begin anew.
+    The ranks write, meet, and read. At each meeting they also say which blocks they are done with. So all ranks know
+    the same about every block, and lend the same one next without further messages. A rank that failed may know
+    something else: it stands apart until all ranks have met and begin anew.
 
     Args:
         rank: this one.
@@ -136,8 +129,8 @@ class SharedMemory:
     def lend(self, num_bytes: int, held: bool) -> tuple[SharedBlock, Tensor] | None:
         """uint8 ``[num_bytes]`` of which this rank may write its part, and the block that it is in; None: no room.
 
-        After the next meeting it has what all ranks wrote. ``held``: as long as a tensor
-        uses it; otherwise until this rank comes to the meeting after that.
+        After the next meeting it has what all ranks wrote. ``held``: as long as a tensor uses it; otherwise until this
+        rank comes to the meeting after that.
         """
         meeting = self._meetings + 1
         if self._lent_for == meeting:
@@ -174,13 +167,13 @@ class SharedMemory:
         done = functools.reduce(operator.and_, (each[3] for each in said))
         for place, each in enumerate(self._blocks):
             # Never what is true of this rank alone: the others would not know.
-            each.free = bool(done >> place & 1) and not each.lent_after(self._meetings)
+            each.free = bool(done >> place & 1) and each.lent_for <= self._meetings
         index = said[0][1]
         if index == _OTHER:
             return False  # lent before the ranks began anew
         if not self._blocks[index].agreed:
             self._blocks[index].agreed = True
-            self._blocks[index].forget_name()  # no file needs to stay
+            self._blocks[index].remove_file()  # no file needs to stay
         return True
 
     def _begin_anew(self, generation: int) -> None:
@@ -191,7 +184,7 @@ class SharedMemory:
     def close(self) -> None:
         """Remove the files. What was lent stays as long as tensors use it."""
         for block in self._blocks:
-            block.forget_name()
+            block.remove_file()
         self._blocks = []
 
 
@@ -210,8 +203,8 @@ def _unlink(path: Path, owner: int) -> None:
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    # Whoever comes first makes it. For nobody else on the machine: they are weights.
+    # Whoever comes first makes it. Other users must not read it: these are weights.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
-        # Now: a file that turns out to have no room when it is written ends the process.
+        # Allocated now: a file that turns out to have no room when it is written ends the process.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         return mmap.mmap(file.fileno(), num_bytes)

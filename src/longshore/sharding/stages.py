@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,8 @@ _LARGEST_ITEM_BYTES = 4
 """The size of a gradient's element: a float32 bucket, or two in 16 bits, may wait to be sent."""
 
 
-class Strategy(NamedTuple):
-    """What a ZeRO stage means here."""
-
-    ownership: Callable[[ShardedPlacement, CollectiveThread, Mapping[int, Tensor]], Ownership]
-    each_backward: bool
-
-
 @dataclass(frozen=True)
-class ShardedPlacement(Placement):
+class ShardedOffload(Placement):
     """State spread over the ranks of a process group.
 
     Attributes:
@@ -63,8 +56,7 @@ class ShardedPlacement(Placement):
         return self.offload.leaves_on_device
 
     def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> ShardedStore:
-        strategy = STRATEGIES[self.stage]
-        settings = replace(self.settings, each_backward=strategy.each_backward)
+        settings = replace(self.settings, each_backward=reduces_each_backward(self.stage))
         settings = replace(settings, bucket_numel=bucket_numel_of(settings))
         waiting_numel = settings.bucket_numel
         if self.sharded is not None:
@@ -77,7 +69,21 @@ class ShardedPlacement(Placement):
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
         # What comes out of a reduction is float32, whatever went in.
         inner = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
-        return ShardedStore(inner, strategy.ownership(self, collectives, parameters), settings)
+        return ShardedStore(inner, self._ownership(collectives, parameters), settings)
+
+    def _ownership(self, collectives: CollectiveThread, parameters: Mapping[int, Tensor]) -> Ownership:
+        if self.sharded is None:
+            return Sharded(collectives, self.gather_numel) if self.stage > 0 else Replicated(collectives)
+        assert self.stage == 3
+        # Imported here: it imports torch's FSDP2, which takes a while.
+        from longshore.sharding.fully_sharded import FullySharded
+
+        return FullySharded(collectives, self.sharded, parameters)
+
+
+def reduces_each_backward(stage: int) -> bool:
+    """Whether gradients of a ZeRO stage are reduced after every backward, or once for each window."""
+    return stage >= 2
 
 
 def bucket_numel_of(settings: ReductionSettings) -> int:
@@ -87,23 +93,6 @@ def bucket_numel_of(settings: ReductionSettings) -> int:
         return max(1, settings.bucket_numel // 2)
     return settings.bucket_numel
 
-
-def _fully_sharded(
-    placement: ShardedPlacement, collectives: CollectiveThread, parameters: Mapping[int, Tensor]
-) -> Ownership:
-    # Imported here: it imports torch's FSDP2, which takes a while.
-    from longshore.sharding.fully_sharded import FullySharded
-
-    assert placement.sharded is not None
-    return FullySharded(collectives, placement.sharded, parameters)
-
-
-STRATEGIES: Mapping[int, Strategy] = {
-    0: Strategy(lambda _, collectives, __: Replicated(collectives), each_backward=False),
-    1: Strategy(lambda placement, collectives, _: Sharded(collectives, placement.gather_numel), each_backward=False),
-    2: Strategy(lambda placement, collectives, _: Sharded(collectives, placement.gather_numel), each_backward=True),
-    3: Strategy(_fully_sharded, each_backward=True),
-}
 
 REDUCE = "reduce"
 """The reduction of one bucket; every tile with a part of that bucket waits for it."""

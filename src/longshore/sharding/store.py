@@ -26,20 +26,15 @@ from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, c
 from longshore.sharding.bucket import ShardRange
 from longshore.sharding.local_gradients import LocalGradients
 from longshore.sharding.ownership import OwnedForecast, Ownership
-from longshore.sharding.reduction import Reducer, ReductionSettings, sums_among
+from longshore.sharding.reduction import Reducer, ReductionSettings
 
 
 class ShardedStore(ParameterStore):
     """A parameter store whose state is spread over ranks.
 
-    Every method that ends in collectives has to be called by all ranks:
-    :meth:`end_backward`, :meth:`agree`, :meth:`sum_of_squares`, :meth:`commit`,
-    :meth:`read_state` and :meth:`read_gradient`.
-
-    Args:
-        local: keeps the shard ranges that this rank owns, by the index of the range.
-        ownership: which ranges these are, and the collectives with the other ranks.
-        settings: how gradients are reduced.
+    Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
+    :meth:`sum_of_squares`, :meth:`commit`, :meth:`read_state` and :meth:`read_gradient`.
+    ``local`` keeps the shard ranges that this rank owns, by the index of the range.
     """
 
     def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
@@ -54,8 +49,6 @@ class ShardedStore(ParameterStore):
         self.window = ownership.window
         self._gradients = LocalGradients(ownership, settings, self._reducer.launch)
         self._closed = False
-
-    # -- layout ---------------------------------------------------------------
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         first = len(self.ownership.buckets)
@@ -126,7 +119,7 @@ class ShardedStore(ParameterStore):
         except GradientError:
             pass  # another rank gave up the same window
         finally:
-            # Nobody says here that a raw backward raised because another rank gave up.
+            # Checked here, since nobody notes that a raw backward raised because another rank gave up.
             if (self.window.failure is not None or self.window.told) and not self.window.given_up:
                 self.ownership.give_up()
             self.window.told = False  # what fails from now on is another window
@@ -140,7 +133,8 @@ class ShardedStore(ParameterStore):
     ) -> Mapping[int, Tensor | None]:
         self.check_usable()
         window = self.window
-        window.check_not_given_up()
+        if window.given_up and window.failure is not None:
+            raise window.failure  # no other rank meets this one for the step
         failure = window.failure or failure
         if failure is None and window.active is not None:
             return dict.fromkeys(window.active, None)  # nothing came since
@@ -152,7 +146,7 @@ class ShardedStore(ParameterStore):
         def settle() -> list[int]:
             self.collectives.meet(Action.STEP, len(parameters), window.number)
             early = closing is not None and closing.reduced_all_of(kept)
-            statement = Statement(sums_among(kept), failure is not None, backwards, order, used, early)
+            statement = Statement([some.summed for some in kept], failure is not None, backwards, order, used, early)
             agreed = agree_on(self.collectives.rows, statement)
             agreed.check(self.collectives.rank, failure, GradientError)
             self.ownership.check_used(parameters, agreed.used_by_rank)
@@ -162,7 +156,7 @@ class ShardedStore(ParameterStore):
             active = [parameter for parameter, anywhere in zip(parameters, agreed.used, strict=True) if anywhere]
             if not agreed.early:
                 if closing is not None:
-                    self.local.discard()  # some rank has more, or other gradients than those that were reduced
+                    self.local.discard()  # some rank has more or other gradients than those that were reduced
                 wanted = set(active)
                 buckets = [each for each in self.ownership.buckets if each.parameters & wanted]
                 self._reducer.reduce_pending(kept, agreed.deferred, buckets, ready)
@@ -237,8 +231,6 @@ class ShardedStore(ParameterStore):
             raise
         self.window.stepped()
         self._gradients.begin()
-
-    # -- checks ---------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
