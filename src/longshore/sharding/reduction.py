@@ -182,10 +182,10 @@ class Round:
 
 
 class Reducer:
-    """Runs rounds on the thread of collectives: mean gradients of the owned shard ranges arrive in ``inner``."""
+    """Runs rounds on the thread of collectives: mean gradients of the owned shard ranges arrive in ``local``."""
 
-    def __init__(self, inner: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
-        self._inner = inner
+    def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
+        self._local = local
         self._ownership = ownership
         self._settings = settings
         self._collectives = ownership.collectives
@@ -193,7 +193,7 @@ class Reducer:
     def begin(self, current: Round, pending: list[PendingGradients]) -> None:
         """Queue the meeting that opens a round, and the reduction of what was kept before it."""
         buckets = list(self._ownership.buckets)  # step() may add some while the thread is still at this round
-        ready = self._inner.transfer.mark()
+        ready = self._local.transfer.mark()
         window = self._ownership.window.number  # which changes when another rank gives up
 
         def open_round() -> None:
@@ -225,14 +225,14 @@ class Reducer:
 
     def launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
         """Queue the reduction of one bucket of a round."""
-        ready = self._inner.transfer.mark()
+        ready = self._local.transfer.mark()
         held_bytes = 0  # where gradients stay anyway, nobody waits for memory
         if not current.lends:
             held_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
 
         def reduce() -> None:
             if not current.failed:
-                with self._inner.transfer.aside(ready):
+                with self._local.transfer.aside(ready):
                     self.reduce(bucket, gradients, current.sums)
             gradients.clear()  # also where the round did not take place
 
@@ -247,7 +247,7 @@ class Reducer:
             some = pending[number] if number < len(pending) else PendingGradients(torch.float32)
             for bucket in buckets:
                 gradients = some.take([member.parameter for member in bucket.members])
-                with self._inner.transfer.aside(ready):
+                with self._local.transfer.aside(ready):
                     self.reduce(bucket, gradients, summed)
 
     def reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool) -> None:
@@ -259,7 +259,7 @@ class Reducer:
         dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
         reduced = reduce_shard(collectives, bucket, gradients, dtype, self._settings.predivide)
         for owned, values in self._ownership.spread(bucket, reduced):
-            self._inner.arrive(owned.index, values)
+            self._local.arrive(owned.index, values)
 
 
 def reduce_shard(

@@ -68,8 +68,8 @@ class ShardedOffload(Placement):
         in_backward = settings.each_backward or settings.early
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
         # What comes out of a reduction is float32, whatever went in.
-        inner = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
-        return ShardedStore(inner, self._ownership(collectives, parameters), settings)
+        local = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
+        return ShardedStore(local, self._ownership(collectives, parameters), settings)
 
     def _ownership(self, collectives: CollectiveThread, parameters: Mapping[int, Tensor]) -> Ownership:
         if self.sharded is None:
