@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from longshore.engine.wording import byte_count
+from longshore.byte_sizes import format_byte_size
 from longshore.host import SpeculationRecord, SplitStore
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.released import is_released
@@ -176,5 +176,5 @@ def explain(engine: Any) -> Explanation:
 
 
 def _bytes_line(where: str, kinds: dict[str, int]) -> str:
-    parts = ", ".join(f"{kind} {byte_count(count)}" for kind, count in kinds.items())
+    parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items())
     return f"{where}: {parts}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from longshore.engine.wording import byte_count
+from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.plan.choice import Choice, Job
@@ -43,7 +43,7 @@ class Shortage:
     def text(self) -> str:
         """What is missing where."""
         missing = [
-            f"{byte_count(count)} more {where}"
+            f"{format_byte_size(count)} more {where}"
             for count, where in ((self.device, "on each device"), (self.host, "on each host"))
             if count > 0
         ]
@@ -264,9 +264,9 @@ def _refusal(model: PlannedModel, machine: PlanMachine, job: Job, candidates: Se
     if 0 < missing < activations:
         smaller = "a smaller --batch-size or --seq-len" + ("" if job.checkpointing else ", --activation-checkpointing")
         advice = f"{smaller}, or {advice}"
-    where = f"{byte_count(machine.device_bytes)} on each device and " if machine.staged else ""
+    where = f"{format_byte_size(machine.device_bytes)} on each device and " if machine.staged else ""
     return (
         f"{model.name} ({model.numel:,} parameters) does not fit on {machine.name} with {where}"
-        f"{byte_count(machine.host_bytes)} on each host; what comes nearest, {nearest.choice.title}, "
+        f"{format_byte_size(machine.host_bytes)} on each host; what comes nearest, {nearest.choice.title}, "
         f"{nearest.shortage.text}: try {advice}"
     )
