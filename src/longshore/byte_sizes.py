@@ -13,7 +13,12 @@ _PREFIXES = {
 }
 _NUMBER = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*(.*?)\s*", re.IGNORECASE)
 _MOST = (1 << 63) - 1
-_LEAST_BUDGET = 1024
+LEAST_BUDGET = 1024
+"""Bytes; the smallest memory budget other than 0."""
+_BUDGET = (
+    'must be "auto", a percentage such as "25%", a size such as "8GiB", or an integer number of bytes (at least '
+    f"{LEAST_BUDGET}, or 0 for none)"
+)
 
 
 def parse_byte_size(size: str | int) -> int:
@@ -91,11 +96,11 @@ def parse_memory_budget(value: object) -> MemoryBudget:
     if isinstance(value, str):
         return _parse_budget_text(value.strip())
     if isinstance(value, float) and 0 < value <= 1:
-        raise _not_a_budget(f'for this share write "{100 * value:g}%"')
+        raise ValueError(f'{_BUDGET}; for this share write "{100 * value:g}%"')
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
-        raise _not_a_budget()
-    if 0 < value < _LEAST_BUDGET:
-        raise _not_a_budget(f'for a share write "{100 if value == 1 else value}%"' if value <= 100 else "")
+        raise ValueError(_BUDGET)
+    if 0 < value < LEAST_BUDGET:
+        raise ValueError(f'{_BUDGET}; for a share write "{100 if value == 1 else min(value, 100)}%"')
     return MemoryBudget(byte_count=value)
 
 
@@ -108,20 +113,12 @@ def _parse_budget_text(text: str) -> MemoryBudget:
         except ValueError:
             percent = math.nan
         if not 0 < percent <= 100:
-            raise _not_a_budget("a percentage is above 0% and at most 100%")
+            raise ValueError(f"{_BUDGET}; write a percentage above 0% and at most 100%")
         return MemoryBudget(share=percent / 100)
     if not text[-1:].isalpha():
-        raise _not_a_budget("a string has a unit; write bytes as an integer, without quotes")
+        raise ValueError(f"{_BUDGET}; write a unit, or bytes as an integer without quotes")
     try:
         count = parse_byte_size(text)
     except ValueError:
-        raise _not_a_budget() from None
+        raise ValueError(_BUDGET) from None
     return parse_memory_budget(count)
-
-
-def _not_a_budget(hint: str = "") -> ValueError:
-    rule = (
-        f'must be "auto", a percentage such as "25%", a size such as "8GiB", or an integer number of bytes (at least '
-        f"{_LEAST_BUDGET}, or 0 for none)"
-    )
-    return ValueError(f"{rule}; {hint}" if hint else rule)

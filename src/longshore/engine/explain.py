@@ -162,7 +162,7 @@ def explain(engine: Any) -> Explanation:
         stage=engine.config.stage,
         rank=engine.ranks.rank,
         world_size=engine.ranks.world_size,
-        offload=engine.config.offload_optimizer,
+        offload=engine.config.offload_device,
         ratio=engine.config.offload_ratio if isinstance(sharded.inner if sharded else store, SplitStore) else 1.0,
         buckets=tuple(buckets),
         tiles=len(tiles),

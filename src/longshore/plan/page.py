@@ -57,8 +57,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     choice, times = candidate.choice, candidate.times
     return {
         "stage": choice.stage,
-        "offload_optimizer": choice.offload,
-        "ratio": choice.ratio,
+        "offload_device": choice.offload,
+        "offload_ratio": choice.ratio,
         "speculation_memory": choice.speculation,
         "host_bytes": candidate.bytes.host,
         "device_bytes": candidate.bytes.device,

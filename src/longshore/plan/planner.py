@@ -25,7 +25,7 @@ _ALIKE = 0.01
 """Choices whose steps differ by less are as good; the simpler one is recommended."""
 _MOST_TOKENS = 1 << 28
 _RATIO_STEP = 0.05
-_SPARE_STEP = 0.1
+_SPARE_STEP_PERCENT = 10
 
 
 class DoesNotFit(LongshoreError):
@@ -193,12 +193,12 @@ def _moves(machine: PlanMachine, choice: Choice) -> bool:
     return machine.staged and choice.offload == "cpu"
 
 
-def _most_spares(model: PlannedModel, machine: PlanMachine, job: Job, choice: Choice) -> float:
-    for tenths in range(round(1 / _SPARE_STEP), 0, -1):
-        share = tenths * _SPARE_STEP if tenths < round(1 / _SPARE_STEP) else 1.0
-        if _counted(model, machine, job, replace(choice, speculation=round(share, 2)))[0].shortage.fits:
-            return round(share, 2)
-    return 0.0
+def _most_spares(model: PlannedModel, machine: PlanMachine, job: Job, choice: Choice) -> int | str:
+    for percent in range(100, 0, -_SPARE_STEP_PERCENT):
+        spares = f"{percent}%"
+        if _counted(model, machine, job, replace(choice, speculation=spares))[0].shortage.fits:
+            return spares
+    return 0
 
 
 def _least_ratio(model: PlannedModel, machine: PlanMachine, job: Job, choice: Choice) -> float:
@@ -223,7 +223,7 @@ def _best(candidates: Sequence[Candidate]) -> Candidate:
 
     def features(candidate: Candidate) -> tuple[bool, bool, bool]:
         choice = candidate.choice
-        return choice.offload != "none", choice.speculation > 0, choice.ratio < 1
+        return choice.offload != "none", bool(choice.speculation), choice.ratio < 1
 
     return min(good, key=features)
 
