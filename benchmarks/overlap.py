@@ -26,9 +26,9 @@ _WARMUPS = 10
 """Rounds: the first make the state and the spares, and where clipping always acts the last stop betting."""
 OFF, ALL, HALF = "nothing is stepped ahead", "a spare for every tile", "a spare for half of the tiles"
 OFF_CLIPPED, ALL_CLIPPED = "nothing is stepped ahead, always clipped", "a spare for every tile, always clipped"
-GROUPS: tuple[Mapping[str, tuple[float, float]], ...] = (
-    {OFF: (0.0, 1e9), ALL: (1.0, 1e9), HALF: (0.5, 1e9)},
-    {OFF_CLIPPED: (0.0, 1e-3), ALL_CLIPPED: (1.0, 1e-3)},
+GROUPS: tuple[Mapping[str, tuple[int | str, float]], ...] = (
+    {OFF: (0, 1e9), ALL: ("100%", 1e9), HALF: ("50%", 1e9)},
+    {OFF_CLIPPED: (0, 1e-3), ALL_CLIPPED: ("100%", 1e-3)},
 )
 """Share of spares, and the norm that gradients are clipped to. What is compared takes turns; the first bets nothing."""
 
@@ -59,7 +59,7 @@ class _Layer(torch.autograd.Function):
 class _Contestant:
     """One model on the device, its optimizer, and what its steps took."""
 
-    def __init__(self, settings: Settings, share: float, max_norm: float, pause: list[float]) -> None:
+    def __init__(self, settings: Settings, memory: int | str, max_norm: float, pause: list[float]) -> None:
         self._weights = [
             nn.Parameter(torch.randn(settings.numel).bfloat16().mul_(0.02)) for _ in range(settings.layers)
         ]
@@ -74,7 +74,7 @@ class _Contestant:
             self._weights,
             lr=1e-4,
             release_gradients=True,
-            offload=longshore.Offload(threads=settings.threads, transfer=transfer, speculation_memory=share),
+            offload=longshore.Offload(threads=settings.threads, transfer=transfer, speculation_memory=memory),
         )
         self.seconds: dict[str, list[float]] = {"backward": [], "exposed": [], "publishing": []}
 
@@ -114,9 +114,9 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     return {"settings": vars(settings), "cases": cases}
 
 
-def _measure_group(settings: Settings, group: Mapping[str, tuple[float, float]], note: Note) -> dict[str, Any]:
+def _measure_group(settings: Settings, group: Mapping[str, tuple[int | str, float]], note: Note) -> dict[str, Any]:
     pause = [0.0]
-    contestants = {name: _Contestant(settings, share, norm, pause) for name, (share, norm) in group.items()}
+    contestants = {name: _Contestant(settings, memory, norm, pause) for name, (memory, norm) in group.items()}
     usual = next(iter(contestants.values()))
     for number in range(-_WARMUPS, settings.rounds):
         note(f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up")

@@ -57,7 +57,7 @@ class _Case:
         self._tokens = make_tokens(tokens)
         config = longshore.Config(
             stage=2,
-            offload_optimizer="cpu",
+            offload_device="cpu",
             gradient_clipping=1.0,
             gradient_accumulation_steps=accumulation,
             threads=1,

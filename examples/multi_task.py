@@ -86,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     model = MultiTask()
-    config = longshore.Config(stage=2, offload_optimizer="cpu", gradient_clipping=1.0, optimizer={"type": "AdamW"})
+    config = longshore.Config(stage=2, offload_device="cpu", gradient_clipping=1.0, optimizer={"type": "AdamW"})
     engine, _, _, _ = longshore.initialize(model=model, model_parameters=groups(model), config=config)
     plain = Plain(engine) if options.check else None
     for step in range(options.steps):

@@ -48,7 +48,7 @@ class Schedule:
                 tile_numel,
                 threads=1,
                 transfer=dice.choice([delayed, delayed, None]),
-                speculation_memory=dice.choice([1.0, 1.0, 0.5, 0.2]),
+                speculation_memory=dice.choice(["100%", "100%", "50%", "20%"]),
             ),
         )
         self.optimizers = tuple(

@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "longshore"
 
 LEVELS = [
-    {"errors", "layout", "machine"},
+    {"errors", "byte_sizes", "layout", "machine"},
     {"kernels", "transfer"},
     {"host"},
     {"optim"},

@@ -121,6 +121,7 @@ SECTIONS = (
         "`longshore.AdamW` and its like, `longshore.Offload`, and the parameters that they are given. "
         "[The guide](optimizer.md#refused-by-name) lists what is refused.",
         (
+            "byte_sizes.py",
             "optim/adam.py",
             "optim/client.py",
             "optim/families.py",

@@ -35,7 +35,7 @@ config = longshore.Config(
     micro_batch_size=8,
     gradient_accumulation_steps=2,
     stage=2,
-    offload_optimizer="cpu",
+    offload_device="cpu",
     dtype="bf16",
     gradient_clipping=1.0,
     optimizer=AdamWConfig(lr=1e-4, weight_decay=0.01),

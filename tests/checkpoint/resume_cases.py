@@ -71,7 +71,7 @@ def make_engine(setting: Setting, seed: int = 0) -> Any:
     settings: Any = {"type": setting.optimizer, **options} if ours else None
     config = longshore.Config(
         stage=setting.stage,
-        offload_optimizer="none" if setting.place == "none" else "cpu",
+        offload_device="none" if setting.place == "none" else "cpu",
         optimizer=settings,
         reduce_bucket_numel=150,
         allgather_bucket_numel=150,
@@ -83,8 +83,8 @@ def make_engine(setting: Setting, seed: int = 0) -> Any:
         setting.tile_numel,
         threads=1,
         transfer=longshore.SimulatedTransfer(3, 0.0005) if staged else None,
-        device=config.offload_optimizer,
-        speculation_memory=1.0 if setting.ahead else 0,
+        device=config.offload_device,
+        speculation_memory="100%" if setting.ahead else 0,
         ratio=0.6 if setting.place == "split" else 1.0,
     )
     blocks = (lambda _, module: isinstance(module, Block)) if setting.stage == 3 else None

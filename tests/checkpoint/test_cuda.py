@@ -38,7 +38,7 @@ def state_of(model: Any, optimizer: Any) -> list[Tensor]:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "none"])
 def test_training_goes_on(device: str, ahead: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"speculation_memory": 1.0} if ahead and device == "cpu" else {}
+    options: dict[str, Any] = {"speculation_memory": "100%"} if ahead and device == "cpu" else {}
     ends = []
     for disturbed in (False, True):
         model, optimizer = make(device, "cuda", **options)

@@ -112,10 +112,10 @@ class TestOneRank:
     def test_stepping_ahead(self, trained, cli, micro, results, tmp_path, stage):
         common = ["--stage", stage, *CLIPPING]
         without = trained(*common)
-        ran = cli(*micro, *common, "--speculation-memory", "1.0", "--out", tmp_path / "ahead")
+        ran = cli(*micro, *common, "--speculation-memory", "100%", "--out", tmp_path / "ahead")
         ahead = results(tmp_path / "ahead")
         assert ran.err == "", "the note about several ranks is not for one"
-        assert ahead.run["settings"]["engine"]["config"]["speculation_memory"] == 1.0
+        assert ahead.run["settings"]["engine"]["config"]["speculation_memory"] == "100%"
         assert ahead.run["result"]["host_bytes"] > 1.5 * without.run["result"]["host_bytes"]
         assert ahead.differing(without) == []
 
@@ -154,7 +154,7 @@ class TestFile:
         ours = trained("--config", config(**bare), *options)
         assert ours.differing(trained("--stage", "2", *options)) == []
 
-    @pytest.mark.parametrize("option", ["0.5", "1.0", "auto"])
+    @pytest.mark.parametrize("option", ["50%", "8GiB", "auto"])
     def test_super_offload_leaves_the_memory_to_the_option(self, trained, config, option):
         run = trained("--config", config(zero_optimization=SUPER_OFFLOAD), "--speculation-memory", option).run
         assert str(run["settings"]["engine"]["config"]["speculation_memory"]) == option
@@ -243,8 +243,8 @@ class TestFile:
              '--warmup 8, but scheduler.type = "LRRangeTest"'),
             ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9000, "warmup_max_lr": 0.5}}},
              ["--lr", "0.001"], "--lr 0.001, but scheduler.params.warmup_max_lr = 0.5"),
-            ({"longshore": {"speculation_memory": 0.5}}, ["--speculation-memory", "1.0"],
-             "--speculation-memory 1.0, but longshore.speculation_memory = 0.5"),
+            ({"longshore": {"speculation_memory": "50%"}}, ["--speculation-memory", "100%"],
+             '--speculation-memory 100%, but longshore.speculation_memory = "50%"'),
             ({"zero_optimization": SUPER_OFFLOAD}, ["--speculation-memory", "0"],
              "--speculation-memory 0, but zero_optimization.offload_optimizer.super_offload = true"),
             ({"steps_per_print": 3}, ["--log-every", "2"], "--log-every 2, but steps_per_print = 3"),
@@ -290,7 +290,7 @@ class TestFile:
         (["--stage", "4"], "--stage must be 0, 1, 2 or 3, not 4"),
         (["--stage", "2", "--release-gradients"], "--release-gradients is what --stage and --config do in any case"),
         (
-            ["--stage", "2", "--speculation-memory", "0.5", "--no-offload"],
+            ["--stage", "2", "--speculation-memory", "50%", "--no-offload"],
             "--speculation-memory is for stepping on the",
         ),
         (["--stage", "1", "--lr", "nan"], "--lr must be a number that is not negative"),
@@ -378,7 +378,7 @@ class TestTwoRanks:
 
     def test_stepping_ahead_needs_gradients_before_the_step(self, two_ranks, micro, config):
         zero = {"stage": 1, "overlap_comm": False, "offload_optimizer": {"device": "cpu"}}
-        options = ["--config", str(config(zero_optimization=zero)), "--speculation-memory", "0.5"]
+        options = ["--config", str(config(zero_optimization=zero)), "--speculation-memory", "50%"]
         ranks = two_ranks(command, [*micro, *options])
         assert [rank[0] for rank in ranks] == [2, 2]
         assert "with 2 ranks, stage 1 and overlap_comm false gradients are reduced in the step: leave" in ranks[0][2]

@@ -136,12 +136,12 @@ def test_limits(cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> Non
     planned(monkeypatch)
     monkeypatch.setattr(launch, "shared_free_bytes", lambda: 64 << 20)
     monkeypatch.setattr(launch, "locked_limit_bytes", lambda: 8 << 20)
-    assert "/dev/shm has 64 MiB" in cli("launch", "--nproc", "2", "--dry-run", "x.py").err
+    assert "/dev/shm has 64.0 MiB" in cli("launch", "--nproc", "2", "--dry-run", "x.py").err
     assert cli("launch", "--nproc", "1", "--dry-run", "x.py").err == ""
     monkeypatch.setattr(launch, "visible_gpus", lambda: {"cuda:0": "0000:1a:00.0"})
     shared, locked = cli("launch", "--nproc", "1", "--dry-run", "x.py").err.splitlines()
     assert "docker run --shm-size" in shared
-    assert "may lock 8 MiB of memory" in locked and "ulimit -l unlimited" in locked
+    assert "may lock 8.0 MiB of memory" in locked and "ulimit -l unlimited" in locked
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_stepping_ahead_is_seen(train, tmp_path):
     assert re.search(r"spare pages used +0 of 0\n", train(*options).out)
     names = [event["name"] for event in chrome(page)]
     assert "step ahead" not in names
-    ahead = train(*options, "--speculation-memory", "1.0")
+    ahead = train(*options, "--speculation-memory", "100%")
     assert "step ahead" in [event["name"] for event in chrome(page)]
     assert re.search(r"stepped ahead and kept +100%\n", ahead.out)
 

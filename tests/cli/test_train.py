@@ -65,7 +65,7 @@ def test_released_gradients_take_no_device_memory(trained):
     assert trained("--release-gradients", "--clip", "0").differing(trained("--clip", "0")) == []
 
 
-@pytest.mark.parametrize("memory", ["1.0", "auto", "1000000"])
+@pytest.mark.parametrize("memory", ["100%", "auto", "1000000"])
 def test_stepping_ahead_takes_host_memory_and_changes_no_bit(trained, memory):
     without, ahead = (trained("--release-gradients", "--speculation-memory", given) for given in ("0", memory))
     assert ahead.run["result"]["host_bytes"] > 1.5 * without.run["result"]["host_bytes"]

@@ -20,7 +20,7 @@ def read_and_write(stage: int, dtype: torch.dtype, world_size: int, staged: bool
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = make_model(dtype)
     config = longshore.Config(
-        stage=stage, offload_optimizer="cpu", reduce_bucket_numel=500, optimizer={"type": "AdamW", **OPTIONS}
+        stage=stage, offload_device="cpu", reduce_bucket_numel=500, optimizer={"type": "AdamW", **OPTIONS}
     )
     transfer = longshore.SimulatedTransfer(seed=rank) if staged else None
     offload = longshore.Offload(100, threads=1, transfer=transfer)
@@ -78,7 +78,7 @@ def read_between_backwards(stage: int, raw: bool) -> None:
     rank, dtype = dist.get_rank(), torch.float32
     model = make_model(dtype)
     config = longshore.Config(
-        stage=stage, offload_optimizer="cpu", reduce_bucket_numel=500, optimizer={"type": "AdamW", **OPTIONS}
+        stage=stage, offload_device="cpu", reduce_bucket_numel=500, optimizer={"type": "AdamW", **OPTIONS}
     )
     engine = longshore.initialize(model=model, config=config, offload=longshore.Offload(100, threads=1)).engine
     oracle = Oracle(Scenario(), dtype, 2, 2, **OPTIONS)
@@ -112,9 +112,11 @@ def write_while_gradients_travel(stage: int) -> int:
     rank, dtype = dist.get_rank(), torch.float32
     model = make_model(dtype)
     config = longshore.Config(
-        stage=stage, offload_optimizer="cpu", reduce_bucket_numel=600, optimizer={"type": "AdamW", **OPTIONS}
+        stage=stage, offload_device="cpu", reduce_bucket_numel=600, optimizer={"type": "AdamW", **OPTIONS}
     )
-    offload = longshore.Offload(100, threads=1, transfer=longshore.SimulatedTransfer(rank, 0.0), speculation_memory=1.0)
+    offload = longshore.Offload(
+        100, threads=1, transfer=longshore.SimulatedTransfer(rank, 0.0), speculation_memory="100%"
+    )
     engine = longshore.initialize(model=model, config=config, offload=offload).engine
     oracle = Oracle(Scenario(), dtype, 2, stage, **OPTIONS)
     weight = model.second.weight

@@ -68,7 +68,7 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
     bucket_numel = BUCKETS[bucket] * (2 if stage >= 2 else 1)
     config = longshore.Config(
         stage=stage,
-        offload_optimizer="none" if place == "none" else "cpu",
+        offload_device="none" if place == "none" else "cpu",
         reduce_bucket_numel=bucket_numel,
         allgather_bucket_numel=bucket_numel,
         gradient_clipping=scenario.clip,
@@ -81,8 +81,8 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
         scenario.tile_numel,
         threads=1,
         transfer=transfer,
-        device=config.offload_optimizer,
-        speculation_memory=0 if ahead == "off" else 1.0,
+        device=config.offload_device,
+        speculation_memory=0 if ahead == "off" else "100%",
         ratio=0.6 if place == "split" else 1.0,
     )
     schedule = scenario.schedule

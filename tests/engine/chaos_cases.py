@@ -74,7 +74,7 @@ class Schedule:
     def config(self) -> longshore.Config:
         return longshore.Config(
             stage=self.stage,
-            offload_optimizer="none" if self.place == "none" else "cpu",
+            offload_device="none" if self.place == "none" else "cpu",
             reduce_bucket_numel=self.bucket_numel,
             allgather_bucket_numel=self.bucket_numel,
             overlap_comm=self.overlap,
@@ -92,7 +92,7 @@ class Schedule:
             threads=1,
             transfer=longshore.SimulatedTransfer(seed, self.most_s) if staged else None,
             device="none" if self.place == "none" else "cpu",
-            speculation_memory=0 if self.ahead == "off" else self.dice.choice([0.5, 1.0]),
+            speculation_memory=0 if self.ahead == "off" else self.dice.choice(["50%", "100%"]),
             ratio=0.6 if self.place == "split" else 1.0,
         )
 

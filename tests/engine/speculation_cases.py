@@ -14,7 +14,7 @@ def granted(free: int) -> int:
     setup.memory_for_speculation = lambda: free
     try:
         config = longshore.Config(
-            stage=2, offload_optimizer="cpu", speculation_memory="auto", optimizer={"type": "AdamW", "lr": 1e-3}
+            stage=2, offload_device="cpu", speculation_memory="auto", optimizer={"type": "AdamW", "lr": 1e-3}
         )
         engine = longshore.initialize(model=small_model(), config=config).engine
         granted = engine.optimizer._core.store.local.backend.speculator._memory

@@ -46,7 +46,7 @@ def test_numbers(engine: Any) -> None:
     assert engine.optimizer_params()["lr"] == 1e-2
     assert engine.zero_optimization() and engine.zero_optimization_partition_gradients()
     assert not engine.zero_optimization_partition_weights()
-    assert engine.zero_cpu_offload() is (engine.config.offload_optimizer == "cpu")
+    assert engine.zero_cpu_offload() is (engine.config.offload_device == "cpu")
     assert not engine.wall_clock_breakdown() and engine.gradient_predivide_factor() == 1.0
 
 

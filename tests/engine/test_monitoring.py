@@ -154,7 +154,7 @@ def test_the_real_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_stepped_ahead_is_counted(tmp_path: Path) -> None:
-    offload = longshore.Offload(tile_numel=100, transfer=longshore.SimulatedTransfer(seed=1), speculation_memory=1.0)
+    offload = longshore.Offload(tile_numel=100, transfer=longshore.SimulatedTransfer(seed=1), speculation_memory="100%")
     train(config_with(csv_monitor={"enabled": True, "output_path": str(tmp_path)}), 4, offload)
     rows = rows_of(tmp_path / "longshore" / "metrics.csv")
     assert 0 <= float(rows[-1]["Speculation/hit_rate"]) <= 1

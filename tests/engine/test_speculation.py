@@ -42,7 +42,7 @@ def test_super_offload_where_clipping_acts() -> None:
     assert_same(model, plain)
 
 
-@pytest.mark.parametrize(("memory", "spares"), [("auto", 1), (1, 1), (1.0, 1), (1 << 30, 1), (100, 0)])
+@pytest.mark.parametrize(("memory", "spares"), [("auto", 1), ("1GiB", 1), ("100%", 1), (1 << 30, 1), (1024, 0)])
 def test_the_setting_of_the_file(memory: Any, spares: int) -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     _, record = trained(file(zero_optimization=zero, longshore={"speculation_memory": memory}))
@@ -55,7 +55,7 @@ def test_without_it_nothing_is_stepped_ahead() -> None:
     assert trained(file(zero_optimization=AHEAD, longshore={"speculation_memory": 0}))[1] is None
 
 
-@pytest.mark.parametrize("value", ["all", -1, 1.5, True, [1]])
+@pytest.mark.parametrize("value", ["all", -1, 1, 1.0, 1.5, True, [1]])
 def test_wrong_values(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"longshore\.speculation_memory"):
         load_config(file(longshore={"speculation_memory": value}))
@@ -77,8 +77,8 @@ def test_a_device_that_is_refused_is_one_problem() -> None:
 
 
 def test_what_a_number_means_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"at most 1 \(a share\), or an integer of at least 2 \(bytes\)"):
-        load_config(file(zero_optimization=AHEAD, longshore={"speculation_memory": "8GB"}))
+    with pytest.raises(ConfigError, match=r'a percentage such as "25%".*; for this share write "50%"'):
+        load_config(file(zero_optimization=AHEAD, longshore={"speculation_memory": 0.5}))
     for key in ("cpuadam_cores_perc", "ratio"):
         zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True, key: 90}}
         with pytest.raises(ConfigError, match=rf"{key} = 90: must be a number .* at most 1 \(a share: 0\.9 for 90 %\)"):
@@ -159,7 +159,7 @@ def test_the_page_says_what_was_stepped_ahead(capsys: pytest.CaptureFixture[str]
 def test_announced_accumulation_is_expected() -> None:
     """From 1 to 3 backwards a step: the first window of three is bet on its last backward."""
     model = small_model()
-    offload = longshore.Offload(speculation_memory=1.0)
+    offload = longshore.Offload(speculation_memory="100%")
     with started(file(gradient_clipping=0.0), model, offload=offload) as engine:
         for step in range(3):
             train(engine, [loss_of(engine, step)])
@@ -172,4 +172,5 @@ def test_announced_accumulation_is_expected() -> None:
 
 
 def test_ranks_of_one_machine_share_what_auto_grants(two_ranks: Ranks) -> None:
-    assert two_ranks(speculation_cases.granted, 1000) == [500, 500]
+    assert two_ranks(speculation_cases.granted, 1_000_000) == [500_000, 500_000]
+    assert two_ranks(speculation_cases.granted, 0) == [1024, 1024]

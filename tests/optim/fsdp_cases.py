@@ -70,7 +70,7 @@ def train(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, twin = make_sharded(dtype, shape), Net(dtype)
-    offload = longshore.Offload(16, threads=1, speculation_memory=1.0 if ahead else 0)
+    offload = longshore.Offload(16, threads=1, speculation_memory="100%" if ahead else 0)
     optimizer = longshore.AdamW(model.parameters(), release_gradients=release, offload=offload, **OPTIONS)
     loop = PlainLoop(twin.parameters(), **OPTIONS)
     largest = 0.0

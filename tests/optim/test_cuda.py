@@ -90,7 +90,7 @@ def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> Non
             release_gradients=True,
             offload=longshore.Offload(tile_numel=tile_numel, speculation_memory=memory),
         )
-        for model, memory in zip(models, (0, 1.0), strict=True)
+        for model, memory in zip(models, (0, "100%"), strict=True)
     ]
     begun = kept = 0
     for step in range(5):
@@ -120,7 +120,7 @@ def test_some_state_stays_on_the_device(dtype: torch.dtype, ratio: float, releas
             model.parameters(),
             lr=3e-2,
             release_gradients=release,
-            offload=longshore.Offload(tile_numel=64, ratio=share, speculation_memory=1.0 if release else 0),
+            offload=longshore.Offload(tile_numel=64, ratio=share, speculation_memory="100%" if release else 0),
         )
         for model, share in zip(models, (1.0, ratio), strict=True)
     ]

@@ -163,7 +163,7 @@ def test_a_transfer_that_would_have_nothing_to_copy_is_refused() -> None:
     assert Offload(transfer=transfer).transfer is transfer
 
 
-@pytest.mark.parametrize("option", [{"threads": 2}, {"cpu_set": [0]}, {"speculation_memory": 1.0}])
+@pytest.mark.parametrize("option", [{"threads": 2}, {"cpu_set": [0]}, {"speculation_memory": "100%"}])
 def test_host_threads_that_would_not_step_are_refused(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(ValueError, match=f"no host thread does: leave {name} out"):

@@ -40,7 +40,7 @@ class Pair:
     def __init__(
         self,
         transfer: Callable[[], Any] = TRANSFERS["direct"],
-        memory: float | int = 1.0,
+        memory: int | str = "100%",
         dtype: torch.dtype = torch.float32,
         optimizer: Callable[..., Any] = longshore.AdamW,
         **options: Any,
@@ -390,9 +390,9 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     assert record.begun > 2 and record.kept == 0
 
 
-@pytest.mark.parametrize("memory", [1.0, 0.4])
+@pytest.mark.parametrize("memory", ["100%", "40%"])
 @pytest.mark.parametrize("clip", [1e9, 1e-3])
-def test_the_norm_is_measured_in_backward(memory: float, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_norm_is_measured_in_backward(memory: str, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With or without a spare, and where clipping always acts."""
     pair = Pair(memory=memory, dtype=torch.bfloat16)
     pair.train(6, clip=clip)
@@ -494,7 +494,7 @@ def test_a_budget_of_part_of_the_tiles() -> None:
     whole = Pair()
     everything = whole.train(3).begun
     every_byte = whole.ahead.host_bytes()["spares"]
-    for memory in (0.5, every_byte // 2):
+    for memory in ("50%", every_byte // 2):
         pair = Pair(memory=memory)
         record = pair.train(3)
         assert 0 < record.kept == record.begun == record.spares < everything
@@ -503,7 +503,7 @@ def test_a_budget_of_part_of_the_tiles() -> None:
 
 
 def test_counted_bytes_of_spares() -> None:
-    pair = Pair(memory=1.0, dtype=torch.bfloat16)
+    pair = Pair(memory="100%", dtype=torch.bfloat16)
     pair.train(2)
     numels = [tile.layout.page_numel for tile in pair.ahead._core.store.tiles if tile.page is not None]
     outputs = sum(-(-2 * numel // 64) * 64 for numel in numels)
@@ -511,7 +511,7 @@ def test_counted_bytes_of_spares() -> None:
 
 
 def test_auto_is_at_most_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(memory="auto")  # pyright: ignore[reportArgumentType]
+    pair = Pair(memory="auto")
     monkeypatch.setattr("longshore.host.speculation.available_bytes", lambda: 4 * 12000)
     record = pair.train(2)
     assert 0 < pair.ahead.host_bytes()["spares"] <= 12000 and record.waited > 0
@@ -563,16 +563,16 @@ def test_new_groups_get_spares_too(pair: Pair) -> None:
     assert record.spares > before and record.kept == record.begun == record.spares
 
 
-@pytest.mark.parametrize("memory", [-1, 1, 1.5, -0.5, "all", True, None])
+@pytest.mark.parametrize("memory", [-1, 1, 1.0, 1.5, -0.5, "0%", "all", True, None])
 def test_bad_budgets(memory: Any) -> None:
-    with pytest.raises(ValueError, match="speculation_memory is a number of bytes"):
+    with pytest.raises(ValueError, match=r'speculation_memory must be "auto", a percentage .*, and is '):
         longshore.Offload(speculation_memory=memory)
 
 
 def test_the_default_mode_has_nothing_to_bet_on() -> None:
     model = nn.Linear(4, 4)
     assert longshore.AdamW(model.parameters()).speculation is None
-    for memory in (1.0, 1 << 20, "auto"):
+    for memory in ("100%", 1 << 20, "auto"):
         with pytest.raises(
             ValueError, match=r"without release_gradients=True they are \.grad until step\(\): add it, or"
         ):

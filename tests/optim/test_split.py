@@ -59,7 +59,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_parity(kind: Kind, release: bool, ratio: float) -> None:
     results = []
-    for settings in (Offload(tile_numel=100), offload(ratio, speculation_memory=1.0 if release else 0)):
+    for settings in (Offload(tile_numel=100), offload(ratio, speculation_memory="100%" if release else 0)):
         model = small_model(torch.bfloat16)
         optimizer = kind.make(model.parameters(), release_gradients=release, offload=settings)
         results.append(trained(optimizer, model, torch.bfloat16, 0.3))

@@ -50,7 +50,7 @@ def counts(
     place: str,
     dtypes: str,
     ratio: float = 1.0,
-    speculation: int | float = 0,
+    speculation: int | str = 0,
     accumulation: int = 1,
     optimizer: str = "AdamW",
     tile_numel: int | None = 112,
@@ -70,7 +70,7 @@ def counts(
     planned = count_bytes(planned_model, job, choice, layout, ranks, staged)
     config = longshore.Config(
         stage=stage,
-        offload_optimizer="cpu",
+        offload_device="cpu",
         reduce_bucket_numel=bucket_numel,
         allgather_bucket_numel=bucket_numel,
         tile_numel=tile_numel,

@@ -23,14 +23,14 @@ ONE_RANK: dict[str, tuple[Any, ...]] = {
     "frozen": (0, "direct", "frozen"),
     "a part stays": (2, "simulated", "bf16", 0.55),
     "all stays, by ratio": (2, "simulated", "fp32", 0.0),
-    "spares": (2, "simulated", "mixed", 1.0, 1.0),
-    "some spares": (2, "simulated", "bf16", 1.0, 0.3),
+    "spares": (2, "simulated", "mixed", 1.0, "100%"),
+    "some spares": (2, "simulated", "bf16", 1.0, "30%"),
     "spares by bytes": (2, "simulated", "bf16", 1.0, 30_000),
-    "spares and a part": (2, "simulated", "bf16", 0.4, 0.6),
-    "spares in host memory": (2, "direct", "bf16", 1.0, 0.5),
+    "spares and a part": (2, "simulated", "bf16", 0.4, "60%"),
+    "spares in host memory": (2, "direct", "bf16", 1.0, "50%"),
     "two backwards": (2, "simulated", "bf16", 1.0, 0, 2),
-    "two backwards in host memory": (2, "direct", "fp32", 1.0, 0.5, 3),
-    "Lion": (2, "simulated", "bf16", 1.0, 0.4, 1, "Lion"),
+    "two backwards in host memory": (2, "direct", "fp32", 1.0, "50%", 3),
+    "Lion": (2, "simulated", "bf16", 1.0, "40%", 1, "Lion"),
     "SGD": (0, "direct", "fp32", 1.0, 0, 1, "SGD"),
     "the engine's tiles": (2, "simulated", "bf16", 1.0, 0, 1, "Adagrad", None),
 }
@@ -52,7 +52,7 @@ def test_no_offload() -> None:
 
 
 TWO_RANKS: dict[str, tuple[Any, ...]] = {
-    **{f"stage {stage}": (stage, "simulated", "bf16", 1.0, 0.5) for stage in range(4)},
+    **{f"stage {stage}": (stage, "simulated", "bf16", 1.0, "50%") for stage in range(4)},
     "stage 2 in host memory": (2, "direct", "fp32"),
     "stage 3, a part stays": (3, "simulated", "fp32", 0.5),
     "stage 2, two dtypes, two backwards": (2, "simulated", "mixed", 1.0, 0, 2),
@@ -75,7 +75,7 @@ def test_two_ranks(case: str, two_ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_three_ranks(stage: int, three_ranks: Ranks) -> None:
-    found = three_ranks(counts, stage, "simulated", "bf16", 0.7, 0.5)
+    found = three_ranks(counts, stage, "simulated", "bf16", 0.7, "50%")
     assert all(planned == counted for counted, planned in found)
     # The plan is for the first rank, which has the most but for padding of less than 64 bytes a segment.
     pages = [counted["host"]["pages"] for counted, _ in found]

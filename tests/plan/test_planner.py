@@ -131,7 +131,7 @@ def test_a_model_without_parameters() -> None:
 
 
 def test_offload_is_hidden_from_some_number_of_tokens_on() -> None:
-    choice, here = Choice(0, "cpu", speculation=1.0), machine()
+    choice, here = Choice(0, "cpu", speculation="100%"), machine()
     at = hidden_at(EIGHT, here, Job(1, 2048), choice)
     assert at is not None and at % 2048 == 0
 
@@ -154,7 +154,7 @@ def test_400_billion_on_1024_ranks_is_few_jobs() -> None:
     assert found.recommended.choice.stage == 3 and simulated
     assert max(simulated) < 8 * MOST_JOBS
     # Tens of thousands of tiles on few ranks are as few jobs.
-    few = simulate(FOUR_HUNDRED, machine(gpus=8), Job(1, 8192), Choice(3, "cpu", speculation=1.0))
+    few = simulate(FOUR_HUNDRED, machine(gpus=8), Job(1, 8192), Choice(3, "cpu", speculation="100%"))
     assert few.jobs < 12 * MOST_JOBS
 
 
@@ -165,7 +165,7 @@ def test_grouped_tiles_take_as_long_as_single_ones(accumulation: int, monkeypatc
         machine(gpus=2),
         Job(2, accumulation=accumulation, tile_numel=1 << 18),
     )
-    for choice in (Choice(2, "cpu", speculation=0.5), Choice(3, "cpu"), Choice(1, "cpu", speculation=1.0)):
+    for choice in (Choice(2, "cpu", speculation="50%"), Choice(3, "cpu"), Choice(1, "cpu", speculation="100%")):
         grouped = simulate(model, here, job, choice)
         with monkeypatch.context() as patched:
             patched.setattr("longshore.plan.workload.MOST_JOBS", 1 << 20)
@@ -181,8 +181,8 @@ def test_grouped_tiles_take_as_long_as_single_ones(accumulation: int, monkeypatc
     [
         Choice(0, "none"),
         Choice(1, "cpu"),
-        Choice(2, "cpu", 0.85, 0.5),
-        Choice(3, "cpu", 1.0, 1.0),
+        Choice(2, "cpu", 0.85, "50%"),
+        Choice(3, "cpu", 1.0, "100%"),
         Choice(2, "cpu", 1.0, 1 << 30),
     ],
     ids=lambda choice: choice.title,
@@ -195,7 +195,7 @@ def test_the_configuration_loads_and_says_the_same(optimizer: str, choice: Choic
         loaded = load_config(configuration(job, choice), world_size=8, needs_optimizer=True)
         config = loaded.config
         assert loaded.notes == ()  # nothing that a reader has to be told
-        assert (config.stage, config.offload_optimizer) == (choice.stage, choice.offload)
+        assert (config.stage, config.offload_device) == (choice.stage, choice.offload)
         assert (config.offload_ratio, config.speculation_memory) == (choice.ratio, choice.speculation)
         assert (config.micro_batch_size, config.gradient_accumulation_steps, config.train_batch_size) == (2, 4, 64)
         assert (config.dtype, config.gradient_clipping, config.tile_numel) == (name, job.clipping, job.tile_numel)

@@ -91,7 +91,7 @@ def test_in_place_everything_waits_for_the_verdict() -> None:
 
 
 def test_ahead_passes_run_beside_backward_and_publishing_waits() -> None:
-    found = run(3, Choice(0, "cpu", speculation=1.0))
+    found = run(3, Choice(0, "cpu", speculation="100%"))
     longer = 0.93 / 0.74
     # Backward brings the last layer's gradient first, at 3 + 2 seconds.
     assert spans(found, STEP_AHEAD) == [(round(at, 6), round(at + longer, 6)) for at in (5.0, 7.0, 9.0)]
@@ -101,14 +101,14 @@ def test_ahead_passes_run_beside_backward_and_publishing_waits() -> None:
 
 
 def test_some_spares_are_those_of_the_last_tiles() -> None:
-    found = run(3, Choice(0, "cpu", speculation=0.34))
+    found = run(3, Choice(0, "cpu", speculation="34%"))
     assert len(spans(found, STEP_AHEAD)) == 1 and spans(found, STEP_AHEAD)[0][0] == 5.0
     assert spans(found, STEP_IN_PLACE) == [(9, 10), (10, 11)]
 
 
 def test_passes_that_have_not_begun_at_the_verdict_go_behind_the_norm() -> None:
     slow = replace(clock(), host_bytes_per_s=HOST / 10, host_norm_bytes_per_s=2.0 * N * 4)
-    found = simulate(layers(3), slow, JOB, Choice(0, "cpu", speculation=1.0))
+    found = simulate(layers(3), slow, JOB, Choice(0, "cpu", speculation="100%"))
     ends = spans(found, STEP_AHEAD)
     assert ends[0][0] == 5.25  # measured first
     assert ends[1][0] >= ends[0][1]
@@ -264,7 +264,7 @@ def test_a_lane_is_a_queue() -> None:
 
 
 def test_a_faster_machine_is_never_slower() -> None:
-    for choice in (Choice(2, "cpu"), Choice(3, "cpu", speculation=1.0), Choice(1, "none")):
+    for choice in (Choice(2, "cpu"), Choice(3, "cpu", speculation="100%"), Choice(1, "none")):
         base = machine(gpus=8)
         usual = simulate(EIGHT, base, Job(1, 4096), choice).step_s
         for field in ("host_bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s", "exchange_bytes_per_s"):

@@ -41,7 +41,7 @@ def test_tiles_wait_for_what_brings_their_gradients() -> None:
     model, job = llama(3, 64, 96, 160), Job(tile_numel=1 << 12)
     segments = segments_of(model)
     for ranks in (1, 2):
-        choice = Choice(2, "cpu", speculation=0.5)
+        choice = Choice(2, "cpu", speculation="50%")
         layout = lay_out(model, job, choice, ranks, staged=True)
         tiles = tile_jobs(job, choice, layout, segments)
         sources = {source for tile in tiles for source in tile.sources}

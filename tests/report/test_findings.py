@@ -29,9 +29,9 @@ BAD = [
     (replace(GOOD, cpu=replace(GOOD.cpu, numa_nodes={0: "0-3", 1: "4-7"})), FAST, "2 NUMA nodes"),
     (replace(GOOD, memory=replace(GOOD.memory, swap_used_bytes=GIB)), FAST, "1.0 GiB are swapped out"),
     (replace(GOOD, memory=replace(GOOD.memory, huge_pages="never")), FAST, "huge pages are off"),
-    (replace(GOOD, memory=replace(GOOD.memory, limit_bytes=16 * GIB)), FAST, "may use 16.0 of 64.0 GiB"),
-    (replace(GOOD, memory=replace(GOOD.memory, shared_free_bytes=64 << 20)), FAST, "/dev/shm has 64 MiB"),
-    (replace(GOOD, memory=replace(GOOD.memory, locked_limit_bytes=8 << 20)), FAST, "may lock 8 MiB"),
+    (replace(GOOD, memory=replace(GOOD.memory, limit_bytes=16 * GIB)), FAST, "may use 16.0 GiB of 64.0 GiB"),
+    (replace(GOOD, memory=replace(GOOD.memory, shared_free_bytes=64 << 20)), FAST, "/dev/shm has 64.0 MiB"),
+    (replace(GOOD, memory=replace(GOOD.memory, locked_limit_bytes=8 << 20)), FAST, "may lock 8.0 MiB"),
 ]
 
 

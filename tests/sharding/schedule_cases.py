@@ -24,7 +24,7 @@ def logged(stage: int, accumulation: int) -> tuple[Log, dict[int, tuple[int, ...
     model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(6)))
     config = longshore.Config(
         stage=stage,
-        offload_optimizer="cpu",
+        offload_device="cpu",
         reduce_bucket_numel=300 * (2 if stage >= 2 else 1),
         gradient_accumulation_steps=accumulation,
         tile_numel=40,

@@ -20,7 +20,7 @@ def make(offload: longshore.Offload | None = None) -> tuple[nn.Module, longshore
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 9))
     offload = offload or longshore.Offload(
-        tile_numel=200, transfer=longshore.SimulatedTransfer(seed=1), speculation_memory=1.0
+        tile_numel=200, transfer=longshore.SimulatedTransfer(seed=1), speculation_memory="100%"
     )
     return model, longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=True, offload=offload)
 
@@ -124,7 +124,7 @@ def test_beside_a_trace() -> None:
 def collectives() -> bool:
     torch.manual_seed(0)
     model = nn.Linear(16, 24)
-    config = longshore.Config(stage=2, micro_batch_size=3, optimizer={"type": "AdamW"}, offload_optimizer="cpu")
+    config = longshore.Config(stage=2, micro_batch_size=3, optimizer={"type": "AdamW"}, offload_device="cpu")
     engine = longshore.initialize(model=model, config=config).engine
 
     def work() -> None:

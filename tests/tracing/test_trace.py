@@ -45,7 +45,7 @@ TRANSFERS: dict[str, Callable[[], longshore.SimulatedTransfer | None]] = {
 
 
 class Training:
-    def __init__(self, transfer: str = "simulated-0", memory: float = 1.0, release: bool = True) -> None:
+    def __init__(self, transfer: str = "simulated-0", memory: int | str = "100%", release: bool = True) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 9))
         self.optimizer = longshore.AdamW(
@@ -103,9 +103,11 @@ def traced() -> Trace:
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
-@pytest.mark.parametrize("memory", [0, 1.0])
+@pytest.mark.parametrize("memory", [0, "100%"])
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_each_tile_arrives_is_stepped_and_published_in_this_order(transfer: str, memory: float, backwards: int) -> None:
+def test_each_tile_arrives_is_stepped_and_published_in_this_order(
+    transfer: str, memory: int | str, backwards: int
+) -> None:
     training = Training(transfer, memory)
     training.train(2, backwards)
     with longshore.trace(training.optimizer) as trace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from longshore.byte_sizes import format_byte_size, parse_byte_size
 from longshore.cli.failure import SettingsError
 from longshore.cli.output import CHECKPOINTS, RUN
-from longshore.cli.terminal import byte_quantity, make_console, plural, told_warnings, warn
+from longshore.cli.terminal import make_console, plural, told_warnings, warn
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from longshore.checkpoint.inspection import CheckpointSummary, Inspection
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 _FOLDER = "Folder of checkpoints, or of one."
 _SHOWN_FILES = 20
 
@@ -41,7 +40,7 @@ def export(
 
     One tensor is in memory at a time, whatever the size of the model.
     """
-    max_shard_bytes = byte_count(max_shard_size)
+    max_shard_bytes = _shard_bytes(max_shard_size)
     if dtype is not None and dtype not in DTYPES:
         raise SettingsError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     import torch
@@ -64,7 +63,7 @@ def export(
             raise SettingsError(str(error).replace("overwrite=True", "--overwrite")) from error
     num_files = sum(name.endswith(".safetensors") for name in done.files)
     console.print(
-        f"{done.tag} (step {done.step}): {plural(done.num_tensors, 'tensor')}, {byte_quantity(done.num_bytes)}, in "
+        f"{done.tag} (step {done.step}): {plural(done.num_tensors, 'tensor')}, {format_byte_size(done.num_bytes)}, in "
         f"{plural(num_files, 'file')} of {done.path}",
         markup=False,
     )
@@ -97,17 +96,11 @@ def inspect(
     raise typer.Exit(0 if found.checkpoint is not None else 1)
 
 
-def byte_count(text: str) -> int:
-    """'5GB' as 5000000000.
-
-    Raises:
-        SettingsError: no size, or none that a file can have.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]|[KMG]I)?B?", text.strip().upper())
-    count = 0 if found is None else int(float(found[1]) * _UNITS[found[2] or ""])
-    if not 1 <= count < 1 << 63:
-        raise SettingsError(f"--max-shard-size {text}: give a number of bytes, such as 500MB, 5GB or 2GiB")
-    return count
+def _shard_bytes(text: str) -> int:
+    try:
+        return parse_byte_size(text)
+    except ValueError as error:
+        raise SettingsError(f"--max-shard-size: {error}") from error
 
 
 @contextmanager
@@ -142,7 +135,7 @@ def _show(console: Console, found: Inspection, tensors: bool, verified: bool) ->
         for each in found.tags:
             words = [*(["latest"] if each.latest else []), *(["damaged"] if each.problem else [])]
             step = "" if each.step is None else str(each.step)
-            _add(table, each.tag, step, byte_quantity(each.num_bytes), ", ".join(words))
+            _add(table, each.tag, step, format_byte_size(each.num_bytes), ", ".join(words))
         console.print(table)
         for each in found.tags:
             if each.problem is not None:
@@ -154,7 +147,7 @@ def _show(console: Console, found: Inspection, tensors: bool, verified: bool) ->
         table = _table("tensor", "dtype", "shape", "chunks", "size")
         for each in found.checkpoint.tensors:
             shape = "x".join(map(str, each.shape)) or "scalar"
-            _add(table, each.name, each.dtype, shape, str(each.chunks), byte_quantity(each.num_bytes))
+            _add(table, each.name, each.dtype, shape, str(each.chunks), format_byte_size(each.num_bytes))
         console.print(table)
 
 
@@ -166,7 +159,7 @@ def _show_checkpoint(console: Console, checkpoint: CheckpointSummary, verified: 
     _add(about, "step", str(checkpoint.step))
     _add(about, "saved", f"{_date(checkpoint.created_ns)}, by {plural(checkpoint.world_size or 0, 'rank')}")
     _add(about, "with", f"longshore {checkpoint.longshore}, torch {checkpoint.torch}")
-    _add(about, "size", f"{byte_quantity(checkpoint.num_bytes)} in {plural(len(checkpoint.files), 'file')}")
+    _add(about, "size", f"{format_byte_size(checkpoint.num_bytes)} in {plural(len(checkpoint.files), 'file')}")
     _add(about, "whole", "sizes and checksums agree" if verified else "sizes agree (--verify: checksums, too)")
     _add(about, "tensors", _kinds(checkpoint))
     if checkpoint.aliases:
@@ -182,7 +175,7 @@ def _show_checkpoint(console: Console, checkpoint: CheckpointSummary, verified: 
     console.print(about)
     files = _table("file", "size")
     for name, num_bytes in list(checkpoint.files.items())[:_SHOWN_FILES]:
-        _add(files, name, byte_quantity(num_bytes))
+        _add(files, name, format_byte_size(num_bytes))
     if len(checkpoint.files) > _SHOWN_FILES:
         _add(files, f"and {len(checkpoint.files) - _SHOWN_FILES} more", "")
     console.print(files)
@@ -193,7 +186,7 @@ def _kinds(checkpoint: CheckpointSummary) -> str:
     kinds: dict[str, list[int]] = {}
     for each in checkpoint.tensors:
         kinds.setdefault(each.name.partition(".")[0], []).append(each.num_bytes)
-    return ", ".join(f"{len(sizes)} of the {kind} ({byte_quantity(sum(sizes))})" for kind, sizes in kinds.items())
+    return ", ".join(f"{len(sizes)} of the {kind} ({format_byte_size(sum(sizes))})" for kind, sizes in kinds.items())
 
 
 def _steps(first: int | None, last: int | None) -> str:

@@ -7,8 +7,9 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from longshore.byte_sizes import format_byte_size
 from longshore.cli.loop import Step, Validation
-from longshore.cli.terminal import byte_quantity, quantity
+from longshore.cli.terminal import quantity
 
 
 class Display(Protocol):
@@ -46,7 +47,7 @@ class BarDisplay:
     def step(self, step: Step, tokens_per_second: float) -> None:
         state = (
             f"loss {step.loss:.4f}  {quantity(tokens_per_second)} tokens/s  "
-            f"device {byte_quantity(step.memory.device)}  host {byte_quantity(step.memory.host)}"
+            f"device {format_byte_size(step.memory.device)}  host {format_byte_size(step.memory.host)}"
         )
         self._progress.update(self._task, completed=step.step, state=state)
 
@@ -83,7 +84,7 @@ def step_line(step: Step, steps: int, loss: float, tokens_per_second: float) -> 
     return (
         f"step {step.step:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {step.lr:.2e}{norm}  "
         f"{quantity(tokens_per_second)} tokens/s  "
-        f"device {byte_quantity(step.memory.device)}  host {byte_quantity(step.memory.host)}"
+        f"device {format_byte_size(step.memory.device)}  host {format_byte_size(step.memory.host)}"
     )
 
 

@@ -298,7 +298,7 @@ def _agreeing(settings: TrainSettings, engine: EngineSettings) -> TrainSettings:
             lr=config.optimizer.lr,
             weight_decay=config.optimizer.weight_decay,
             clip=config.gradient_clipping or 0.0,
-            offload=config.offload_optimizer == "cpu",
+            offload=config.offload_device == "cpu",
             speculation_memory=config.speculation_memory,
             schedule=None if config.scheduler is not None else settings.optimizer.schedule,
         ),

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from longshore.byte_sizes import format_byte_size
 from longshore.cli import curve, model
 from longshore.cli.data import Corpus, Sequences
 from longshore.cli.display import Display, make_display, step_line, validation_line
@@ -30,7 +31,7 @@ from longshore.cli.resuming import RunCheckpoints, check_same_run
 from longshore.cli.settings import ModelSettings, TrainSettings
 from longshore.cli.signals import AgreedStop, StopSignals
 from longshore.cli.team import Team
-from longshore.cli.terminal import byte_quantity, make_console, plural, quantity, warn
+from longshore.cli.terminal import make_console, plural, quantity, warn
 from longshore.cli.text import Text, read_text
 from longshore.cli.timeline import NoTimeline, Timeline, check_trace
 
@@ -48,12 +49,12 @@ class Prepared:
 
 
 def run(settings: TrainSettings, given: Mapping[str, Any], stage: int | None, file: Path | None) -> int:
-    """Trains, and returns the exit code: 0, 1 after a loss that is no number, 130 or 143 after a signal.
+    """Train, and return the exit code: 0, 1 after a loss that is no number, 130 or 143 after a signal.
 
     Args:
         settings: with ``train``'s defaults where an option was not given.
-        given: the options that were, by name, of those that a configuration file may decide.
-        stage, file: of ``--stage`` and ``--config``; with either, training goes through the engine.
+        given: the options that were given and that a configuration file may decide, by name.
+        stage, file: ``--stage`` and ``--config``; with either, training goes through the engine.
     """
     settings = with_engine(settings, given, stage, file)
     if settings.engine is not None and settings.model.device == "cpu" and torch.cuda.is_available():
@@ -307,14 +308,14 @@ class Recorder:
         numel = model.count_parameters(self._prepared.model)
         table = Table(show_header=False)
         table.add_row("steps", f"{result['steps']} of {self._settings.loop.steps}")
-        table.add_row("tokens", f"{result['tokens']}")
+        table.add_row("tokens", str(result["tokens"]))
         for label, key in (("training loss", "train_loss"), ("validation loss", "validation_loss")):
             if result[key] is not None:
                 table.add_row(label, f"{result[key]:.4f}")
         if result["seconds"]:
             table.add_row("speed", f"{quantity(result['tokens'] / result['seconds'])} tokens/s")
         for label, key in (("device memory", "device_bytes"), ("host memory", "host_bytes")):
-            table.add_row(label, f"{byte_quantity(result[key])}, {result[key] / numel:.2f} bytes a parameter")
+            table.add_row(label, f"{format_byte_size(result[key])}, {result[key] / numel:.2f} bytes a parameter")
         if self._prepared.folder is not None:
             table.add_row("written to", str(self._prepared.folder.path))
         return table
@@ -375,13 +376,12 @@ def _open(settings: TrainSettings, prepared: Prepared, description: dict[str, An
 def _headline(settings: TrainSettings, prepared: Prepared) -> str:
     text, sequences = prepared.text, prepared.sequences
     skipped = f" ({text.skipped} that are not text left out)" if text.skipped else ""
-    device = next(prepared.model.parameters()).device.type
     return (
-        f"{quantity(model.count_parameters(prepared.model))} parameters in {settings.model.dtype} on {device}, "
+        f"{quantity(model.count_parameters(prepared.model))} parameters in {settings.model.dtype} "
+        f"on {next(prepared.model.parameters()).device.type}, "
         f"optimizer state {'on the host' if settings.optimizer.offload else 'on the device'}{_sharing(settings)}\n"
-        f"{text.source}: {plural(len(text.documents), 'file')}{skipped}, "
-        f"{quantity(prepared.corpus.tokens.numel())} tokens, "
-        f"{sequences.training.numel()} sequences to train on, {sequences.validation.numel()} to validate on"
+        f"{text.source}: {plural(len(text.documents), 'file')}{skipped}, {quantity(prepared.corpus.tokens.numel())} "
+        f"tokens, {sequences.training.numel()} sequences to train on, {sequences.validation.numel()} to validate on"
     )
 
 

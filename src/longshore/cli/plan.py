@@ -137,6 +137,7 @@ def _parsed(option: str, text: str | None, parse: Callable[[str], T]) -> T | Non
 
 
 def _description(gpu: str, gpus: int | None, said: dict[str, Any]) -> PlanMachine:
+    from longshore.byte_sizes import parse_byte_size
     from longshore.plan import quantities
     from longshore.plan.machine import ACHIEVED_FLOPS, Description, described
 
@@ -148,12 +149,12 @@ def _description(gpu: str, gpus: int | None, said: dict[str, Any]) -> PlanMachin
                 gpu,
                 gpus or 1,
                 said["hosts"] or 1,
-                _parsed("host_memory", said["host_memory"], quantities.parse_bytes),
+                _parsed("host_memory", said["host_memory"], parse_byte_size),
                 rate["host_bandwidth"],
                 rate["link"],
                 rate["peers"],
                 rate["network"],
-                _parsed("device_memory", said["device_memory"], quantities.parse_bytes),
+                _parsed("device_memory", said["device_memory"], parse_byte_size),
                 rate["device_bandwidth"],
                 _parsed("flops", said["flops"], quantities.parse_flops),
                 ACHIEVED_FLOPS if said["efficiency"] is None else said["efficiency"],
@@ -171,10 +172,10 @@ def _check_here(described: dict[str, Any]) -> None:
 
 
 def _this_machine(job: Job, ranks: int | None, quick: bool, memory: dict[str, str | None]) -> PlanMachine:
+    from longshore.byte_sizes import parse_byte_size
     from longshore.plan.here import this_machine
-    from longshore.plan.quantities import parse_bytes
 
-    host, device = (_parsed(name, text, parse_bytes) for name, text in memory.items())
+    host, device = (_parsed(name, text, parse_byte_size) for name, text in memory.items())
     console = make_console()
     with console.status("measuring") as status:  # seen on terminals alone
         sizes = {"numel": _QUICK_NUMEL, "rounds": 1} if quick else {}

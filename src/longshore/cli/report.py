@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longshore.cli.terminal import byte_quantity, make_console, quantity
+from longshore.byte_sizes import format_byte_size
+from longshore.cli.terminal import make_console, quantity
 
 if TYPE_CHECKING:
     from longshore.report import Figures, Finding, Gpu, Machine
@@ -104,20 +105,20 @@ def _memory(machine: Machine) -> list[tuple[str, str]]:
     memory = machine.memory
     locked, shared = memory.locked_limit_bytes, memory.shared_free_bytes
     rows = [
-        ("free", f"{byte_quantity(memory.available_bytes)} of {byte_quantity(memory.total_bytes)}"),
-        ("container", "no limit" if memory.limit_bytes is None else byte_quantity(memory.limit_bytes)),
-        ("may be locked", "any amount" if locked is None else byte_quantity(locked)),
-        ("/dev/shm", _NOT_TOLD if shared is None else f"{byte_quantity(shared)} free"),
+        ("free", f"{format_byte_size(memory.available_bytes)} of {format_byte_size(memory.total_bytes)}"),
+        ("container", "no limit" if memory.limit_bytes is None else format_byte_size(memory.limit_bytes)),
+        ("may be locked", "any amount" if locked is None else format_byte_size(locked)),
+        ("/dev/shm", _NOT_TOLD if shared is None else f"{format_byte_size(shared)} free"),
         ("huge pages", memory.huge_pages or _NOT_TOLD),
     ]
-    return [*rows, ("swapped out", byte_quantity(memory.swap_used_bytes))] if memory.swap_used_bytes else rows
+    return [*rows, ("swapped out", format_byte_size(memory.swap_used_bytes))] if memory.swap_used_bytes else rows
 
 
 def _gpu(gpu: Gpu) -> list[tuple[str, str]]:
     node = "" if gpu.numa_node is None else f", next to NUMA node {gpu.numa_node}"
     return [
         ("name", f"{gpu.name}, compute capability {gpu.capability}"),
-        ("free", f"{byte_quantity(gpu.free_bytes)} of {byte_quantity(gpu.total_bytes)}"),
+        ("free", f"{format_byte_size(gpu.free_bytes)} of {format_byte_size(gpu.total_bytes)}"),
         ("link", f"{gpu.link or _NOT_TOLD}{node}"),
         ("reaches", ", ".join(f"cuda:{peer}" for peer in gpu.peers) or "no other"),
     ]

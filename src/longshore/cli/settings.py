@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longshore.byte_sizes import parse_memory_budget
 from longshore.cli.failure import SettingsError
 
 if TYPE_CHECKING:  # it imports torch
@@ -101,7 +102,7 @@ class OptimizerSettings:
     clip: float = 1.0
     offload: bool = True
     release_gradients: bool = False
-    speculation_memory: int | float | str = 0
+    speculation_memory: int | str = 0
     """As in ``longshore.Offload``."""
 
     def __post_init__(self) -> None:
@@ -223,22 +224,14 @@ def choose_shape(size: str | None, model: Path | None, parts: dict[str, int | No
     return Shape(**{**preset.__dict__, **given})
 
 
-def parse_speculation_memory(text: str) -> int | float | str:
-    """What ``longshore.Offload`` takes: bytes, a fraction, or ``auto``."""
-    if text == "auto":
-        return text
-    for kind in (int, float):
-        try:
-            value = kind(text)
-        except ValueError:
-            continue
-        if (kind is int and value >= 0 and value != 1) or (kind is float and 0.0 <= value <= 1.0):
-            return value
-        break
-    raise SettingsError(
-        "--speculation-memory is a number of bytes (an integer), a fraction from 0.0 to 1.0 (1.0 is a spare for every "
-        f"tile), or auto, not {text}"
-    )
+def parse_speculation_memory(text: str) -> int | str:
+    """What ``longshore.Offload`` takes: ``auto``, a percentage, a size with a unit, or an integer number of bytes."""
+    value = int(text) if text.isdecimal() and len(text) < 20 else text
+    try:
+        parse_memory_budget(value)
+    except ValueError as error:
+        raise SettingsError(f"--speculation-memory {text}: {error}") from None
+    return value
 
 
 def _at_least(option: str, value: int, least: int) -> None:

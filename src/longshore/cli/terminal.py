@@ -91,10 +91,5 @@ def told_warnings() -> Iterator[None]:
                 warn(str(each.message))
 
 
-def byte_quantity(count: int) -> str:
-    """Bytes, with decimal units."""
-    return f"{quantity(count)}B" if count >= 1000 else f"{count} B"
-
-
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -126,8 +126,8 @@ def train(
         _shared(
             _TRAINING,
             "--speculation-memory",
-            help="Host memory for stepping while backward runs: bytes, a fraction (1.0: a spare for every tile), or "
-            "auto. Needs --release-gradients, --stage or --config.",
+            help="Host memory for stepping while backward runs: 25% (100%: a spare for every tile), 8GiB, a number "
+            "of bytes, or auto. Needs --release-gradients, --stage or --config.",
             default=OptimizerSettings.speculation_memory,
         ),
     ] = None,

@@ -188,7 +188,7 @@ def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology:
         return "longshore launch started it"
     if wanted is False:
         return "LONGSHORE_BIND=0"
-    if ranks.device.type != "cpu" and config.offload_optimizer != "cpu":
+    if ranks.device.type != "cpu" and config.offload_device != "cpu":
         return "no host thread steps"
     if config.cpu_set is not None:
         return f"cpu_set names CPU {cpu_list(config.cpu_set)}"

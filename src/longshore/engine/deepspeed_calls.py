@@ -185,7 +185,7 @@ class DeepSpeedCalls:
         return self.config.stage >= 3
 
     def zero_cpu_offload(self) -> bool:
-        return self.config.offload_optimizer == "cpu"
+        return self.config.offload_device == "cpu"
 
     def gradient_predivide_factor(self) -> float:
         return self.config.gradient_predivide_factor

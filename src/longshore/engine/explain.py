@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from longshore.engine.wording import byte_count
+from longshore.byte_sizes import format_byte_size
 from longshore.host import SpeculationRecord
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.released import is_released
@@ -162,7 +162,7 @@ def explain(engine: Any) -> Explanation:
         stage=engine.config.stage,
         rank=engine.ranks.rank,
         world_size=engine.ranks.world_size,
-        offload=engine.config.offload_optimizer,
+        offload=engine.config.offload_device,
         ratio=engine.config.offload_ratio if len(store.local.backends) > 1 else 1.0,
         buckets=tuple(buckets),
         tiles=len(tiles),
@@ -176,5 +176,5 @@ def explain(engine: Any) -> Explanation:
 
 
 def _bytes_line(where: str, kinds: dict[str, int]) -> str:
-    parts = ", ".join(f"{kind} {byte_count(count)}" for kind, count in kinds.items())
+    parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items())
     return f"{where}: {parts}"

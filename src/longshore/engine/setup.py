@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from longshore.byte_sizes import LEAST_BUDGET
 from longshore.engine.access import register
 from longshore.engine.activation_checkpointing import CheckpointingSettings, install, is_configured
 from longshore.engine.binding import Binding, bind
@@ -238,12 +239,12 @@ def _placement(
 
 def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     """The host side of this rank, which shares the machine's CPUs and memory with others."""
-    place, ahead = config.offload_optimizer, config.speculation_memory
+    place, ahead = config.offload_device, config.speculation_memory
     if place == "none" and ranks.device.type != "cpu":
         return Offload(config.tile_numel, config.threads, config.cpu_set, device=place)
     neighbours = neighbours_of(ranks)
     if ahead == "auto" and neighbours.on_machine > 1:
-        ahead = memory_for_speculation() // neighbours.on_machine
+        ahead = max(LEAST_BUDGET, memory_for_speculation() // neighbours.on_machine)
     cpus = host_cpus(config, neighbours, binding.host_threads)
     return Offload(
         config.tile_numel,

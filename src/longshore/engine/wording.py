@@ -25,18 +25,6 @@ def shown(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-def byte_count(count: int) -> str:
-    """Bytes in the largest unit of which there is at least one: ``12 B``, ``1.5 KiB``, ``2,048.0 GiB``."""
-    if count < 1024:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("KiB", "MiB"):
-        size /= 1024
-        if size < 1023.95:  # what rounds to 1024.0 is 1 of the next unit
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:,.1f} GiB"
-
-
 def is_integer(value: Any) -> bool:
     """An int that is no bool: JSON's ``true`` must not pass for 1."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from longshore.byte_sizes import parse_memory_budget
 from longshore.host.early_norms import Due, EarlyNorms
 from longshore.host.events import DROPPED, KEPT, REDONE, STEP_AHEAD
 from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
@@ -40,8 +41,8 @@ from longshore.host.worker import JobRunner
 from longshore.kernels import HostKernels, HostRule, Scale
 from longshore.transfer import Transfer
 
-SpeculationMemory = int | float | str
-"""Bytes, a fraction of the memory that a spare for every tile would take, or ``"auto"``."""
+SpeculationMemory = int | str
+"""What :func:`longshore.byte_sizes.parse_memory_budget` takes; 100 % is the memory of a spare for every tile."""
 
 _AUTO_PART = 4
 _MEMORY = 0.75
@@ -56,9 +57,10 @@ def memory_for_speculation() -> int:
 
 def speculation_budget(memory: SpeculationMemory, most: int) -> int:
     """Bytes for spares, where a spare for every tile would take ``most``."""
-    if isinstance(memory, str):
-        return min(most, memory_for_speculation())
-    return int(most * memory) if isinstance(memory, float) else memory
+    budget = parse_memory_budget(memory)
+    if budget.byte_count is not None:
+        return budget.byte_count
+    return min(most, memory_for_speculation()) if budget.share is None else int(most * budget.share)
 
 
 class Predictor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from longshore.byte_sizes import parse_memory_budget
 from longshore.host import BackendSettings, HostStore, OnDevice, ParameterStore, SpeculationMemory
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim.shards import is_sharded
@@ -72,9 +73,10 @@ class Offload(Placement):
             a :class:`~longshore.transfer.SimulatedTransfer`. With
             ``device="none"`` nothing moves: a simulated device keeps the state.
         speculation_memory: host memory for stepping tiles while backward still
-            runs (with ``release_gradients=True`` and in engines): bytes, a
-            fraction (1.0: a spare for every tile, nearly as much again as the
-            pages), or ``"auto"``: as much as helps, at most a quarter of what
+            runs (with ``release_gradients=True`` and in engines): a percentage
+            (``"100%"`` is a spare for every tile, nearly as much memory as the
+            optimizer's state itself), a size (``"8GiB"``), an integer number
+            of bytes, or ``"auto"``: as much as helps, at most a quarter of what
             is free when it is made, after the first step. 0: none.
         ratio: the share of the elements whose state is on the host, with
             ``device="cpu"``. The others, whose gradients come last, keep theirs
@@ -95,7 +97,10 @@ class Offload(Placement):
             count = getattr(self, name)
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise ValueError(f"{name} is a number of {of}, at least 1, not {count!r}")
-        self._check_speculation_memory()
+        try:
+            parse_memory_budget(self.speculation_memory)
+        except ValueError as error:
+            raise ValueError(f"speculation_memory {error}, and is {self.speculation_memory!r}") from None
         if self.device not in ("cpu", "none"):
             raise ValueError(
                 f"device is where the optimizer's state is: 'cpu' (host memory) or 'none' (no offload: where the "
@@ -113,18 +118,6 @@ class Offload(Placement):
             raise ValueError(
                 f"device='none' copies nothing, and a {type(self.transfer).__name__} was given to copy with; "
                 "leave transfer out, or use device='cpu'"
-            )
-
-    def _check_speculation_memory(self) -> None:
-        memory = self.speculation_memory
-        if isinstance(memory, (str, bool)):
-            good = memory == "auto"
-        else:
-            good = memory >= 0 if isinstance(memory, int) else isinstance(memory, float) and 0.0 <= memory <= 1.0
-        if not good or (memory == 1 and isinstance(memory, int)):
-            raise ValueError(
-                "speculation_memory is a number of bytes (an integer), a fraction from 0.0 to 1.0, or 'auto', "
-                f"not {memory!r}; 1.0 is a spare for every tile"
             )
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longshore.byte_sizes import format_byte_size
 from longshore.optim.families import AdagradFamily, AdamFamily, LionFamily, SGDFamily
 
 STATES = {
@@ -62,13 +63,13 @@ class Choice:
         stage: 0 to 3.
         offload: ``"cpu"`` or ``"none"``: where the optimizer's state is.
         ratio: the share of it that is on the host.
-        speculation: ``speculation_memory``: bytes, or a share from 0.0 to 1.0.
+        speculation: ``speculation_memory``, as in :class:`longshore.Offload`.
     """
 
     stage: int
     offload: str
     ratio: float = 1.0
-    speculation: int | float = 0.0
+    speculation: int | str = 0
 
     @property
     def title(self) -> str:
@@ -77,6 +78,6 @@ class Choice:
         if self.ratio != 1.0:
             words.append(f"ratio {self.ratio:g}")
         if self.speculation:
-            share = isinstance(self.speculation, float)
-            words.append(f"spares {self.speculation:.0%}" if share else f"spares {self.speculation} bytes")
+            size = self.speculation
+            words.append(f"spares {size if isinstance(size, str) else format_byte_size(size)}")
         return ", ".join(words)

@@ -68,7 +68,7 @@ def count_bytes(
     return PlannedBytes(host, device, _estimates(model, job, choice, layout, ranks))
 
 
-def spare_tiles(groups: Sequence[TileGroup], page_arrays: int, speculation: int | float) -> _Spares:
+def spare_tiles(groups: Sequence[TileGroup], page_arrays: int, speculation: int | str) -> _Spares:
     """How many tiles, the last ones, have a spare, and the bytes of all spares."""
     sizes = [
         (group.run.tiles, _page_bytes(group, page_arrays), group.run.page_numel * group.dtype.itemsize)
@@ -93,7 +93,7 @@ def _page_bytes(group: TileGroup, page_arrays: int) -> int:
 
 
 def _store_bytes(
-    groups: Sequence[TileGroup], job: Job, arrivals: int, moves: bool, speculation: int | float
+    groups: Sequence[TileGroup], job: Job, arrivals: int, moves: bool, speculation: int | str
 ) -> dict[str, int]:
     """By the kinds of ``HostStore.state_bytes``."""
     pages = gradients = accumulators = 0

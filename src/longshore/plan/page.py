@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from longshore.engine.wording import byte_count
+from longshore.byte_sizes import format_byte_size
 from longshore.plan.configuration import configuration
 from longshore.plan.planner import DEVICE_SHARE, HIDDEN_SHARE, HOST_SHARE, Candidate, Plan
 
@@ -57,8 +57,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     choice, times = candidate.choice, candidate.times
     return {
         "stage": choice.stage,
-        "offload_optimizer": choice.offload,
-        "ratio": choice.ratio,
+        "offload_device": choice.offload,
+        "offload_ratio": choice.ratio,
         "speculation_memory": choice.speculation,
         "host_bytes": candidate.bytes.host,
         "device_bytes": candidate.bytes.device,
@@ -76,8 +76,8 @@ def head(plan: Plan) -> Iterator[str]:
     """What is planned."""
     model, machine, job = plan.model, plan.machine, plan.job
     yield f"{model.name}: {model.numel:,} parameters, {model.units or 'no'} blocks"
-    where = f"{byte_count(machine.device_bytes)} on each device, " if machine.staged else ""
-    yield f"{machine.name}: {where}{byte_count(machine.host_bytes)} on each host"
+    where = f"{format_byte_size(machine.device_bytes)} on each device, " if machine.staged else ""
+    yield f"{machine.name}: {where}{format_byte_size(machine.host_bytes)} on each host"
     of_device = f"{DEVICE_SHARE:.0%} of a device's, " if machine.staged else ""
     yield f"planned with: {of_device}{HOST_SHARE:.0%} of a host's"
     yield "spares: of how many tiles a step ahead has a page; ratio: the part of the state that is on the host"
@@ -103,7 +103,11 @@ def table(plan: Plan) -> Table:
         cells = ("", "", each.shortage.text) if times is None else (_time(times.step_s), _time(times.exposed_s), "")
         mark = "recommended" if each is plan.recommended else cells[2]
         shown.add_row(
-            each.choice.title, byte_count(each.bytes.device_total), byte_count(each.bytes.host_total), *cells[:2], mark
+            each.choice.title,
+            format_byte_size(each.bytes.device_total),
+            format_byte_size(each.bytes.host_total),
+            *cells[:2],
+            mark,
         )
     return shown
 
@@ -118,7 +122,7 @@ def tail(plan: Plan) -> Iterator[str]:
         ("device", best.bytes.device),
         ("device, estimated", best.bytes.device_estimates),
     ):
-        parts = ", ".join(f"{kind} {byte_count(count)}" for kind, count in kinds.items() if count)
+        parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items() if count)
         if parts:
             yield f"  {where}: {parts}"
     yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from longshore.engine.wording import byte_count
+from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.plan.choice import Choice, Job
@@ -25,7 +25,7 @@ _ALIKE = 0.01
 """Choices whose steps differ by less are as good; the simpler one is recommended."""
 _MOST_TOKENS = 1 << 28
 _RATIO_STEP = 0.05
-_SPARE_STEP = 0.1
+_SPARE_STEP_PERCENT = 10
 
 
 class DoesNotFit(LongshoreError):
@@ -43,7 +43,7 @@ class Shortage:
     def text(self) -> str:
         """What is missing where."""
         missing = [
-            f"{byte_count(count)} more {where}"
+            f"{format_byte_size(count)} more {where}"
             for count, where in ((self.device, "on each device"), (self.host, "on each host"))
             if count > 0
         ]
@@ -193,12 +193,12 @@ def _moves(machine: PlanMachine, choice: Choice) -> bool:
     return machine.staged and choice.offload == "cpu"
 
 
-def _most_spares(model: PlannedModel, machine: PlanMachine, job: Job, choice: Choice) -> float:
-    for tenths in range(round(1 / _SPARE_STEP), 0, -1):
-        share = tenths * _SPARE_STEP if tenths < round(1 / _SPARE_STEP) else 1.0
-        if _counted(model, machine, job, replace(choice, speculation=round(share, 2)))[0].shortage.fits:
-            return round(share, 2)
-    return 0.0
+def _most_spares(model: PlannedModel, machine: PlanMachine, job: Job, choice: Choice) -> int | str:
+    for percent in range(100, 0, -_SPARE_STEP_PERCENT):
+        spares = f"{percent}%"
+        if _counted(model, machine, job, replace(choice, speculation=spares))[0].shortage.fits:
+            return spares
+    return 0
 
 
 def _least_ratio(model: PlannedModel, machine: PlanMachine, job: Job, choice: Choice) -> float:
@@ -223,7 +223,7 @@ def _best(candidates: Sequence[Candidate]) -> Candidate:
 
     def features(candidate: Candidate) -> tuple[bool, bool, bool]:
         choice = candidate.choice
-        return choice.offload != "none", choice.speculation > 0, choice.ratio < 1
+        return choice.offload != "none", bool(choice.speculation), choice.ratio < 1
 
     return min(good, key=features)
 
@@ -264,9 +264,9 @@ def _refusal(model: PlannedModel, machine: PlanMachine, job: Job, candidates: Se
     if 0 < missing < activations:
         smaller = "a smaller --batch-size or --seq-len" + ("" if job.checkpointing else ", --activation-checkpointing")
         advice = f"{smaller}, or {advice}"
-    where = f"{byte_count(machine.device_bytes)} on each device and " if machine.staged else ""
+    where = f"{format_byte_size(machine.device_bytes)} on each device and " if machine.staged else ""
     return (
         f"{model.name} ({model.numel:,} parameters) does not fit on {machine.name} with {where}"
-        f"{byte_count(machine.host_bytes)} on each host; what comes nearest, {nearest.choice.title}, "
+        f"{format_byte_size(machine.host_bytes)} on each host; what comes nearest, {nearest.choice.title}, "
         f"{nearest.shortage.text}: try {advice}"
     )

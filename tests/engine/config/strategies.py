@@ -16,6 +16,7 @@ from longshore.engine.config.values import (
     Integer,
     Items,
     Kind,
+    Memory,
     Number,
     Text,
 )
@@ -43,6 +44,9 @@ def values_of(kind: Kind) -> st.SearchStrategy[Any]:
     if isinstance(kind, Dtype):
         names = {"fp32": "torch.float32", "bf16": "bfloat16", "fp16": "half"}
         return st.sampled_from([*kind.options, *(names[option] for option in kind.options)])
+    if isinstance(kind, Memory):
+        sizes = st.sampled_from(["auto", "Auto", "25%", "100 %", "8GiB", "1.5e9 B", 0])
+        return sizes | st.integers(1024, LARGE)
     if isinstance(kind, Text):
         return st.text(max_size=5)
     if isinstance(kind, Items):

@@ -46,7 +46,7 @@ def test_a_real_users_file_loads(tmp_path: Path) -> None:
         micro_batch_size=1,
         gradient_accumulation_steps=1,
         stage=2,
-        offload_optimizer="cpu",
+        offload_device="cpu",
         reduce_bucket_numel=50_000_000,
         allgather_bucket_numel=50_000_000,
         overlap_comm=True,
@@ -310,14 +310,14 @@ def test_old_names() -> None:
         bfloat16={"enabled": True, "check_overflow": True},
     )
     config = loaded.config
-    assert (config.stage, config.offload_optimizer, config.dtype) == (1, "cpu", "bf16")
+    assert (config.stage, config.offload_device, config.dtype) == (1, "cpu", "bf16")
     assert (config.communication_dtype, config.allgather_bucket_numel) == ("fp32", 100)
     assert config.loss_scaling == LossScaling(scale=1.0)
     assert len(loaded.notes) == 5 and all("old name" in note for note in loaded.notes)
     assert load(zero_optimization=True).config.stage == 1
     assert load(zero_optimization=False).config.stage == 0
     assert "read as stage 1" in load(zero_optimization=True).notes[0]
-    assert load(zero_optimization={"cpu_offload": False}).config.offload_optimizer == "none"
+    assert load(zero_optimization={"cpu_offload": False}).config.offload_device == "none"
     both = {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
     assert "stands there too" in refusal(zero_optimization=both)
     assert "stands there too" in refusal(bf16={"enabled": True}, bfloat16={"enabled": True})

@@ -24,7 +24,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "plain":
         return torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
     released = kind == "released"
-    ahead = longshore.Offload(speculation_memory=1.0) if released else None
+    ahead = longshore.Offload(speculation_memory="100%") if released else None
     return longshore.AdamW(model.parameters(), release_gradients=released, offload=ahead, **OPTIONS)
 
 

@@ -84,7 +84,7 @@ def test_resuming_is_exact(tmp_path: Path, stage: int, precision: str) -> None:
 
 
 def test_resuming_at_another_stage_and_place(tmp_path: Path) -> None:
-    strategies = [LongshoreStrategy(), LongshoreStrategy(), LongshoreStrategy(stage=0, offload_optimizer="none")]
+    strategies = [LongshoreStrategy(), LongshoreStrategy(), LongshoreStrategy(stage=0, offload_device="none")]
     whole, resumed = stopped_and_resumed(tmp_path, strategies, accumulate_grad_batches=3)
     assert_same(resumed, whole)
 

@@ -128,7 +128,7 @@ def test_a_file_whose_numbers_agree(tmp_path: Path) -> None:
 def test_defaults() -> None:
     fitted(Net(), strategy := LongshoreStrategy())
     config = strategy.engine.config
-    assert (config.stage, config.offload_optimizer, config.dtype, config.loss_scaling) == (2, "cpu", None, None)
+    assert (config.stage, config.offload_device, config.dtype, config.loss_scaling) == (2, "cpu", None, None)
 
 
 def test_the_loss_scale() -> None:

@@ -182,7 +182,7 @@ def test_the_weights_are_the_plain_trainers(case: str, plain: Any) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("case", ["groups, schedule by step", "manual accumulation"])
 def test_at_every_stage(case: str, stage: int, plain: Any) -> None:
-    strategy = LongshoreStrategy(stage=stage, offload_optimizer="none" if stage == 1 else "cpu")
+    strategy = LongshoreStrategy(stage=stage, offload_device="none" if stage == 1 else "cpu")
     assert_same(fitted(CASES[case][0](), strategy, **options_of(case)), plain(case)[0])
 
 
@@ -448,7 +448,7 @@ def test_names(name: str, plain: Any) -> None:
     assert isinstance(strategy, LongshoreStrategy)
     run.fit(module := Net(), loader(), loader(1))
     assert strategy.engine.zero_optimization_stage() == (int(name[16]) if "_" in name else 2)
-    assert strategy.engine.config.offload_optimizer == ("none" if name == "longshore_stage_1" else "cpu")
+    assert strategy.engine.config.offload_device == ("none" if name == "longshore_stage_1" else "cpu")
     assert_same(module, plain("one batch a step")[0])
 
 

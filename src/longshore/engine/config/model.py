@@ -75,7 +75,7 @@ class Config(FrozenModel):
         gradient_accumulation_steps: backwards a step.
         drop_last: the loader leaves out the last batch if it is not full.
         stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
-        offload_optimizer: where optimizer state lives and is stepped.
+        offload_device: where optimizer state lives and is stepped.
         reduce_bucket_numel: elements whose gradients are reduced together;
             at stages 2 and 3 with ``overlap_comm`` half of them, so that one
             half fills while the other is on its way; at stage 3 no more than
@@ -93,9 +93,9 @@ class Config(FrozenModel):
         cpu_share: host threads run on this share, from 0 (one CPU) to 1, of the
             CPUs that this process may use: the last ones. ``cpu_set`` names them instead.
         speculation_memory: host memory for stepping tiles while backward still
-            runs, as in :class:`longshore.Offload`; needs ``offload_optimizer`` cpu.
+            runs, as in :class:`longshore.Offload`; needs ``offload_device`` cpu.
         offload_ratio: the share of the optimizer's state that is on the host,
-            as ``ratio`` in :class:`longshore.Offload`; needs ``offload_optimizer`` cpu.
+            as ``ratio`` in :class:`longshore.Offload`; needs ``offload_device`` cpu.
         dtype: parameters are cast to it when the engine is made; buffers keep
             theirs. None: parameters stay as they are. Masters are float32.
         autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
@@ -135,7 +135,7 @@ class Config(FrozenModel):
     drop_last: bool = False
 
     stage: Annotated[Literal[0, 1, 2, 3], checked(STAGE)] = 0
-    offload_optimizer: Annotated[Literal["none", "cpu"], checked(DEVICE)] = "none"
+    offload_device: Annotated[Literal["none", "cpu"], checked(DEVICE)] = "none"
     reduce_bucket_numel: _Count = 500_000_000
     allgather_bucket_numel: _Count = 500_000_000
     overlap_comm: bool = True
@@ -145,7 +145,7 @@ class Config(FrozenModel):
     threads: _MaybeCount = None
     cpu_set: Annotated[tuple[int, ...] | None, checked(CPU_SET)] = None
     cpu_share: Annotated[float | None, checked(FRACTION)] = None
-    speculation_memory: Annotated[int | float | str, checked(SPECULATION_MEMORY)] = 0.0
+    speculation_memory: Annotated[int | str, checked(SPECULATION_MEMORY)] = 0
     offload_ratio: Annotated[float, checked(FRACTION)] = 1.0
 
     dtype: Annotated[DtypeName | None, checked(DTYPE)] = None
@@ -188,15 +188,15 @@ class Config(FrozenModel):
             )
         if self.cast_inputs and self.dtype is None:
             raise ValueError("cast_inputs casts to dtype, and dtype is None; set dtype, or leave cast_inputs out")
-        if self.speculation_memory and self.offload_optimizer != "cpu":
+        if self.speculation_memory and self.offload_device != "cpu":
             raise ValueError(
-                "speculation_memory is for stepping on the host while backward runs, and offload_optimizer is "
-                f"{self.offload_optimizer}; set it to cpu, or leave speculation_memory out"
+                "speculation_memory is for stepping on the host while backward runs, and offload_device is "
+                f"{self.offload_device}; set it to cpu, or leave speculation_memory out"
             )
-        if self.offload_ratio != 1.0 and self.offload_optimizer != "cpu":
+        if self.offload_ratio != 1.0 and self.offload_device != "cpu":
             raise ValueError(
                 f"offload_ratio {self.offload_ratio:g} is the share of the optimizer's state that is on the host, and "
-                f"offload_optimizer is {self.offload_optimizer}; set it to cpu, or leave offload_ratio out"
+                f"offload_device is {self.offload_device}; set it to cpu, or leave offload_ratio out"
             )
         if self.cpu_share is not None and (self.cpu_set is not None or self.threads is not None):
             raise ValueError(

@@ -33,6 +33,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "num_training_steps": ("total_num_steps",),
     "t_max": ("total_num_steps",),
     "min_lr_ratio": ("cos_min_ratio",),
+    "offload_optimizer": ("offload_device",),
 }
 """What other libraries say, in lower case, and our names for it, which string distance would miss or mistake."""
 

@@ -243,8 +243,8 @@ HOST: tuple[Key, ...] = (
              _HOST, "threads"),
     honoured(_L, "cpu_set", CPU_SET, "Logical CPUs of those threads. Left out it is any.", _HOST, "cpu_set"),
     honoured(_L, "speculation_memory", SPECULATION_MEMORY,
-             "Host memory for stepping while backward runs; as a share, 1 is a spare for every tile "
-             "(docs/stepping_ahead.md). Left out it is auto with super_offload and 0, none, without.",
+             "Host memory for stepping while backward runs; 100% is a spare for every tile (docs/stepping_ahead.md). "
+             "If left out: auto with super_offload, otherwise 0.",
              "tests/engine/test_speculation.py::test_the_setting_of_the_file", "speculation_memory", takes_auto=True),
     honoured(_L, "wrap_policy", WRAP_POLICY,
              "At stage 3, the modules that are gathered as a whole: auto (the transformer blocks), a list of classes, "

@@ -108,7 +108,7 @@ ZERO: tuple[Key, ...] = (
 
 OFFLOAD: tuple[Key, ...] = (
     honoured(_O, "device", DEVICE, "Where optimizer state lives and is stepped. The weights are the same bits. "
-             "Left out it is none.", f"{_REDUCTION}test_offload", "offload_optimizer"),
+             "Left out it is none.", f"{_REDUCTION}test_offload", "offload_device"),
     accepted(_O, "pin_memory", BOOLEAN, "How fast bytes move, not what they are."),
     accepted(_O, "nvme_path", TEXT, _NVME),
     accepted(_O, "buffer_count", AT_LEAST_0, _NVME),

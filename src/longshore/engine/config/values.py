@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BeforeValidator
 
+from longshore.byte_sizes import MemoryBudget, parse_memory_budget
 from longshore.engine.config.names import nearest, quoted
 
 
@@ -208,6 +209,22 @@ class Text(Kind):
 
 
 @dataclass(frozen=True)
+class Memory(Kind):
+    """A budget of memory: a percentage, bytes, or ``"auto"``."""
+
+    def says(self) -> str:
+        return '"auto", a percentage ("25%"), a size ("8GiB"), or an integer number of bytes; 0: none'
+
+    def check(self, value: object) -> int | str:
+        try:
+            budget = parse_memory_budget(value)
+        except ValueError as error:
+            raise WrongValueError(str(error)) from None
+        assert isinstance(value, (int, str))
+        return "auto" if budget == MemoryBudget() else value
+
+
+@dataclass(frozen=True)
 class Items(Kind):
     """A list; ``count`` if it must have so many."""
 
@@ -314,5 +331,5 @@ PER_GROUP = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
 """One for all parameter groups, or a list with one for each."""
 WRAP_POLICY = Either((Choice(("auto",)), Integer(1, of="elements"), Items(TEXT)))
 """What is gathered as a whole at stage 3."""
-SPECULATION_MEMORY = Either((Choice(("auto",)), Number(minimum=0, maximum=1, of="a share"), Integer(2, of="bytes")))
-"""A share of what a spare for every tile takes, or bytes."""
+SPECULATION_MEMORY = Memory()
+"""100 % is what a spare for every tile takes."""

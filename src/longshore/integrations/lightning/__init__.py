@@ -14,5 +14,5 @@ for _registry, _kind in ((TrainerRegistry, LongshoreStrategy), (FabricRegistry, 
         _registry.register("longshore", _kind, "ZeRO-2, optimizer state in host memory")
         for _stage in (1, 2, 3):
             _name, _what = f"longshore_stage_{_stage}", f"ZeRO-{_stage}"
-            _registry.register(_name, _kind, _what, stage=_stage, offload_optimizer="none")
+            _registry.register(_name, _kind, _what, stage=_stage, offload_device="none")
             _registry.register(f"{_name}_offload", _kind, f"{_what}, optimizer state in host memory", stage=_stage)

@@ -43,7 +43,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
     Each ``optimizer.step()`` applies what ``fabric.backward`` brought since the last one.
 
     Args:
-        config, stage, offload_optimizer, offload, wrap_policy, weights, fields: as in :class:`LongshoreStrategy`.
+        config, stage, offload_device, offload, wrap_policy, weights, fields: as in :class:`LongshoreStrategy`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in Lightning's own strategies.
         process_group_backend, timeout: as in :class:`LongshoreStrategy`.
 
@@ -58,7 +58,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
         config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
         *,
         stage: int | None = None,
-        offload_optimizer: str | None = None,
+        offload_device: str | None = None,
         offload: Offload | None = None,
         wrap_policy: Any = None,
         weights: str | os.PathLike[str] | None = None,
@@ -79,7 +79,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
             precision=precision,
         )
         # Fixed.
-        self.settings = Settings(config, {"stage": stage, "offload_optimizer": offload_optimizer, **fields})
+        self.settings = Settings(config, {"stage": stage, "offload_device": offload_device, **fields})
         self._extras = Extras(offload, wrap_policy, weights)
         self._backend = process_group_backend
         self._timeout = timeout

@@ -77,7 +77,7 @@ class Settings:
         self._data: Mapping[str, Any] | None = None
         self._config: Config | None = None
         if config is None:
-            self._config = Config(**{"stage": 2, "offload_optimizer": "cpu", **given})
+            self._config = Config(**{"stage": 2, "offload_device": "cpu", **given})
         elif isinstance(config, Config):
             self._config = config
         elif isinstance(config, Mapping):

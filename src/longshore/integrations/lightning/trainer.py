@@ -64,7 +64,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. What the Trainer decides
             (batches to accumulate, clipping, precision) may be left out or ``"auto"`` there.
         stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
-        offload_optimizer: ``"cpu"`` or ``"none"``: where optimizer state lives and is stepped.
+        offload_device: ``"cpu"`` or ``"none"``: where optimizer state lives and is stepped.
         offload, wrap_policy, weights: as in :func:`longshore.initialize`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's own
             strategies. ``checkpoint_io`` writes weights-only files; folders are the engine's.
@@ -85,7 +85,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
         *,
         stage: int | None = None,
-        offload_optimizer: str | None = None,
+        offload_device: str | None = None,
         offload: Offload | None = None,
         wrap_policy: Any = None,
         weights: str | os.PathLike[str] | None = None,
@@ -106,7 +106,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
             precision_plugin=precision_plugin,
         )
         # Fixed.
-        self.settings = Settings(config, {"stage": stage, "offload_optimizer": offload_optimizer, **fields})
+        self.settings = Settings(config, {"stage": stage, "offload_device": offload_device, **fields})
         self._extras = Extras(offload, wrap_policy, weights)
         self._backend = process_group_backend
         self._timeout = timeout

@@ -6,11 +6,10 @@ import random
 
 import torch
 
+from longshore.byte_sizes import format_byte_size
 from longshore.compat.absent import getter
 from longshore.compat.deepspeed.accelerator import get_accelerator
 from longshore.compat.deepspeed.utils.logging import log_dist
-
-_GIB = 2**30
 
 
 def set_random_seed(seed: int) -> None:
@@ -23,12 +22,12 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log, on rank 0, what is allocated where the model trains, in GiB; only with ``force``, as in DeepSpeed."""
+    """Log, on rank 0, what is allocated where the model trains; only with ``force``, as in DeepSpeed."""
     if not force:
         return
     device = get_accelerator()
-    now, most = device.memory_allocated() / _GIB, device.max_memory_allocated() / _GIB
-    log_dist(f"{message}: {now:.2f} GiB allocated, {most:.2f} GiB at most", ranks=[0])
+    now, most = map(format_byte_size, (device.memory_allocated(), device.max_memory_allocated()))
+    log_dist(f"{message}: {now} allocated, {most} at most", ranks=[0])
 
 
 __all__ = ["see_memory_usage", "set_random_seed"]

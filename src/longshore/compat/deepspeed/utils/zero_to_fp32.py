@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 
 from torch import Tensor, nn
 
+from longshore.byte_sizes import parse_byte_size
 from longshore.compat.absent import getter
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -95,13 +93,10 @@ def _export(source: str | os.PathLike[str], out: str | os.PathLike[str], max_byt
 def _bytes(size: str | int | None) -> int:
     if size is None:
         return 1 << 62
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(i?)B\s*", str(size), re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
-        raise ValueError(f"max_shard_size is a number of bytes or '5GB', not {size!r}")
-    unit = match[2].upper()
-    return int(match[1]) * (1024 ** " KMGT".index(unit) if match[3] and unit else _UNITS[unit])
+    try:
+        return parse_byte_size(size)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size: {error}") from error
 
 
 __all__ = [
