@@ -226,7 +226,7 @@ def test_this_machine_is_measured_in_the_models_own_dtype(cli, llama, monkeypatc
         seen.append(job.dtype)
         raise ValueError("enough")
 
-    monkeypatch.setattr("longshore.plan.here.this_machine", measured)
+    monkeypatch.setattr("longshore.plan.measurement.this_machine", measured)
     for dtype in ("own", "fp16"):
         assert "enough" in cli("plan", str(llama(dtype="bfloat16")), "--dtype", dtype).err
     assert seen == [torch.bfloat16, torch.float16]
