@@ -22,29 +22,17 @@ _LEARNING_RATES = {"AdamW": 1e-4, "Adam": 1e-4, "Lion": 1e-5, "Adagrad": 1e-2, "
 
 @dataclass(frozen=True)
 class Job:
-    """What stays the same for all choices of a plan.
+    """What stays the same for all choices of a plan."""
 
-    Attributes:
-        batch_size: sequences in one backward on one rank.
-        seq_len: tokens in a sequence.
-        accumulation: backwards in a step.
-        dtype: the engine casts parameters to it; None: they keep their own dtypes.
-        optimizer: a key of :data:`STATES`.
-        clipping: the largest norm of gradients; None: no clipping, and no norm is measured.
-        checkpointing: backward recomputes activations, block by block.
-        bucket_numel: ``reduce_bucket_size``, in elements.
-        tile_numel: elements in a tile; None: the engine's default.
-    """
-
-    batch_size: int = 1
-    seq_len: int = 2048
-    accumulation: int = 1
-    dtype: torch.dtype | None = torch.bfloat16
-    optimizer: str = "AdamW"
-    clipping: float | None = 1.0
-    checkpointing: bool = False
-    bucket_numel: int = 500_000_000
-    tile_numel: int | None = None
+    batch_size: int = 1  # sequences in one backward on one rank
+    seq_len: int = 2048  # tokens in a sequence
+    accumulation: int = 1  # backwards in a step
+    dtype: torch.dtype | None = torch.bfloat16  # the engine casts parameters to it; None: it does not
+    optimizer: str = "AdamW"  # a key of STATES
+    clipping: float | None = 1.0  # the largest norm of gradients; None: no norm is measured
+    checkpointing: bool = False  # backward recomputes activations, block by block
+    bucket_numel: int = 500_000_000  # ``reduce_bucket_size``, in elements
+    tile_numel: int | None = None  # elements in a tile; None: the engine's default
 
     @property
     def tokens(self) -> int:
@@ -59,19 +47,12 @@ class Job:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """One way to train.
-
-    Attributes:
-        stage: 0 to 3.
-        offload: where the optimizer's state is: ``"cpu"`` or ``"none"``.
-        ratio: the share of the state that is on the host.
-        speculation: ``speculation_memory``: bytes (int), or a share from 0.0 to 1.0 (float).
-    """
+    """One way to train."""
 
     stage: int
-    offload: str
-    ratio: float = 1.0
-    speculation: int | float = 0.0
+    offload: str  # where the optimizer's state is: "cpu" or "none"
+    ratio: float = 1.0  # the share of the state that is on the host
+    speculation: int | float = 0.0  # ``speculation_memory``: bytes (int), or a share from 0.0 to 1.0 (float)
 
     @property
     def title(self) -> str:

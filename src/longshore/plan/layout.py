@@ -25,12 +25,10 @@ _MOST_RANGES = 50_000
 class OwnedRange(NamedTuple):
     """A range of one parameter that this rank steps."""
 
-    parameter: int
-    """Index among the trainable parameters."""
+    parameter: int  # index among the trainable parameters
     numel: int
     dtype: torch.dtype
-    bucket: int | None
-    """Index of the bucket that reduces its gradient; None: nothing is reduced."""
+    bucket: int | None  # index of the bucket that reduces its gradient; None: nothing is reduced
 
 
 class PlannedBucket(NamedTuple):
@@ -45,36 +43,25 @@ class PlannedBucket(NamedTuple):
 class TileGroup(NamedTuple):
     """Consecutive tiles of one size and dtype."""
 
-    run: TileRun
-    """Its parameters are indices into :attr:`RankLayout.owned`."""
+    run: TileRun  # its parameters are indices into RankLayout.owned
     dtype: torch.dtype
     gradient_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The layout of one rank.
+    """The layout of one rank; the first five fields are what it was made from."""
 
-    Attributes:
-        model: with parameters in the job's dtype.
-        job, choice, ranks, staged: the arguments of :func:`lay_out`.
-        owned: what the rank steps, in the order of its tiles.
-        buckets: in the order in which backward launches them; none on one rank.
-        host: tiles of the store on the host, or of the only store.
-        device: tiles whose state stays on the device.
-        numels: elements of each trainable parameter in this rank's model.
-    """
-
-    model: PlannedModel
+    model: PlannedModel  # with parameters in the job's dtype
     job: Job
     choice: PlanChoice
     ranks: int
     staged: bool
-    owned: tuple[OwnedRange, ...]
-    buckets: tuple[PlannedBucket, ...]
-    host: tuple[TileGroup, ...]
-    device: tuple[TileGroup, ...]
-    numels: tuple[int, ...]
+    owned: tuple[OwnedRange, ...]  # what the rank steps, in the order of its tiles
+    buckets: tuple[PlannedBucket, ...]  # in the order in which backward launches them; none on one rank
+    host: tuple[TileGroup, ...]  # tiles of the store on the host, or of the only store
+    device: tuple[TileGroup, ...]  # tiles whose state stays on the device
+    numels: tuple[int, ...]  # elements of each trainable parameter in this rank's model
 
     @property
     def reduces_each_backward(self) -> bool:

@@ -21,27 +21,20 @@ from longshore.engine.wording import did_you_mean
 class Work(NamedTuple):
     """What a part of the model computes for each token."""
 
-    multiplied: float
-    """Elements of matrices that a token is multiplied by."""
-    width: float
-    """Numbers that go into and come out of these matrices."""
+    multiplied: float  # elements of matrices that a token is multiplied by
+    width: float  # numbers that go into and come out of these matrices
     logits: float
-    attention: float
-    """Heads times head size, summed over the layers of the part."""
-    weight_bytes: int
-    """Bytes of weights that are read, however many tokens there are."""
-    looked_up: int = 0
-    """Elements of embeddings. Their gradient is written as a whole."""
+    attention: float  # heads times head size, summed over the layers of the part
+    weight_bytes: int  # bytes of weights that are read, however many tokens there are
+    looked_up: int = 0  # elements of embeddings, whose gradient is written as a whole
 
 
 class Seconds(NamedTuple):
     """How long a part of the model takes on one rank."""
 
     forward: float
-    backward: float
-    """For the gradients of inputs and weights."""
-    release: float
-    """To free the memory of the weights' gradients."""
+    backward: float  # for the gradients of inputs and weights
+    release: float  # to free the memory of the weights' gradients
 
 
 class Compute(ABC):
@@ -54,15 +47,10 @@ class Compute(ABC):
 
 @dataclass(frozen=True)
 class PeakCompute(Compute):
-    """Times from a data sheet: a share of the peak, and no faster than weights are read.
+    """Times from a data sheet: a share of the peak, and no faster than weights are read."""
 
-    Attributes:
-        flops: operations a second that are reached.
-        memory_bytes_per_s: bandwidth of the device's own memory.
-    """
-
-    flops: float
-    memory_bytes_per_s: float
+    flops: float  # operations a second that are reached
+    memory_bytes_per_s: float  # of the device's own memory
 
     def seconds(self, work: Work, tokens: int, seq_len: int) -> Seconds:
         # A token attends to half of its sequence on average: two products, two operations each.
@@ -100,38 +88,23 @@ class PlanMachine:
 
     name: str
     ranks: int
-    ranks_per_host: int
-    """These ranks share one host's memory, threads and bandwidth."""
-    staged: bool
-    """Parameters are on devices with memory of their own."""
-    device_bytes: int
-    """Memory of each device; 0 with parameters in host memory."""
-    host_bytes: int
-    """Memory of each host."""
-    host_bytes_per_s: float
-    """What all threads of one host read and write together in a step."""
-    host_norm_bytes_per_s: float
-    """Gradients of which all threads of one host measure the norm."""
-    to_host_bytes_per_s: float
-    """Of each device's link."""
+    ranks_per_host: int  # they share the host's memory, threads and bandwidth
+    staged: bool  # parameters are on devices with memory of their own
+    device_bytes: int  # memory of each device; 0 with parameters in host memory
+    host_bytes: int  # memory of each host
+    host_bytes_per_s: float  # what all threads of a host read and write together in a step
+    host_norm_bytes_per_s: float  # gradients of which all threads of a host measure the norm
+    to_host_bytes_per_s: float  # of each device's link
     to_device_bytes_per_s: float
-    device_memory_bytes_per_s: float
-    """What each device reads and writes in its own memory."""
-    exchange_bytes_per_s: float
-    """What each rank sends to others, while all ranks send."""
-    latency_s: float
-    """Of one exchange."""
+    device_memory_bytes_per_s: float  # what each device reads and writes in its own memory
+    exchange_bytes_per_s: float  # what each rank sends to others, while all ranks send
+    latency_s: float  # of one exchange
     compute: Compute
-    arrival_s: float = 0.0
-    """By which each parameter's gradient lengthens backward when it arrives."""
-    bookkeeping_s: float = 0.0
-    """By which each parameter lengthens ``step()``, beside the time in which bytes move."""
-    reduce_bytes_per_s: float | None = None
-    """As ``exchange_bytes_per_s``, where received gradients are also added up; None: the same."""
-    unshard_bytes_per_s: float = math.inf
-    """What stage 3 copies of gathered parameters to where they are used; not counted on devices."""
-    assumptions: Sequence[str] = ()
-    """Figures that were neither measured nor given, in words."""
+    arrival_s: float = 0.0  # by which each parameter's gradient lengthens backward when it arrives
+    bookkeeping_s: float = 0.0  # by which each parameter lengthens ``step()``, beside moving bytes
+    reduce_bytes_per_s: float | None = None  # what is sent and also added up; None: as ``exchange_bytes_per_s``
+    unshard_bytes_per_s: float = math.inf  # what stage 3 copies of gathered parameters; not counted on devices
+    assumptions: Sequence[str] = ()  # figures that were neither measured nor given, in words
 
 
 class GpuSheet(NamedTuple):
@@ -141,10 +114,8 @@ class GpuSheet(NamedTuple):
     memory_bytes: int
     flops: float
     memory_bytes_per_s: float
-    link_bytes_per_s: float
-    """To the host."""
-    peers_bytes_per_s: float
-    """To other GPUs of the same host."""
+    link_bytes_per_s: float  # to the host
+    peers_bytes_per_s: float  # to other GPUs of the same host
     source: str
 
 

@@ -82,25 +82,15 @@ class RankThreads:
 
 @dataclass(frozen=True)
 class MachineProbe:
-    """Measures this machine.
+    """Measures this machine."""
 
-    Attributes:
-        dtype: of parameters.
-        tokens: two or more numbers of tokens in a backward.
-        seq_len: most tokens that attend to each other.
-        ranks: on this host; without a CUDA device for each, they share its CPUs.
-        numel: elements that are stepped, copied and exchanged: more than caches store.
-        threads: of the host, for all ranks together; None: one for each CPU that the process may use.
-        clock: seconds; ``time.process_time`` suits one thread on a busy machine.
-    """
-
-    dtype: torch.dtype
-    tokens: Sequence[int]
-    seq_len: int
-    ranks: int = 1
-    numel: int = 1 << 26
-    threads: int | None = None
-    clock: Callable[[], float] = time.perf_counter
+    dtype: torch.dtype  # of parameters
+    tokens: Sequence[int]  # two or more numbers of tokens in a backward
+    seq_len: int  # most tokens that attend to each other
+    ranks: int = 1  # on this host; without a CUDA device for each, they share its CPUs
+    numel: int = 1 << 26  # elements that are stepped, copied and exchanged: more than caches store
+    threads: int | None = None  # of the host, for all ranks together; None: one for each CPU of the process
+    clock: Callable[[], float] = time.perf_counter  # ``time.process_time`` suits one thread on a busy machine
 
     def measure(self, rounds: int, note: Note = lambda line: None) -> PlanMachine:
         """Medians over the rounds; ``note`` is told what is measured now.

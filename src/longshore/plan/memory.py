@@ -20,17 +20,11 @@ _IN_FLIGHT_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class PlannedBytes:
-    """Bytes of one rank when it stores the most: after backward, before ``step()``.
+    """Bytes of one rank when it stores the most: after backward, before ``step()``."""
 
-    Attributes:
-        host: by the kinds of ``engine.explain().host_bytes``, exact to the byte.
-        device: by the kinds of ``engine.explain().device_bytes``, exact to the byte.
-        device_estimates: what the engine does not count, by kind: activations, and gradients under way.
-    """
-
-    host: dict[str, int]
-    device: dict[str, int]
-    device_estimates: dict[str, int]
+    host: dict[str, int]  # by the kinds of ``engine.explain().host_bytes``, exact to the byte
+    device: dict[str, int]  # by the kinds of ``engine.explain().device_bytes``, exact to the byte
+    device_estimates: dict[str, int]  # what the engine does not count: activations, gradients under way
 
     @property
     def host_total(self) -> int:
@@ -58,16 +52,10 @@ def count_bytes(layout: RankLayout) -> PlannedBytes:
 
 def spare_tiles(groups: Sequence[TileGroup], state_arrays: int, speculation: int | float) -> tuple[int, int]:
     """How many tiles have a spare state buffer (they are the last ones), and the bytes of all spares."""
-    sizes = [
-        (
-            group.run.tiles,
-            _FLOAT_BYTES * state_arrays * group.run.page_numel,
-            group.run.page_numel * group.dtype.itemsize,
-        )
-        for group in groups
-    ]
     if not speculation:
         return 0, 0
+    state_bytes = _FLOAT_BYTES * state_arrays
+    sizes = [(run.tiles, state_bytes * run.page_numel, dtype.itemsize * run.page_numel) for run, dtype, _ in groups]
     budget = speculation_budget(speculation, sum(count * (state + output) for count, state, output in sizes))
     tiles = total = 0
     for count, state, output in reversed(sizes):
@@ -85,12 +73,7 @@ def _store_bytes(
 ) -> dict[str, int]:
     """Bytes by the kinds of ``HostStore.state_bytes``.
 
-    Args:
-        groups: the store's tiles.
-        job: gives the number of state arrays.
-        arrivals: gradients of one parameter in an accumulation window.
-        moves: whether gradients are copied from a device.
-        speculation: ``speculation_memory``.
+    ``arrivals``: gradients of one parameter in an accumulation window; ``moves``: they are copied from a device.
     """
     pages = gradients = accumulators = tiles = 0
     staged = []

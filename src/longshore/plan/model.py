@@ -28,25 +28,15 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """One parameter; a tied parameter is listed once.
+    """One parameter; a tied parameter is listed once."""
 
-    Attributes:
-        name: the first of its names.
-        shape: its whole shape, not a shard's.
-        dtype: the model's own; a configuration may cast it.
-        use: what forward does with it.
-        unit: number, in forward's order, of the module that stage 3 gathers it with; None: the model itself.
-        active: share of its elements that one token is multiplied by (below 1 for experts).
-        trainable: whether it has gradients and optimizer state.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    name: str  # the first of its names
+    shape: tuple[int, ...]  # its whole shape, not a shard's
+    dtype: torch.dtype  # the model's own; a configuration may cast it
     use: Use
-    unit: int | None = None
-    active: float = 1.0
-    trainable: bool = True
+    unit: int | None = None  # number, in forward's order, of the module that stage 3 gathers it with; None: the model
+    active: float = 1.0  # share of its elements that one token is multiplied by (below 1 for experts)
+    trainable: bool = True  # it has gradients and optimizer state
 
     @property
     def numel(self) -> int:
@@ -68,23 +58,14 @@ class PlannedParameter:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A whole model.
-
-    Attributes:
-        name: for titles.
-        parameters: in the order in which the model registers them.
-        hidden_size: numbers of a token between two blocks; 0: not known.
-        attention_width: heads times head size, summed over all layers; 0: attention is not counted.
-        buffer_bytes: bytes of buffers, which are on the device.
-        notes: assumptions that were made.
-    """
+    """A whole model."""
 
     name: str
-    parameters: tuple[PlannedParameter, ...]
-    hidden_size: int = 0
-    attention_width: int = 0
-    buffer_bytes: int = 0
-    notes: tuple[str, ...] = ()
+    parameters: tuple[PlannedParameter, ...]  # in the order in which the model registers them
+    hidden_size: int = 0  # numbers of a token between two blocks; 0: not known
+    attention_width: int = 0  # heads times head size, summed over all layers; 0: attention is not counted
+    buffer_bytes: int = 0  # bytes of buffers, which are on the device
+    notes: tuple[str, ...] = ()  # assumptions that were made
 
     @property
     def numel(self) -> int:

@@ -60,20 +60,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of :func:`plan`.
-
-    Attributes:
-        offloaded: the best of the choices that copy between device and host; None: none of them fits.
-        hidden_at: tokens in a step, over all ranks, from which its offload is hidden; None: it never is.
-    """
+    """The result of :func:`plan`."""
 
     model: PlannedModel
     machine: PlanMachine
     job: Job
     candidates: tuple[Candidate, ...]
     recommended: Candidate
-    offloaded: Candidate | None
-    hidden_at: int | None
+    offloaded: Candidate | None  # the best one that copies between device and host; None: none of them fits
+    hidden_at: int | None  # tokens in a step, over all ranks, from which its offload is hidden; None: it never is
 
     @property
     def distinct(self) -> tuple[Candidate, ...]:

@@ -56,32 +56,20 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Times of one step on one rank.
+    """Times of one step on one rank."""
 
-    Attributes:
-        step_s: from the first forward to the end of ``step()``.
-        exposed_s: the part after the last backward: the norm and ``step()``, as ``longshore.trace`` counts it.
-        compute_s: forward and backward alone.
-        busy_s: by lane.
-        spans: all simulated events; of accumulated backwards only a few.
-    """
-
-    step_s: float
-    exposed_s: float
-    compute_s: float
-    busy_s: Mapping[str, float]
-    spans: tuple[Span, ...]
+    step_s: float  # from the first forward to the end of ``step()``
+    exposed_s: float  # the part after the last backward: the norm and ``step()``, as ``longshore.trace`` counts it
+    compute_s: float  # forward and backward alone
+    busy_s: Mapping[str, float]  # by lane
+    spans: tuple[Span, ...]  # all simulated events; of accumulated backwards only a few
 
 
 class EventSimulator:
     """Runs events in the order in which they are asked for.
 
     A lane is a FIFO: an event begins when the former event on its lane has ended, and all that the table makes it
-    wait for.
-
-    Args:
-        table: the lane of each kind of event, and what it waits for.
-        same_as: lanes that are the same resource as another lane on this machine.
+    wait for. ``same_as`` has lanes that are the same resource as another lane on this machine.
     """
 
     def __init__(self, table: Mapping[str, Row], same_as: Mapping[Lane, Lane]) -> None:
@@ -114,14 +102,10 @@ class EventSimulator:
     def run(
         self, name: str, key: Hashable, seconds: float, keys: Iterable[Hashable] = (), not_before: float = 0.0
     ) -> float:
-        """Run an event, and return when it ends.
+        """Run an event of the kind ``name``, and return when it ends.
 
-        Args:
-            name: its kind, a row of the table.
-            key: its own key.
-            seconds: how long it takes.
-            keys: further keys of the same tile, such as those of the buckets that bring its gradients.
-            not_before: a time that it waits for, beside the table.
+        ``keys`` are further keys of the same tile, such as those of the buckets that bring its gradients;
+        ``not_before`` is a time that it waits for, beside the table.
         """
         lane = self._lane_of(name)
         begin = max(self.begins(name, (key, *keys)), not_before)
