@@ -24,7 +24,7 @@ from longshore.plan.job import Job, PlanChoice
 from longshore.plan.machine import Description, described
 from longshore.plan.measurement import MachineProbe
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
-from longshore.plan.planner import evaluate, plan
+from longshore.plan.planner import Planner, plan
 from longshore.plan.reading import plan_of_module
 
 PART = "Plan"
@@ -88,7 +88,7 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
         machine = probe.measure(1)
         for case in cases if number % 2 == 0 else reversed(cases):
             measured = case.step()
-            times = evaluate(case.planned, machine, case.job, PlanChoice(2, "cpu")).times
+            times = Planner(case.planned, machine, case.job).evaluate(PlanChoice(2, "cpu")).times
             assert times is not None
             if number >= 0:
                 predicted = {"predicted_step_s": times.step_s, "predicted_exposed_s": times.exposed_s}

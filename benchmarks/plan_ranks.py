@@ -22,7 +22,7 @@ from longshore.plan.job import Job, PlanChoice
 from longshore.plan.machine import PlanMachine
 from longshore.plan.measurement import MachineProbe
 from longshore.plan.model import PlannedModel
-from longshore.plan.planner import evaluate
+from longshore.plan.planner import Planner
 from longshore.plan.reading import plan_of_module
 
 PART = plan.PART
@@ -59,7 +59,7 @@ class _Case:
         answers = self._team.ask(1)
         job = Job(1, self.tokens, 1, clipping=MAX_NORM, bucket_numel=_BUCKET_NUMEL)
         for name, stage in STAGES.items() if counts else ():
-            times = evaluate(self._planned, machine, job, PlanChoice(stage, "cpu")).times
+            times = Planner(self._planned, machine, job).evaluate(PlanChoice(stage, "cpu")).times
             assert times is not None
             measured = max(answer[name][0] for answer in answers)
             self.rounds[name].append({"step_s": measured, "predicted_step_s": times.step_s})

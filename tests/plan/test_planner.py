@@ -10,7 +10,7 @@ import torch
 from longshore.engine.config import load_config
 from longshore.plan.job import STATES, Job, PlanChoice, configuration
 from longshore.plan.model import PlannedModel, PlannedParameter, Use, parameter_bytes
-from longshore.plan.planner import DoesNotFit, hidden_at, plan
+from longshore.plan.planner import DoesNotFit, Planner, plan
 from longshore.plan.simulation import simulate
 from longshore.plan.workload import MOST_JOBS
 from plan.models import EIGHT, FOUR_HUNDRED, GB, SMALL, llama, machine
@@ -36,9 +36,7 @@ def test_a_model_that_does_not_is() -> None:
     assert found.recommended.choice.ratio < 1.0
     assert found.recommended.bytes.device_total <= 0.94 * 141 * GB
     less = replace(found.recommended.choice, ratio=found.recommended.choice.ratio - 0.05)
-    from longshore.plan.planner import evaluate
-
-    assert not evaluate(EIGHT, machine(), Job(4), less).fits
+    assert not Planner(EIGHT, machine(), Job(4)).evaluate(less).fits
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -130,7 +128,7 @@ def test_a_model_without_parameters() -> None:
 
 def test_offload_is_hidden_from_some_number_of_tokens_on() -> None:
     choice, here = PlanChoice(0, "cpu", speculation=1.0), machine()
-    at = hidden_at(EIGHT, here, Job(1, 2048), choice)
+    at = Planner(EIGHT, here, Job(1, 2048)).hidden_at(choice)
     assert at is not None and at % 2048 == 0
 
     def share(tokens: int) -> float:
@@ -139,9 +137,9 @@ def test_offload_is_hidden_from_some_number_of_tokens_on() -> None:
 
     assert share(at) <= 0.05 < share(at * 7 // 8 // 2048 * 2048)
     # A slower link takes longer to hide.
-    slower = hidden_at(EIGHT, machine(link_bytes_per_s=10e9), Job(1, 2048), choice)
+    slower = Planner(EIGHT, machine(link_bytes_per_s=10e9), Job(1, 2048)).hidden_at(choice)
     assert slower is not None and slower > 2 * at
-    assert hidden_at(EIGHT, machine(link_bytes_per_s=1e3), Job(1, 2048), choice) is None
+    assert Planner(EIGHT, machine(link_bytes_per_s=1e3), Job(1, 2048)).hidden_at(choice) is None
 
 
 def test_400_billion_on_1024_ranks_is_few_jobs() -> None:

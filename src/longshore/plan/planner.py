@@ -90,7 +90,7 @@ def plan(model: PlannedModel, machine: PlanMachine, job: Job) -> Plan:
         stages = range(3)
         why = f"FSDP2 cannot shard {scalar}, which is a scalar; give it the shape [1]"
         model = replace(model, notes=(*model.notes, f"stage 3 is left out: {why}"))
-    planner = _Planner(model, machine, job)
+    planner = Planner(model, machine, job)
     # Among equal choices the first is preferred.
     candidates = [
         each
@@ -108,7 +108,7 @@ def plan(model: PlannedModel, machine: PlanMachine, job: Job) -> Plan:
         raise DoesNotFit(planner.refusal(candidates))
     offloading = [each for each in fitting if planner.moves(each.choice)]
     offloaded = _best(offloading) if offloading else None
-    hidden = None if offloaded is None else planner.hidden_at(offloaded.layout)
+    hidden = None if offloaded is None else planner.hidden_at(offloaded.choice)
     return Plan(model, machine, job, tuple(candidates), _best(fitting), offloaded, hidden)
 
 
@@ -124,16 +124,6 @@ def _checked(model: PlannedModel) -> PlannedModel:
     return model
 
 
-def evaluate(model: PlannedModel, machine: PlanMachine, job: Job, choice: PlanChoice) -> Candidate:
-    """Evaluate one choice."""
-    return _Planner(model, machine, job).evaluate(choice)
-
-
-def hidden_at(model: PlannedModel, machine: PlanMachine, job: Job, choice: PlanChoice) -> int | None:
-    """:attr:`Plan.hidden_at` of one choice."""
-    return _Planner(model, machine, job).hidden_at(lay_out(model, job, choice, machine.ranks, machine.staged))
-
-
 def _best(candidates: Sequence[Candidate]) -> Candidate:
     """The simplest, and then the first, of the candidates that are as good as the fastest."""
     least = min(each.step_s for each in candidates)
@@ -143,7 +133,9 @@ def _best(candidates: Sequence[Candidate]) -> Candidate:
 
 
 @dataclass(frozen=True)
-class _Planner:
+class Planner:
+    """Evaluates choices for one model, machine and job."""
+
     model: PlannedModel
     machine: PlanMachine
     job: Job
@@ -166,9 +158,7 @@ class _Planner:
 
     def evaluate(self, choice: PlanChoice) -> Candidate:
         """The choice with its bytes, and with its times if it fits."""
-        return self.timed(self.count(choice))
-
-    def timed(self, counted: Candidate) -> Candidate:
+        counted = self.count(choice)
         if not counted.fits:
             return counted
         times = simulate(self.model, self.machine, self.job, counted.choice, counted.layout)
@@ -176,8 +166,8 @@ class _Planner:
 
     def variants(self, choice: PlanChoice) -> Iterator[Candidate]:
         """The choice; then with a part of the state on the device, and each of the two with spares, where they help."""
-        plain = self.count(choice)
-        yield self.timed(plain)
+        plain = self.evaluate(choice)
+        yield plain
         if not self.moves(choice) or plain.missing_device > 0:
             return  # the variants take more memory of a device
         bases = [choice] if plain.fits else []
@@ -199,15 +189,16 @@ class _Planner:
                 return ratio or 1.0  # with 0 all of the state would be on the device, which is no offload
         return 1.0
 
-    def hidden_at(self, layout: RankLayout) -> int | None:
+    def hidden_at(self, choice: PlanChoice) -> int | None:
         """The fewest tokens in a step, over all ranks, at which at most a small share of the step is exposed.
 
         Batches are made larger whether or not their activations fit, since accumulation lengthens backward as well.
         """
+        layout = self.count(choice).layout
 
         def hidden(sequences: int) -> bool:
             job = replace(self.job, batch_size=sequences, accumulation=1)
-            times = simulate(self.model, self.machine, job, layout.choice, layout)
+            times = simulate(self.model, self.machine, job, choice, layout)
             return times.exposed_s <= HIDDEN_SHARE * times.step_s
 
         most = max(1, _MOST_TOKENS // self.job.seq_len)

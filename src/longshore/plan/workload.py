@@ -59,11 +59,11 @@ def segments_of(model: PlannedModel) -> list[ModelSegment]:
         number = model.parameters.index(head)
         tied = number < first_unit and number < len(model.parameters) - len(heads)
         parameters = (index[head.name],) if head.trainable else ()
-        own = () if tied else parameters
-        segments.append(ModelSegment(len(segments), None, own, _work([head], 0.0), parameter_bytes([head])))
-        if tied and parameters:
-            # Its embedding is used first in forward, so backward completes the gradient last.
-            segments.insert(0, ModelSegment(-1, None, parameters, Work(0.0, 0.0, 0.0, 0.0, 0), 0))
+        if tied and segments:
+            # Its embedding is used first in forward, so the first segment completes the gradient.
+            segments[0] = segments[0]._replace(parameters=segments[0].parameters + parameters)
+            parameters = ()
+        segments.append(ModelSegment(len(segments), None, parameters, _work([head], 0.0), parameter_bytes([head])))
     return segments
 
 
