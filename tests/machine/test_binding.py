@@ -142,9 +142,9 @@ def test_gpus_that_nobody_uses_are_no_ones_on_another_node_or_without_a_gpu_here
 
 
 def test_nothing_to_plan() -> None:
-    with pytest.raises(ValueError, match="here are 0 and 8"):
+    with pytest.raises(ValueError, match="there are 0 ranks and 8 CPUs"):
         plan_ranks(machine(), [])
-    with pytest.raises(ValueError, match="here are 1 and 0"):
+    with pytest.raises(ValueError, match="there are 1 ranks and 0 CPUs"):
         plan_ranks(Topology((), False, None), cpu_ranks(1))
 
 

@@ -36,7 +36,7 @@ class Sleeps(Compute):
         self._seconds = seconds
 
     def seconds(self, work: Work, tokens: int, seq_len: int) -> Seconds:
-        return Seconds(0.0, self._seconds, 0.0)
+        return Seconds(0.0, self._seconds)
 
 
 def recorded() -> dict[str, Any]:
@@ -105,9 +105,9 @@ CPU = torch.device("cpu")
 def test_compute_by_a_clock() -> None:
     found = probe(8, 4, clock=ticking()).compute(RankThreads(1), 2, CPU)
     assert isinstance(found, MeasuredCompute) and found.tokens == [4, 8]
-    # One tick for each forward, each backward and each release, divided by what was measured.
+    # One tick for each forward and each backward, divided by what was measured.
     numels = (20 * 768 * 2432, 11 * 768 + 3 * 2432, 16000, 16000 * 768)
-    assert torch.equal(found.table, (1.0 / torch.tensor(numels, dtype=torch.float64)).view(4, 1, 1).expand(4, 2, 3))
+    assert torch.equal(found.table, (1.0 / torch.tensor(numels, dtype=torch.float64)).view(4, 1, 1).expand(4, 2, 2))
 
 
 def test_overheads_by_a_clock() -> None:
@@ -184,7 +184,7 @@ def test_medians_of_rounds_of_the_slowest_rank(cpus: Callable[[int], None]) -> N
 
 def test_what_is_measured_goes_into_the_machine() -> None:
     figures = Figures(2, 1 << 20, 10e9, 16e9, 5e8, 14e9, [], [])
-    compute = MeasuredCompute((8, 16), torch.zeros(4, 2, 3))
+    compute = MeasuredCompute((8, 16), torch.zeros(4, 2, 2))
     overheads = {"host_norm_bytes_per_s": 8e9, "arrival_s": 15e-6, "bookkeeping_s": 20e-6}
     found = of_figures(read_machine(), figures, overheads | exchanged(1e9, 3e9, 4e9), compute, 2)
     assert (found.ranks, found.ranks_per_host, found.staged, found.device_bytes) == (2, 2, False, 0)

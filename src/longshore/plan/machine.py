@@ -34,7 +34,6 @@ class Seconds(NamedTuple):
 
     forward: float
     backward: float  # for the gradients of inputs and weights
-    release: float  # to free the memory of the weights' gradients
 
 
 class Compute(ABC):
@@ -57,8 +56,7 @@ class PeakCompute(Compute):
         operations = tokens * 2 * (work.multiplied + work.attention * seq_len)
         forward = max(operations / self.flops, work.weight_bytes / self.memory_bytes_per_s)
         written_bytes = 2 * work.looked_up  # the embedding's gradient, in bfloat16
-        # Freed gradients go back to torch's own pool.
-        return Seconds(forward, 2 * forward + written_bytes / self.memory_bytes_per_s, 0.0)
+        return Seconds(forward, 2 * forward + written_bytes / self.memory_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class MeasuredCompute(Compute):
 
     Attributes:
         tokens: two or more, increasing.
-        table: float64 ``[4, len(tokens), 3]``: the :class:`Seconds` of one element of a matrix, of one number of
+        table: float64 ``[4, len(tokens), 2]``: the :class:`Seconds` of one element of a matrix, of one number of
             ``Work.width``, of one logit, and of one element of an embedding.
     """
 

@@ -222,7 +222,7 @@ def _medians(threads: RankThreads, run: Callable[[int], object], rounds: int) ->
     return threads.turns * found[1:].amax(1).quantile(0.5, dim=0)
 
 
-class _Part(NamedTuple):
+class _TimedPart(NamedTuple):
     """A part of a model that is timed."""
 
     forward: Callable[[], list[Tensor]]
@@ -231,30 +231,31 @@ class _Part(NamedTuple):
     numel: int  # times are divided by it; see MeasuredCompute
 
 
-def _seconds(part: _Part, now: Callable[[], float]) -> list[float]:
-    """Times of forward, of backward, and of freeing the weights' gradients."""
-    times = [now()]
+def _seconds(part: _TimedPart, now: Callable[[], float]) -> list[float]:
+    """Times of forward and backward."""
+    begin = now()
     outputs = part.forward()
-    times.append(now())
+    middle = now()
     torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-    for tensors in (part.inputs, part.weights):
-        for each in tensors:
-            each.grad = None  # freeing memory takes time too
-        times.append(now())
-    return [(end - begin) / part.numel for begin, end in pairwise(times)]
+    for each in part.inputs:
+        each.grad = None  # freeing memory takes time too
+    end = now()
+    for each in part.weights:
+        each.grad = None
+    return [(middle - begin) / part.numel, (end - middle) / part.numel]
 
 
 _Make = Callable[..., Tensor]
 
 
-def _matrices(made: _Make, tokens: int, seq_len: int) -> _Part:
+def _matrices(made: _Make, tokens: int, seq_len: int) -> _TimedPart:
     weights = [made(_INNER, _HIDDEN) for _ in range(_MATRICES if tokens < _MANY_TOKENS else _FEW_MATRICES)]
     x = made(tokens, _HIDDEN)
     numel = len(weights) * _INNER * _HIDDEN
-    return _Part(lambda: [functional.linear(x, weight) for weight in weights], [x], weights, numel)
+    return _TimedPart(lambda: [functional.linear(x, weight) for weight in weights], [x], weights, numel)
 
 
-def _between(made: _Make, tokens: int, seq_len: int) -> _Part:
+def _between(made: _Make, tokens: int, seq_len: int) -> _TimedPart:
     """Norms, rotary embeddings, attention, activation and sums of one block, without its seven matrices."""
     batch = max(1, tokens // seq_len)
     x, q, k, v = (made(batch, seq_len, _HIDDEN) for _ in range(4))
@@ -278,19 +279,19 @@ def _between(made: _Make, tokens: int, seq_len: int) -> _Part:
         middle = x + mixed.transpose(1, 2).reshape(x.shape)
         return [normed, functional.silu(gate) * up, middle + norm(middle)]
 
-    return _Part(forward, [x, q, k, v, gate, up], [], 11 * _HIDDEN + 3 * _INNER)
+    return _TimedPart(forward, [x, q, k, v, gate, up], [], 11 * _HIDDEN + 3 * _INNER)
 
 
-def _loss(made: _Make, tokens: int, seq_len: int) -> _Part:
+def _loss(made: _Make, tokens: int, seq_len: int) -> _TimedPart:
     logits = made(tokens, _VOCABULARY)
     labels = torch.zeros(tokens, dtype=torch.int64, device=logits.device)
-    return _Part(lambda: [functional.cross_entropy(logits.float(), labels)], [logits], [], _VOCABULARY)
+    return _TimedPart(lambda: [functional.cross_entropy(logits.float(), labels)], [logits], [], _VOCABULARY)
 
 
-def _lookup(made: _Make, tokens: int, seq_len: int) -> _Part:
+def _lookup(made: _Make, tokens: int, seq_len: int) -> _TimedPart:
     weight = made(_VOCABULARY, _HIDDEN)
     rows = torch.arange(tokens, device=weight.device) % _VOCABULARY
-    return _Part(lambda: [functional.embedding(rows, weight)], [], [weight], weight.numel())
+    return _TimedPart(lambda: [functional.embedding(rows, weight)], [], [weight], weight.numel())
 
 
 _PARTS = (_matrices, _between, _loss, _lookup)

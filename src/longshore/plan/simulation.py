@@ -27,14 +27,12 @@ GATHER_TO_USE = "gather to use"
 ADD = "add"
 MEASURE = "measure early"
 STEP_ON_DEVICE = "step on the device"
-RELEASE = "release"
 _FURTHER_EVENTS: Mapping[str, Row] = {
     FORWARD: Row(Lane.COMPUTE),
     GATHER_TO_USE: Row(Lane.COLLECTIVES),
     ADD: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
     MEASURE: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
     STEP_ON_DEVICE: Row(Lane.COMPUTE, ((NORM, Which.ALL),)),
-    RELEASE: Row(Lane.COMPUTE, ((PUBLISH, Which.ALL),)),
 }
 """Events that the engine's tables do not have."""
 
@@ -151,8 +149,6 @@ class _Step:
         self._seconds = {
             each.key: machine.compute.seconds(each.work, job.tokens, job.seq_len) for each in self._segments
         }
-        # Otherwise sums over several backwards replace gradients, or buckets do.
-        self._keeps_gradients = job.accumulation == 1 and not (self._sharded and self._each_backward)
         self._sums = self._sharded and not self._each_backward and job.accumulation > 1
         self._early_norms = self._offloads and bool(layout.choice.speculation) and job.clipping is not None
         same_as = {}
@@ -199,11 +195,9 @@ class _Step:
         return self._time.run(GATHER_TO_USE, segment.key, self._gather_s(segment.num_bytes), not_before=free)
 
     def _backward_s(self, segment: ModelSegment, number: int) -> float:
-        forward, seconds, release = self._seconds[segment.key]
+        forward, seconds = self._seconds[segment.key]
         if self._job.checkpointing and segment.unit is not None:
             seconds += forward
-        if not self._keeps_gradients:
-            seconds += release
         if self._sums and number > 0:  # in float32, where the gradients are
             trainable = (self._trainable[index] for index in segment.parameters)
             num_bytes = sum(self._sum_bytes(each.numel, each.dtype.itemsize, number) for each in trainable)
@@ -312,8 +306,6 @@ class _Step:
             for index, bucket in enumerate(self._layout.buckets):
                 num_bytes, meetings = bucket.numel * bucket.dtype.itemsize, -(-bucket.numel // GATHER_NUMEL)
                 self._time.run(GATHER, index, self._exchange_s(num_bytes, meetings))
-        if self._keeps_gradients:
-            self._time.run(RELEASE, "gradients", sum(each.release for each in self._seconds.values()))
 
     def _publish(self, tile: TileJob) -> None:
         seconds = 0.0  # a pass in place writes parameters in host memory itself
