@@ -20,12 +20,12 @@ import longshore
 from benchmarks.llama import LlamaSize, make_llama, make_tokens
 from benchmarks.report import Row, at_most, equal
 from benchmarks.timing import Note
-from longshore.plan.choice import Choice, Job
-from longshore.plan.here import MachineProbe
+from longshore.plan.job import Job, PlanChoice
 from longshore.plan.machine import Description, described
+from longshore.plan.measurement import MachineProbe
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
-from longshore.plan.modules import plan_of_module
-from longshore.plan.planner import evaluate, plan
+from longshore.plan.planner import Planner, plan
+from longshore.plan.reading import plan_of_module
 
 PART = "Plan"
 _CLOCK = time.process_time
@@ -82,17 +82,17 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     settings = Settings(**values)
     cases = [_Case(case) for case in settings.cases]
     tokens = sorted({32, 512, *(case.job.tokens for case in cases)})
-    with MachineProbe(torch.bfloat16, tokens, max(tokens), 1, settings.numel, 1, _CLOCK) as probe:
-        for number in range(-_WARMUPS, settings.rounds):
-            note(f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up")
-            machine = probe.measure(1)
-            for case in cases if number % 2 == 0 else reversed(cases):
-                measured = case.step()
-                times = evaluate(case.planned, machine, case.job, Choice(2, "cpu")).times
-                assert times is not None
-                if number >= 0:
-                    predicted = {"predicted_step_s": times.step_s, "predicted_exposed_s": times.exposed_s}
-                    case.rounds.append({**measured, **predicted})
+    probe = MachineProbe(torch.bfloat16, tokens, max(tokens), 1, settings.numel, 1, _CLOCK)
+    for number in range(-_WARMUPS, settings.rounds):
+        note(f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up")
+        machine = probe.measure(1)
+        for case in cases if number % 2 == 0 else reversed(cases):
+            measured = case.step()
+            times = Planner(case.planned, machine, case.job).evaluate(PlanChoice(2, "cpu")).times
+            assert times is not None
+            if number >= 0:
+                predicted = {"predicted_step_s": times.step_s, "predicted_exposed_s": times.exposed_s}
+                case.rounds.append({**measured, **predicted})
     for case in cases:
         case.engine.destroy()
     note("planning 400 billion parameters")

@@ -18,12 +18,12 @@ from benchmarks.contestants import ENGINE, ENGINE_3, MAX_NORM, Setup
 from benchmarks.report import Row
 from benchmarks.team import Team
 from benchmarks.timing import Note
-from longshore.plan.choice import Choice, Job
-from longshore.plan.here import MachineProbe
+from longshore.plan.job import Job, PlanChoice
 from longshore.plan.machine import PlanMachine
+from longshore.plan.measurement import MachineProbe
 from longshore.plan.model import PlannedModel
-from longshore.plan.modules import plan_of_module
-from longshore.plan.planner import evaluate
+from longshore.plan.planner import Planner
+from longshore.plan.reading import plan_of_module
 
 PART = plan.PART
 RANKS = 2
@@ -59,7 +59,7 @@ class _Case:
         answers = self._team.ask(1)
         job = Job(1, self.tokens, 1, clipping=MAX_NORM, bucket_numel=_BUCKET_NUMEL)
         for name, stage in STAGES.items() if counts else ():
-            times = evaluate(self._planned, machine, job, Choice(stage, "cpu")).times
+            times = Planner(self._planned, machine, job).evaluate(PlanChoice(stage, "cpu")).times
             assert times is not None
             measured = max(answer[name][0] for answer in answers)
             self.rounds[name].append({"step_s": measured, "predicted_step_s": times.step_s})
@@ -70,10 +70,8 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     settings = Settings(**values)
     torch.set_num_threads(settings.threads)
     tokens = sorted({32, 512, *(case[-1] for case in settings.cases)})
+    probe = MachineProbe(torch.bfloat16, tokens, max(tokens), RANKS, settings.numel, settings.threads)
     with ExitStack() as stack:
-        probe = stack.enter_context(
-            MachineProbe(torch.bfloat16, tokens, max(tokens), RANKS, settings.numel, settings.threads)
-        )
         note("starting ranks")
         cases = [_Case(case, max(1, settings.threads // RANKS), stack) for case in settings.cases]
         for number in range(-1, settings.rounds):  # the first step makes the state

@@ -73,7 +73,7 @@ def test_fewer_ranks_than_nodes() -> None:
 def test_gpus_of_which_no_node_is_told() -> None:
     bindings = plan_ranks(machine(nodes=2, cores=4), gpus(None, None))
     assert cpus_of(bindings) == ["0-3", "4-7"]
-    assert bindings[0].why[0] == "which NUMA node cuda:0 is next to is not told"
+    assert bindings[0].why[0] == "the NUMA node of cuda:0 is not known"
 
 
 def test_a_container_that_shows_no_nodes() -> None:
@@ -142,9 +142,9 @@ def test_gpus_that_nobody_uses_are_no_ones_on_another_node_or_without_a_gpu_here
 
 
 def test_nothing_to_plan() -> None:
-    with pytest.raises(ValueError, match="here are 0 and 8"):
+    with pytest.raises(ValueError, match="there are 0 ranks and 8 CPUs"):
         plan_ranks(machine(), [])
-    with pytest.raises(ValueError, match="here are 1 and 0"):
+    with pytest.raises(ValueError, match="there are 1 ranks and 0 CPUs"):
         plan_ranks(Topology((), False, None), cpu_ranks(1))
 
 
@@ -192,7 +192,7 @@ def test_what_a_rank_is_told() -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "7", json.dumps({"device": "cpu"})])
 def test_a_variable_that_something_else_set(text: str) -> None:
-    with pytest.raises(ValueError, match=r"LONGSHORE_BINDING is left by longshore launch to its ranks.*unset it"):
+    with pytest.raises(ValueError, match=r"LONGSHORE_BINDING is set by longshore launch for its ranks.*unset it"):
         binding_of({"LONGSHORE_BINDING": text})
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import longshore
-from longshore.plan.choice import Choice, Job
+from longshore.plan.job import Job, PlanChoice
 from longshore.plan.layout import lay_out
 from longshore.plan.memory import count_bytes
-from longshore.plan.modules import plan_of_module
+from longshore.plan.reading import plan_of_module
 
 
 class Odd(nn.Module):
@@ -64,10 +64,10 @@ def counts(
     staged, offload = place != "direct", "none" if place == "resident" else "cpu"
     dtype = torch.bfloat16 if dtypes == "bf16" else None
     job = Job(2, 8, accumulation, dtype, optimizer, bucket_numel=bucket_numel, tile_numel=tile_numel)
-    choice = Choice(stage, offload, ratio, speculation)
+    choice = PlanChoice(stage, offload, ratio, speculation)
     planned_model = plan_of_module(made(dtypes), "odd")
     layout = lay_out(planned_model, job, choice, ranks, staged, rank)
-    planned = count_bytes(planned_model, job, choice, layout, ranks, staged)
+    planned = count_bytes(layout)
     config = longshore.Config(
         stage=stage,
         offload_device="cpu",

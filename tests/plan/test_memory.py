@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from ranks import Ranks
 
-from longshore.plan.choice import Choice, Job
+from longshore.plan.job import Job, PlanChoice
 from longshore.plan.layout import lay_out
 from longshore.plan.memory import count_bytes
 from longshore.plan.model import PlannedModel
-from longshore.plan.modules import plan_of_module
+from longshore.plan.reading import plan_of_module
 from plan.counting_cases import counts, made
 
 ONE_RANK: dict[str, tuple[Any, ...]] = {
@@ -84,9 +84,8 @@ def test_three_ranks(stage: int, three_ranks: Ranks) -> None:
 
 def planned(**options: Any) -> dict[str, int]:
     model: PlannedModel = plan_of_module(made("bf16"), "odd")
-    job, choice, ranks = Job(**options.get("job", {})), Choice(**options["choice"]), options["ranks"]
-    layout = lay_out(model, job, choice, ranks, staged=True)
-    return count_bytes(model, job, choice, layout, ranks, staged=True).device_estimates
+    job, choice, ranks = Job(**options.get("job", {})), PlanChoice(**options["choice"]), options["ranks"]
+    return count_bytes(lay_out(model, job, choice, ranks, staged=True)).device_estimates
 
 
 def test_estimates_go_with_what_causes_them() -> None:

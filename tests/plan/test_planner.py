@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from longshore.engine.config import load_config
-from longshore.plan.choice import STATES, Choice, Job
-from longshore.plan.configuration import configuration
-from longshore.plan.memory import parameter_bytes
-from longshore.plan.model import PlannedModel, PlannedParameter, Use
-from longshore.plan.planner import DoesNotFit, hidden_at, plan
+from longshore.plan.job import STATES, Job, PlanChoice, configuration
+from longshore.plan.model import PlannedModel, PlannedParameter, Use, parameter_bytes
+from longshore.plan.planner import DoesNotFit, Planner, plan
 from longshore.plan.simulation import simulate
 from longshore.plan.workload import MOST_JOBS
 from plan.models import EIGHT, FOUR_HUNDRED, GB, SMALL, llama, machine
@@ -20,7 +18,7 @@ from plan.models import EIGHT, FOUR_HUNDRED, GB, SMALL, llama, machine
 
 def test_a_model_that_fits_is_not_offloaded() -> None:
     found = plan(SMALL, machine(), Job())
-    assert found.recommended.choice == Choice(0, "none")
+    assert found.recommended.choice == PlanChoice(0, "none")
     assert {each.choice.stage for each in found.candidates} == {0, 1, 2, 3}
     assert all(each.times is not None for each in found.candidates)
 
@@ -28,9 +26,9 @@ def test_a_model_that_fits_is_not_offloaded() -> None:
 def test_a_model_that_does_not_is() -> None:
     found = plan(EIGHT, machine(), Job(4))
     plain = [each for each in found.candidates if each.choice.offload == "none"]
-    assert len(plain) == 4 and not any(each.shortage.fits for each in plain)
+    assert len(plain) == 4 and not any(each.fits for each in plain)
     assert found.recommended.choice.offload == "cpu" and found.recommended.times is not None
-    assert all(each.times is None for each in found.candidates if not each.shortage.fits)
+    assert all(each.times is None for each in found.candidates if not each.fits)
     # It is the fastest of those that fit, or as good.
     least = min(each.times.step_s for each in found.candidates if each.times)
     assert found.recommended.times.step_s <= 1.01 * least
@@ -38,9 +36,7 @@ def test_a_model_that_does_not_is() -> None:
     assert found.recommended.choice.ratio < 1.0
     assert found.recommended.bytes.device_total <= 0.94 * 141 * GB
     less = replace(found.recommended.choice, ratio=found.recommended.choice.ratio - 0.05)
-    from longshore.plan.planner import evaluate
-
-    assert not evaluate(EIGHT, machine(), Job(4), less).shortage.fits
+    assert not Planner(EIGHT, machine(), Job(4)).evaluate(less).fits
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -58,8 +54,8 @@ def test_where_the_host_is_too_small_for_all_of_it_a_part_stays_on_the_device() 
     found = plan(thirteen, small, Job(seq_len=512))
     assert found.recommended.choice.offload == "cpu" and 0 < found.recommended.choice.ratio < 1
     assert found.recommended.bytes.host_total <= 0.95 * 128 * GB
-    whole = [each for each in found.candidates if each.choice == Choice(0, "cpu") or each.choice.offload == "none"]
-    assert whole and not any(each.shortage.fits for each in whole)
+    whole = [each for each in found.candidates if each.choice == PlanChoice(0, "cpu") or each.choice.offload == "none"]
+    assert whole and not any(each.fits for each in whole)
     # With less yet, that is also what comes nearest.
     with pytest.raises(DoesNotFit, match=r"what comes nearest, stage 0, offload, ratio 0\.\d+, needs .* on each host"):
         plan(thirteen, machine(host_memory_bytes=32 * GB), Job(seq_len=512))
@@ -131,8 +127,8 @@ def test_a_model_without_parameters() -> None:
 
 
 def test_offload_is_hidden_from_some_number_of_tokens_on() -> None:
-    choice, here = Choice(0, "cpu", speculation="100%"), machine()
-    at = hidden_at(EIGHT, here, Job(1, 2048), choice)
+    choice, here = PlanChoice(0, "cpu", speculation="100%"), machine()
+    at = Planner(EIGHT, here, Job(1, 2048)).hidden_at(choice)
     assert at is not None and at % 2048 == 0
 
     def share(tokens: int) -> float:
@@ -141,21 +137,21 @@ def test_offload_is_hidden_from_some_number_of_tokens_on() -> None:
 
     assert share(at) <= 0.05 < share(at * 7 // 8 // 2048 * 2048)
     # A slower link takes longer to hide.
-    slower = hidden_at(EIGHT, machine(link_bytes_per_s=10e9), Job(1, 2048), choice)
+    slower = Planner(EIGHT, machine(link_bytes_per_s=10e9), Job(1, 2048)).hidden_at(choice)
     assert slower is not None and slower > 2 * at
-    assert hidden_at(EIGHT, machine(link_bytes_per_s=1e3), Job(1, 2048), choice) is None
+    assert Planner(EIGHT, machine(link_bytes_per_s=1e3), Job(1, 2048)).hidden_at(choice) is None
 
 
 def test_400_billion_on_1024_ranks_is_few_jobs() -> None:
     """Time goes with the jobs that are simulated, and they not with tiles or ranks."""
     assert FOUR_HUNDRED.numel > 380 * GB
     found = plan(FOUR_HUNDRED, machine(gpus=8, hosts=128), Job(1, 8192, checkpointing=True))
-    simulated = [each.times.jobs for each in found.candidates if each.times]
+    simulated = [len(each.times.spans) for each in found.candidates if each.times]
     assert found.recommended.choice.stage == 3 and simulated
     assert max(simulated) < 8 * MOST_JOBS
     # Tens of thousands of tiles on few ranks are as few jobs.
-    few = simulate(FOUR_HUNDRED, machine(gpus=8), Job(1, 8192), Choice(3, "cpu", speculation="100%"))
-    assert few.jobs < 12 * MOST_JOBS
+    few = simulate(FOUR_HUNDRED, machine(gpus=8), Job(1, 8192), PlanChoice(3, "cpu", speculation="100%"))
+    assert len(few.spans) < 12 * MOST_JOBS
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -165,12 +161,16 @@ def test_grouped_tiles_take_as_long_as_single_ones(accumulation: int, monkeypatc
         machine(gpus=2),
         Job(2, accumulation=accumulation, tile_numel=1 << 18),
     )
-    for choice in (Choice(2, "cpu", speculation="50%"), Choice(3, "cpu"), Choice(1, "cpu", speculation="100%")):
+    for choice in (
+        PlanChoice(2, "cpu", speculation="50%"),
+        PlanChoice(3, "cpu"),
+        PlanChoice(1, "cpu", speculation="100%"),
+    ):
         grouped = simulate(model, here, job, choice)
         with monkeypatch.context() as patched:
             patched.setattr("longshore.plan.workload.MOST_JOBS", 1 << 20)
             single = simulate(model, here, job, choice)
-        assert single.jobs > 3 * grouped.jobs
+        assert len(single.spans) > 3 * len(grouped.spans)
         assert grouped.step_s == pytest.approx(single.step_s, rel=0.01)
         assert grouped.exposed_s == pytest.approx(single.exposed_s, rel=0.03)
 
@@ -179,15 +179,15 @@ def test_grouped_tiles_take_as_long_as_single_ones(accumulation: int, monkeypatc
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice(0, "none"),
-        Choice(1, "cpu"),
-        Choice(2, "cpu", 0.85, "50%"),
-        Choice(3, "cpu", 1.0, "100%"),
-        Choice(2, "cpu", 1.0, 1 << 30),
+        PlanChoice(0, "none"),
+        PlanChoice(1, "cpu"),
+        PlanChoice(2, "cpu", 0.85, 0.5),
+        PlanChoice(3, "cpu", 1.0, 1.0),
+        PlanChoice(2, "cpu", 1.0, 1 << 30),
     ],
     ids=lambda choice: choice.title,
 )
-def test_the_configuration_loads_and_says_the_same(optimizer: str, choice: Choice) -> None:
+def test_the_configuration_loads_and_says_the_same(optimizer: str, choice: PlanChoice) -> None:
     import torch
 
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (None, None)):

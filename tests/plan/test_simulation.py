@@ -20,11 +20,10 @@ from longshore.host.events import (
     Row,
     Which,
 )
-from longshore.plan.choice import Choice, Job
-from longshore.plan.machine import Compute, PlanMachine, Work
+from longshore.plan.job import Job, PlanChoice
+from longshore.plan.machine import Compute, PlanMachine, Seconds, Work
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
-from longshore.plan.simulation import FORWARD, RELEASE, Simulation, simulate
-from longshore.plan.timeline import Timeline
+from longshore.plan.simulation import FORWARD, EventSimulator, Simulation, simulate
 from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE
 from plan.models import EIGHT, machine
 
@@ -32,17 +31,8 @@ from plan.models import EIGHT, machine
 class Clockwork(Compute):
     """A second forward and two backward for each segment that multiplies."""
 
-    def __init__(self, releasing_s: float = 0.0) -> None:
-        self.releasing_s = releasing_s
-
-    def forward_s(self, work: Work, tokens: int, seq_len: int) -> float:
-        return 1.0 if work.multiplied else 0.0
-
-    def backward_s(self, work: Work, tokens: int, seq_len: int) -> float:
-        return 2.0 if work.multiplied else 0.0
-
-    def release_s(self, work: Work, tokens: int) -> float:
-        return self.releasing_s if work.multiplied else 0.0
+    def seconds(self, work: Work, tokens: int, seq_len: int) -> Seconds:
+        return Seconds(1.0, 2.0) if work.multiplied else Seconds(0.0, 0.0)
 
 
 N = 1 << 20
@@ -73,7 +63,7 @@ def clock(**figures: Any) -> PlanMachine:
 JOB = Job(1, 16, clipping=1.0, tile_numel=N)
 
 
-def run(count: int, choice: Choice, job: Job = JOB, **figures: Any) -> Simulation:
+def run(count: int, choice: PlanChoice, job: Job = JOB, **figures: Any) -> Simulation:
     return simulate(layers(count), clock(**figures), job, choice)
 
 
@@ -82,7 +72,7 @@ def spans(found: Simulation, name: str) -> list[tuple[float, float]]:
 
 
 def test_in_place_everything_waits_for_the_verdict() -> None:
-    found = run(3, Choice(0, "cpu"))
+    found = run(3, PlanChoice(0, "cpu"))
     assert found.compute_s == 9.0
     assert spans(found, STEP_IN_PLACE) == [(9, 10), (10, 11), (11, 12)]
     # A copy of one second behind each pass; the lane is another.
@@ -91,7 +81,7 @@ def test_in_place_everything_waits_for_the_verdict() -> None:
 
 
 def test_ahead_passes_run_beside_backward_and_publishing_waits() -> None:
-    found = run(3, Choice(0, "cpu", speculation="100%"))
+    found = run(3, PlanChoice(0, "cpu", speculation="100%"))
     longer = 0.93 / 0.74
     # Backward brings the last layer's gradient first, at 3 + 2 seconds.
     assert spans(found, STEP_AHEAD) == [(round(at, 6), round(at + longer, 6)) for at in (5.0, 7.0, 9.0)]
@@ -101,14 +91,14 @@ def test_ahead_passes_run_beside_backward_and_publishing_waits() -> None:
 
 
 def test_some_spares_are_those_of_the_last_tiles() -> None:
-    found = run(3, Choice(0, "cpu", speculation="34%"))
+    found = run(3, PlanChoice(0, "cpu", speculation="34%"))
     assert len(spans(found, STEP_AHEAD)) == 1 and spans(found, STEP_AHEAD)[0][0] == 5.0
     assert spans(found, STEP_IN_PLACE) == [(9, 10), (10, 11)]
 
 
 def test_passes_that_have_not_begun_at_the_verdict_go_behind_the_norm() -> None:
     slow = replace(clock(), host_bytes_per_s=HOST / 10, host_norm_bytes_per_s=2.0 * N * 4)
-    found = simulate(layers(3), slow, JOB, Choice(0, "cpu", speculation="100%"))
+    found = simulate(layers(3), slow, JOB, PlanChoice(0, "cpu", speculation="100%"))
     ends = spans(found, STEP_AHEAD)
     assert ends[0][0] == 5.25  # measured first
     assert ends[1][0] >= ends[0][1]
@@ -117,32 +107,31 @@ def test_passes_that_have_not_begun_at_the_verdict_go_behind_the_norm() -> None:
     assert len(measured) == 3 and measured[-1][1] <= ends[1][0]
 
 
-@pytest.mark.parametrize(("job", "released"), [(JOB, 1.5), (replace(JOB, accumulation=2), 0.0)])
-def test_what_each_parameter_takes(job: Job, released: float) -> None:
-    """Hooks lengthen backward, the rest the norm; gradients that are not taken before it are let go of at the end."""
-    here = replace(clock(), staged=False, host_bytes_per_s=1e30, compute=Clockwork(0.5))
+@pytest.mark.parametrize("job", [JOB, replace(JOB, accumulation=2)])
+def test_what_each_parameter_takes(job: Job) -> None:
+    """Hooks lengthen backward; the rest of Python's work lengthens the norm."""
+    here = replace(clock(), staged=False, host_bytes_per_s=1e30)
     slow = replace(here, arrival_s=0.1, bookkeeping_s=0.01)
-    found = simulate(layers(3), slow, job, Choice(0, "cpu"))
-    assert found.compute_s == pytest.approx(job.accumulation * (9.0 + 0.3 + (0.0 if released else 1.5)))
-    assert found.exposed_s == pytest.approx(0.03 + released)
-    assert sum(end - begin for begin, end in spans(found, RELEASE)) == pytest.approx(released)
+    found = simulate(layers(3), slow, job, PlanChoice(0, "cpu"))
+    assert found.compute_s == pytest.approx(job.accumulation * (9.0 + 0.3))
+    assert found.exposed_s == pytest.approx(0.03)
 
 
 def test_copies_are_waited_for() -> None:
-    found = run(2, Choice(0, "cpu"), to_host_bytes_per_s=2.0 * N / 5)
+    found = run(2, PlanChoice(0, "cpu"), to_host_bytes_per_s=2.0 * N / 5)
     assert spans(found, COPY_TO_HOST) == [(4, 9), (9, 14)]
     assert spans(found, STEP_IN_PLACE)[0] == (14, 15)
 
 
 def test_without_offload_the_device_steps() -> None:
-    found = run(2, Choice(0, "none"), device_memory_bytes_per_s=N * 28.0)
+    found = run(2, PlanChoice(0, "none"), device_memory_bytes_per_s=N * 28.0)
     # And reads the gradients for their norm: 2 of 28 bytes.
     assert found.exposed_s == pytest.approx(2 + 2 * 2 / 28)
     assert {span.lane for span in found.spans} == {Lane.COMPUTE}
 
 
 def test_a_part_on_the_device_is_stepped_beside_the_host() -> None:
-    found = run(4, Choice(0, "cpu", ratio=0.5), device_memory_bytes_per_s=2 * N * 15.0)
+    found = run(4, PlanChoice(0, "cpu", ratio=0.5), device_memory_bytes_per_s=2 * N * 15.0)
     on_device = spans(found, "step on the device")
     assert len(spans(found, STEP_IN_PLACE)) == 2 and on_device[0][0] == 12.0
     assert found.step_s == pytest.approx(max(15.0, on_device[0][1]))
@@ -150,7 +139,7 @@ def test_a_part_on_the_device_is_stepped_beside_the_host() -> None:
 
 def test_in_host_memory_one_thing_runs_at_a_time() -> None:
     here = replace(clock(), staged=False)
-    found = simulate(layers(3), here, JOB, Choice(0, "cpu"))
+    found = simulate(layers(3), here, JOB, PlanChoice(0, "cpu"))
     assert found.exposed_s == pytest.approx(3.0) and spans(found, COPY_TO_HOST) == []
     ordered = sorted(found.spans, key=lambda span: span.begin_s)
     assert all(left.end_s <= right.begin_s + 1e-9 for left, right in pairwise(ordered))
@@ -158,7 +147,7 @@ def test_in_host_memory_one_thing_runs_at_a_time() -> None:
 
 def test_accumulated_backwards() -> None:
     for accumulation in (2, 3, 7):
-        found = run(3, Choice(0, "cpu"), replace(JOB, accumulation=accumulation))
+        found = run(3, PlanChoice(0, "cpu"), replace(JOB, accumulation=accumulation))
         assert found.compute_s == pytest.approx(9.0 * accumulation)
         assert found.step_s - found.exposed_s == pytest.approx(9.0 * accumulation)
         # The additions of the last backward are waited for.
@@ -168,7 +157,7 @@ def test_accumulated_backwards() -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_two_ranks(stage: int) -> None:
     job = replace(JOB, bucket_numel=N if stage < 2 else 2 * N)
-    found = run(4, Choice(stage, "cpu"), job, ranks=2, ranks_per_host=1, exchange_bytes_per_s=N * 1.0)
+    found = run(4, PlanChoice(stage, "cpu"), job, ranks=2, ranks_per_host=1, exchange_bytes_per_s=N * 1.0)
     reduced = spans(found, REDUCE)
     # A bucket has a layer; half of it goes out, in bfloat16.
     each = 1.0 if stage else 3.0
@@ -188,18 +177,18 @@ def test_two_ranks(stage: int) -> None:
 def test_ranks_without_devices_also_add_up_and_copy_out() -> None:
     job = replace(JOB, bucket_numel=N)
     slow = {"exchange_bytes_per_s": N * 1.0, "reduce_bytes_per_s": N / 3, "unshard_bytes_per_s": 2.0 * N}
-    found = run(4, Choice(2, "cpu"), job, ranks=2, ranks_per_host=1, staged=False, **slow)
+    found = run(4, PlanChoice(2, "cpu"), job, ranks=2, ranks_per_host=1, staged=False, **slow)
     # Half of each bucket goes out, in bfloat16.
     assert [end - begin for begin, end in spans(found, REDUCE)] == pytest.approx([3.0] * 4)
     assert [end - begin for begin, end in spans(found, GATHER)] == pytest.approx([1.0] * 4)
-    found = run(4, Choice(3, "cpu"), job, ranks=2, ranks_per_host=1, staged=False, **slow)
+    found = run(4, PlanChoice(3, "cpu"), job, ranks=2, ranks_per_host=1, staged=False, **slow)
     # Its own half is written where the other rank sees it, and all of it is copied.
     assert [end - begin for begin, end in spans(found, "gather to use")] == pytest.approx([0.5 + 1.0] * 8)
 
 
 def test_each_slice_of_a_reduction_is_a_meeting() -> None:
     meeting = {"ranks": 2, "ranks_per_host": 1, "exchange_bytes_per_s": 1e30, "latency_s": 0.25}
-    found = run(12, Choice(2, "cpu"), replace(JOB, bucket_numel=12 * N), **meeting)
+    found = run(12, PlanChoice(2, "cpu"), replace(JOB, bucket_numel=12 * N), **meeting)
     # Two buckets of 6 Mi elements, reduced in slices of 4 Mi, gathered in those of 8.
     assert [end - begin for begin, end in spans(found, REDUCE)] == pytest.approx([2 * 0.25] * 2)
     assert [end - begin for begin, end in spans(found, GATHER)] == pytest.approx([0.25] * 2)
@@ -214,26 +203,25 @@ def test_sums_of_several_backwards_take_their_time(stage: int) -> None:
         "exchange_bytes_per_s": 1e30,
         "host_bytes_per_s": 14.0 * N,
     }
-    found = run(1, Choice(stage, "cpu"), replace(JOB, accumulation=3), **ranks)
+    found = run(1, PlanChoice(stage, "cpu"), replace(JOB, accumulation=3), **ranks)
     # bfloat16 is read, and a sum read and written; the second backward first makes it of what was there.
     arrivals = [end - begin for begin, end in spans(found, ARRIVE)]
     assert arrivals == pytest.approx([2.0, 2.0 + 16 / 14, 2.0 + 10 / 14])
-    assert spans(found, RELEASE) == []
 
 
 def test_no_more_than_one_unit_is_gathered_ahead() -> None:
-    found = run(4, Choice(3, "cpu"), ranks=2, ranks_per_host=1, exchange_bytes_per_s=N * 100.0)
+    found = run(4, PlanChoice(3, "cpu"), ranks=2, ranks_per_host=1, exchange_bytes_per_s=N * 100.0)
     gathers, forward = spans(found, "gather to use"), spans(found, FORWARD)
     assert gathers[1][0] < forward[0][1] <= gathers[2][0] < forward[1][1] <= gathers[3][0]
 
 
 def test_the_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator knows what waits for what from the engine's table, and from nowhere else."""
-    patient = run(3, Choice(0, "cpu"))
+    patient = run(3, PlanChoice(0, "cpu"))
     assert spans(patient, PUBLISH)[0] == (10, 11)
     hasty = {**SCHEDULE, PUBLISH: Row(Lane.TO_DEVICE, ((COPY_TO_HOST, Which.SAME),))}
     monkeypatch.setattr("longshore.plan.simulation.SCHEDULE", hasty)
-    assert spans(run(3, Choice(0, "cpu")), PUBLISH)[0] == (
+    assert spans(run(3, PlanChoice(0, "cpu")), PUBLISH)[0] == (
         9,
         10,
     )  # tile 0 has the first layer
@@ -255,7 +243,7 @@ def test_a_lane_is_a_queue() -> None:
         "b": Row(Lane.HOST, (("a", Which.SAME),)),
         "c": Row(Lane.COMPUTE, (("b", Which.ALL),)),
     }
-    line = Timeline(table, {})
+    line = EventSimulator(table, {})
     assert line.run("a", 1, 2.0) == 2.0
     assert line.run("b", 2, 1.0, keys=(1,)) == 3.0
     assert line.run("a", 3, 1.0) == 4.0  # behind b, though it waits for nothing
@@ -264,7 +252,7 @@ def test_a_lane_is_a_queue() -> None:
 
 
 def test_a_faster_machine_is_never_slower() -> None:
-    for choice in (Choice(2, "cpu"), Choice(3, "cpu", speculation="100%"), Choice(1, "none")):
+    for choice in (PlanChoice(2, "cpu"), PlanChoice(3, "cpu", speculation="100%"), PlanChoice(1, "none")):
         base = machine(gpus=8)
         usual = simulate(EIGHT, base, Job(1, 4096), choice).step_s
         for field in ("host_bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s", "exchange_bytes_per_s"):

@@ -7,6 +7,7 @@ import math
 import statistics
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,12 @@ import pytest
 import torch
 
 from longshore.host.events import PUBLISH
-from longshore.plan import together as together_room
-from longshore.plan.choice import Choice, Job
-from longshore.plan.exchange import Exchange, ExchangeProbe
-from longshore.plan.here import MachineProbe, of_figures, tokens_to_measure
-from longshore.plan.machine import Compute, Curve, MeasuredCompute, PlanMachine, Work
+from longshore.plan import measurement
+from longshore.plan.job import Job, PlanChoice
+from longshore.plan.machine import Compute, MeasuredCompute, PlanMachine, Seconds, Work
+from longshore.plan.measurement import MachineProbe, RankThreads, of_figures, tokens_to_measure
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
-from longshore.plan.overheads import Overheads, OverheadsProbe
-from longshore.plan.probe import Probe, merged
 from longshore.plan.simulation import Simulation, simulate
-from longshore.plan.together import Together
 from longshore.report import Figures, read_machine
 from plan.models import machine
 
@@ -38,14 +35,8 @@ class Sleeps(Compute):
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def forward_s(self, work: Work, tokens: int, seq_len: int) -> float:
-        return 0.0
-
-    def backward_s(self, work: Work, tokens: int, seq_len: int) -> float:
-        return self._seconds
-
-    def release_s(self, work: Work, tokens: int) -> float:
-        return 0.0
+    def seconds(self, work: Work, tokens: int, seq_len: int) -> Seconds:
+        return Seconds(0.0, self._seconds)
 
 
 def recorded() -> dict[str, Any]:
@@ -56,7 +47,7 @@ def median(case: dict[str, Any], what: str) -> float:
     return statistics.median(case[what])
 
 
-def simulated(case: str, found: dict[str, Any], share: int | str) -> Simulation:
+def simulated(case: str, found: dict[str, Any], share: float) -> Simulation:
     """What was trained there: layers on a simulated device, whose backward sleeps."""
     settings, usual = found["settings"], found["cases"][OFF]
     layers, numel = settings["layers"], settings["numel"]
@@ -72,18 +63,18 @@ def simulated(case: str, found: dict[str, Any], share: int | str) -> Simulation:
         to_device_bytes_per_s=20e9,
         compute=Sleeps(median(found["cases"][case], "backward") / layers),
     )
-    return simulate(PlannedModel("layers", tuple(made)), host, Job(), Choice(0, "cpu", speculation=share))
+    return simulate(PlannedModel("layers", tuple(made)), host, Job(), PlanChoice(0, "cpu", speculation=share))
 
 
-@pytest.mark.parametrize(("case", "share"), [(OFF, 0), (HALF, "50%"), (ALL, "100%")])
-def test_stepping_ahead_as_it_was_measured(case: str, share: int | str) -> None:
+@pytest.mark.parametrize(("case", "share"), [(OFF, 0.0), (HALF, 0.5), (ALL, 1.0)])
+def test_stepping_ahead_as_it_was_measured(case: str, share: float) -> None:
     """The whole step to 20 %, and what is exposed to a tenth of the host step."""
     found = recorded()
     measured = {what: median(found["cases"][case], what) for what in ("backward", "exposed", "publishing")}
     times = simulated(case, found, share)
     last_copy = max(span.end_s - span.begin_s for span in times.spans if span.name == PUBLISH)
     # The benchmark has publishing apart; beside passes in place all but the last copy runs with them.
-    publishing = last_copy if share != "100%" else sum(s.end_s - s.begin_s for s in times.spans if s.name == PUBLISH)
+    publishing = last_copy if share < 1 else sum(s.end_s - s.begin_s for s in times.spans if s.name == PUBLISH)
     whole = median(found["cases"][OFF], "exposed")
     assert times.exposed_s - publishing == pytest.approx(measured["exposed"], abs=0.1 * whole)
     assert times.step_s == pytest.approx(sum(measured.values()), rel=0.2)
@@ -98,26 +89,38 @@ def test_validated_on_this_hardware() -> None:
         assert len(found) >= least and all(row["verdict"] == "met" and 0.8 <= row["value"] <= 1.2 for row in found)
 
 
-def test_a_probe_measures_by_its_clock() -> None:
+def ticking() -> Callable[[], float]:
+    """A clock that each look moves by a second."""
     ticks = iter(range(10**6))
-    probe = Probe(torch.float32, (8, 4), 8, clock=lambda: float(next(ticks)))
-    found = probe.measure()
-    assert isinstance(found, MeasuredCompute) and set(found.forward) == {"matrix", "width", "logit", "lookup"}
-    for curves in (found.forward, found.backward, found.release):
-        assert all(curve.tokens == (4, 8) and all(s > 0 for s in curve.seconds) for curve in curves.values())
-    # One tick for each forward and each backward: per element of what was measured.
-    numel = 20 * 768 * 2432
-    assert found.forward["matrix"].seconds == found.release["matrix"].seconds == (1 / numel, 1 / numel)
+    return lambda: float(next(ticks))
+
+
+def probe(*tokens: int, dtype: torch.dtype = torch.float32, **settings: Any) -> MachineProbe:
+    return MachineProbe(dtype, tokens, 8, **settings)
+
+
+CPU = torch.device("cpu")
+
+
+def test_compute_by_a_clock() -> None:
+    found = probe(8, 4, clock=ticking()).compute(RankThreads(1), 2, CPU)
+    assert isinstance(found, MeasuredCompute) and found.tokens == [4, 8]
+    # One tick for each forward and each backward, divided by what was measured.
+    numels = (20 * 768 * 2432, 11 * 768 + 3 * 2432, 16000, 16000 * 768)
+    assert torch.equal(found.table, (1.0 / torch.tensor(numels, dtype=torch.float64)).view(4, 1, 1).expand(4, 2, 2))
 
 
 def test_overheads_by_a_clock() -> None:
     """A norm takes one tick, a step one; plain backward one and ours three: its optimizer looks at no clock."""
     times = iter([0, 1, 0, 1, 0, 3, 0, 1] * 4)
-    probe = OverheadsProbe(torch.float16, torch.bfloat16, 1 << 20, clock=lambda: float(next(times)))
-    try:
-        assert probe.measure(3) == (2.0 * (1 << 20), 2 / 128, 1 / 128)
-    finally:
-        probe.close()
+    found = probe(dtype=torch.bfloat16, numel=1 << 21, clock=lambda: float(next(times))).overheads(3)
+    assert found == {"host_norm_bytes_per_s": 2.0 * (1 << 20), "arrival_s": 2 / 128, "bookkeeping_s": 1 / 128}
+    assert next(times, None) is None
+
+
+def test_several_ranks_measure_the_norm_of_float32() -> None:
+    found = probe(dtype=torch.bfloat16, numel=1 << 21, ranks=2, clock=ticking()).overheads(1)
+    assert found["host_norm_bytes_per_s"] == 4.0 * (1 << 20)
 
 
 @pytest.fixture
@@ -125,52 +128,65 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how many there are, and memory for everything."""
 
     def have(count: int) -> None:
-        monkeypatch.setattr(together_room, "usable_cpus", lambda: list(range(count)))
-        monkeypatch.setattr(together_room, "available_bytes", lambda: 1 << 50)
+        monkeypatch.setattr(measurement, "usable_cpus", lambda: list(range(count)))
+        monkeypatch.setattr(measurement, "available_bytes", lambda: 1 << 50)
 
     return have
+
+
+def exchanged(reduce: float, gather: float, unshard: float) -> dict[str, float]:
+    return {"reduce_bytes_per_s": reduce, "exchange_bytes_per_s": gather, "unshard_bytes_per_s": unshard}
 
 
 def test_an_exchange_by_a_clock(cpus: Callable[[int], None]) -> None:
     """Two ranks that take turns on one CPU: each part takes a tick, twice."""
     cpus(1)
-    ticks = iter(range(10**6))
-    found = ExchangeProbe(torch.bfloat16, 2, 1 << 10, Together(2), lambda: float(next(ticks))).measure(3)
-    assert found == (1024 / 2, 1024 / 2, 2048 / 2)
+    here = probe(dtype=torch.bfloat16, ranks=2, numel=1 << 10, clock=ticking())
+    assert here.exchange(RankThreads(2), 3) == exchanged(1024 / 2, 1024 / 2, 2048 / 2)
 
 
-def test_an_exchange_exchanges(cpus: Callable[[int], None]) -> None:
-    """What it measures is done: means of shards, what others published, and copies."""
-    cpus(2)
-    together = Together(2)
-    probe = ExchangeProbe(torch.float32, 2, 16, together)
-    for rank in range(2):
-        probe._gradients[rank].copy_(torch.arange(8.0).view(2, 4) + 100 * rank)
-        probe._parameters[rank].copy_(torch.arange(8.0).view(2, 4) + 100 * rank)
-    probe.reduce(0)
-    # As a rank sends what it has of the other's shard, one slice at a time: here all of it is there.
-    assert probe.reduce(1).tolist() == [54.0, 55.0, 56.0, 57.0]
-    assert probe.reduce(0).tolist() == [50.0, 51.0, 52.0, 53.0]
-    probe.gather(0)
-    whole = [[0.0, 1.0, 2.0, 3.0], [104.0, 105.0, 106.0, 107.0]]
-    assert probe.gather(1).tolist() == whole
-    copy = probe.unshard(1)
-    assert copy.tolist() == whole and copy.data_ptr() != probe._parameters[1].data_ptr()
-    together.close()
+def test_an_exchange_moves_what_it_counts(monkeypatch: pytest.MonkeyPatch, cpus: Callable[[int], None]) -> None:
+    """Each reduction adds up all shards in slices, and what is unsharded is all of the parameters."""
+    cpus(1)
+    added: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(measurement, "SLICE_NUMEL", 256)
+    monkeypatch.setattr(
+        measurement, "add_up", lambda target, arrays, factor: added.append((len(target), len(arrays), factor))
+    )
+    allocated: list[int] = []
+    real = measurement._newly_allocated
+
+    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        allocated.append(numel * dtype.itemsize)
+        return real(numel, dtype)
+
+    monkeypatch.setattr(measurement, "_newly_allocated", allocate)
+    probe(dtype=torch.bfloat16, ranks=2, numel=600, clock=ticking()).exchange(RankThreads(2), 1)
+    assert added == [(128, 2, 0.5), (128, 2, 0.5), (44, 2, 0.5)] * 2  # once to warm up
+    assert allocated == [4 * 300, 2 * 600] * 2
 
 
 def test_more_tokens_take_longer() -> None:
-    found = Probe(torch.float32, (8, 256), 256).measure()
-    assert found.forward["matrix"].seconds[1] > found.forward["matrix"].seconds[0]
-    with pytest.raises(ValueError, match=r"give two numbers of tokens, not \[8, 8\]"):
-        Probe(torch.float32, (8, 8), 8)
+    found = probe(8, 256).compute(RankThreads(1), 1, CPU)
+    assert isinstance(found, MeasuredCompute)
+    assert found.table[0, 1, 0] > found.table[0, 0, 0]
+    with pytest.raises(ValueError, match=r"give two numbers of tokens or more to measure at, not \[8, 8\]"):
+        probe(8, 8).compute(RankThreads(1), 1, CPU)
+
+
+def test_medians_of_rounds_of_the_slowest_rank(cpus: Callable[[int], None]) -> None:
+    cpus(2)
+    times = [iter([9.0, 1.0, 2.0, 9.0]), iter([9.0, 4.0, 3.0, 9.0])]
+    with closing(RankThreads(3)) as threads:
+        found = measurement._medians(threads, lambda rank: [next(times[rank])], 3)
+    assert found.tolist() == [1.5 * 4.0]  # three ranks take one and a half turns; the first round is left out
 
 
 def test_what_is_measured_goes_into_the_machine() -> None:
     figures = Figures(2, 1 << 20, 10e9, 16e9, 5e8, 14e9, [], [])
-    compute = MeasuredCompute({}, {}, {})
-    overheads = Overheads(8e9, 15e-6, 20e-6)
-    found = of_figures(read_machine(), figures, overheads, compute, 2, Exchange(1e9, 3e9, 4e9))
+    compute = MeasuredCompute((8, 16), torch.zeros(4, 2, 2))
+    overheads = {"host_norm_bytes_per_s": 8e9, "arrival_s": 15e-6, "bookkeeping_s": 20e-6}
+    found = of_figures(read_machine(), figures, overheads | exchanged(1e9, 3e9, 4e9), compute, 2)
     assert (found.ranks, found.ranks_per_host, found.staged, found.device_bytes) == (2, 2, False, 0)
     assert (found.host_bytes_per_s, found.host_norm_bytes_per_s) == (14e9, 8e9)
     assert (found.arrival_s, found.bookkeeping_s) == (15e-6, 20e-6)
@@ -197,7 +213,7 @@ def test_together(ranks: int, cpus_there: int, expected: tuple[int, float, int],
     """All CPUs are busy, each thread has its part of them, and torch has its own number again."""
     cpus(cpus_there)
     before = torch.get_num_threads()
-    together = Together(ranks)
+    together = RankThreads(ranks)
     found = together.run(lambda rank: torch.get_num_threads())
     together.close()
     assert (together.count, together.turns, *set(found)) == expected and len(found) == together.count
@@ -207,40 +223,31 @@ def test_together(ranks: int, cpus_there: int, expected: tuple[int, float, int],
 def test_no_more_at_once_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch, cpus: Callable[[int], None]) -> None:
     cpus(8)
     for gib, count in ((1, 1), (5, 2), (100, 8)):
-        monkeypatch.setattr(together_room, "available_bytes", lambda gib=gib: gib << 30)
-        together = Together(8)
+        monkeypatch.setattr(measurement, "available_bytes", lambda gib=gib: gib << 30)
+        together = RankThreads(8)
         together.close()
         assert (together.count, together.turns) == (count, 8 / count)
 
 
 def test_one_alone_runs_here() -> None:
     """So that Ctrl-C ends it."""
-    assert Together(1).run(lambda rank: threading.current_thread()) == [threading.main_thread()]
+    assert RankThreads(1).run(lambda rank: threading.current_thread()) == [threading.main_thread()]
 
 
 def test_one_that_takes_turns_has_all_threads(cpus: Callable[[int], None]) -> None:
     """Of the host, however many torch was given; and fewer where the caller says so."""
     cpus(4)
-    one = Together(8, threads=1)
+    one = RankThreads(8, threads=1)
     assert (one.count, one.turns, one.run(lambda rank: torch.get_num_threads())) == (1, 8.0, [1])
-    two = Together(3, threads=2)
+    two = RankThreads(3, threads=2)
     two.close()
     assert (two.count, two.turns) == (2, 1.5)
-
-
-def test_the_median_of_rounds_and_the_slowest_of_ranks() -> None:
-    def found(*seconds: float) -> MeasuredCompute:
-        return MeasuredCompute(*({"matrix": Curve((8, 16), seconds)} for _ in range(3)))
-
-    assert merged([found(1.0, 4.0), found(2.0, 3.0)], max, 1.5) == found(3.0, 6.0)
-    assert merged([found(1.0, 4.0), found(2.0, 3.0), found(9.0, 9.0)], statistics.median) == found(2.0, 4.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_all_of_it_is_measured(ranks: int) -> None:
-    with MachineProbe(torch.bfloat16, (8, 64), 64, ranks, 1 << 20) as probe:
-        found = probe.measure(1)
+    found = MachineProbe(torch.bfloat16, (8, 64), 64, ranks, 1 << 20).measure(1)
     assert (found.ranks, found.ranks_per_host) == (ranks, ranks)
     assert math.isfinite(found.unshard_bytes_per_s) is (ranks > 1) and 0 < found.bookkeeping_s < 1
-    assert found.exchange_bytes_per_s > 0 and found.compute.forward_s(Work(1e6, 1e3, 1e3, 0.0, 0), 32, 64) > 0
+    assert found.exchange_bytes_per_s > 0 and found.compute.seconds(Work(1e6, 1e3, 1e3, 0.0, 0), 32, 64).forward > 0

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from longshore.report import Cpu, Figures, Gpu, Machine, Memory, Software, findings_of, measure
+from longshore.report import Cpu, Figures, Gpu, HostMemory, Machine, Software, findings_of, measure
 
 GIB = 1 << 30
 GOOD = Machine(
     Software("Linux", "3.12", "0.1", "2.13", "13.0", True, {}, {}, 8),
     Cpu("fast", 8, range(8), None, {0: "0-7"}, {"L3": 32 << 20}, "AVX512", "AVX512"),
-    Memory(64 * GIB, 60 * GIB, None, None, 8 * GIB, 0, "madvise"),
+    HostMemory(64 * GIB, 60 * GIB, None, None, 8 * GIB, 0, "madvise"),
     [Gpu("H", 80 * GIB, 79 * GIB, "9.0", 0, "32.0 GT/s x16", [])],
 )
 FAST = Figures(8, 1 << 26, 90e9, 100e9, 3e9, 80e9, [50e9], [50e9])
@@ -22,10 +22,10 @@ BAD = [
     (replace(GOOD, gpus=[]), FAST, "finds none (CUDA_VISIBLE_DEVICES?)"),
     (GOOD, replace(FAST, to_device_bytes_per_s=[3e9]), "copies to cuda:0 run at 3.0 GB/s"),
     (replace(GOOD, cpu=replace(GOOD.cpu, instruction_set="BASELINE")), FAST, "without vector instructions"),
-    (replace(GOOD, cpu=replace(GOOD.cpu, quota=2.5)), FAST, "grants 2.5 CPUs' worth of time, and shows 8"),
+    (replace(GOOD, cpu=replace(GOOD.cpu, quota=2.5)), FAST, "shows 8 CPUs and grants the time of 2.5"),
     (replace(GOOD, cpu=replace(GOOD.cpu, usable=range(2))), FAST, "may use 2 of 8 CPUs"),
     (replace(GOOD, software=replace(GOOD.software, environment={"OMP_NUM_THREADS": "1"})), FAST, "OMP_NUM_THREADS=1"),
-    (GOOD, replace(FAST, step_bytes_per_s=40e9), "moves 40.0 GB/s, where memory gives 100.0"),
+    (GOOD, replace(FAST, step_bytes_per_s=40e9), "moves 40.0 GB/s, and a copy in memory 100.0 GB/s"),
     (replace(GOOD, cpu=replace(GOOD.cpu, numa_nodes={0: "0-3", 1: "4-7"})), FAST, "2 NUMA nodes"),
     (replace(GOOD, memory=replace(GOOD.memory, swap_used_bytes=GIB)), FAST, "1.0 GiB are swapped out"),
     (replace(GOOD, memory=replace(GOOD.memory, huge_pages="never")), FAST, "huge pages are off"),

@@ -17,7 +17,7 @@ from longshore.cli.failure import CommandError, SettingsError
 from longshore.cli.terminal import make_console
 
 if TYPE_CHECKING:
-    from longshore.plan.choice import Job
+    from longshore.plan.job import Job
     from longshore.plan.machine import PlanMachine
     from longshore.plan.planner import Plan
 
@@ -120,7 +120,7 @@ def _job(
     sizes: tuple[int, int, int], dtype: str, optimizer: str, clip: float, checkpointing: bool, tile_numel: int | None
 ) -> Job:
     from longshore.engine.precision import DTYPES
-    from longshore.plan.choice import Job
+    from longshore.plan.job import Job
 
     if not math.isfinite(clip):
         raise SettingsError(f"--clip is a finite number, not {clip}; 0 for no clipping")
@@ -173,7 +173,7 @@ def _check_here(described: dict[str, Any]) -> None:
 
 def _this_machine(job: Job, ranks: int | None, quick: bool, memory: dict[str, str | None]) -> PlanMachine:
     from longshore.byte_sizes import parse_byte_size
-    from longshore.plan.here import this_machine
+    from longshore.plan.measurement import this_machine
 
     host, device = (_parsed(name, text, parse_byte_size) for name, text in memory.items())
     console = make_console()
@@ -189,8 +189,7 @@ def _this_machine(job: Job, ranks: int | None, quick: bool, memory: dict[str, st
 
 
 def _write(plan: Plan, out: Path, figure: Any) -> None:
-    from longshore.plan.page import values
-    from longshore.plan.picture import picture
+    from longshore.plan.page import picture, values
 
     out.mkdir(parents=True, exist_ok=True)
     content = values(plan)

@@ -11,9 +11,8 @@ from typing import Any
 
 from longshore.cli.failure import CommandError, one_line
 from longshore.cli.model import load_transformers
-from longshore.plan.headers import is_weights, plan_of_files
 from longshore.plan.model import PlannedModel
-from longshore.plan.modules import module_of_function, plan_of_module
+from longshore.plan.reading import is_weights, module_of_function, plan_of_files, plan_of_module
 
 _TAKES = (
     "give a folder with config.json (of transformers) or with safetensors files, such a file, or module:function, "

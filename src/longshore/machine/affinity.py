@@ -1,4 +1,4 @@
-"""Binding this process to CPUs while it runs, and finding those that other ranks were bound to."""
+"""Bind this process to CPUs while it runs, and find the CPUs that ranks of other runs were bound to."""
 
 from __future__ import annotations
 
@@ -8,62 +8,63 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from longshore.machine.limits import text_of
-from longshore.machine.topology import cpu_list
+from longshore.machine.hardware import cpu_list, text_of
 
 _RANK_VARIABLES = (b"LOCAL_RANK=", b"SLURM_LOCALID=", b"OMPI_COMM_WORLD_LOCAL_RANK=", b"MPI_LOCALRANKID=")
 
 
 class BoundThreads:
-    """The threads of this process, on some CPUs until they are released; threads that they start follow.
+    """Binds the threads of this process to CPUs until :meth:`release`; threads that they start are bound too.
 
-    Threads that were on other CPUs than the caller's are left there: someone put them there.
+    Threads whose affinity differs from the caller's keep it, since it was chosen for them.
 
     Args:
-        cpus: logical CPUs, some of those that the caller may use.
+        cpus: numbers of logical CPUs that the caller may use.
 
     Raises:
-        OSError: a CPU that is not to be had; nothing was bound.
+        OSError: a CPU is not available; nothing was bound.
     """
 
     def __init__(self, cpus: Collection[int]) -> None:
         self.cpus = frozenset(cpus)
         self._former = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.cpus)
-        if os.sched_getaffinity(0) != self.cpus:  # Linux leaves out what is not there, as long as some are
+        if os.sched_getaffinity(0) != self.cpus:  # Linux ignores missing CPUs, as long as one exists
             os.sched_setaffinity(0, self._former)
-            raise OSError(errno.EINVAL, f"not all of CPU {cpu_list(self.cpus)} are to be had")
+            raise OSError(errno.EINVAL, f"not all of CPU {cpu_list(self.cpus)} are available")
         _move_threads(self._former, self.cpus)
 
     def release(self) -> None:
-        """Back to where they were, but for those that were put elsewhere since."""
+        """Restore the former affinity of all threads whose affinity was not changed since."""
         _move_threads(self.cpus, self._former)
 
 
 def _move_threads(source: Collection[int], target: Collection[int]) -> None:
     moved = True
-    while moved:  # a thread that is not moved yet may start another
+    while moved:  # a thread that has not been moved yet may start another one
         moved = False
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the thread has ended
                 if os.sched_getaffinity(int(thread)) == source != target:
                     os.sched_setaffinity(int(thread), target)
                     moved = moved or os.sched_getaffinity(int(thread)) != source
 
 
 def cpus_of_other_ranks(usable: Collection[int], root: Path = Path("/")) -> dict[int, frozenset[int]]:
-    """CPUs that processes with a launcher's variables were bound to, by process: ranks of other runs.
+    """CPUs that ranks of other runs were bound to, by process number.
+
+    A rank is a process with a launcher's environment variables.
 
     Args:
-        usable: the CPUs of this process; whoever may use all of them is not bound.
-        root: where ``proc`` is.
+        usable: the CPUs of this process; a process that may use all of them is not bound.
+        root: the folder with ``proc``.
     """
     found = {}
     for folder in root.glob("proc/[0-9]*"):
         number = int(folder.name)
         if number == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # ended, or another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             cpus = frozenset(os.sched_getaffinity(number)) & frozenset(usable)
             if cpus and len(cpus) < len(usable) and _is_rank((folder / "environ").read_bytes()):
                 found[number] = cpus
@@ -75,5 +76,5 @@ def _is_rank(environ: bytes) -> bool:
 
 
 def machine_identity(root: Path = Path("/")) -> str:
-    """The same for all processes of one running system, in whichever container they are."""
+    """A text that is the same for all processes of one running system, in any container."""
     return text_of(root / "proc/sys/kernel/random/boot_id").strip() or os.uname().nodename

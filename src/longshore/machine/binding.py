@@ -1,9 +1,9 @@
-"""Which CPUs each rank of a machine gets, and how many threads. Pure: a topology in, numbers and reasons out.
+"""Plan which CPUs each rank of a machine gets, and how many threads. Pure: a topology in, numbers and reasons out.
 
-A rank that has a GPU gets whole cores of the NUMA node that the GPU is next to: gradients and parameters pass
-between the two at every step. Its memory follows without a policy of its own: Linux takes a page from the node of
-the CPU that first touches it, so it is enough that a rank is bound before its pages are touched. A strict policy
-(``MPOL_BIND``) would end a run whose optimizer state is larger than its node, where this one goes on next door.
+A rank with a GPU gets whole cores of the NUMA node that the GPU is attached to, since gradients and parameters pass
+between the two at every step. Memory needs no policy of its own: Linux allocates memory on the node of the CPU that
+first touches it, so it is enough to bind a rank before it touches its memory. A strict policy (``MPOL_BIND``) would
+end a run whose optimizer state does not fit on its node; this one then uses memory of another node.
 """
 
 from __future__ import annotations
@@ -14,31 +14,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from longshore.machine.topology import LogicalCpu, Topology, cpu_list
+from longshore.machine.hardware import LogicalCpu, Topology, cpu_list
 
 VARIABLE = "LONGSHORE_BINDING"
-"""Says to a rank, as JSON, what ``longshore launch`` chose for it."""
+"""Environment variable in which ``longshore launch`` passes a rank its binding, as JSON."""
 
 BIND_VARIABLE = "LONGSHORE_BIND"
-"""0: ranks are never bound; 1: also where an engine by itself would leave it."""
+"""Environment variable. 0: never bind ranks; 1: bind them also where an engine would not do it by itself."""
 
 _CORES_TO_SPARE = 4
-"""A rank with a GPU and so many cores leaves one to the thread that feeds the GPU."""
+"""A rank with a GPU and at least so many cores leaves one to the thread that feeds the GPU."""
 
 
 @dataclass(frozen=True)
 class RankDevice:
-    """What a rank trains on.
+    """The device that a rank trains on."""
 
-    Attributes:
-        name: ``cuda:0``, or ``cpu``.
-        address: PCI address of the GPU; None: the CPU, or not told. GPUs of one node are ordered by it.
-        node: the NUMA node that the GPU is next to; None: not told.
-    """
-
-    name: str = "cpu"
-    address: str | None = None
-    node: int | None = None
+    name: str = "cpu"  # or "cuda:0"
+    address: str | None = None  # PCI address, by which the GPUs of a node are sorted; None: a CPU, or not known
+    node: int | None = None  # the NUMA node that the GPU is attached to; None: not known
 
     @property
     def is_gpu(self) -> bool:
@@ -47,23 +41,14 @@ class RankDevice:
 
 @dataclass(frozen=True)
 class RankBinding:
-    """What one rank gets.
+    """The CPUs and threads of one rank."""
 
-    Attributes:
-        device: what it trains on.
-        nodes: NUMA nodes of its CPUs; empty: not told.
-        cpus: logical CPUs; empty: it is not bound.
-        torch_threads: of torch's own operators on the CPU, the same for all ranks, because sums depend on it.
-        host_threads: of the host step.
-        why: reasons, for people.
-    """
-
-    device: str
-    nodes: tuple[int, ...]
-    cpus: tuple[int, ...]
-    torch_threads: int
-    host_threads: int
-    why: tuple[str, ...]
+    device: str  # the device that it trains on
+    nodes: tuple[int, ...]  # NUMA nodes of its CPUs; empty: not known
+    cpus: tuple[int, ...]  # logical CPUs; empty: it is not bound
+    torch_threads: int  # of torch's operators on the CPU; the same for all ranks, because sums depend on it
+    host_threads: int  # of the host step
+    why: tuple[str, ...]  # reasons, for users
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -81,10 +66,10 @@ class RankBinding:
 
 
 def binding_of(environ: Mapping[str, str]) -> RankBinding | None:
-    """What ``longshore launch`` chose for this process; None: something else started it.
+    """The binding that ``longshore launch`` chose for this process; None: something else started it.
 
     Raises:
-        ValueError: the variable is no such choice.
+        ValueError: the variable is not a valid binding.
     """
     text = environ.get(VARIABLE)
     if text is None:
@@ -98,11 +83,13 @@ def binding_of(environ: Mapping[str, str]) -> RankBinding | None:
             raise ValueError("threads")
         return RankBinding(**values)
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{VARIABLE} is left by longshore launch to its ranks, and is {text!r}; unset it") from error
+        raise ValueError(
+            f"{VARIABLE} is set by longshore launch for its ranks, and {text!r} is not valid; unset it"
+        ) from error
 
 
 def binding_wanted(environ: Mapping[str, str]) -> bool | None:
-    """Whether someone said that ranks are to be bound to CPUs; None: nobody did.
+    """Whether the user wants ranks to be bound to CPUs; None: the user did not say.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
@@ -119,20 +106,22 @@ def plan_ranks(
     hidden: Sequence[RankDevice] = (),
     omp_num_threads: str | None = None,
 ) -> tuple[RankBinding, ...]:
-    """A binding for each rank of one machine.
+    """Plan a binding for each rank of one machine.
 
     Args:
         topology: the CPUs that may be used.
-        devices: of each rank, by local rank.
-        hidden: GPUs that this run does not see: they are other people's, and so are their parts of the CPUs. Without a
-            GPU among ``devices`` they do not count.
-        omp_num_threads: the variable of that name, where someone set it: torch's threads are then that.
+        devices: the device of each rank, by local rank.
+        hidden: GPUs that this run does not see. They are assumed to be used by others, who get their parts of the
+            CPUs. They are ignored if ``devices`` has no GPU.
+        omp_num_threads: the value of ``OMP_NUM_THREADS``, if it is set; torch then gets that many threads.
 
     Raises:
-        ValueError: no rank, or no CPU.
+        ValueError: there is no rank, or no CPU.
     """
     if not devices or not topology.cpus:
-        raise ValueError(f"a machine has ranks and CPUs, and here are {len(devices)} and {len(topology.cpus)}")
+        raise ValueError(
+            f"a plan needs ranks and CPUs, and there are {len(devices)} ranks and {len(topology.cpus)} CPUs"
+        )
     others = list(hidden) if any(device.is_gpu for device in devices) else []
     homes, whys = _homes(topology, devices, others)
     parts: list[tuple[LogicalCpu, ...]] = [()] * len(devices)
@@ -154,7 +143,7 @@ def plan_ranks(
 
 
 def unbound(binding: RankBinding, why: str) -> RankBinding:
-    """The same threads on any CPU."""
+    """The same binding without CPUs: its threads run on any CPU."""
     return replace(binding, nodes=(), cpus=(), why=(why,))
 
 
@@ -164,7 +153,7 @@ _Home = tuple[int | None, ...]
 def _homes(
     topology: Topology, devices: Sequence[RankDevice], others: Sequence[RankDevice]
 ) -> tuple[list[_Home], list[list[str]]]:
-    """NUMA nodes of each rank, and why."""
+    """NUMA nodes of each rank, and the reasons."""
     nodes = topology.nodes
     homes: list[_Home | None] = [
         (device.node,) if device.node is not None and device.node in nodes else None for device in devices
@@ -176,10 +165,10 @@ def _homes(
         elif device.node is not None:
             whys.append([f"{device.name} is next to NUMA node {device.node}, whose CPUs may not be used"])
         else:
-            whys.append([f"which NUMA node {device.name} is next to is not told"] if device.is_gpu else [])
+            whys.append([f"the NUMA node of {device.name} is not known"] if device.is_gpu else [])
     away = [number for number, home in enumerate(homes) if home is None]
     if len(away) == len(devices) and len(devices) < len(nodes):
-        # Fewer ranks than nodes: all memory is wanted, so each gets several.
+        # With fewer ranks than nodes each gets several, so that all memory is used.
         for number in away:
             first, end = (place * len(nodes) // len(devices) for place in (number, number + 1))
             homes[number] = nodes[first:end]
@@ -192,7 +181,7 @@ def _homes(
 def _emptiest(
     topology: Topology, homes: Sequence[_Home | None], others: Sequence[RankDevice], count: int
 ) -> list[int | None]:
-    """Nodes for ``count`` ranks that are next to none, so that cores are shared evenly; in order."""
+    """Nodes for ``count`` ranks whose devices have no node, sorted, so that ranks share cores evenly."""
     nodes = topology.nodes
     cores = {node: len({cpu.core for cpu in topology.cpus if cpu.node == node}) for node in nodes}
     claims = {node: sum(home == (node,) for home in homes) for node in nodes}
@@ -210,7 +199,7 @@ def _emptiest(
 def _claims(
     devices: Sequence[RankDevice], homes: Sequence[_Home], others: Sequence[RankDevice], home: _Home
 ) -> list[tuple[RankDevice, int | None]]:
-    """Who shares these nodes: ranks, and GPUs of others (None), in an order that all runs on the machine see alike."""
+    """The devices that share these nodes, with their ranks (None: another run's), in the same order for all runs."""
     ranks = [(device, number) for number, device in enumerate(devices) if homes[number] == home]
     theirs = [(device, None) for device in others if (device.node,) == home]
     return sorted(
@@ -220,7 +209,7 @@ def _claims(
 
 
 def _part(cpus: Sequence[LogicalCpu], place: int, count: int) -> tuple[tuple[LogicalCpu, ...], str]:
-    """One of ``count`` equal parts: whole cores, if there are enough; else logical CPUs; else one that is shared."""
+    """One of ``count`` equal parts: whole cores if there are enough, else logical CPUs, else one shared logical CPU."""
     cores: dict[int, list[LogicalCpu]] = {}
     for cpu in cpus:
         cores.setdefault(cpu.core, []).append(cpu)
@@ -240,7 +229,7 @@ def _part(cpus: Sequence[LogicalCpu], place: int, count: int) -> tuple[tuple[Log
 def _with_threads(
     device: RankDevice, part: Sequence[LogicalCpu], why: Sequence[str], granted: int | None
 ) -> RankBinding:
-    """Threads: one a core. A second one on the same core would wait for the same memory."""
+    """One thread for each core: a second thread on the same core would wait for the same memory."""
     cores = len({cpu.core for cpu in part})
     reasons = list(why)
     torch_threads = host_threads = cores
@@ -257,7 +246,7 @@ def _with_threads(
 
 
 def _same_torch_threads(bindings: Sequence[RankBinding], omp_num_threads: str | None) -> tuple[RankBinding, ...]:
-    """What torch adds up depends on its threads, and should not depend on the rank."""
+    """Give all ranks the same number of torch threads, since sums in torch depend on it."""
     asked = (omp_num_threads or "").partition(",")[0].strip()
     if asked.isdigit() and int(asked) > 0:
         why = f"OMP_NUM_THREADS={omp_num_threads} was set"

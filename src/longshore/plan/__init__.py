@@ -1,5 +1,5 @@
-"""``longshore plan``: what a model takes on a machine, before either is there.
+"""``longshore plan``: the memory and time that training a model takes on a machine, estimated without making either.
 
-Bytes are counted by the functions by which the engine lays out tiles and buckets; times come from a simulation of the
-schedule by which it steps (:mod:`longshore.host.events`).
+Bytes are counted by the functions with which the engine lays out tiles and buckets. Times come from simulating the
+schedule by which the engine steps (:mod:`longshore.host.events`).
 """

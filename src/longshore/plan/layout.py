@@ -1,4 +1,4 @@
-"""What one rank holds of a model, laid out by the functions by which the engine lays it out; counted, not made."""
+"""What one rank stores of a model. The engine's own layout functions compute it, and nothing is allocated."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ import torch
 from longshore.host.backend import kept_on_device
 from longshore.layout import TileRun, tile_runs
 from longshore.optim.offload import default_tile_numel
-from longshore.plan.choice import Choice, Job
+from longshore.plan.job import Job, PlanChoice
 from longshore.plan.model import PlannedModel
 from longshore.sharding.bucket import fill_buckets, shard_numel_of, shard_parts
 from longshore.sharding.rank_grid import chunk
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.stages import bucket_numel_of, reduces_each_backward
 
-_MOST_PIECES = 50_000
-"""Of a stage at which every rank steps everything: beyond that the padding between pieces is not counted."""
+_MOST_RANGES = 50_000
+"""At stage 0 every rank steps the ranges of all shards; beyond so many, the padding between them is not counted."""
 
 
-class Owned(NamedTuple):
-    """A run of one parameter that this rank steps."""
+class OwnedRange(NamedTuple):
+    """A range of one parameter that this rank steps."""
 
-    parameter: int
-    """Its place among the trainable ones."""
+    parameter: int  # index among the trainable parameters
     numel: int
     dtype: torch.dtype
-    bucket: int | None
-    """That brings its gradient; None: nothing is reduced."""
+    bucket: int | None  # index of the bucket that reduces its gradient; None: nothing is reduced
 
 
 class PlannedBucket(NamedTuple):
@@ -43,117 +41,109 @@ class PlannedBucket(NamedTuple):
 
 
 class TileGroup(NamedTuple):
-    """Consecutive tiles of one size, dtype and place."""
+    """Consecutive tiles of one size and dtype."""
 
-    run: TileRun
-    """Its parameters are places in :attr:`RankLayout.owned`."""
+    run: TileRun  # its parameters are indices into RankLayout.owned
     dtype: torch.dtype
     gradient_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Of one rank.
+    """The layout of one rank; the first five fields are what it was made from."""
 
-    Attributes:
-        owned: what it steps, in the order in which its tiles have it.
-        buckets: in the order in which backward launches them; none on one rank.
-        host: tiles that the store on the host has (or the only one, where nothing is staged).
-        device: tiles whose state stays on the device.
-        numels_held: of each trainable parameter, the elements on this rank's device.
-    """
+    model: PlannedModel  # with parameters in the job's dtype
+    job: Job
+    choice: PlanChoice
+    ranks: int
+    staged: bool
+    owned: tuple[OwnedRange, ...]  # what the rank steps, in the order of its tiles
+    buckets: tuple[PlannedBucket, ...]  # in the order in which backward launches them; none on one rank
+    host: tuple[TileGroup, ...]  # tiles of the store on the host, or of the only store
+    device: tuple[TileGroup, ...]  # tiles whose state stays on the device
+    numels: tuple[int, ...]  # elements of each trainable parameter in this rank's model
 
-    owned: tuple[Owned, ...]
-    buckets: tuple[PlannedBucket, ...]
-    host: tuple[TileGroup, ...]
-    device: tuple[TileGroup, ...]
-    numels_held: tuple[int, ...]
+    @property
+    def reduces_each_backward(self) -> bool:
+        """Whether several ranks reduce in every backward of a step, and not only in the last one."""
+        return self.ranks > 1 and reduces_each_backward(self.choice.stage)
 
 
-def lay_out(model: PlannedModel, job: Job, choice: Choice, ranks: int, staged: bool, rank: int = 0) -> RankLayout:
-    """The layout of one rank; rank 0 has the most, padding left aside.
+def lay_out(model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, staged: bool, rank: int = 0) -> RankLayout:
+    """The layout of one rank. Rank 0 stores the most, except for padding.
 
     Args:
-        model: in its own dtypes; the job's are applied here.
-        job: sizes of buckets and tiles.
-        choice: stage, and where state is.
-        ranks: that share the model.
-        staged: parameters are on a device with its own memory.
-        rank: whose.
+        model: in its own dtypes; the job's dtype is applied here.
+        job: gives the sizes of buckets and tiles.
+        choice: gives the stage and where state is.
+        ranks: number of ranks that share the model.
+        staged: whether parameters are on a device with its own memory.
+        rank: whose layout.
     """
-    trainable = model.cast(job.dtype).trainable
-    entries = [(place, each.numel, each.dtype) for place, each in enumerate(trainable)]
-    held = [each.numel for each in trainable]
-    if ranks == 1:
-        owned = [Owned(place, numel, dtype, None) for place, numel, dtype in entries]
-        buckets: list[PlannedBucket] = []
-    else:
-        shards = {}
-        if choice.stage == 3:
-            shards = {place: chunk(each.shape[0], ranks, rank) for place, each in enumerate(trainable)}
-            held = [
-                (shards[place][1] - shards[place][0]) * (each.numel // max(1, each.shape[0]))
-                for place, each in enumerate(trainable)
-            ]
-        owned, buckets = _sharded(model, job, choice, ranks, rank, entries, held)
-    gradient_dtype = None if ranks == 1 else torch.float32
-    resident = choice.offload == "none"
+    model = model.cast(job.dtype)
+    numels = [each.numel for each in model.trainable]
+    if choice.stage == 3 and ranks > 1:
+        rows = [chunk(each.shape[0], ranks, rank) for each in model.trainable]
+        numels = [
+            (end - first) * (each.numel // max(1, each.shape[0]))
+            for each, (first, end) in zip(model.trainable, rows, strict=True)
+        ]
+    owned = [OwnedRange(index, each.numel, each.dtype, None) for index, each in enumerate(model.trainable)]
+    buckets: list[PlannedBucket] = []
+    if ranks > 1:
+        owned, buckets = _sharded(model, job.bucket_numel, choice.stage, (ranks, rank), numels)
+    moves = staged and choice.offload == "cpu"
     kept = [0] * len(owned)
-    if staged and not resident and choice.ratio != 1.0:
+    if moves and choice.ratio != 1.0:
         kept = kept_on_device([each.numel for each in owned], choice.ratio)
-    on_host = [(place, each.numel - kept[place], each.dtype) for place, each in enumerate(owned)]
-    on_device = [(place, kept[place], each.dtype) for place, each in enumerate(owned)]
-    moving = staged and not resident
-    host = _tiles(on_host, job.tile_numel or default_tile_numel(moving), gradient_dtype)
+    gradient_dtype = None if ranks == 1 else torch.float32
+    on_host = [(index, each.numel - kept[index], each.dtype) for index, each in enumerate(owned)]
+    on_device = [(index, kept[index], each.dtype) for index, each in enumerate(owned)]
+    host = _tiles(on_host, job.tile_numel or default_tile_numel(moves), gradient_dtype)
     device = _tiles(on_device, job.tile_numel or default_tile_numel(False), gradient_dtype)
-    if staged and resident:
+    if staged and choice.offload == "none":
         host, device = (), host
-    return RankLayout(tuple(owned), tuple(buckets), host, device, tuple(held))
+    return RankLayout(model, job, choice, ranks, staged, tuple(owned), tuple(buckets), host, device, tuple(numels))
 
 
 def _sharded(
-    model: PlannedModel,
-    job: Job,
-    choice: Choice,
-    ranks: int,
-    rank: int,
-    entries: Sequence[tuple[int, int, torch.dtype]],
-    held: Sequence[int],
-) -> tuple[list[Owned], list[PlannedBucket]]:
-    settings = ReductionSettings(job.bucket_numel, reduces_each_backward(choice.stage))
-    trainable = model.trainable
-    kinds = [
-        (place, numel, (dtype, trainable[place].unit) if choice.stage == 3 else dtype)
-        for place, numel, dtype in entries
+    model: PlannedModel, bucket_numel: int, stage: int, place: tuple[int, int], numels: Sequence[int]
+) -> tuple[list[OwnedRange], list[PlannedBucket]]:
+    """Ranges and buckets where several ranks reduce; ``place`` is the number of ranks and the rank."""
+    ranks, rank = place
+    settings = ReductionSettings(bucket_numel, reduces_each_backward(stage))
+    # At stage 3, a bucket has parameters of one unit.
+    keyed = [
+        (index, each.numel, (each.dtype, each.unit) if stage == 3 else each.dtype)
+        for index, each in enumerate(model.trainable)
     ]
-    owned: list[Owned] = []
+    filled = fill_buckets(keyed, bucket_numel_of(settings))
+    owned: list[OwnedRange] = []
     buckets: list[PlannedBucket] = []
-    filled = fill_buckets(kinds, bucket_numel_of(settings))
-    whole = choice.stage == 0 and ranks * len(filled) <= _MOST_PIECES
-    for index, members in enumerate(filled):
-        dtype = entries[members[0][0]][2]
-        if choice.stage == 3:
-            parts = [(place, held[place]) for place, _ in members if held[place] > 0]
-            shard_numel = sum(numel for _, numel in parts)
+    for bucket, members in enumerate(filled):
+        dtype = model.trainable[members[0][0]].dtype
+        if stage == 3:
+            ranges = [(index, numels[index]) for index, _ in members if numels[index] > 0]
+            shard_numel = sum(numel for _, numel in ranges)
         else:
             shard_numel = shard_numel_of(members, ranks)
-            mine = range(ranks) if whole else (rank,)
-            parts = [(part[0], part[3]) for each in mine for part in shard_parts(members, shard_numel, each)]
-            if choice.stage == 0 and not whole:
-                parts = list(members)
-        owned += [Owned(place, numel, dtype, index) for place, numel in parts]
+            shards = range(ranks) if stage == 0 else (rank,)
+            ranges = members
+            if stage > 0 or ranks * len(filled) <= _MOST_RANGES:
+                ranges = [(part[0], part[3]) for each in shards for part in shard_parts(members, shard_numel, each)]
+        owned += [OwnedRange(index, numel, dtype, bucket) for index, numel in ranges]
         numel = sum(numel for _, numel in members)
-        buckets.append(PlannedBucket(tuple(place for place, _ in members), numel, shard_numel, dtype))
-    return owned[::-1], buckets  # as the shards of an engine come to its store
+        buckets.append(PlannedBucket(tuple(index for index, _ in members), numel, shard_numel, dtype))
+    return owned[::-1], buckets  # the engine gives shards to its store in this order
 
 
 def _tiles(
-    parts: Sequence[tuple[int, int, torch.dtype]], tile_numel: int, gradient_dtype: torch.dtype | None
+    ranges: Sequence[tuple[int, int, torch.dtype]], tile_numel: int, gradient_dtype: torch.dtype | None
 ) -> tuple[TileGroup, ...]:
     by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
-    for place, numel, dtype in parts:
+    for index, numel, dtype in ranges:
         if numel > 0:
-            by_dtype.setdefault(dtype, []).append((place, numel))
+            by_dtype.setdefault(dtype, []).append((index, numel))
     return tuple(
         TileGroup(run, dtype, gradient_dtype or dtype)
         for dtype, members in by_dtype.items()

@@ -1,55 +1,42 @@
-"""A model as a plan sees it: names, shapes and dtypes of its parameters, and what is computed with them.
+"""A model as a plan sees it: names, shapes and dtypes of its parameters, and what forward computes with them.
 
-Pure: no tensors. Where it comes from is :mod:`longshore.plan.modules` and :mod:`longshore.plan.headers`.
+No tensors are made; :mod:`longshore.plan.reading` reads models from modules and files.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
-
-ALL_EXPERTS = "experts are counted as if every token used all of them"
-"""A note, where nothing tells how many are used."""
 
 
 class Use(Enum):
     """What forward does with a parameter."""
 
     MULTIPLIED = "multiplied"
-    """Each token is multiplied by it: two operations an element, and four in backward."""
+    """Every token is multiplied by it: two operations an element in forward, four in backward."""
     LOOKED_UP = "looked up"
-    """An embedding: a row for each token."""
+    """An embedding: each token takes one row."""
     HEAD = "head"
-    """Multiplied, and the result is one number for each entry of the vocabulary, which the loss is made of."""
+    """Multiplied; gives the logits, one number for each entry of the vocabulary."""
     ELEMENTWISE = "elementwise"
     """Norms and biases."""
 
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """One parameter; a tied one is there once.
+    """One parameter; a tied parameter is listed once."""
 
-    Attributes:
-        name: the first of its names.
-        shape: of all of it.
-        dtype: as the model has it; a configuration may cast it.
-        use: what forward does with it.
-        unit: the module that stage 3 gathers it with, by its number in forward's order; None: with the model itself.
-        active: of its elements, the part that one token is multiplied by (experts: fewer than all).
-        trainable: it has a master, moments and gradients.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    name: str  # the first of its names
+    shape: tuple[int, ...]  # its whole shape, not a shard's
+    dtype: torch.dtype  # the model's own; a configuration may cast it
     use: Use
-    unit: int | None = None
-    active: float = 1.0
-    trainable: bool = True
+    unit: int | None = None  # number, in forward's order, of the module that stage 3 gathers it with; None: the model
+    active: float = 1.0  # share of its elements that one token is multiplied by (below 1 for experts)
+    trainable: bool = True  # it has gradients and optimizer state
 
     @property
     def numel(self) -> int:
@@ -62,7 +49,7 @@ class PlannedParameter:
 
     @property
     def width(self) -> float:
-        """Numbers that go in and come out for one token."""
+        """Numbers that go into and come out of the matrix for one token."""
         if self.use is not Use.MULTIPLIED or len(self.shape) < 2:
             return 0.0
         *outer, rows, columns = self.shape
@@ -71,23 +58,14 @@ class PlannedParameter:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """All of a model.
-
-    Attributes:
-        name: for titles.
-        parameters: in the order in which the model registers them.
-        hidden_size: numbers of a token between two blocks; 0: not known.
-        attention_width: heads times their size, over all layers together; 0: attention is not counted.
-        buffer_bytes: of buffers, on the device.
-        notes: what had to be assumed.
-    """
+    """A whole model."""
 
     name: str
-    parameters: tuple[PlannedParameter, ...]
-    hidden_size: int = 0
-    attention_width: int = 0
-    buffer_bytes: int = 0
-    notes: tuple[str, ...] = field(default=())
+    parameters: tuple[PlannedParameter, ...]  # in the order in which the model registers them
+    hidden_size: int = 0  # numbers of a token between two blocks; 0: not known
+    attention_width: int = 0  # heads times head size, summed over all layers; 0: attention is not counted
+    buffer_bytes: int = 0  # bytes of buffers, which are on the device
+    notes: tuple[str, ...] = ()  # assumptions that were made
 
     @property
     def numel(self) -> int:
@@ -99,17 +77,17 @@ class PlannedModel:
 
     @property
     def units(self) -> int:
-        """Modules that stage 3 gathers as a whole, the model itself left aside."""
+        """Number of modules that stage 3 gathers as a whole, without the model itself."""
         return 1 + max((each.unit for each in self.parameters if each.unit is not None), default=-1)
 
     @property
     def vocabulary(self) -> int:
-        """Numbers that the loss is made of, for one token; 0: there is no such head."""
+        """Logits of one token; 0: the model has no head."""
         return max((each.shape[0] for each in self.parameters if each.use is Use.HEAD), default=0)
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """That most elements of floating-point parameters have."""
+        """The dtype of most elements of floating-point parameters."""
         numels: dict[torch.dtype, int] = {}
         for each in self.parameters:
             if each.dtype.is_floating_point:
@@ -117,15 +95,11 @@ class PlannedModel:
         return max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
 
     def cast(self, dtype: torch.dtype | None) -> PlannedModel:
-        """As the engine casts it; None: as it is."""
+        """The model as the engine casts it; None leaves it as it is."""
         if dtype is None or all(each.dtype == dtype for each in self.parameters):
             return self
-        return replace(
-            self,
-            parameters=tuple(
-                replace(each, dtype=dtype) if each.dtype.is_floating_point else each for each in self.parameters
-            ),
-        )
+        cast = (replace(each, dtype=dtype) if each.dtype.is_floating_point else each for each in self.parameters)
+        return replace(self, parameters=tuple(cast))
 
 
 def parameter_bytes(parameters: Sequence[PlannedParameter]) -> int:
@@ -133,7 +107,7 @@ def parameter_bytes(parameters: Sequence[PlannedParameter]) -> int:
 
 
 def by_unit(parameters: Sequence[PlannedParameter]) -> Mapping[int | None, list[PlannedParameter]]:
-    """Parameters by what they are gathered with."""
+    """Parameters grouped by the unit that stage 3 gathers them with."""
     found: dict[int | None, list[PlannedParameter]] = {}
     for each in parameters:
         found.setdefault(each.unit, []).append(each)

@@ -1,19 +1,25 @@
-"""A plan as plain values, and as lines for people."""
+"""A plan as plain values, as lines of text with a table, and as a picture."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Column, Table
 
 from longshore.byte_sizes import format_byte_size
-from longshore.plan.configuration import configuration
+from longshore.host.events import ARRIVE, Lane
+from longshore.plan.job import configuration
 from longshore.plan.planner import DEVICE_SHARE, HIDDEN_SHARE, HOST_SHARE, Candidate, Plan
+
+_MOST_BARS = 4000
+_KINDS = ("parameters", "gradients", "pages", "spares", "staging", "accumulators", "activations")
+"""Kinds of bytes with a colour of their own in the picture; all others have one together."""
 
 
 def values(plan: Plan) -> dict[str, Any]:
-    """All of it, for JSON: bytes, and seconds."""
+    """The plan for JSON, in bytes and seconds."""
     job, machine = plan.job, plan.machine
     return {
         "model": {
@@ -49,7 +55,7 @@ def values(plan: Plan) -> dict[str, Any]:
 
 
 def tokens_a_step(plan: Plan) -> int:
-    """Over all ranks."""
+    """Tokens in a step, over all ranks."""
     return plan.job.tokens * plan.job.accumulation * plan.machine.ranks
 
 
@@ -63,65 +69,57 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "host_bytes": candidate.bytes.host,
         "device_bytes": candidate.bytes.device,
         "device_bytes_estimated": candidate.bytes.device_estimates,
-        "fits": candidate.shortage.fits,
-        "missing_device_bytes": max(0, candidate.shortage.device),
-        "missing_host_bytes": max(0, candidate.shortage.host),
-        "step_s": None if times is None else times.step_s,
-        "exposed_s": None if times is None else times.exposed_s,
-        "busy_s": None if times is None else dict(times.busy_s),
+        "fits": candidate.fits,
+        "missing_device_bytes": max(0, candidate.missing_device),
+        "missing_host_bytes": max(0, candidate.missing_host),
+        "step_s": times and times.step_s,
+        "exposed_s": times and times.exposed_s,
+        "busy_s": times and dict(times.busy_s),
     }
 
 
 def head(plan: Plan) -> Iterator[str]:
-    """What is planned."""
+    """Lines about what is planned."""
     model, machine, job = plan.model, plan.machine, plan.job
     yield f"{model.name}: {model.numel:,} parameters, {model.units or 'no'} blocks"
     where = f"{format_byte_size(machine.device_bytes)} on each device, " if machine.staged else ""
     yield f"{machine.name}: {where}{format_byte_size(machine.host_bytes)} on each host"
     of_device = f"{DEVICE_SHARE:.0%} of a device's, " if machine.staged else ""
-    yield f"planned with: {of_device}{HOST_SHARE:.0%} of a host's"
-    yield "spares: of how many tiles a step ahead has a page; ratio: the part of the state that is on the host"
+    yield f"memory that is planned with: {of_device}{HOST_SHARE:.0%} of a host's"
+    yield "spares: the share of tiles that can be stepped ahead; ratio: the share of the state that is on the host"
     yield (
         f"{tokens_a_step(plan):,} tokens a step: {machine.ranks} ranks x {job.accumulation} backwards x "
         f"{job.batch_size} sequences x {job.seq_len} tokens"
     )
     if machine.ranks == 1:
-        yield "one rank shares nothing: stages 1, 2 and 3 are as stage 0"
+        yield "on one rank, stages 1, 2 and 3 are as stage 0"
     yield from (f"assumed: {each}" for each in (*machine.assumptions, *model.notes))
 
 
 def table(plan: Plan) -> Table:
-    """One row a choice; bytes of one rank."""
-    right = {"justify": "right"}
-    shown = Table("choice", *(Column(name, **right) for name in ("device", "host", "step", "exposed", "")))  # pyright: ignore[reportArgumentType]
+    """One row for each choice, with the bytes of one rank."""
+    figures = [Column(name, justify="right") for name in ("device", "host", "step", "exposed", "")]
+    shown = Table("choice", *figures)
     stage = None
     for each in plan.distinct:
         if each.choice.stage != stage:
             stage = each.choice.stage
             shown.add_section()
         times = each.times
-        cells = ("", "", each.shortage.text) if times is None else (_time(times.step_s), _time(times.exposed_s), "")
-        mark = "recommended" if each is plan.recommended else cells[2]
-        shown.add_row(
-            each.choice.title,
-            format_byte_size(each.bytes.device_total),
-            format_byte_size(each.bytes.host_total),
-            *cells[:2],
-            mark,
-        )
+        step, exposed = ("", "") if times is None else (_time(times.step_s), _time(times.exposed_s))
+        remark = "recommended" if each is plan.recommended else "" if each.fits else each.shortage
+        device, host = format_byte_size(each.bytes.device_total), format_byte_size(each.bytes.host_total)
+        shown.add_row(each.choice.title, device, host, step, exposed, remark)
     return shown
 
 
 def tail(plan: Plan) -> Iterator[str]:
-    """What is recommended."""
+    """Lines about what is recommended."""
     best, times = plan.recommended, plan.recommended.times
     assert times is not None
     yield f"recommended: {best.choice.title}"
-    for where, kinds in (
-        ("host", best.bytes.host),
-        ("device", best.bytes.device),
-        ("device, estimated", best.bytes.device_estimates),
-    ):
+    counted = {"host": best.bytes.host, "device": best.bytes.device, "device, estimated": best.bytes.device_estimates}
+    for where, kinds in counted.items():
         parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items() if count)
         if parts:
             yield f"  {where}: {parts}"
@@ -137,3 +135,64 @@ def tail(plan: Plan) -> Iterator[str]:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def picture(plan: Plan, figure: Any) -> bytes:
+    """A PNG with the memory of every choice, and the lanes of the recommended one over time.
+
+    Args:
+        plan: what to draw.
+        figure: matplotlib's ``Figure`` class.
+    """
+    made = figure(figsize=(11, 9), layout="constrained")
+    upper, lower = made.subplots(2, 1, height_ratios=(3, 2))
+    _draw_memory(plan, upper)
+    _draw_lanes(plan, lower)
+    made.suptitle(f"{plan.model.name} on {plan.machine.name}")
+    content = io.BytesIO()
+    made.savefig(content, format="png", dpi=110, metadata={"Software": None})
+    return content.getvalue()
+
+
+def _draw_memory(plan: Plan, axes: Any) -> None:
+    gib, labelled = 2.0**30, set()
+    for row, each in enumerate(plan.distinct):
+        for offset, found in ((0.2, each.bytes.host), (-0.2, {**each.bytes.device_estimates, **each.bytes.device})):
+            left = 0.0
+            for kind, count in sorted(found.items(), key=lambda item: _colour(item[0])):
+                name = kind if kind in _KINDS else "other"
+                label = None if name in labelled else name
+                axes.barh(row + offset, count / gib, 0.36, left=left, color=f"C{_colour(kind)}", label=label)
+                labelled.add(name)
+                left += count / gib
+    labels = [("> " if each is plan.recommended else "") + each.choice.title for each in plan.distinct]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB on one rank; upper bar: device, lower bar: host")
+    if plan.machine.staged:
+        most = plan.machine.device_bytes / gib
+        axes.axvline(most, color="black", linestyle="--", label="memory of a device")
+        fitting = [max(each.bytes.device_total, each.bytes.host_total) / gib for each in plan.distinct if each.fits]
+        axes.set_xlim(0, 1.3 * max([*fitting, most]))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+
+
+def _colour(kind: str) -> int:
+    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
+
+
+def _draw_lanes(plan: Plan, axes: Any) -> None:
+    times = plan.recommended.times
+    assert times is not None
+    used = [lane for lane in Lane if any(span.lane is lane for span in times.spans)]
+    stride = -(-len(times.spans) // _MOST_BARS)
+    for number, name in enumerate(dict.fromkeys(span.name for span in times.spans)):
+        spans = [span for span in times.spans if span.name == name][::stride]
+        rows = [used.index(span.lane) for span in spans]
+        lengths, left = [span.end_s - span.begin_s for span in spans], [span.begin_s for span in spans]
+        label = "backward" if name == ARRIVE else name
+        axes.barh(rows, lengths, 0.7, left=left, color=f"C{number % 10}", label=label)
+    axes.set_yticks(range(len(used)), [lane.value for lane in used])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"seconds of a step: {plan.recommended.choice.title}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

@@ -1,14 +1,15 @@
-"""One step of training, simulated by the schedule that the engine steps by.
+"""Simulate one training step by the schedule that the engine steps by.
 
-The tables of :mod:`longshore.host.events` and :mod:`longshore.sharding.stages` say which lane an event takes and
-what it waits for, and ``commit_moves`` in which order a commit goes; here are only how long each takes, and the order
-in which backward asks for them.
+The tables of :mod:`longshore.host.events` and :mod:`longshore.sharding.stages` say on which lane each event runs
+and what it waits for; ``commit_moves`` gives the order of a commit. This module adds how long each event takes, and
+the order in which backward asks for events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from longshore.host.events import (
     ARRIVE,
@@ -25,99 +26,151 @@ from longshore.host.events import (
     Which,
     commit_moves,
 )
-from longshore.plan.choice import Choice, Job
-from longshore.plan.layout import PlannedBucket, RankLayout, lay_out
+from longshore.plan.job import Job, PlanChoice
+from longshore.plan.layout import RankLayout, lay_out
 from longshore.plan.machine import PlanMachine
 from longshore.plan.model import PlannedModel
-from longshore.plan.timeline import Span, Timeline
-from longshore.plan.workload import Segment, TileJob, segments_of, tile_jobs
+from longshore.plan.workload import ModelSegment, TileJob, segments_of, tile_jobs
 from longshore.sharding.ownership import GATHER_NUMEL
 from longshore.sharding.reduction import SLICE_NUMEL
-from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE, reduces_each_backward
+from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE
 
-FORWARD, GATHER_TO_USE, ADD, MEASURE, STEP_ON_DEVICE, RELEASE = (
-    "forward",
-    "gather to use",
-    "add",
-    "measure early",
-    "step on the device",
-    "release",
-)
-_BESIDE: Mapping[str, Row] = {
+FORWARD = "forward"
+GATHER_TO_USE = "gather to use"
+ADD = "add"
+MEASURE = "measure early"
+STEP_ON_DEVICE = "step on the device"
+_FURTHER_EVENTS: Mapping[str, Row] = {
     FORWARD: Row(Lane.COMPUTE),
     GATHER_TO_USE: Row(Lane.COLLECTIVES),
     ADD: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
     MEASURE: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
     STEP_ON_DEVICE: Row(Lane.COMPUTE, ((NORM, Which.ALL),)),
-    RELEASE: Row(Lane.COMPUTE, ((PUBLISH, Which.ALL),)),
 }
-"""What the tables of the engine's own steps do not have."""
+"""Events that the engine's tables do not have."""
 
 _MOST_BACKWARDS = 3
-"""That are simulated; those between the first and the last are alike."""
+"""Backwards that are simulated: all between the first and the last are alike."""
 _OUT_OF_PLACE = 0.93 / 0.74
-"""Of a pass in place, what one into a spare page takes (docs/results: shares of the bandwidth that both reach)."""
-_STATE_BYTES = 8
-"""Of an element of a page's array: read and written, float32."""
+"""How much longer a pass into a spare takes than one in place (docs/results: the bandwidth that each reaches)."""
+_FLOAT_BYTES = 4
+
+
+class Span(NamedTuple):
+    """An event on a lane, in seconds from the beginning of the step."""
+
+    name: str
+    lane: Lane
+    begin_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one step takes on one rank, in seconds.
+    """Times of one step on one rank."""
 
-    Attributes:
-        step_s: from the first forward to the end of ``step()``.
-        exposed_s: of that, after the last backward: the norm and ``step()``, as ``longshore.trace`` counts it.
-        compute_s: forward and backward alone.
-        busy_s: by lane.
-        spans: of all events, for pictures; of accumulated backwards only the last ones.
-        jobs: that were simulated.
+    step_s: float  # from the first forward to the end of ``step()``
+    exposed_s: float  # the part after the last backward: the norm and ``step()``, as ``longshore.trace`` counts it
+    compute_s: float  # forward and backward alone
+    busy_s: Mapping[str, float]  # by lane
+    spans: tuple[Span, ...]  # all simulated events; of accumulated backwards only a few
+
+
+class EventSimulator:
+    """Runs events in the order in which they are asked for.
+
+    A lane is a FIFO: an event begins when the former event on its lane has ended, and all that the table makes it
+    wait for. ``same_as`` has lanes that are the same resource as another lane on this machine.
     """
 
-    step_s: float
-    exposed_s: float
-    compute_s: float
-    busy_s: Mapping[str, float]
-    spans: tuple[Span, ...]
-    jobs: int
+    def __init__(self, table: Mapping[str, Row], same_as: Mapping[Lane, Lane]) -> None:
+        self._table = table
+        self._same_as = same_as
+        self._free: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
+        self._ends: dict[tuple[str, Hashable], float] = {}
+        self._last: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self.busy: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
+
+    def _lane_of(self, name: str) -> Lane:
+        lane = self._table[name].lane
+        return self._same_as.get(lane, lane)
+
+    def ready(self, name: str, keys: Iterable[Hashable]) -> float:
+        """When all that an event waits for has ended; ``keys`` name the events of the same tile."""
+        ends, keys = [0.0], tuple(keys)
+        for before, which in self._table[name].after:
+            if which is Which.ALL:
+                ends.append(self.last(before))
+            else:
+                ends += [self._ends.get((before, key), 0.0) for key in keys]
+        return max(ends)
+
+    def begins(self, name: str, keys: Iterable[Hashable]) -> float:
+        """When an event would begin if it were asked for now."""
+        return max(self._free[self._lane_of(name)], self.ready(name, keys))
+
+    def run(
+        self, name: str, key: Hashable, seconds: float, keys: Iterable[Hashable] = (), not_before: float = 0.0
+    ) -> float:
+        """Run an event of the kind ``name``, and return when it ends.
+
+        ``keys`` are further keys of the same tile, such as those of the buckets that bring its gradients;
+        ``not_before`` is a time that it waits for, beside the table.
+        """
+        lane = self._lane_of(name)
+        begin = max(self.begins(name, (key, *keys)), not_before)
+        end = self._free[lane] = begin + seconds
+        self._ends[name, key] = max(end, self._ends.get((name, key), 0.0))
+        self._last[name] = max(end, self.last(name))
+        if seconds > 0:
+            self.spans.append(Span(name, lane, begin, end))
+            self.busy[lane] += seconds
+        return end
+
+    def last(self, name: str) -> float:
+        """When the last event of this kind ended."""
+        return self._last.get(name, 0.0)
+
+    @property
+    def end(self) -> float:
+        return max(self._last.values(), default=0.0)
 
 
 def simulate(
-    model: PlannedModel, machine: PlanMachine, job: Job, choice: Choice, layout: RankLayout | None = None
+    model: PlannedModel, machine: PlanMachine, job: Job, choice: PlanChoice, layout: RankLayout | None = None
 ) -> Simulation:
-    """Run one step; ``layout`` is that of :func:`~longshore.plan.layout.lay_out`, where it is there already."""
-    if layout is None:
-        layout = lay_out(model, job, choice, machine.ranks, machine.staged)
-    return _Step(model.cast(job.dtype), machine, job, choice, layout).run()
+    """Simulate one step; ``layout`` is what :func:`~longshore.plan.layout.lay_out` returns for this choice."""
+    layout = layout or lay_out(model, job, choice, machine.ranks, machine.staged)
+    return _Step(machine, job, layout).run()
 
 
 class _Step:
-    def __init__(self, model: PlannedModel, machine: PlanMachine, job: Job, choice: Choice, layout: RankLayout) -> None:
-        # Fixed.
+    def __init__(self, machine: PlanMachine, job: Job, layout: RankLayout) -> None:
         self._machine = machine
         self._job = job
-        self._choice = choice
         self._layout = layout
+        self._stage = layout.choice.stage
         self._sharded = machine.ranks > 1
-        self._each_backward = not self._sharded or reduces_each_backward(choice.stage)
-        self._gathers = self._sharded and choice.stage == 3
-        self._offloads = choice.offload == "cpu"
+        self._each_backward = not self._sharded or layout.reduces_each_backward
+        self._gathers = self._sharded and self._stage == 3
+        self._offloads = layout.choice.offload == "cpu"
         self._copies = machine.staged and self._offloads
-        self._segments = segments_of(model)
-        self._tiles = tile_jobs(job, choice, layout, self._segments)
-        self._trainable = model.trainable
-        # Gradients themselves; sums of several backwards take their place.
-        self._kept_to_the_end = job.accumulation == 1 and not (self._sharded and self._each_backward)
+        self._segments = segments_of(layout.model)
+        self._tiles = tile_jobs(layout, self._segments)
+        self._trainable = layout.model.trainable
+        self._seconds = {
+            each.key: machine.compute.seconds(each.work, job.tokens, job.seq_len) for each in self._segments
+        }
         self._sums = self._sharded and not self._each_backward and job.accumulation > 1
-        self._early_norms = self._offloads and bool(choice.speculation) and job.clipping is not None
-        self._time = Timeline({**(SHARDED_SCHEDULE if self._sharded else SCHEDULE), **_BESIDE}, self._shared_lanes())
-        # Of a backward.
-        self._ahead: list[TileJob] = []
-
-    def _shared_lanes(self) -> dict[Lane, Lane]:
-        if not self._machine.staged:  # the same CPUs do all of it
-            return {Lane.HOST: Lane.COMPUTE, Lane.COLLECTIVES: Lane.COMPUTE}
-        return {} if self._offloads else {Lane.HOST: Lane.COMPUTE}
+        self._early_norms = self._offloads and bool(layout.choice.speculation) and job.clipping is not None
+        same_as = {}
+        if not machine.staged:  # the same CPUs do everything
+            same_as = {Lane.HOST: Lane.COMPUTE, Lane.COLLECTIVES: Lane.COMPUTE}
+        elif not self._offloads:
+            same_as = {Lane.HOST: Lane.COMPUTE}
+        self._time = EventSimulator({**(SHARDED_SCHEDULE if self._sharded else SCHEDULE), **_FURTHER_EVENTS}, same_as)
+        self._ahead: list[TileJob] = []  # tiles that arrived in the last backward
 
     def run(self) -> Simulation:
         backwards = min(self._job.accumulation, _MOST_BACKWARDS)
@@ -133,122 +186,116 @@ class _Step:
         busy = {lane.value: seconds for lane, seconds in self._time.busy.items() if seconds > 0}
         compute = sum(span.end_s - span.begin_s for span in self._time.spans if span.name in (FORWARD, ARRIVE))
         compute *= self._job.accumulation / backwards
-        return Simulation(step, step - computed, compute, busy, tuple(self._time.spans), len(self._time.spans))
+        return Simulation(step, step - computed, compute, busy, tuple(self._time.spans))
 
     # -- forward and backward -------------------------------------------------
 
     def _forward(self) -> None:
-        begun = self._time.last(ARRIVE)
-        used: list[float] = []
-        gathered_root = begun
+        begun = root_ready = self._time.last(ARRIVE)
         if self._gathers:
-            root = sum(segment.gathered_bytes for segment in self._segments if segment.unit is None)
-            gathered_root = self._time.run(GATHER_TO_USE, "root", self._gather_s(root), not_before=begun)
+            root = sum(segment.num_bytes for segment in self._segments if segment.unit is None)
+            root_ready = self._time.run(GATHER_TO_USE, "root", self._gather_s(root), not_before=begun)
+        used: list[float] = []
         for segment in self._segments:
-            ready = gathered_root
-            if self._gathers and segment.unit is not None:
-                ready = self._gather(segment, used)
-            used.append(self._time.run(FORWARD, segment.key, self._forward_s(segment), not_before=ready))
+            ready = self._gather(segment, used) or root_ready
+            used.append(self._time.run(FORWARD, segment.key, self._seconds[segment.key].forward, not_before=ready))
 
-    def _gather(self, segment: Segment, used: list[float]) -> float:
-        # One unit ahead of the one that is used.
-        free = used[-2] if len(used) > 1 else 0.0
-        return self._time.run(GATHER_TO_USE, segment.key, self._gather_s(segment.gathered_bytes), not_before=free)
+    def _gather(self, segment: ModelSegment, used: list[float]) -> float:
+        """When a unit's parameters are gathered; 0.0 where nothing is. ``used``: ends of segments before it."""
+        if not self._gathers or segment.unit is None:
+            return 0.0
+        free = used[-2] if len(used) > 1 else 0.0  # no more than one unit ahead
+        return self._time.run(GATHER_TO_USE, segment.key, self._gather_s(segment.num_bytes), not_before=free)
 
-    def _forward_s(self, segment: Segment) -> float:
-        return self._machine.compute.forward_s(segment.work, self._job.tokens, self._job.seq_len)
-
-    def _backward_s(self, segment: Segment) -> float:
-        seconds = self._machine.compute.backward_s(segment.work, self._job.tokens, self._job.seq_len)
+    def _backward_s(self, segment: ModelSegment, number: int) -> float:
+        forward, seconds = self._seconds[segment.key]
         if self._job.checkpointing and segment.unit is not None:
-            seconds += self._forward_s(segment)
-        if not self._kept_to_the_end:
-            seconds += self._machine.compute.release_s(segment.work, self._job.tokens)
+            seconds += forward
+        if self._sums and number > 0:  # in float32, where the gradients are
+            trainable = (self._trainable[index] for index in segment.parameters)
+            num_bytes = sum(self._sum_bytes(each.numel, each.dtype.itemsize, number) for each in trainable)
+            seconds += self._device_s(num_bytes) if self._machine.staged else self._host_s(num_bytes)
         return seconds + self._machine.arrival_s * len(segment.parameters)
 
     def _backward(self, number: int, last: bool) -> None:
-        launches = self._sharded and (self._each_backward or last)
-        missing = [len(bucket.parameters) for bucket in self._layout.buckets]
-        bucket_of = {place: index for index, bucket in enumerate(self._layout.buckets) for place in bucket.parameters}
-        tiles_of: dict[Hashable, list[TileJob]] = {}
+        buckets = self._layout.buckets
+        bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
+        missing = [len(bucket.parameters) for bucket in buckets]
+        brought_by: list[set[int]] = [set() for _ in buckets]
         waiting = {tile.key: len(tile.sources) for tile in self._tiles}
+        tiles_of: dict[Hashable, list[TileJob]] = {}
         for tile in self._tiles:
             for source in tile.sources:
                 tiles_of.setdefault(source, []).append(tile)
-        brought_by: dict[int, list[int]] = {}
-        used: list[float] = []
-        following = 0
 
-        def came(source: Hashable) -> None:
+        def arrive(source: Hashable) -> None:
             for tile in tiles_of.get(source, ()):
                 waiting[tile.key] -= 1
                 if waiting[tile.key] == 0:
                     self._bring(tile, number, last)
 
+        used: list[float] = []
+        following = 0  # the next bucket to reduce
         for segment in reversed(self._segments):
-            ready = self._gather(segment, used) if self._gathers and segment.unit is not None else 0.0
-            seconds = self._backward_s(segment) + (self._sum_s(segment, number) if self._sums else 0.0)
-            used.append(self._time.run(ARRIVE, segment.key, seconds, not_before=ready))
+            ready = self._gather(segment, used)
+            used.append(self._time.run(ARRIVE, segment.key, self._backward_s(segment, number), not_before=ready))
             if not self._sharded:
-                came(segment.key)
-                continue
-            for place in segment.parameters:
-                missing[bucket_of[place]] -= 1
-                brought_by.setdefault(bucket_of[place], []).append(segment.key)
-            while launches and following < len(missing) and missing[following] == 0:
-                self._reduce(following, self._layout.buckets[following], brought_by[following])
-                came(("bucket", following))
+                arrive(segment.key)
+            for index in (bucket_of[parameter] for parameter in segment.parameters if self._sharded):
+                missing[index] -= 1
+                brought_by[index].add(segment.key)
+            while (self._each_backward or last) and following < len(buckets) and missing[following] == 0:
+                self._reduce(following, brought_by[following])
+                arrive(("bucket", following))
                 following += 1
 
-    def _sum_s(self, segment: Segment, number: int) -> float:
-        """At stages 0 and 1 float32 sums stay where the gradients are."""
-        num_bytes = 0
-        for each in (self._trainable[place] for place in segment.parameters if number > 0):
-            itemsize = each.dtype.itemsize
-            made = itemsize + 4 if number == 1 else 0  # of the gradient that was there before
-            num_bytes += each.numel * (made + itemsize + 8)
-        return self._device_s(num_bytes) if self._machine.staged else self._host_s(num_bytes)
-
-    def _reduce(self, index: int, bucket: PlannedBucket, keys: list[int]) -> None:
-        itemsize = bucket.dtype.itemsize
-        if self._job.accumulation > 1 and not self._each_backward:
-            itemsize = 4  # sums
-        seconds = self._reduce_s(bucket.numel, itemsize)
-        if self._choice.stage == 0:
-            seconds += self._exchange_s(4 * bucket.numel)  # and every rank gets all of it
+    def _reduce(self, index: int, keys: set[int]) -> None:
+        numel, itemsize = self._layout.buckets[index].numel, self._layout.buckets[index].dtype.itemsize
+        speed = self._machine.reduce_bytes_per_s or self._machine.exchange_bytes_per_s
+        num_bytes = numel * (_FLOAT_BYTES if self._sums else itemsize)
+        seconds = self._exchange_s(num_bytes, -(-numel // SLICE_NUMEL), speed)
+        if self._stage == 0:
+            seconds += self._exchange_s(_FLOAT_BYTES * numel)  # every rank gets all of the mean
         self._time.run(REDUCE, ("bucket", index), seconds, keys)
 
     def _bring(self, tile: TileJob, number: int, last: bool) -> None:
-        num_bytes = tile.numel * tile.gradient_itemsize
-        seconds = num_bytes / self._machine.to_host_bytes_per_s if self._copies else 0.0
+        """A tile has all gradients of a backward: they are copied to the host, and added to those of former ones."""
+        seconds = tile.gradient_bytes / self._machine.to_host_bytes_per_s if self._copies else 0.0
         self._time.run(COPY_TO_HOST, tile.key, seconds, tile.sources)
         if number > 0 and self._each_backward:
-            # The sum is read and written; the first time it is made of the gradient that was there before.
-            made = num_bytes + 4 * tile.numel if number == 1 else 0
-            self._time.run(ADD, tile.key, self._host_s(made + num_bytes + 8 * tile.numel))
+            num_bytes = self._sum_bytes(tile.numel, tile.gradient_bytes / tile.numel, number)
+            self._time.run(ADD, tile.key, self._host_s(num_bytes))
         if last and self._offloads and (tile.ahead or self._early_norms):
             self._ahead.append(tile)
+
+    @staticmethod
+    def _sum_bytes(numel: int, itemsize: float, number: int) -> float:
+        """Bytes to add a gradient to a float32 sum; the second backward first makes the sum of the first gradient."""
+        made = itemsize + _FLOAT_BYTES if number == 1 else 0
+        return numel * (made + itemsize + 2 * _FLOAT_BYTES)
 
     # -- the end of the window ------------------------------------------------
 
     def _norm(self) -> None:
-        """What was stepped ahead, the norm, and those passes that had not begun when it was asked for."""
-        asked, put_off = self._time.ready(NORM, ()), []
+        """Passes ahead, the norm, and the passes ahead that had not begun when the norm was asked for."""
+        clips = self._job.clipping is not None
+        asked, delayed = self._time.ready(NORM, ()), []
         for tile in self._ahead:
             if self._early_norms:
-                self._time.run(MEASURE, tile.key, self._read_s(tile.numel * tile.gradient_itemsize))
+                self._time.run(MEASURE, tile.key, self._read_s(tile.gradient_bytes))
             if not tile.ahead:
                 continue
-            if self._job.clipping is not None and self._time.begins(STEP_AHEAD, (tile.key,)) >= asked:
-                put_off.append(tile)
+            if clips and self._time.begins(STEP_AHEAD, (tile.key,)) >= asked:
+                delayed.append(tile)
             else:
                 self._step_ahead(tile)
-        left = 0 if self._early_norms else sum(tile.numel * tile.gradient_itemsize for tile in self._tiles)
-        meeting = self._machine.latency_s if self._sharded else 0.0
-        measures = self._job.clipping is not None
-        bookkeeping = self._machine.bookkeeping_s * len(self._trainable)
-        self._time.run(NORM, "norm", meeting + bookkeeping + (self._read_s(left) if measures else 0.0))
-        for tile in put_off:
+        seconds = self._machine.bookkeeping_s * len(self._trainable)
+        if self._sharded:
+            seconds += self._machine.latency_s
+        if clips and not self._early_norms:
+            seconds += self._read_s(sum(tile.gradient_bytes for tile in self._tiles))
+        self._time.run(NORM, "norm", seconds)
+        for tile in delayed:
             self._step_ahead(tile)
 
     def _step_ahead(self, tile: TileJob) -> None:
@@ -257,62 +304,53 @@ class _Step:
     def _commit(self) -> None:
         on_device = sum(group.run.tiles * group.run.numel for group in self._layout.device)
         if on_device and self._layout.host:
-            self._time.run(STEP_ON_DEVICE, "device", self._device_s(on_device * (self._state_bytes + 6)))
-        kept = [tile for tile in self._tiles if tile.ahead and self._offloads]
-        for tile in kept:
-            self._publish(tile)
-        remaining = [tile for tile in self._tiles if not (tile.ahead and self._offloads)]
-        for move, place in commit_moves(len(remaining), PIPELINE_DEPTH):
+            # State is read and written; gradients and parameters are in 16 bits.
+            num_bytes = on_device * (2 * _FLOAT_BYTES * self._job.state_arrays + 6)
+            self._time.run(STEP_ON_DEVICE, "device", self._device_s(num_bytes))
+        for tile in self._tiles:
+            if tile.ahead:
+                self._publish(tile)
+        remaining = [tile for tile in self._tiles if not tile.ahead]
+        for move, index in commit_moves(len(remaining), PIPELINE_DEPTH):
             if move is Move.FINISH:
-                self._time.run(STEP_IN_PLACE, remaining[place].key, self._pass_s(remaining[place]))
-                self._publish(remaining[place])
-        if self._sharded and self._choice.stage in (1, 2):
+                self._time.run(STEP_IN_PLACE, remaining[index].key, self._pass_s(remaining[index]))
+                self._publish(remaining[index])
+        if self._sharded and self._stage in (1, 2):
             for index, bucket in enumerate(self._layout.buckets):
                 num_bytes, meetings = bucket.numel * bucket.dtype.itemsize, -(-bucket.numel // GATHER_NUMEL)
                 self._time.run(GATHER, index, self._exchange_s(num_bytes, meetings))
-        if self._kept_to_the_end:
-            released = sum(self._machine.compute.release_s(each.work, self._job.tokens) for each in self._segments)
-            self._time.run(RELEASE, "gradients", released)
 
     def _publish(self, tile: TileJob) -> None:
-        num_bytes = tile.numel * tile.itemsize
+        seconds = 0.0  # a pass in place writes parameters in host memory itself
         if self._copies:
-            seconds = num_bytes / self._machine.to_device_bytes_per_s
-        else:  # a pass in place wrote the parameter itself
-            seconds = self._host_s(2 * num_bytes) if tile.ahead and self._offloads else 0.0
+            seconds = tile.parameter_bytes / self._machine.to_device_bytes_per_s
+        elif tile.ahead:
+            seconds = self._host_s(2 * tile.parameter_bytes)
         self._time.run(PUBLISH, tile.key, seconds)
 
-    # -- how long -------------------------------------------------------------
-
-    @property
-    def _state_bytes(self) -> int:
-        return _STATE_BYTES * self._job.page_arrays
+    # -- how long things take -------------------------------------------------
 
     def _pass_s(self, tile: TileJob) -> float:
-        num_bytes = tile.numel * (self._state_bytes + tile.gradient_itemsize + tile.itemsize)
-        if self._machine.staged and not self._offloads:
-            return self._device_s(num_bytes)
-        return self._host_s(num_bytes)
-
-    def _host_s(self, num_bytes: float) -> float:
-        return num_bytes * self._machine.ranks_per_host / self._machine.host_bytes_per_s
+        """A pass reads and writes state, reads gradients and writes parameters."""
+        state_bytes = 2 * _FLOAT_BYTES * self._job.state_arrays * tile.numel
+        num_bytes = state_bytes + tile.gradient_bytes + tile.parameter_bytes
+        return self._device_s(num_bytes) if self._machine.staged and not self._offloads else self._host_s(num_bytes)
 
     def _read_s(self, num_bytes: float) -> float:
         if self._machine.staged and not self._offloads:
             return self._device_s(num_bytes)
         return num_bytes * self._machine.ranks_per_host / self._machine.host_norm_bytes_per_s
 
+    def _host_s(self, num_bytes: float) -> float:
+        return num_bytes * self._machine.ranks_per_host / self._machine.host_bytes_per_s
+
     def _device_s(self, num_bytes: float) -> float:
         return num_bytes / self._machine.device_memory_bytes_per_s
-
-    def _reduce_s(self, numel: int, itemsize: int) -> float:
-        speed = self._machine.reduce_bytes_per_s or self._machine.exchange_bytes_per_s
-        return self._exchange_s(numel * itemsize, -(-numel // SLICE_NUMEL), speed)
 
     def _gather_s(self, num_bytes: float) -> float:
         if self._machine.staged:
             return self._exchange_s(num_bytes)
-        # Each rank writes its part into memory that all see, and FSDP2 copies the whole out of it.
+        # Each rank writes its shard into memory that all ranks see, and FSDP2 copies all shards out of it.
         return self._exchange_s(num_bytes / self._machine.ranks) + num_bytes / self._machine.unshard_bytes_per_s
 
     def _exchange_s(self, num_bytes: float, meetings: int = 1, bytes_per_s: float | None = None) -> float:

@@ -1,90 +1,70 @@
-"""A model as a row of segments that forward goes through, and a rank's tiles as the jobs that are simulated."""
+"""What is simulated: the model as segments that forward passes through, and a rank's tiles as jobs."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from longshore.plan.choice import Choice, Job
 from longshore.plan.layout import RankLayout, TileGroup
 from longshore.plan.machine import Work
 from longshore.plan.memory import spare_tiles
 from longshore.plan.model import PlannedModel, PlannedParameter, Use, parameter_bytes
 
-MOST_JOBS = 256
-"""Jobs that the tiles of a rank are simulated as, about: where there are more tiles, some in a row are one job."""
+MOST_JOBS = 512
+"""The tiles of a rank are simulated as about so many jobs at most; a job is some tiles in a row."""
 
 
-class Segment(NamedTuple):
+class ModelSegment(NamedTuple):
     """What is computed in one go: a block, or what lies between blocks."""
 
     key: int
     unit: int | None
-    parameters: tuple[int, ...]
-    """Places among the trainable ones whose gradients backward of this segment brings."""
+    parameters: tuple[int, ...]  # indices among the trainable ones, whose gradients its backward completes
     work: Work
-    gathered_bytes: int
-    """Of its parameters, where it is a unit."""
+    num_bytes: int  # of its parameters
 
 
-@dataclass(frozen=True)
-class TileJob:
-    """Some tiles in a row that wait for the same things, or nearly.
-
-    Attributes:
-        key: its own.
-        numel: elements of all of its tiles.
-        itemsize, gradient_itemsize: bytes of one of them, as a parameter and as a gradient.
-        sources: keys of the segments, or of the buckets, that bring its gradients.
-        ahead: all of its tiles have a spare.
-    """
+class TileJob(NamedTuple):
+    """Some tiles in a row, which wait for nearly the same gradients."""
 
     key: int
     numel: int
-    itemsize: int
-    gradient_itemsize: int
-    sources: frozenset[Hashable]
-    ahead: bool
+    gradient_bytes: int
+    parameter_bytes: int
+    sources: frozenset[Hashable]  # keys of the segments, or of the buckets, that bring its gradients
+    ahead: bool  # all of its tiles have a spare
 
 
-def segments_of(model: PlannedModel) -> list[Segment]:
+def segments_of(model: PlannedModel) -> list[ModelSegment]:
     """The segments in forward's order; ``model`` is cast already."""
-    trainable = {each.name: place for place, each in enumerate(model.trainable)}
-    runs: list[tuple[int | None, list[PlannedParameter]]] = []
-    heads: list[PlannedParameter] = []
+    index = {each.name: number for number, each in enumerate(model.trainable)}
+    groups: list[tuple[int | None, list[PlannedParameter]]] = []
+    heads = [each for each in model.parameters if each.use is Use.HEAD]
     for each in model.parameters:
+        unit, former = each.unit, groups[-1] if groups else None
         if each.use is Use.HEAD:
-            heads.append(each)
-        elif runs and runs[-1][0] == each.unit and (each.unit is not None or runs[-1][1][-1].use is each.use):
-            runs[-1][1].append(each)
+            continue
+        if former and former[0] == unit and (unit is not None or former[1][-1].use is each.use):
+            former[1].append(each)
         else:
-            runs.append((each.unit, [each]))
+            groups.append((unit, [each]))
     attention = model.attention_width / model.units if model.units else 0.0
-    segments = [
-        Segment(
-            key,
-            unit,
-            tuple(trainable[each.name] for each in members if each.trainable),
-            _work(members, attention if unit is not None else 0.0),
-            parameter_bytes(members),
-        )
-        for key, (unit, members) in enumerate(runs)
-    ]
+    segments = []
+    for unit, members in groups:
+        parameters = tuple(index[each.name] for each in members if each.trainable)
+        work = _work(members, attention if unit is not None else 0.0)
+        segments.append(ModelSegment(len(segments), unit, parameters, work, parameter_bytes(members)))
+    first_unit = next((number for number, each in enumerate(model.parameters) if each.unit is not None), 0)
     for head in heads:  # last in forward, wherever it is registered
-        tied = model.parameters.index(head) < len(model.parameters) - len(heads) and _is_first(model, head)
-        places = () if tied or not head.trainable else (trainable[head.name],)
-        segments.append(Segment(len(segments), None, places, _work([head], 0.0), parameter_bytes([head])))
-        if tied and head.trainable:
-            # Looked up first in forward, so its gradient is complete with the last of backward.
-            segments.insert(0, Segment(-1, None, (trainable[head.name],), Work(0.0, 0.0, 0.0, 0.0, 0), 0))
+        number = model.parameters.index(head)
+        tied = number < first_unit and number < len(model.parameters) - len(heads)
+        parameters = (index[head.name],) if head.trainable else ()
+        if tied and segments:
+            # Its embedding is used first in forward, so the first segment completes the gradient.
+            segments[0] = segments[0]._replace(parameters=segments[0].parameters + parameters)
+            parameters = ()
+        segments.append(ModelSegment(len(segments), None, parameters, _work([head], 0.0), parameter_bytes([head])))
     return segments
-
-
-def _is_first(model: PlannedModel, head: PlannedParameter) -> bool:
-    first_unit = next((place for place, each in enumerate(model.parameters) if each.unit is not None), 0)
-    return model.parameters.index(head) < first_unit
 
 
 def _work(members: Sequence[PlannedParameter], attention: float) -> Work:
@@ -93,14 +73,14 @@ def _work(members: Sequence[PlannedParameter], attention: float) -> Work:
         sum(each.width for each in members),
         sum(each.shape[0] for each in members if each.use is Use.HEAD),
         attention,
-        round(sum(each.dtype.itemsize * each.multiplied / max(each.active, 1e-9) for each in members)),
+        sum(each.numel * each.dtype.itemsize for each in members if each.multiplied),
         sum(each.numel for each in members if each.use is Use.LOOKED_UP),
     )
 
 
-def tile_jobs(job: Job, choice: Choice, layout: RankLayout, segments: Sequence[Segment]) -> list[TileJob]:
-    """The tiles of the store on the host (or the only one) as jobs, in the order of the tiles."""
-    segment_of = {place: segment.key for segment in segments for place in segment.parameters}
+def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[TileJob]:
+    """The tiles of the store on the host, or of the only store, as jobs in the order of the tiles."""
+    segment_of = {parameter: segment.key for segment in segments for parameter in segment.parameters}
 
     def source(owned: int) -> Hashable:
         entry = layout.owned[owned]
@@ -108,53 +88,39 @@ def tile_jobs(job: Job, choice: Choice, layout: RankLayout, segments: Sequence[S
 
     groups = layout.host or layout.device
     total = sum(group.run.tiles for group in groups)
-    spared = spare_tiles(groups, job.page_arrays, choice.speculation if choice.offload == "cpu" else 0).tiles
-    at_once = -(-total // MOST_JOBS)
+    speculation = layout.choice.speculation if layout.choice.offload == "cpu" else 0
+    first_ahead = total - spare_tiles(groups, layout.job.state_arrays, speculation)[0]
     jobs: list[TileJob] = []
-    for start, group, count in _chunks(groups, at_once):
+    for ahead, chunks in _chunks(groups, first_ahead, -(-total // MOST_JOBS)):
+        numels = [(count * group.run.numel, group) for group, count in chunks]
         jobs.append(
             TileJob(
                 len(jobs),
-                count * group.run.numel,
-                group.dtype.itemsize,
-                group.gradient_dtype.itemsize,
-                frozenset(source(each) for each in group.run.parameters),
-                start >= total - spared,
+                sum(numel for numel, _ in numels),
+                sum(numel * group.gradient_dtype.itemsize for numel, group in numels),
+                sum(numel * group.dtype.itemsize for numel, group in numels),
+                frozenset(source(owned) for group, _ in chunks for owned in group.run.parameters),
+                ahead,
             )
         )
-    return _merged(jobs, at_once)
+    return jobs
 
 
-def _chunks(groups: Sequence[TileGroup], at_once: int) -> list[tuple[int, TileGroup, int]]:
-    """``(first tile, its group, how many)``, at most ``at_once`` together."""
-    chunks, start = [], 0
+def _chunks(
+    groups: Sequence[TileGroup], first_ahead: int, most: int
+) -> Iterator[tuple[bool, list[tuple[TileGroup, int]]]]:
+    """Whether tiles have spares, and up to ``most`` of them in a row: how many of which groups."""
+    chunk: list[tuple[TileGroup, int]] = []
+    tile = size = 0
     for group in groups:
         left = group.run.tiles
         while left:
-            count = min(left, at_once)
-            chunks.append((start, group, count))
-            start, left = start + count, left - count
-    return chunks
-
-
-def _merged(jobs: list[TileJob], at_once: int) -> list[TileJob]:
-    """Fewer, where many tiles have a run of their own."""
-    if at_once == 1 or len(jobs) <= 2 * MOST_JOBS:
-        return jobs
-    size = -(-len(jobs) // MOST_JOBS)
-    merged = []
-    for start in range(0, len(jobs), size):
-        some = jobs[start : start + size]
-        kinds = Counter((each.itemsize, each.gradient_itemsize) for each in some)
-        itemsize, gradient_itemsize = kinds.most_common(1)[0][0]
-        merged.append(
-            TileJob(
-                len(merged),
-                sum(each.numel for each in some),
-                itemsize,
-                gradient_itemsize,
-                frozenset().union(*(each.sources for each in some)),
-                all(each.ahead for each in some),
-            )
-        )
-    return merged
+            ahead = tile >= first_ahead
+            count = min(left, most - size, left if ahead else first_ahead - tile)
+            chunk.append((group, count))
+            tile, left, size = tile + count, left - count, size + count
+            if size == most or tile == first_ahead:
+                yield ahead, chunk
+                chunk, size = [], 0
+    if chunk:
+        yield tile > first_ahead, chunk

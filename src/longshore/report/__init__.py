@@ -1,6 +1,6 @@
-"""What of a machine matters to training here: facts, figures that are measured, and what will hurt."""
+"""Describe this machine: facts, measured figures, and what will slow training down."""
 
-from longshore.report.facts import Cpu, Gpu, Machine, Memory, Software, read_machine
+from longshore.report.facts import Cpu, Gpu, HostMemory, Machine, Software, read_machine
 from longshore.report.figures import Figures, measure
 from longshore.report.findings import Finding, findings_of, limit_findings
 
@@ -9,8 +9,8 @@ __all__ = [
     "Figures",
     "Finding",
     "Gpu",
+    "HostMemory",
     "Machine",
-    "Memory",
     "Software",
     "findings_of",
     "limit_findings",

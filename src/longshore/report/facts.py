@@ -1,6 +1,7 @@
-"""What can be read of a machine without measuring. No host names, no paths: it is made to be shown to others.
+"""Facts about this machine that need no measuring.
 
-Linux tells most of it in ``/proc``, ``/sys`` and cgroup files; what a system does not tell is None.
+They contain no host names and no paths, so that a report can be shown to others. Most are read from Linux's ``/proc``,
+``/sys`` and cgroup files; a fact that the system does not tell is None.
 """
 
 from __future__ import annotations
@@ -31,44 +32,44 @@ _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", 
 _ENVIRONMENT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LONGSHORE_DEBUG")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _UNLIMITED = 1 << 60
-"""cgroups of version 1 say so with a number near the largest."""
+"""Version 1 of cgroups writes a number near the largest one where there is no limit."""
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """Processors, as this process sees them."""
+    """The CPUs, as this process sees them."""
 
     name: str
     logical: int
-    """That the machine has."""
+    """Number of logical CPUs of the machine."""
     usable: Sequence[int]
-    """Logical CPUs that this process may run on."""
+    """Logical CPUs on which this process may run."""
     quota: float | None
-    """CPUs' worth of time that a container grants; None: all of it."""
+    """CPU time that a container grants, in CPUs; None: no limit."""
     numa_nodes: Mapping[int, str]
-    """The logical CPUs of each, as Linux writes lists: ``0-15,32-47``."""
+    """The logical CPUs of each NUMA node, as Linux writes lists: ``0-15,32-47``."""
     caches: Mapping[str, int]
-    """Bytes by name (``L1d``, ``L2``, ``L3``), of the first CPU."""
+    """Cache sizes of the first CPU in bytes, by name (``L1d``, ``L2``, ``L3``)."""
     instruction_set: str
-    """That the host kernels chose."""
+    """The instruction set that the host kernels use."""
     torch_instruction_set: str
 
 
 @dataclass(frozen=True)
-class Memory:
+class HostMemory:
     """Host memory, in bytes."""
 
     total_bytes: int
     available_bytes: int
     limit_bytes: int | None
-    """Of the container, for all of its processes; None: none."""
+    """The container's limit for all of its processes; None: no limit."""
     locked_limit_bytes: int | None
-    """That a process may lock (pin); None: any amount."""
+    """What a process may lock (pin); None: no limit."""
     shared_free_bytes: int | None
-    """In ``/dev/shm``, where ranks of one machine exchange gradients."""
+    """Free in ``/dev/shm``, where ranks of one machine exchange gradients; None: it does not exist."""
     swap_used_bytes: int
     huge_pages: str | None
-    """Transparent ones: ``always``, ``madvise`` or ``never``."""
+    """Transparent huge pages: ``always``, ``madvise`` or ``never``."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,16 @@ class Gpu:
     free_bytes: int
     capability: str
     numa_node: int | None
-    """The one that it is next to."""
+    """The NUMA node that it is attached to."""
     link: str | None
-    """To the host: ``32.0 GT/s x16``, as it runs now."""
+    """The link to the host as it runs now: ``32.0 GT/s x16``."""
     peers: Sequence[int]
-    """Devices whose memory it reaches directly."""
+    """Indices of devices whose memory it accesses directly."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """Versions."""
+    """Versions, and settings that change speed."""
 
     system: str
     python: str
@@ -97,29 +98,29 @@ class Software:
     torch: str
     cuda: str | None
     driver_sees_gpus: bool
-    """A driver shows devices, whatever torch was built for."""
+    """A driver shows GPUs, whether or not torch was built for them."""
     packages: Mapping[str, str]
-    """Others that matter, where they are installed."""
+    """Versions of other installed packages that matter."""
     environment: Mapping[str, str]
-    """Variables that change speed."""
+    """Environment variables that change speed."""
     torch_threads: int
 
 
 @dataclass(frozen=True)
 class Machine:
-    """All of it."""
+    """All facts about a machine."""
 
     software: Software
     cpu: Cpu
-    memory: Memory
+    memory: HostMemory
     gpus: Sequence[Gpu]
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """Everything, now; takes milliseconds (with CUDA, what starting it takes).
+    """Read all facts, within milliseconds; with CUDA, also within the time in which CUDA starts.
 
     Args:
-        root: where ``proc``, ``sys`` and ``dev`` are.
+        root: the folder with ``proc``, ``sys`` and ``dev``.
     """
     return Machine(_software(root), _cpu(root), _memory(root), _gpus(root))
 
@@ -171,7 +172,7 @@ def _cpu_name(root: Path) -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def _memory(root: Path) -> Memory:
+def _memory(root: Path) -> HostMemory:
     kib = {
         name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+)", text_of(root / "proc/meminfo"), re.MULTILINE)
     }
@@ -180,7 +181,7 @@ def _memory(root: Path) -> Memory:
     limits = [text_of(root / "sys/fs/cgroup" / name).strip() for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limit = next((int(text) for text in limits if text.isdigit() and int(text) < _UNLIMITED), None)
     huge = re.search(r"\[(\w+)\]", text_of(root / "sys/kernel/mm/transparent_hugepage/enabled"))
-    return Memory(
+    return HostMemory(
         total,
         available,
         limit,

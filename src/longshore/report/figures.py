@@ -1,4 +1,4 @@
-"""What has to be measured: how fast memory, the host step and the copies to a device are."""
+"""Measure the bandwidth of memory, of the host step, and of copies to and from devices."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from longshore.kernels import AdamRule, HostKernels, TileSegment
 
 _LEAST_NUMEL = 1 << 20
 _STEP_ARRAYS = 3
-"""Of Adam: the master and two moments."""
+"""Adam's float32 arrays: the master weights and two moments."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians of a few rounds, with so many threads. Bandwidths count bytes that are read and bytes
-    that are written."""
+    """Medians over some rounds. Bandwidths count both the bytes that are read and those that are written."""
 
     threads: int
     numel: int
-    """Elements that were stepped and copied: far more than caches hold."""
+    """Elements that were stepped and copied: far more than caches store."""
     memory_read_bytes_per_s: float
     memory_copy_bytes_per_s: float
     step_numel_per_s: float
-    """Elements that AdamW steps in a second: float32 state, bfloat16 gradients and weights."""
+    """Elements that AdamW steps in a second, with float32 state, bfloat16 gradients and bfloat16 weights."""
     step_bytes_per_s: float
     to_device_bytes_per_s: Sequence[float]
-    """From pinned memory, for each CUDA device."""
+    """Copies from pinned memory to each CUDA device."""
     from_device_bytes_per_s: Sequence[float]
 
 
@@ -43,20 +42,20 @@ def measure(
     threads: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Figures:
-    """Measure this machine; 1.5 GiB of memory and a few seconds by default.
+    """Measure this machine. By default it takes 1.5 GiB of memory and a few seconds.
 
     Args:
-        numel: elements, at least 2**20.
-        rounds: of each figure, after one that is not counted.
-        note: is told what is measured now.
-        threads: of the host; None: one for each CPU that the process may use.
-        clock: seconds of the host's figures; on a busy machine ``time.process_time`` with one thread.
+        numel: elements to step and to copy, at least 2**20.
+        rounds: rounds of each figure, after one that is not counted.
+        note: called with what is measured next.
+        threads: threads of the host; None: one for each CPU that the process may use.
+        clock: returns seconds, for the host's figures. ``time.process_time`` suits one thread on a busy machine.
 
     Raises:
-        ValueError: an argument that cannot be.
+        ValueError: ``numel`` or ``rounds`` is too small.
     """
     if numel < _LEAST_NUMEL or rounds < 1:
-        raise ValueError(f"numel is at least {_LEAST_NUMEL} and rounds at least 1, not {numel} and {rounds}")
+        raise ValueError(f"numel must be at least {_LEAST_NUMEL}, rounds at least 1; they are {numel} and {rounds}")
     kernels = HostKernels(threads)
     page = allocate_zeros(_STEP_ARRAYS * numel).view(_STEP_ARRAYS, numel).fill_(1e-3)
     gradient, output = torch.full((numel,), 1e-3, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
@@ -66,7 +65,7 @@ def measure(
     step = _median(lambda: kernels.step_tile(page, page, [segment], [rule]), rounds, clock)
     step_bytes = 2 * page.nbytes + gradient.nbytes + output.nbytes
     note("memory")
-    # The kernels' own threads: torch's may be one (OMP_NUM_THREADS).
+    # The kernels have threads of their own; torch may have a single one (OMP_NUM_THREADS).
     read = _median(lambda: kernels.block_sums([[page[0]]]), rounds, clock)
     copy = _median(lambda: kernels.accumulate(page[1], page[0], add=False), rounds, clock)
     downs, ups = [], []
@@ -88,7 +87,7 @@ def measure(
 
 
 def _copies(index: int, numel: int, rounds: int) -> tuple[float, float]:
-    """Bytes a second from the device and to it."""
+    """Bandwidths from the device and to it, in bytes a second."""
     device = torch.device("cuda", index)
     there = torch.zeros(numel, dtype=torch.float32, device=device)
     here = torch.zeros(numel, dtype=torch.float32, pin_memory=True)

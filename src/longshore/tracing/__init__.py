@@ -1,4 +1,4 @@
-"""What happened to each tile, and when: ``longshore.trace``."""
+"""Record what happens to each tile, and when: ``longshore.trace``."""
 
 from longshore.tracing.events import Event
 from longshore.tracing.summary import Summary

@@ -1,4 +1,4 @@
-"""The events of a trace, and the recorder that writes them down."""
+"""The events of a trace, and the recorder that collects them."""
 
 from __future__ import annotations
 
@@ -16,37 +16,40 @@ from longshore.kernels import TileSegment
 from longshore.transfer import CopyHandle, FinishedCopy
 
 BACKWARD = "backward"
-"""From the first arrival of a window to the call of ``step()``."""
+"""From the first gradient of an accumulation window to the call of ``step()``."""
 STEP = "step"
-"""``step()`` of the optimizer, from its call to its return."""
+"""The optimizer's ``step()``, from its call to its return."""
 STEP_LANE = "backward, step()"
-"""The lane of these two."""
+"""The lane of BACKWARD and STEP."""
 
 
 class Event(NamedTuple):
-    """Something that happened, in nanoseconds of ``time.perf_counter_ns``."""
+    """One event; times are nanoseconds of ``time.perf_counter_ns``."""
 
     name: str
     tile: int | None
-    """None: it is not one tile's."""
+    """The tile's index; None: the event does not belong to one tile."""
     lane: str
-    """A lane of copies, or the thread that did it."""
+    """The name of the thread that did it, or of the copy stream."""
     begin_ns: int
     end_ns: int
-    """The same as ``begin_ns`` for what takes no time."""
+    """Equal to ``begin_ns`` for an event without duration."""
     num_bytes: int = 0
-    """Of pages, read and written, or copied; 0 where nobody counted."""
+    """Bytes of optimizer state read and written, or bytes copied; 0 where they are not counted."""
 
 
 class EventRecorder(Recorder):
-    """Appends to a list, from any thread. A pass is told when it is over, so each one that is there has ended."""
+    """Collects events from any thread.
+
+    Passes are reported when they are over, so all passes in the list have ended.
+    """
 
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._copies = {name: _CopyWatch(name, self._append) for name in (COPY_TO_HOST, PUBLISH)}
 
     def close(self) -> list[Event]:
-        """All events; waits for copies that were asked for. What is told afterwards is forgotten."""
+        """Wait for copies that are under way, and return all events. Later events are dropped."""
         for watch in self._copies.values():
             watch.close()
         events, self._events = self._events, []
@@ -67,7 +70,7 @@ class EventRecorder(Recorder):
 
     def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         end_ns = time.perf_counter_ns()
-        # Kernels of another device have only been enqueued by now: their time is not known.
+        # Kernels of another device have only been enqueued, so their duration is not known.
         numel = sum(row.gradient.numel() for row in rows) if page.device.type == "cpu" else 0
         num_bytes = 2 * page.shape[0] * page.element_size() * numel
         self._append(Event(name, tile, _this_thread(), begin_ns, end_ns, num_bytes))
@@ -75,65 +78,65 @@ class EventRecorder(Recorder):
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
         if not isinstance(handle, FinishedCopy):
             self._copies[name].put(tile, handle, begin_ns)
-        elif name == PUBLISH:  # by the caller, or by the pass itself; a gradient was only taken over
+        elif name == PUBLISH:  # copied by this thread; a gradient in host memory is not copied at all
             self.span(name, tile, begin_ns)
 
     def _append(self, event: Event) -> None:
         self._events.append(event)
 
 
-class _Asked(NamedTuple):
+class _PendingCopy(NamedTuple):
     tile: int
     handle: CopyHandle
     begin_ns: int
 
 
 class _CopyWatch:
-    """Waits for the copies of one lane on a thread of its own, since nobody else may wait for them in time.
+    """Waits for the copies of one stream on a thread of its own, since no other thread waits for each copy's end.
 
-    A copy begins where it was asked for or where the one before it ended, and ends where this thread
-    sees it, which is late by what the machine takes to wake it up.
+    A copy begins when it was issued or when the copy before it ended. It ends when this thread sees it end, which is
+    late by the time that the system takes to wake the thread.
     """
 
     def __init__(self, name: str, append: Callable[[Event], None]) -> None:
         self._name = name
         self._append = append
-        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[_PendingCopy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name=f"longshore-trace-{name}", daemon=True)
         self._thread.start()
 
     def put(self, tile: int, handle: CopyHandle, begin_ns: int) -> None:
-        self._asked.put(_Asked(tile, handle, begin_ns))
+        self._pending.put(_PendingCopy(tile, handle, begin_ns))
 
     def close(self) -> None:
-        self._asked.put(None)
+        self._pending.put(None)
         self._thread.join()
 
     def _watch(self) -> None:
-        free_ns = 0  # a lane copies one after the other
-        while (asked := self._asked.get()) is not None:
-            target = asked.handle.target
+        free_ns = 0  # a stream runs its copies one after the other
+        while (copy := self._pending.get()) is not None:
+            target = copy.handle.target
             try:
-                asked.handle.wait()
-            except Exception:  # whoever needs the copy raises it
+                copy.handle.wait()
+            except Exception:  # raised again where the copy is needed
                 continue
             end_ns = time.perf_counter_ns()
-            begin_ns = max(asked.begin_ns, free_ns)
+            begin_ns = max(copy.begin_ns, free_ns)
             num_bytes = target.numel() * target.element_size()
-            self._append(Event(self._name, asked.tile, f"lane: {self._name}", begin_ns, end_ns, num_bytes))
+            self._append(Event(self._name, copy.tile, f"lane: {self._name}", begin_ns, end_ns, num_bytes))
             free_ns = end_ns
-            del asked, target  # the next one may be long in coming
+            del copy, target  # so that the tensor is not kept alive until the next copy
 
 
 def _this_thread() -> str:
     name = threading.current_thread().name
-    return "autograd" if name.startswith("Dummy-") else name  # a thread that Python did not start
+    return "autograd" if name.startswith("Dummy-") else name  # the thread was not started by Python
 
 
 def in_order(events: Sequence[Event]) -> list[Event]:
-    """The events by their beginnings, with a BACKWARD for each step that gradients arrived before.
+    """Sort events by their beginnings, and add a BACKWARD for each step before which gradients arrived.
 
-    A loop calls zero_grad() after each step as well, which discards nothing and is left out.
+    ``zero_grad()`` after a step discards nothing; such events are left out.
     """
     complete: list[Event] = []
     first_ns: int | None = None
@@ -142,7 +145,7 @@ def in_order(events: Sequence[Event]) -> list[Event]:
         if event.name == DISCARD and first_ns is None:
             continue
         complete.append(event)
-        # What arrives inside step() is of the window that ends there.
+        # Gradients that arrive inside step() belong to the window that ends there.
         if event.name == ARRIVE and first_ns is None and event.begin_ns >= stepped_by_ns:
             first_ns = event.begin_ns
         elif event.name == DISCARD:
@@ -155,9 +158,10 @@ def in_order(events: Sequence[Event]) -> list[Event]:
 
 
 def exposed_spans(events: Sequence[Event]) -> list[tuple[int, int]]:
-    """Beginnings and ends, in order and apart, of what training waited for: each ``step()``, and the norms before.
+    """Beginnings and ends of the times in which training waited: each ``step()``, and each norm before it.
 
-    ``events`` are by their beginnings. A norm of a window that was not stepped is left out.
+    The spans are sorted and do not overlap. Norms of windows that were not stepped are left out. ``events`` are sorted
+    by their beginnings.
     """
     stepped_by_ns = max((event.end_ns for event in events if event.name == STEP), default=0)
     spans: list[tuple[int, int]] = []

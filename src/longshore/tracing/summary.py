@@ -1,4 +1,4 @@
-"""A trace in ten numbers."""
+"""Summarize a trace in ten numbers."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ _PASSES = (STEP_AHEAD, STEP_IN_PLACE)
 
 
 class Summary(NamedTuple):
-    """Seconds are means over the steps of the block; None where the block has nothing of the kind.
+    """Numbers of one traced block; None where the block has no event of the kind.
 
-    Bytes a second are those of this process, while it was at it.
+    Seconds are means over the steps of the block. Bytes a second are those of this process, over the time in which it
+    read, wrote or copied.
     """
 
     steps: int
     """Calls of ``step()`` that returned."""
     step_s: float | None
-    """From the beginning of the block, or the end of a step, to the end of the next step."""
+    """From the end of a step, or the beginning of the block, to the end of the next step."""
     exposed_s: float | None
-    """Inside ``step()``, and before it for the norm. On a device that runs behind the CPU this has the rest of
-    its backward in it, which is waited for there."""
+    """The time of ``step()``, and of the norm before it. Where a device runs behind the CPU, this includes the rest of
+    its backward, for which the CPU waits here."""
     norm_s: float | None
-    """The part of that which measured gradients, with what was waited for."""
+    """The part of ``exposed_s`` that computes the norm of gradients, or waits for it."""
     host_bytes_per_second: float | None
-    """Of pages, read and written, over the time of all passes on the host."""
+    """Optimizer state read and written, over the time of all passes on the host."""
     to_host_bytes_per_second: float | None
-    """Of gradients, at least: a copy that waits for its gradient counts as one under way."""
+    """Gradients copied: a lower bound, since the time includes waiting for gradients that are not computed yet."""
     to_device_bytes_per_second: float | None
-    """Of new parameters, at least."""
+    """New parameters copied: a lower bound."""
     hit_rate: float | None
-    """Of the tiles that were stepped ahead and decided on, the part that was kept."""
+    """The share of tiles stepped ahead that ``step()`` kept."""
     spares_used: int
-    """The most tiles that were stepped ahead in one window."""
+    """The most tiles stepped ahead in one accumulation window."""
     spares: int
-    """Tiles that can be stepped ahead at once, now."""
+    """Tiles that can be stepped ahead at once, at the end of the block."""
 
     def __str__(self) -> str:
         rows = [
@@ -56,7 +57,7 @@ class Summary(NamedTuple):
 
 
 def summarize(events: Sequence[Event], begin_ns: int, spares: int) -> Summary:
-    """The summary of a block that began at ``begin_ns``, of events by their beginnings."""
+    """Summarize a block that began at ``begin_ns``; ``events`` are sorted by their beginnings."""
     steps = [event for event in events if event.name == STEP]
     count = len(steps)
     stepped_by_ns = steps[-1].end_ns if steps else begin_ns

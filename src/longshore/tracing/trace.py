@@ -1,4 +1,4 @@
-"""``longshore.trace``: a block of training, written down."""
+"""``longshore.trace`` and ``longshore.annotate``: record a block of training."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ import torch.distributed
 from longshore.errors import LongshoreError
 from longshore.host import Ranges
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.tracing.chrome import chrome_events
 from longshore.tracing.events import Event, EventRecorder, in_order
-from longshore.tracing.page import html_page
+from longshore.tracing.export import chrome_events, html_page
 from longshore.tracing.summary import Summary, summarize
 
 
 class Trace:
-    """What :func:`trace` recorded; empty until its block is over.
+    """What :func:`trace` recorded. It can be read once the block is over.
 
     Attributes:
-        rank: of this process; 0 without ranks.
-        events: by their beginnings.
+        rank: the rank of this process; 0 without ``torch.distributed``.
+        events: sorted by their beginnings; empty until the block is over.
     """
 
     def __init__(self, rank: int, begin_ns: int) -> None:
@@ -36,15 +35,15 @@ class Trace:
         self._spares: int | None = None
 
     def finish(self, events: Sequence[Event], spares: int) -> None:
-        """Take what was recorded, and how many spares there are."""
+        """Store the recorded events, and how many spares the store has."""
         self.events = tuple(in_order(events))
         self._spares = spares
 
     def summary(self) -> Summary:
-        """Times and speeds; ``print`` it for a table.
+        """Times and bandwidths; ``print`` shows them as a table.
 
         Raises:
-            LongshoreError: the block is not over; so do the two below.
+            LongshoreError: the block is not over.
         """
         return summarize(self.events, self._begin_ns, self._finished())
 
@@ -54,27 +53,35 @@ class Trace:
         return self._spares
 
     def save_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON for ui.perfetto.dev or chrome://tracing: a process for the rank, a thread for each lane."""
+        """Write JSON for ui.perfetto.dev or chrome://tracing: a process for the rank, a thread for each lane.
+
+        Raises:
+            LongshoreError: the block is not over.
+        """
         self._finished()
         document = {"traceEvents": chrome_events(self.events, self.rank, self._begin_ns), "displayTimeUnit": "ms"}
         Path(path).write_text(json.dumps(document), encoding="utf-8")
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one HTML page that needs nothing else: lanes over time, and what ``step()`` left exposed."""
+        """Write one self-contained HTML page: lanes over time, with the exposed time marked.
+
+        Raises:
+            LongshoreError: the block is not over.
+        """
         Path(path).write_text(html_page(self.events, self.rank, self._begin_ns, self.summary()), encoding="utf-8")
 
 
 @contextmanager
 def annotate(engine_or_optimizer: Any) -> Iterator[None]:
-    """Ranges of ``torch.profiler`` and, with CUDA, of NVTX for what each lane does during the block.
+    """Add ranges for ``torch.profiler`` and, with CUDA, for NVTX during the block.
 
-    One for every pass over a tile, every copy that is asked for, every norm, and every job of the host's and the
-    collectives' threads, on the thread that does it. ``LONGSHORE_ANNOTATE=1`` in the environment does it for the
-    whole run (``nsys profile``). ``torch.profiler`` sees other threads with
+    There is a range for every pass over a tile, every copy that is issued, every norm, and every job of the host's and
+    the collectives' threads, on the thread that runs it. ``LONGSHORE_ANNOTATE=1`` in the environment adds them for the
+    whole run, for example under ``nsys profile``. ``torch.profiler`` sees all threads with
     ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
 
     Args:
-        engine_or_optimizer: of ``longshore.initialize``, or any longshore optimizer.
+        engine_or_optimizer: an engine of ``longshore.initialize``, or any longshore optimizer.
 
     Raises:
         TypeError: it is neither.
@@ -89,24 +96,24 @@ def annotate(engine_or_optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
-    """Record the life of each tile during the block; the weights are the same bits with it and without.
+    """Record the events of each tile during the block. Tracing does not change the weights, to the bit.
 
-    Each rank records itself. Begin and end it between windows (after ``step()``): what arrived before the block
-    is not in it. A closure that ``step()`` is given counts as part of the step.
+    Each rank records its own events. Begin and end the block after ``step()``: gradients that arrived before the block
+    are not recorded. A closure passed to ``step()`` counts as part of the step.
 
     Args:
-        engine_or_optimizer: of ``longshore.initialize``, or any longshore optimizer.
+        engine_or_optimizer: an engine of ``longshore.initialize``, or any longshore optimizer.
 
     Yields:
         The trace, which can be read and saved once the block is over.
 
     Raises:
-        TypeError: it is neither.
-        LongshoreError: it is being traced already.
+        TypeError: the argument is neither.
+        LongshoreError: the optimizer is being traced already.
     """
     optimizer = _optimizer_of(engine_or_optimizer, "trace")
     if any(isinstance(each, EventRecorder) for each in optimizer._core.store.recorders):
-        raise LongshoreError("this optimizer is being traced already; end that block of longshore.trace first")
+        raise LongshoreError("this optimizer is being traced already; end the other block of longshore.trace first")
     recorder = EventRecorder()
     begin_ns = called_ns = time.perf_counter_ns()
 

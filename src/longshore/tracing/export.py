@@ -1,9 +1,13 @@
-"""A trace as one HTML page: lanes over time as inline SVG, which a slider widens."""
+"""Export a trace: as JSON for Chrome and Perfetto ("Trace Event Format"), and as one HTML page.
+
+The page draws lanes over time as inline SVG, with a slider to zoom.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from longshore.host.events import (
     ARRIVE,
@@ -18,8 +22,7 @@ from longshore.host.events import (
     STEP_AHEAD,
     STEP_IN_PLACE,
 )
-from longshore.tracing.chrome import lanes_of
-from longshore.tracing.events import BACKWARD, STEP, Event, exposed_spans
+from longshore.tracing.events import BACKWARD, STEP, STEP_LANE, Event, exposed_spans
 from longshore.tracing.summary import Summary
 
 _LANE_PX = 32
@@ -43,18 +46,18 @@ _COLOURS = {
 
 _MEANINGS = {
     BACKWARD: "from the first gradient of a step to the call of step()",
-    STEP: "the call of step()",
-    NORM: "the norm of all gradients is measured, or waited for",
-    ARRIVE: "a parameter's gradient is there",
-    ARRIVE_AGAIN: "one more gradient of a parameter, which is added",
-    COPY_TO_HOST: "a gradient on its way",
-    STEP_AHEAD: "a tile stepped before step(), into a spare page",
-    STEP_IN_PLACE: "a tile stepped inside step()",
-    PUBLISH: "new values on their way to a parameter",
-    KEPT: "what was stepped ahead counts",
-    REDONE: "stepped ahead, and again inside step(), because of a clip or another learning rate",
-    DROPPED: "stepped ahead for nothing: one more gradient came, or all were discarded",
-    DISCARD: "zero_grad() threw gradients away",
+    STEP: "from the call of step() to its return",
+    NORM: "the norm of all gradients is computed, or waited for",
+    ARRIVE: "backward has computed a parameter's gradient",
+    ARRIVE_AGAIN: "another gradient of the same parameter, which is added",
+    COPY_TO_HOST: "a gradient is copied to the host",
+    STEP_AHEAD: "a tile is stepped before step(), into a spare page",
+    STEP_IN_PLACE: "a tile is stepped inside step()",
+    PUBLISH: "new values are copied to a parameter",
+    KEPT: "step() keeps what was stepped ahead",
+    REDONE: "stepped ahead, and again inside step(), because gradients were clipped or the learning rate changed",
+    DROPPED: "stepped ahead in vain: another gradient arrived, or all gradients were discarded",
+    DISCARD: "zero_grad() discarded gradients",
 }
 
 _PAGE = """<!doctype html>
@@ -94,7 +97,7 @@ the norm and for step()</span></p>
 </svg></div></div></div>
 <script>
 const time = document.getElementById("time"), scroll = time.parentElement, lengthUs = {length_us};
-// About every 120 pixels, at 1, 2 or 5 times a power of ten; only those in view, since a wide picture has thousands.
+// A tick about every 120 pixels, at 1, 2 or 5 times a power of ten; only ticks in view, since there may be thousands.
 function drawTicks() {{
   const least = lengthUs * 120 / time.clientWidth, power = Math.pow(10, Math.floor(Math.log10(least)));
   const every = power * [1, 2, 5, 10].find(function (factor) {{ return factor * power >= least; }});
@@ -119,8 +122,40 @@ drawTicks();
 </script>"""
 
 
+def lanes_of(events: Sequence[Event]) -> list[str]:
+    """Names of lanes: the lane of the steps first, then threads, then copy streams."""
+    return sorted({event.lane for event in events}, key=lambda lane: (lane != STEP_LANE, ": " in lane, lane))
+
+
+def chrome_events(events: Sequence[Event], rank: int, begin_ns: int) -> list[dict[str, Any]]:
+    """Complete ("X") events, in microseconds since ``begin_ns``, after metadata that name the rank and the lanes."""
+    thread_of = {lane: thread for thread, lane in enumerate(lanes_of(events))}
+    names = [{"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}]
+    for lane, thread in thread_of.items():
+        names.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": lane}})
+        names.append(
+            {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": thread, "args": {"sort_index": thread}}
+        )
+    return names + [
+        {
+            "name": event.name,
+            "ph": "X",
+            "pid": rank,
+            "tid": thread_of[event.lane],
+            "ts": (event.begin_ns - begin_ns) / 1e3,
+            "dur": (event.end_ns - event.begin_ns) / 1e3,
+            "args": {
+                key: value
+                for key, value in (("tile", event.tile), ("bytes", event.num_bytes or None))
+                if value is not None
+            },
+        }
+        for event in events
+    ]
+
+
 def html_page(events: Sequence[Event], rank: int, begin_ns: int, summary: Summary) -> str:
-    """The page; it names no address, and a pointer over a shape tells what it is."""
+    """The page as text. It loads nothing from elsewhere; a tooltip describes each shape."""
     height_px = _LANE_PX * len(lanes_of(events))
     return _PAGE.format(
         rank=rank,
@@ -168,6 +203,6 @@ def _shape(event: Event, begin_ns: int, top_px: int) -> str:
     if length_us:
         place = f'x="{begin_us:.3f}" y="{top_px + 4}" width="{length_us:.3f}" height="{_LANE_PX - 8}"'
         return f'<rect {place} fill="{colour}">{title}</rect>'
-    # A line keeps its width however far the picture is stretched.
+    # With non-scaling-stroke, a line keeps its width at every zoom.
     place = f'x1="{begin_us:.3f}" x2="{begin_us:.3f}" y1="{top_px + 2}" y2="{top_px + _LANE_PX - 2}"'
     return f'<line {place} stroke="{colour}" vector-effect="non-scaling-stroke">{title}</line>'
