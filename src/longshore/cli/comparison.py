@@ -1,10 +1,7 @@
-"""The demo's work: runs on the CPU, with longshore and without, in pairs that end alike, and a table of them."""
+"""The runs of ``longshore demo`` on the CPU, with longshore and without it, in pairs, and a table of them."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,21 +18,20 @@ from longshore.cli.contestants import (
     RanksContestant,
     set_threads,
 )
-from longshore.cli.data import Corpus, Sequences
-from longshore.cli.display import make_display
-from longshore.cli.failure import CommandError, SettingsError
-from longshore.cli.optimizers import make_stepper
+from longshore.cli.data import Corpus, Sequences, read_text
+from longshore.cli.display import Display
+from longshore.cli.failure import CommandError
 from longshore.cli.output import check_writable, write_file
-from longshore.cli.plain import ExactNormStepper
 from longshore.cli.settings import (
     NUMEL_MULTIPLE,
+    SIZES,
+    DemoSettings,
     LoopSettings,
     ModelSettings,
     OptimizerSettings,
-    choose_shape,
 )
+from longshore.cli.steppers import ExactNormStepper, make_stepper
 from longshore.cli.terminal import make_console, plural, quantity, warn
-from longshore.cli.text import read_text
 
 _ACCUMULATION = RANKS
 _EVAL_BATCHES = 8
@@ -43,52 +39,21 @@ _TRIAL_STEPS = 3  # for --seconds; the median leaves out the first, which warms 
 _DTYPES = ("fp32", "bf16")
 _STAGES = (1, 2, 3)
 _KILLED = (2,)
-"""Stages of which a run is killed, and resumed, too."""
-# Of a trial on half the threads: that run itself, and as many tokens on all threads by the ranks, at each stage.
+"""Stages with a second run, which is killed and resumed."""
+# The time of all runs on ranks, in that of the plain run beside them, which has half the threads: that run itself, and
+# at each stage as many tokens on all threads.
 _RANKS_SHARE = 1.0 + 0.5 * len((*_STAGES, *_KILLED))
 
 
-@dataclass(frozen=True)
-class DemoSettings:
-    """``seconds``: for all runs together; None takes ``steps``. ``two_ranks``: with the run on two ranks."""
-
-    size: str = "small"
-    steps: int = 60
-    seconds: float | None = None
-    seq_len: int = 128
-    batch_size: int = 4
-    seed: int = 0
-    data: tuple[Path, ...] = ()
-    out: Path | None = None
-    two_ranks: bool = True
-
-    def __post_init__(self) -> None:
-        if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise SettingsError(f"--seconds must be more than 0, not {self.seconds}")
-        self.loop(self.steps)
-        choose_shape(self.size, None, {})
-
-    def loop(self, steps: int) -> LoopSettings:
-        return LoopSettings(
-            seq_len=self.seq_len,
-            steps=steps,
-            batch_size=self.batch_size,
-            accumulation=_ACCUMULATION,
-            seed=self.seed,
-            eval_every=steps,
-            eval_batches=_EVAL_BATCHES,
-        )
-
-
-class Data(NamedTuple):
-    """What all runs train on."""
+class DemoData(NamedTuple):
+    """The data on which all runs train."""
 
     corpus: Corpus
     sequences: Sequences
 
 
 class Pair(NamedTuple):
-    """Two runs that should end with the same weights."""
+    """Two runs that should have equal weights at the end."""
 
     what: str
     ours: Contestant
@@ -96,14 +61,14 @@ class Pair(NamedTuple):
 
 
 def run(settings: DemoSettings) -> int:
-    """0 when every weight of every run equals its plain counterpart, else 1."""
+    """Return 0 if every weight of every run equals its plain counterpart, else 1."""
     if settings.out is not None:
         check_writable(settings.out, "--out")
         curve.load_figure()
     text = read_text(settings.data, None)
     model.load_transformers()
     corpus = model.make_corpus(text.documents, None)
-    data = Data(corpus, Sequences(corpus, settings.seq_len, settings.seed))
+    data = DemoData(corpus, Sequences(corpus, settings.seq_len, settings.seed))
     console = make_console()
     steps = settings.steps if settings.seconds is None else _affordable_steps(settings, data)
     console.print(
@@ -119,11 +84,11 @@ def run(settings: DemoSettings) -> int:
     return _report(pairs, settings, steps, console)
 
 
-def _race(settings: DemoSettings, steps: int, dtype: str, data: Data, console: Console) -> Pair:
-    """Both runs of a dtype, a step of one and a step of the other in turn, so that they meet the same machine."""
-    pair = Pair(f"in {dtype}", *(_local(settings, steps, dtype, offload, data) for offload in (True, False)))
-    tokens = settings.loop(steps).tokens_per_step
-    with make_display(console, steps) as display:
+def _race(settings: DemoSettings, steps: int, dtype: str, data: DemoData, console: Console) -> Pair:
+    """Do both runs of a dtype, in turn a step of one and a step of the other, so that the load is the same for both."""
+    pair = Pair(f"in {dtype}", *(_local(settings, steps, dtype, plain, data) for plain in (False, True)))
+    tokens = _loop(settings, steps).tokens_per_step
+    with Display(console, steps) as display:
         for step, _ in zip(pair.ours.run(), pair.plain.run(), strict=True):
             if step is not None:
                 display.step(step, step.step * tokens / step.seconds)
@@ -132,18 +97,20 @@ def _race(settings: DemoSettings, steps: int, dtype: str, data: Data, console: C
     return pair
 
 
-def _race_of_ranks(settings: DemoSettings, steps: int, data: Data, console: Console) -> list[Pair]:
-    """Two ranks at each stage, once more with a kill, then one process that has their batches as two backwards a step.
-    All have as many threads for a backward, on which its sums depend."""
+def _race_of_ranks(settings: DemoSettings, steps: int, data: DemoData, console: Console) -> list[Pair]:
+    """Do the runs on two ranks, at each stage and once more with a kill, then one process with their batches.
+
+    It has two backwards in a step. All have the same number of threads in a backward, on which its sums depend.
+    """
     threads = max(1, torch.get_num_threads() // RANKS)
-    loop, plain = settings.loop(steps), _exact(settings, steps, data)
-    about = loop, _optimizer(steps, True), settings.size, settings.data, threads
+    loop, plain = _loop(settings, steps), _exact(settings, steps, data)
+    about = loop, _optimizer(steps, plain=False), settings.size, settings.data, threads
     pairs = [Pair(f"at stage {stage}", RanksContestant(stage, *about), plain) for stage in _STAGES]
     pairs += [Pair(f"at stage {stage} with a kill", KilledContestant(stage, *about), plain) for stage in _KILLED]
     former = set_threads(threads)
     try:
         for contestant in (*(pair.ours for pair in pairs), plain):
-            with make_display(console, steps) as display:
+            with Display(console, steps) as display:
                 for step in contestant.run():
                     if step is not None:
                         display.step(step, step.step * loop.tokens_per_step / step.seconds)
@@ -157,41 +124,52 @@ def _ended(contestant: Contestant) -> str:
     return f"{contestant.name}: validation loss {contestant.validation_loss:.4f}"
 
 
-def _optimizer(steps: int, offload: bool) -> OptimizerSettings:
-    return OptimizerSettings(offload=offload, warmup=min(OptimizerSettings.warmup, steps // 4))
+def _loop(settings: DemoSettings, steps: int) -> LoopSettings:
+    return LoopSettings(
+        seq_len=settings.seq_len,
+        steps=steps,
+        batch_size=settings.batch_size,
+        accumulation=_ACCUMULATION,
+        seed=settings.seed,
+        eval_every=steps,
+        eval_batches=_EVAL_BATCHES,
+    )
 
 
-def _local(settings: DemoSettings, steps: int, dtype: str, offload: bool, data: Data) -> LocalContestant:
-    optimizer, network = _optimizer(steps, offload), _network(settings, dtype, data.corpus)
-    name = f"{dtype}, {'longshore' if offload else 'plain'}"
+def _optimizer(steps: int, plain: bool) -> OptimizerSettings:
+    return OptimizerSettings(plain=plain, warmup=min(OptimizerSettings.warmup, steps // 4))
+
+
+def _local(settings: DemoSettings, steps: int, dtype: str, plain: bool, data: DemoData) -> LocalContestant:
+    optimizer, network = _optimizer(steps, plain), _network(settings, dtype, data.corpus)
+    name = f"{dtype}, {'plain' if plain else 'longshore'}"
     stepper = make_stepper(network, optimizer)
-    return LocalContestant(name, network, stepper, settings.loop(steps), optimizer, data.sequences)
+    return LocalContestant(name, network, stepper, _loop(settings, steps), optimizer, data.sequences)
 
 
-def _exact(settings: DemoSettings, steps: int, data: Data) -> LocalContestant:
-    optimizer, network = _optimizer(steps, False), _network(settings, "fp32", data.corpus)
-    stepper = ExactNormStepper(network, optimizer)
-    name = "fp32, plain, f64 norm"
-    return LocalContestant(name, network, stepper, settings.loop(steps), optimizer, data.sequences)
+def _exact(settings: DemoSettings, steps: int, data: DemoData) -> LocalContestant:
+    optimizer, network = _optimizer(steps, plain=True), _network(settings, "fp32", data.corpus)
+    name, stepper = "fp32, plain, f64 norm", ExactNormStepper(network, optimizer)
+    return LocalContestant(name, network, stepper, _loop(settings, steps), optimizer, data.sequences)
 
 
 def _network(settings: DemoSettings, dtype: str, corpus: Corpus) -> nn.Module:
-    chosen = ModelSettings(choose_shape(settings.size, None, {}), None, dtype, "cpu")
+    chosen = ModelSettings(SIZES[settings.size], dtype=dtype, device="cpu")
     network = model.build_model(chosen, settings.seq_len, settings.seed, corpus, None)
     for name, parameter in network.named_parameters():
-        # torch's fused CPU AdamW rounds the elements after the last multiple otherwise (docs/optimizer.md).
+        # torch's fused CPU AdamW rounds the elements after the last multiple differently (docs/optimizer.md).
         if parameter.numel() % NUMEL_MULTIPLE:
-            raise CommandError(f"{name} has {parameter.numel()} elements, which is no multiple of {NUMEL_MULTIPLE}")
+            raise CommandError(f"{name} has {parameter.numel()} elements, not a multiple of {NUMEL_MULTIPLE}")
     return network
 
 
-def _affordable_steps(settings: DemoSettings, data: Data) -> int:
-    """How many steps of all runs fit ``settings.seconds``, from a few steps of each run."""
+def _affordable_steps(settings: DemoSettings, data: DemoData) -> int:
+    """Return the steps with which all runs take ``settings.seconds``, from a few steps of each."""
     assert settings.seconds is not None
     seconds = 0.0
     for dtype in _DTYPES:
-        for offload in (True, False):
-            seconds += _trial(_local(settings, _TRIAL_STEPS, dtype, offload, data))
+        for plain in (False, True):
+            seconds += _trial(_local(settings, _TRIAL_STEPS, dtype, plain, data))
     if settings.two_ranks:
         former = set_threads(max(1, torch.get_num_threads() // RANKS))
         seconds += _RANKS_SHARE * _trial(_exact(settings, _TRIAL_STEPS, data))
@@ -206,7 +184,7 @@ def _trial(contestant: Contestant) -> float:
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """The names whose tensors are not ``torch.equal``."""
+    """Return the names whose tensors are not ``torch.equal``."""
     return [name for name in ours if not torch.equal(ours[name], theirs[name])] + sorted(theirs.keys() - ours.keys())
 
 
@@ -270,5 +248,5 @@ def _row(contestant: Contestant, settings: DemoSettings) -> list[str]:
         f"{contestant.validation_loss:.6f}",
         f"{last.memory.device / numel:.2f}",
         f"{last.memory.host / numel:.2f}",
-        quantity(settings.loop(1).tokens_per_step / contestant.seconds_per_step),
+        quantity(_loop(settings, 1).tokens_per_step / contestant.seconds_per_step),
     ]

@@ -25,9 +25,9 @@ from longshore.cli import curve
 from longshore.cli.data import Sequences
 from longshore.cli.failure import CommandError
 from longshore.cli.loop import Loop, Step
-from longshore.cli.optimizers import Memory, Stepper
 from longshore.cli.output import METRICS, WEIGHTS
 from longshore.cli.settings import LoopSettings, OptimizerSettings
+from longshore.cli.steppers import LocalStepper, MemoryUse
 
 RANKS = 2
 _POLL_S = 0.1
@@ -35,29 +35,27 @@ _END_S = 40.0  # torchrun itself grants its ranks 30
 
 
 class Contestant(ABC):
-    """One run and what came out so far.
+    """One run and its results so far.
 
     Args:
         name: for the table.
-        optimizer: how it steps.
-        ours: whether it is longshore's.
+        optimizer: the settings with which it steps.
     """
 
-    def __init__(self, name: str, optimizer: OptimizerSettings, ours: bool) -> None:
+    def __init__(self, name: str, optimizer: OptimizerSettings) -> None:
         self.name = name
         self.optimizer = optimizer
-        self._ours = ours
         self.steps: list[Step] = []
         self.validation_loss = math.nan
 
     @abstractmethod
     def run(self) -> Iterator[Step | None]:
-        """One item a step, or None for a validation."""
+        """Do the run; yield each step, and None for each validation."""
 
     @property
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """By name, after the run."""
+        """The weights by name, after the run."""
 
     @property
     def numel(self) -> int:
@@ -65,17 +63,18 @@ class Contestant(ABC):
 
     @property
     def seconds_per_step(self) -> float:
-        """The median."""
+        """The median over the steps."""
         ends = [0.0] + [step.seconds for step in self.steps]
         return statistics.median(end - start for start, end in itertools.pairwise(ends))
 
     @property
     def clipped(self) -> int:
-        """Steps whose gradient was really clipped."""
+        """The number of steps whose gradient norm was above the limit."""
         return sum(step.grad_norm is not None and step.grad_norm > self.optimizer.clip for step in self.steps)
 
     def series(self) -> curve.Series:
-        series = curve.Series(self.name, width=1.2 if self._ours else 5, alpha=1.0 if self._ours else 0.35)
+        ours = not self.optimizer.plain
+        series = curve.Series(self.name, width=1.2 if ours else 5, alpha=1.0 if ours else 0.35)
         for step in self.steps:
             series.add(step.step, step.loss)
         return series
@@ -88,12 +87,12 @@ class LocalContestant(Contestant):
         self,
         name: str,
         network: nn.Module,
-        stepper: Stepper,
+        stepper: LocalStepper,
         loop: LoopSettings,
         optimizer: OptimizerSettings,
         sequences: Sequences,
     ) -> None:
-        super().__init__(name, optimizer, optimizer.offload)
+        super().__init__(name, optimizer)
         self.model = network
         self._loop = Loop(network, sequences, stepper, loop, optimizer)
 
@@ -115,11 +114,11 @@ class RanksContestant(Contestant):
     """``torchrun -m longshore train --stage N`` on two ranks, each with every second batch.
 
     Args:
-        stage: of ZeRO.
-        loop: of one process with ``RANKS`` backwards a step.
-        size: of the model.
+        stage: the stage of ZeRO.
+        loop: the loop of one process with ``RANKS`` backwards in a step.
+        size: the size of the model.
         data: paths; none for the default text.
-        threads: torch's, of each rank. Sums in backward depend on it.
+        threads: torch's threads in each rank. Sums in backward depend on their number.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class RanksContestant(Contestant):
         data: tuple[Path, ...],
         threads: int,
     ) -> None:
-        super().__init__(f"fp32, {RANKS} ranks, ZeRO-{stage}", optimizer, ours=True)
+        super().__init__(f"fp32, {RANKS} ranks, ZeRO-{stage}", optimizer)
         self._stage = stage
         assert loop.accumulation == RANKS
         self._options: dict[str, Any] = {
@@ -160,10 +159,10 @@ class RanksContestant(Contestant):
             self._load(out)
 
     def _train(self, out: Path, *further: str) -> Iterator[Step | None]:
-        """One command, to its end; ``further`` are options of it."""
+        """Run the command to its end, with the options ``further``."""
         errors = out.with_suffix(".stderr")
         with errors.open("wb") as stderr:
-            # In a session of its own, so that a Ctrl-C reaches it once, from here.
+            # In its own process session, so that a Ctrl-C reaches it once, from here.
             process = subprocess.Popen(
                 [*self._command(out), *further],
                 env={**os.environ, "OMP_NUM_THREADS": str(self._threads), "CUDA_VISIBLE_DEVICES": ""},
@@ -190,19 +189,19 @@ class RanksContestant(Contestant):
         return [sys.executable, *launcher, "train", "--stage", str(self._stage), *options, *data, "--out", str(out)]
 
     def _follow(self, process: subprocess.Popen[bytes], metrics: Path) -> Iterator[Step | None]:
-        """What the run wrote so far, until it has ended."""
+        """Yield what the run writes to its metrics, until it has ended."""
         done = 0
         while True:
             ended = process.poll() is not None
             lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
             for line in lines[done:]:
-                record = json.loads(line)
-                if record["kind"] == "train":
-                    self.steps.append(_step(record))
+                entry = json.loads(line)
+                if entry["kind"] == "train":
+                    self.steps.append(_step(entry))
                     self._trained(process)
                     yield self.steps[-1]
-                elif record["kind"] == "validation":
-                    self.validation_loss = record["loss"]
+                elif entry["kind"] == "validation":
+                    self.validation_loss = entry["loss"]
                     yield None
             done = len(lines)
             if ended:
@@ -210,11 +209,12 @@ class RanksContestant(Contestant):
             time.sleep(_POLL_S)
 
     def _trained(self, process: subprocess.Popen[bytes]) -> None:
-        """A step was made."""
+        """Called after each step."""
 
 
 class KilledContestant(RanksContestant):
-    """The same with checkpoints: one rank is killed half way, and the same command goes on with ``--resume``."""
+    """A run with checkpoints of which one rank is killed half way, and which the same command continues with
+    ``--resume``."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -223,8 +223,8 @@ class KilledContestant(RanksContestant):
         self._save_every = max(1, steps // 5)
         self._kill_at = max(self._save_every + 1, steps // 2)
         self._killed_by = ""
-        self.story = "the run that was to be killed ended before it was"
-        """What became of it, in words."""
+        self.story = "the run ended before it could be killed"
+        """What happened to it, in words."""
 
     def run(self) -> Iterator[Step | None]:
         with tempfile.TemporaryDirectory(prefix="longshore-demo-") as folder:
@@ -236,12 +236,12 @@ class KilledContestant(RanksContestant):
                 if not self._killed_by:
                     raise
                 seen, self.steps = self.steps, []
-                (out / METRICS).unlink()  # of the first life
+                (out / METRICS).unlink()  # of the run that was killed
                 yield from self._train(out, *saving, "--resume")
-                # From its own steps: a checkpoint may be whole, and used, before "latest" names it.
+                # Its own steps tell: a checkpoint may be whole, and used, before "latest" names it.
                 behind = self.steps[0].step - 1 if self.steps else len(seen)
                 self.steps[:0] = seen[:behind]
-                self.story = f"{self._killed_by} after step {len(seen)}, and --resume went on after step {behind}"
+                self.story = f"{self._killed_by} after step {len(seen)}, and --resume continued after step {behind}"
             self._load(out)
 
     def _trained(self, process: subprocess.Popen[bytes]) -> None:
@@ -264,9 +264,9 @@ def _children_of(pid: int) -> list[int]:
         return []
 
 
-def _step(record: dict[str, Any]) -> Step:
-    memory = Memory(record["device_bytes"], record["host_bytes"])
-    return Step(record["step"], record["loss"], record["lr"], record["grad_norm"], record["seconds"], memory)
+def _step(entry: dict[str, Any]) -> Step:
+    memory = MemoryUse(entry["device_bytes"], entry["host_bytes"])
+    return Step(entry["step"], entry["loss"], entry["lr"], entry["grad_norm"], entry["seconds"], memory)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -280,14 +280,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(errors: Path) -> str:
-    """The line that longshore left, or the last one."""
-    lines = errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+    """Return the line that longshore printed, or else the last line."""
+    lines = errors.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
     ours = [line for line in lines if line.startswith("longshore: ")]
     return ours[0].removeprefix("longshore: ") if ours else lines[-1]
 
 
 def set_threads(threads: int) -> int:
-    """torch's, from here on; returns what it was."""
+    """Set the number of torch's threads, and return what it was."""
     former = torch.get_num_threads()
     torch.set_num_threads(threads)
     return former

@@ -1,91 +1,60 @@
-"""How a run looks while it goes: a bar on a terminal, lines elsewhere."""
+"""The progress of a run: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from longshore.cli.loop import Step, Validation
+from longshore.cli.steppers import MemoryUse
 from longshore.cli.terminal import byte_quantity, quantity
 
 
-class Display(Protocol):
-    """A context; ``step`` comes for every step, ``line`` for what should stay on the screen."""
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def step(self, step: Step, tokens_per_second: float) -> None: ...
-
-    def line(self, text: str) -> None: ...
-
-
-class BarDisplay:
-    """rich's progress bar, with the lines above it."""
+class Display:
+    """A context in which ``step`` moves the bar, where there is one, and ``line`` prints above it."""
 
     def __init__(self, console: Console, steps: int) -> None:
-        self._progress = Progress(
+        self._console = console
+        self._bar = Progress(
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}"),
             TimeRemainingColumn(),
             console=console,
+            disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("", total=steps, state="")
+        self._task = self._bar.add_task("", total=steps, state="")
 
-    def __enter__(self) -> BarDisplay:
-        self._progress.start()
+    def __enter__(self) -> Display:
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._bar.stop()
 
     def step(self, step: Step, tokens_per_second: float) -> None:
-        state = (
-            f"loss {step.loss:.4f}  {quantity(tokens_per_second)} tokens/s  "
-            f"device {byte_quantity(step.memory.device)}  host {byte_quantity(step.memory.host)}"
-        )
-        self._progress.update(self._task, completed=step.step, state=state)
-
-    def line(self, text: str) -> None:
-        self._progress.console.print(text, markup=False)
-
-
-class LineDisplay:
-    """Only the lines; for pipes and files."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __enter__(self) -> LineDisplay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def step(self, step: Step, tokens_per_second: float) -> None:
-        return None
+        state = f"loss {step.loss:.4f}  {_figures(tokens_per_second, step.memory)}"
+        self._bar.update(self._task, completed=step.step, state=state)
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False)
 
 
-def make_display(console: Console, steps: int) -> Display:
-    return BarDisplay(console, steps) if console.is_terminal else LineDisplay(console)
-
-
 def step_line(step: Step, steps: int, loss: float, tokens_per_second: float) -> str:
-    """One logged step; ``loss`` is the mean since the last one."""
+    """Return the line of a logged step; ``loss`` is the mean since the last one."""
     norm = "" if step.grad_norm is None else f"  norm {step.grad_norm:.3f}"
     return (
         f"step {step.step:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {step.lr:.2e}{norm}  "
-        f"{quantity(tokens_per_second)} tokens/s  "
-        f"device {byte_quantity(step.memory.device)}  host {byte_quantity(step.memory.host)}"
+        f"{_figures(tokens_per_second, step.memory)}"
     )
 
 
 def validation_line(validation: Validation, steps: int) -> str:
     return f"step {validation.step:>{len(str(steps))}}/{steps}  validation loss {validation.loss:.4f}"
+
+
+def _figures(tokens_per_second: float, memory: MemoryUse) -> str:
+    return (
+        f"{quantity(tokens_per_second)} tokens/s  "
+        f"device {byte_quantity(memory.device)}  host {byte_quantity(memory.host)}"
+    )

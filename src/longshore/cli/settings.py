@@ -1,14 +1,15 @@
-"""What ``longshore train`` is asked to do, as frozen numbers; whatever is refused is refused here."""
+"""The settings of ``longshore train`` and ``demo``, whose annotated fields are the options; all checks of values."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from longshore.cli.failure import SettingsError
+from longshore.cli.options import Option, check
 
 if TYPE_CHECKING:  # it imports torch
     from longshore.engine import Config
@@ -30,6 +31,13 @@ class Shape:
     layers: int
     heads: int
 
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.heads):
+            raise SettingsError(
+                f"--hidden-size {self.hidden_size} does not split into {self.heads} heads of an even size: "
+                f"change --hidden-size or --heads"
+            )
+
 
 SIZES = {
     "tiny": Shape(hidden_size=64, intermediate_size=176, layers=2, heads=4),
@@ -41,21 +49,67 @@ SIZES = {
 
 DTYPES = ("fp32", "bf16", "fp16")
 SCHEDULES = ("constant", "linear", "cosine")
-DEVICES = ("auto", "cpu", "cuda")
-STAGES = (0, 1, 2, 3)
+
+_data, _model, _training, _engine, _output = (
+    partial(Option, panel=panel) for panel in ("Data", "Model", "Training", "Engine", "Output")
+)
+
+# Options of more than one command; each command has its own default.
+DataPaths = Annotated[
+    tuple[Path, ...],
+    _data("File or folder of plain text; repeatable. Default: Python's standard library.", flag="--data"),
+]
+Size = Annotated[str, _model("Size of a Llama with random weights.", choices=tuple(SIZES))]
+Steps = Annotated[int, _training("Optimizer steps.", at_least=1)]
+SeqLen = Annotated[int, _training("Tokens in a sequence.", at_least=1)]
+BatchSize = Annotated[int, _training("Sequences in a backward, on each rank.", at_least=1)]
+Accumulation = Annotated[int, _training("Backwards in a step.", at_least=1)]
+Clip = Annotated[float, _training("Largest norm of all gradients together; 0: do not clip.", at_least=0)]
+Seed = Annotated[int, _training("Seed of the weights and of the order of the data.", at_least=0, at_most=MAX_SEED)]
+Stage = Annotated[
+    int | None,
+    _engine(
+        "Train with longshore.initialize, also on several ranks (torchrun -m longshore train ...), which share nothing "
+        "(0), optimizer state (1), gradients too (2), or parameters too (3).",
+        at_least=0,
+        at_most=3,
+    ),
+]
 
 
 @dataclass(frozen=True)
 class DataSettings:
     """``paths``: files and folders; none for the standard library. ``max_bytes``: how much of them is read."""
 
-    paths: tuple[Path, ...] = ()
-    max_bytes: int | None = None
-    tokenizer: Path | None = None
+    paths: DataPaths = ()
+    max_bytes: Annotated[int | None, _data("Read at most this much text.", at_least=1)] = None
+    tokenizer: Annotated[
+        Path | None, _data("Local tokenizer. Default: the one of --model; without one each byte is a token.")
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.max_bytes is not None:
-            _at_least("--max-bytes", self.max_bytes, 1)
+        check(self)
+
+
+_part = partial(_model, "Replaces the number of --size.")
+
+
+@dataclass(frozen=True)
+class ShapeSettings:
+    """A preset, and numbers that replace its own."""
+
+    size: Size = "small"
+    hidden_size: Annotated[int | None, _part(at_least=NUMEL_MULTIPLE, multiple_of=NUMEL_MULTIPLE)] = None
+    intermediate_size: Annotated[int | None, _part(at_least=NUMEL_MULTIPLE, multiple_of=NUMEL_MULTIPLE)] = None
+    layers: Annotated[int | None, _part(at_least=1)] = None
+    heads: Annotated[int | None, _part(at_least=1)] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def shape(self) -> Shape:
+        """The preset's numbers, and those that replace them."""
+        return Shape(**{name: getattr(self, name) or value for name, value in SIZES[self.size].__dict__.items()})
 
 
 @dataclass(frozen=True)
@@ -63,164 +117,14 @@ class ModelSettings:
     """A shape for random weights, or ``path``, a folder with a model in the format of transformers."""
 
     shape: Shape = SIZES["small"]
-    path: Path | None = None
-    dtype: str = "fp32"
-    device: str = "auto"
+    path: Annotated[Path | None, _model("Folder with a causal language model to start from.", flag="--model")] = None
+    dtype: Annotated[str, _model("Dtype of the parameters. fp16 needs --stage or --config.", choices=DTYPES)] = "fp32"
+    device: Annotated[str, _model("auto is CUDA where there is a CUDA device.", choices=("auto", "cpu", "cuda"))] = (
+        "auto"
+    )
 
     def __post_init__(self) -> None:
-        _one_of("--dtype", self.dtype, DTYPES)
-        _one_of("--device", self.device, DEVICES)
-        if self.path is not None:
-            return
-        shape = self.shape
-        _at_least("--layers", shape.layers, 1)
-        _at_least("--heads", shape.heads, 1)
-        for option, value in (
-            ("--hidden-size", shape.hidden_size),
-            ("--intermediate-size", shape.intermediate_size),
-        ):
-            _at_least(option, value, NUMEL_MULTIPLE)
-            if value % NUMEL_MULTIPLE:
-                raise SettingsError(f"{option} must be a multiple of {NUMEL_MULTIPLE}, not {value}")
-        if shape.hidden_size % (2 * shape.heads):
-            raise SettingsError(
-                f"--hidden-size {shape.hidden_size} does not split into {shape.heads} heads of an even size: "
-                f"change --hidden-size or --heads"
-            )
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """``clip`` 0 is no clipping. Matrices decay; vectors (the norms' weights) do not. ``schedule`` None: the
-    engine's own, which a configuration file names."""
-
-    lr: float = 1e-3
-    schedule: str | None = "cosine"
-    warmup: int = 20
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    offload: bool = True
-    release_gradients: bool = False
-    speculation_memory: int | float | str = 0
-    """As in ``longshore.Offload``."""
-
-    def __post_init__(self) -> None:
-        if self.schedule is not None:
-            _one_of("--schedule", self.schedule, SCHEDULES)
-        _at_least("--warmup", self.warmup, 0)
-        for option, value in (("--lr", self.lr), ("--weight-decay", self.weight_decay), ("--clip", self.clip)):
-            if not (math.isfinite(value) and value >= 0):
-                raise SettingsError(f"{option} must be a number that is not negative, not {value}")
-        if self.release_gradients and not self.offload:
-            raise SettingsError(
-                "--release-gradients sends gradients to the host, where --no-offload keeps no state: leave one out"
-            )
-        if self.speculation_memory and not self.offload:
-            raise SettingsError(
-                "--speculation-memory is for stepping on the host, where --no-offload keeps no state: leave one out"
-            )
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """``seq_len``: tokens a sequence; ``batch_size``: sequences a backward; ``accumulation``: backwards a step,
-    each on ``ranks`` processes at once.
-
-    ``eval_every`` 0 is no validation; otherwise there is also one before the first and one after the last step.
-    """
-
-    seq_len: int = 128
-    steps: int = 500
-    batch_size: int = 8
-    accumulation: int = 1
-    seed: int = 0
-    eval_every: int = 100
-    eval_batches: int = 8
-    log_every: int = 10
-    ranks: int = 1
-
-    def __post_init__(self) -> None:
-        for option, value, least in (
-            ("--seq-len", self.seq_len, 1),
-            ("--steps", self.steps, 1),
-            ("--batch-size", self.batch_size, 1),
-            ("--accumulation", self.accumulation, 1),
-            ("--seed", self.seed, 0),
-            ("--eval-every", self.eval_every, 0),
-            ("--eval-batches", self.eval_batches, 1),
-            ("--log-every", self.log_every, 1),
-        ):
-            _at_least(option, value, least)
-        if self.seed > MAX_SEED:
-            raise SettingsError(f"--seed must be at most {MAX_SEED}, not {self.seed}")
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.seq_len * self.batch_size * self.accumulation * self.ranks
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Training goes through ``longshore.initialize``.
-
-    Attributes:
-        config: everything that file and command line say, for the ranks of this run.
-        file: of ``--config``, or None.
-        notes: what is worth saying about the file, once.
-        stops_at_overflow: a norm that is no number ends training, since nobody asked to skip such steps.
-    """
-
-    config: Config
-    file: Path | None = None
-    notes: tuple[str, ...] = ()
-    stops_at_overflow: bool = True
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """All of a run. ``out`` None writes nothing; ``engine`` None trains in one process without the engine.
-    ``trace``: the page of a trace, with JSON beside it; None: nothing is traced. ``save_every``: steps between
-    checkpoints, 0 for none. ``resume``: go on with the run in ``out``."""
-
-    data: DataSettings = field(default_factory=DataSettings)
-    model: ModelSettings = field(default_factory=ModelSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    loop: LoopSettings = field(default_factory=LoopSettings)
-    out: Path | None = None
-    overwrite: bool = False
-    engine: EngineSettings | None = None
-    trace: Path | None = None
-    save_every: int = 0
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        _at_least("--save-every", self.save_every, 0)
-        for option, given in (("--save-every", self.save_every), ("--resume", self.resume)):
-            if given and self.out is None:
-                raise SettingsError(f"{option} needs --out DIR, the folder of the run")
-        if self.resume and self.overwrite:
-            raise SettingsError("--resume goes on with the run in --out, and --overwrite replaces it: leave one out")
-        if self.overwrite and self.out is None:
-            raise SettingsError("--overwrite needs --out DIR: without it nothing is written")
-        if self.out is not None and self.model.path is not None and self.out.resolve() == self.model.path.resolve():
-            raise SettingsError(f"--out {self.out} is the folder of --model: choose another, so that it is kept")
-
-
-def choose_shape(size: str | None, model: Path | None, parts: dict[str, int | None]) -> Shape:
-    """The preset ``size`` (default: small) with the given ``parts`` in place of its own.
-
-    With ``model`` the shape is that model's, so a size or a part beside it is refused.
-    """
-    given = {option: value for option, value in parts.items() if value is not None}
-    if model is not None:
-        named = (["--size"] if size is not None else []) + ["--" + option.replace("_", "-") for option in given]
-        if named:
-            raise SettingsError(f"{named[0]} and --model exclude each other: the model in {model} has its own shape")
-        return SIZES["small"]
-    size = "small" if size is None else size
-    _one_of("--size", size, tuple(SIZES))
-    preset = SIZES[size]
-    return Shape(**{**preset.__dict__, **given})
+        check(self)
 
 
 def parse_speculation_memory(text: str) -> int | float | str:
@@ -235,20 +139,205 @@ def parse_speculation_memory(text: str) -> int | float | str:
         if (kind is int and value >= 0 and value != 1) or (kind is float and 0.0 <= value <= 1.0):
             return value
         break
-    raise SettingsError(
-        "--speculation-memory is a number of bytes (an integer), a fraction from 0.0 to 1.0 (1.0 is a spare for every "
-        f"tile), or auto, not {text}"
+    raise ValueError(
+        "is a number of bytes (an integer), a fraction from 0.0 to 1.0 (1.0 is a spare for every tile), or auto, "
+        f"not {text}"
     )
 
 
-def _at_least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise SettingsError(f"{option} must be at least {least}, not {value}")
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer, and its schedule; None: the engine's own, which a configuration file names."""
+
+    lr: Annotated[float, _training("Highest learning rate.", at_least=0)] = 1e-3
+    schedule: Annotated[str | None, _training("Of the learning rate after the warmup.", choices=SCHEDULES)] = "cosine"
+    warmup: Annotated[int, _training("Steps in which the learning rate rises to --lr.", at_least=0)] = 20
+    weight_decay: Annotated[float, _training("Weight decay of matrices. Vectors never decay.", at_least=0)] = 0.1
+    clip: Clip = 1.0
+    offload: Annotated[
+        bool,
+        _training(
+            "Keep the optimizer state in host memory, or on the device of the parameters.",
+            flag="--offload/--no-offload",
+        ),
+    ] = True
+    plain: Annotated[
+        bool,
+        _training(
+            "Train with torch.optim.AdamW in place of longshore, to compare: state on the device, fp32 masters for "
+            "bf16. Not with --stage or --config."
+        ),
+    ] = False
+    release_gradients: Annotated[
+        bool,
+        _training("Send gradients to the host during backward, and accumulate and clip them there."),
+    ] = False
+    speculation_memory: Annotated[
+        int | float | str,
+        _training(
+            "Host memory for stepping while backward runs: bytes, a fraction (1.0: a spare for every tile), or auto. "
+            "Needs --release-gradients, --stage or --config.",
+            parse=parse_speculation_memory,
+            metavar="<memory>",
+        ),
+    ] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.on_host:
+            return
+        why = "--plain" if self.plain else "--no-offload"
+        if self.release_gradients:
+            raise SettingsError(
+                f"--release-gradients sends gradients to the host, and {why} keeps the optimizer state on the device: "
+                "leave one out"
+            )
+        if self.speculation_memory:
+            raise SettingsError(
+                f"--speculation-memory is for stepping on the host, and {why} keeps the optimizer state on the device: "
+                "leave one out"
+            )
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the state is in host memory."""
+        return self.offload and not self.plain
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value in known:
-        return
-    near = difflib.get_close_matches(value, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise SettingsError(f"{option} {value!r} is not known; {hint}choose from {', '.join(known)}")
+@dataclass(frozen=True)
+class LoopSettings:
+    """Which batches, how often, and with how many ranks at once.
+
+    With ``eval_every`` above 0 there is also a validation before the first step and one after the last.
+    """
+
+    seq_len: SeqLen = 128
+    steps: Steps = 500
+    batch_size: BatchSize = 8
+    accumulation: Accumulation = 1
+    seed: Seed = 0
+    eval_every: Annotated[int, _output("Steps between validations; 0: no validation.", at_least=0)] = 100
+    eval_batches: Annotated[int, _output("Batches in a validation.", at_least=1)] = 8
+    log_every: Annotated[int, _output("Steps between logged lines.", at_least=1)] = 10
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.seq_len * self.batch_size * self.accumulation * self.ranks
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """With either of them training goes through ``longshore.initialize``."""
+
+    stage: Stage = None
+    config: Annotated[
+        Path | None,
+        _engine(
+            "DeepSpeed JSON file for longshore.initialize. It decides the options that are not given; those that are "
+            "given must agree with it."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The configuration of a run that goes through ``longshore.initialize``.
+
+    Attributes:
+        config: everything that file and command line say, for the ranks of this run.
+        file: of ``--config``, or None.
+        notes: remarks about the file, to be shown once.
+        stops_at_overflow: whether a gradient norm that is NaN or infinite ends training; otherwise, under a dynamic
+            loss scale, the step is skipped.
+    """
+
+    config: Config
+    file: Path | None = None
+    notes: tuple[str, ...] = ()
+    stops_at_overflow: bool = True
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """A whole run. Without ``engine`` it is one process that does not use the engine; without ``out`` it writes no
+    folder."""
+
+    data: DataSettings = field(default_factory=DataSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    loop: LoopSettings = field(default_factory=LoopSettings)
+    out: Annotated[Path | None, _output("Folder for the weights, the metrics and the loss curve.")] = None
+    overwrite: Annotated[bool, _output("Replace the run that is in --out.")] = False
+    engine: EngineSettings | None = None
+    trace: Annotated[
+        Path | None,
+        _output(
+            "HTML page for a trace of every tile during three steps in the middle of the run. The same as JSON for "
+            "Perfetto is written beside it."
+        ),
+    ] = None
+    save_every: Annotated[
+        int,
+        _output(
+            "Steps between checkpoints in --out, of which the newest two are kept, with one at the end; 0: none.",
+            at_least=0,
+        ),
+    ] = 0
+    resume: Annotated[
+        bool,
+        _output(
+            "Continue the run in --out from its newest checkpoint; the weights are those of a run that was never "
+            "stopped. Ranks and stage may change, the number of backwards in a step over all ranks may not."
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        check(self)
+        for option, given in (("--save-every", self.save_every), ("--resume", self.resume)):
+            if given and self.out is None:
+                raise SettingsError(f"{option} needs --out DIR, the folder of the run")
+            if given and self.optimizer.plain:
+                raise SettingsError(f"{option} is for runs of longshore, and --plain trains without it: leave one out")
+        if self.resume and self.overwrite:
+            raise SettingsError("--resume continues the run in --out, and --overwrite replaces it: leave one out")
+        if self.overwrite and self.out is None:
+            raise SettingsError("--overwrite needs --out DIR: without it nothing is written")
+        if self.trace is not None and self.optimizer.plain:
+            raise SettingsError("--trace shows the steps of longshore, and --plain trains without it: leave one out")
+        if self.out is not None and self.model.path is not None and self.out.resolve() == self.model.path.resolve():
+            raise SettingsError(f"--out {self.out} is the folder of --model: choose another, so that it is kept")
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """The runs of the demo; ``seconds`` is for all of them together, None takes ``steps``."""
+
+    size: Size = "small"
+    steps: Steps = 60
+    seconds: Annotated[
+        float | None, _training("Choose the number of steps so that all runs together take about this long.")
+    ] = None
+    seq_len: SeqLen = 128
+    batch_size: BatchSize = 4
+    seed: Seed = 0
+    data: DataPaths = ()
+    out: Annotated[Path | None, _output("PNG file for the loss curves.")] = None
+    two_ranks: Annotated[
+        bool,
+        _training(
+            "Also train on two ranks, with ZeRO-1, 2 and 3; one run is killed and resumed.",
+            flag="--two-ranks/--no-two-ranks",
+        ),
+    ] = True
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise SettingsError(f"--seconds must be more than 0, not {self.seconds}")

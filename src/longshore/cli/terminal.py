@@ -1,4 +1,4 @@
-"""Standard output that may be a terminal, a file, a full disk or a pipe whose reader has gone."""
+"""Printing, also where standard output is a full disk or a pipe whose reader has gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longshore.cli.failure import os_reason
 
 
 class SafeOutput:
-    """A text stream over ``sys.stdout`` that goes quiet when nobody reads it: a training run goes on without."""
+    """A text stream over ``sys.stdout`` that discards what cannot be written, so that training continues."""
 
     def __init__(self) -> None:
         self._stream: IO[str] | None = sys.stdout
@@ -49,7 +49,7 @@ class SafeOutput:
 
 
 def make_console(quiet: bool = False) -> Console:
-    """Plain text and 100 columns unless standard output is a terminal. ``quiet`` prints nothing."""
+    """Return a console: plain text and 100 columns unless stdout is a terminal. ``quiet``: it prints nothing."""
     output: Any = SafeOutput()
     return Console(
         file=output, width=None if output.isatty() else 100, highlight=False, soft_wrap=not output.isatty(), quiet=quiet
@@ -57,7 +57,7 @@ def make_console(quiet: bool = False) -> Console:
 
 
 def silence_stdout() -> None:
-    """Python writes once more when it ends, and would complain; this lets that succeed."""
+    """Redirect standard output to nowhere, since Python flushes it at exit and would report the error again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -65,13 +65,13 @@ def silence_stdout() -> None:
 
 
 def warn(message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"longshore: {message}", file=sys.stderr, flush=True)
 
 
 def quantity(count: float) -> str:
-    """1234567 as '1.23 M'."""
+    """Return 1234567 as '1.23 M'."""
     for unit in ("", " k", " M"):
         if abs(count) < 999.5:  # what rounds to 1000 is 1 of the next unit
             return f"{count:.3g}{unit}"
@@ -81,7 +81,7 @@ def quantity(count: float) -> str:
 
 @contextlib.contextmanager
 def told_warnings() -> Iterator[None]:
-    """Each as one line on stderr, at the end."""
+    """A context whose ``UserWarning`` each become one line on stderr, at the end."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
         try:
@@ -92,7 +92,7 @@ def told_warnings() -> Iterator[None]:
 
 
 def byte_quantity(count: int) -> str:
-    """Bytes, with decimal units."""
+    """Return bytes with decimal units."""
     return f"{quantity(count)}B" if count >= 1000 else f"{count} B"
 
 

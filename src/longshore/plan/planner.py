@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from longshore.engine.wording import byte_count
@@ -84,15 +84,18 @@ class Plan:
     @property
     def distinct(self) -> tuple[Candidate, ...]:
         """The candidates; on one rank those of one stage, since all are alike."""
-        return tuple(each for each in self.candidates if self.machine.ranks > 1 or each.choice.stage == 0)
+        first = self.candidates[0].choice.stage
+        return tuple(each for each in self.candidates if self.machine.ranks > 1 or each.choice.stage == first)
 
 
-def plan(model: PlannedModel, machine: PlanMachine, job: Job) -> Plan:
-    """Count, simulate and choose.
+def plan(
+    model: PlannedModel, machine: PlanMachine, job: Job, allows: Callable[[Choice], bool] = lambda choice: True
+) -> Plan:
+    """Count, simulate and choose among the choices that ``allows`` returns true for.
 
     Raises:
         DoesNotFit: no choice fits; names the one that comes nearest, and by how much it misses.
-        ValueError: a model without parameters to train, or with some of a dtype that is not trained.
+        ValueError: a model without parameters to train, or with some of a dtype that is not trained; no choice is left.
     """
     model = _checked(model.cast(job.dtype))
     scalar = next((each.name for each in model.parameters if not each.shape), None)
@@ -112,6 +115,9 @@ def plan(model: PlannedModel, machine: PlanMachine, job: Job) -> Plan:
             continue
         first[choice.offload] = found = list(_with_variants(model, machine, job, choice))
         candidates += found
+    candidates = [each for each in candidates if allows(each.choice)]
+    if not candidates:
+        raise ValueError(f"no choice is left: {'; '.join(model.notes)}")
     fitting = [each for each in candidates if each.times is not None]
     if not fitting:
         raise DoesNotFit(_refusal(model, machine, job, candidates))
