@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from longshore.cli.failure import SettingsError
-from longshore.cli.options import CommandLine, Option, check, option_fields, takes
+from longshore.cli.options import CommandLine, CommandSettings, Option, option_fields, takes
 
 
 def even(text: str) -> int:
@@ -21,18 +21,15 @@ def even(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(CommandSettings):
     count: Annotated[int, Option("How many.", at_least=1, at_most=9)] = 3
     rate: Annotated[float | None, Option("How fast.", at_least=0)] = None
     width: Annotated[int, Option("How wide.", at_least=4, multiple_of=4)] = 8
     other: int = 5
 
-    def __post_init__(self):
-        check(self)
-
 
 @dataclass(frozen=True)
-class Words:
+class Words(CommandSettings):
     paths: Annotated[tuple[Path, ...], Option("Files.", flag="--data")] = ()
     kind: Annotated[str, Option("Which.", "Kinds", choices=("one", "two", "three"))] = "one"
     size: Annotated[int, Option("How large.", parse=even, metavar="<size>")] = 2
@@ -116,7 +113,7 @@ def test_what_cannot_be_parsed(read):
     with pytest.raises(
         SettingsError, match=r"^--kind 'tow' is not known; did you mean two. choose from one, two, three$"
     ):
-        check(Words(kind="tow"))
+        Words(kind="tow")
 
 
 def test_no_flag_has_an_opposite_unless_it_says_so(read):

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from longshore.cli.checkpoints import export, import_deepspeed, inspect
-from longshore.cli.demo import demo
 from longshore.cli.failure import (
     CommandError,
     SettingsError,
@@ -25,7 +24,7 @@ from longshore.cli.report import report
 from longshore.cli.run_deepspeed import AS_PYTHON, run, run_deepspeed
 from longshore.cli.signals import StopNow
 from longshore.cli.terminal import silence_stdout, warn
-from longshore.cli.train import train
+from longshore.cli.train import demo, train
 
 app = typer.Typer(
     add_completion=False,

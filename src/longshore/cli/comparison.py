@@ -19,7 +19,6 @@ from longshore.cli.contestants import (
     set_threads,
 )
 from longshore.cli.data import Corpus, Sequences, read_text
-from longshore.cli.display import Display
 from longshore.cli.failure import CommandError
 from longshore.cli.output import check_writable, write_file
 from longshore.cli.settings import (
@@ -31,7 +30,7 @@ from longshore.cli.settings import (
     OptimizerSettings,
 )
 from longshore.cli.steppers import ExactNormStepper, make_stepper
-from longshore.cli.terminal import make_console, plural, quantity, warn
+from longshore.cli.terminal import Display, make_console, plural, quantity, warn
 
 _ACCUMULATION = RANKS
 _EVAL_BATCHES = 8
@@ -91,7 +90,7 @@ def _race(settings: DemoSettings, steps: int, dtype: str, data: DemoData, consol
     with Display(console, steps) as display:
         for step, _ in zip(pair.ours.run(), pair.plain.run(), strict=True):
             if step is not None:
-                display.step(step, step.step * tokens / step.seconds)
+                display.advance(step.step, step.state(step.step * tokens / step.seconds))
         for contestant in pair[1:]:
             display.line(_ended(contestant))
     return pair
@@ -113,7 +112,8 @@ def _race_of_ranks(settings: DemoSettings, steps: int, data: DemoData, console: 
             with Display(console, steps) as display:
                 for step in contestant.run():
                     if step is not None:
-                        display.step(step, step.step * loop.tokens_per_step / step.seconds)
+                        speed = step.step * loop.tokens_per_step / step.seconds
+                        display.advance(step.step, step.state(speed))
                 display.line(_ended(contestant))
     finally:
         set_threads(former)

@@ -27,7 +27,7 @@ from longshore.cli.failure import CommandError
 from longshore.cli.loop import Loop, Step
 from longshore.cli.output import METRICS, WEIGHTS
 from longshore.cli.settings import LoopSettings, OptimizerSettings
-from longshore.cli.steppers import LocalStepper, MemoryUse
+from longshore.cli.steppers import MemoryUse, TrainStepper
 
 RANKS = 2
 _POLL_S = 0.1
@@ -87,7 +87,7 @@ class LocalContestant(Contestant):
         self,
         name: str,
         network: nn.Module,
-        stepper: LocalStepper,
+        stepper: TrainStepper,
         loop: LoopSettings,
         optimizer: OptimizerSettings,
         sequences: Sequences,

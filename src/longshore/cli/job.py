@@ -17,7 +17,6 @@ from torch import nn
 
 from longshore.cli import curve, model
 from longshore.cli.data import Corpus, Sequences, TextDocuments, read_text
-from longshore.cli.display import Display, step_line, validation_line
 from longshore.cli.engine_settings import with_engine
 from longshore.cli.failure import CommandError, SettingsError, one_line
 from longshore.cli.group import RunGroup
@@ -26,8 +25,8 @@ from longshore.cli.output import CURVE, MetricsFile, RunFolder
 from longshore.cli.resuming import RunCheckpoints, check_same_run, describe
 from longshore.cli.settings import EngineOptions, ModelSettings, TrainSettings
 from longshore.cli.signals import AgreedStop, StopSignals
-from longshore.cli.steppers import EngineStepper, LocalStepper, MemoryUse, make_stepper, nbytes
-from longshore.cli.terminal import byte_quantity, make_console, plural, quantity, warn
+from longshore.cli.steppers import EngineStepper, MemoryUse, TrainStepper, make_stepper, nbytes
+from longshore.cli.terminal import Display, byte_quantity, make_console, plural, quantity, warn
 from longshore.cli.trace import StepTrace, check_trace
 
 
@@ -80,7 +79,7 @@ def run(settings: TrainSettings, given: Mapping[str, Any], engine: EngineOptions
 def _train(
     settings: TrainSettings,
     prepared: Prepared,
-    stepper: EngineStepper | LocalStepper,
+    stepper: TrainStepper,
     group: RunGroup,
     console: Console,
 ) -> tuple[int, Diverged | None]:
@@ -231,7 +230,7 @@ class RunLog:
     def _step(self, step: Step) -> None:
         self._last = step
         self._losses.append(step.loss)
-        self._display.step(step, self._speed(step))
+        self._display.advance(step.step, step.state(self._speed(step)))
         if step.step % self._settings.loop.log_every == 0 or step.step == self._settings.loop.steps:
             self._log(step)
 
@@ -239,7 +238,7 @@ class RunLog:
         loss = sum(self._losses) / len(self._losses)
         speed = self._speed(step)
         self._training.add(step.step, loss)
-        self._display.line(step_line(step, self._settings.loop.steps, loss, speed))
+        self._display.line(step.line(self._settings.loop.steps, loss, speed))
         self._write(
             {
                 "kind": "train",
@@ -260,7 +259,7 @@ class RunLog:
 
     def _validated(self, validation: Validation) -> None:
         self._validation.add(validation.step, validation.loss)
-        self._display.line(validation_line(validation, self._settings.loop.steps))
+        self._display.line(validation.line(self._settings.loop.steps))
         self._write({"kind": "validation", "step": validation.step, "loss": validation.loss})
 
     def _speed(self, step: Step) -> float:
@@ -335,7 +334,7 @@ def _prepare(
     return Prepared(text, corpus, tokenizer, sequences, network, folder)
 
 
-def _make_stepper(settings: TrainSettings, network: nn.Module) -> EngineStepper | LocalStepper:
+def _make_stepper(settings: TrainSettings, network: nn.Module) -> TrainStepper:
     try:
         if settings.engine is None:
             return make_stepper(network, settings.optimizer)

@@ -17,6 +17,7 @@ from longshore.cli.failure import SharedError
 from longshore.cli.group import RunGroup
 from longshore.cli.settings import LoopSettings, OptimizerSettings
 from longshore.cli.steppers import MemoryUse, TrainStepper
+from longshore.cli.terminal import byte_quantity, quantity
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,24 @@ class Step:
     memory: MemoryUse
     skipped: int = 0
 
+    def state(self, tokens_per_second: float) -> str:
+        """Return what a progress bar shows."""
+        return f"loss {self.loss:.4f}  {self._speed_and_memory(tokens_per_second)}"
+
+    def line(self, steps: int, loss: float, tokens_per_second: float) -> str:
+        """Return a line of the log, of ``steps`` in all; ``loss`` is the mean since the last line."""
+        norm = "" if self.grad_norm is None else f"  norm {self.grad_norm:.3f}"
+        return (
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {self.lr:.2e}{norm}  "
+            f"{self._speed_and_memory(tokens_per_second)}"
+        )
+
+    def _speed_and_memory(self, tokens_per_second: float) -> str:
+        return (
+            f"{quantity(tokens_per_second)} tokens/s  "
+            f"device {byte_quantity(self.memory.device)}  host {byte_quantity(self.memory.host)}"
+        )
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -48,6 +67,9 @@ class Validation:
 
     step: int
     loss: float
+
+    def line(self, steps: int) -> str:
+        return f"step {self.step:>{len(str(steps))}}/{steps}  validation loss {self.loss:.4f}"
 
 
 class Diverged(SharedError):

@@ -1,8 +1,8 @@
 """Command-line options from the annotated fields of dataclasses.
 
 A field ``steps: Annotated[int, Option("Optimizer steps.", at_least=1)] = 500`` is the option ``--steps``. The field
-states its name, type, default, help and bounds, once: :func:`takes` gives them to typer, and :func:`check` applies the
-bounds to every instance, whether it was made from a command line or in Python.
+states its name, type, default, help and bounds, once: :func:`takes` gives them to typer, and
+:class:`CommandSettings` applies the bounds to every instance, whether a command line or Python made it.
 """
 
 from __future__ import annotations
@@ -149,14 +149,17 @@ def option_fields(kind: type) -> Iterator[OptionField]:
             yield OptionField(field.name, get_args(hint)[0], field.default, option)
 
 
-def check(settings: Any) -> None:
-    """Check the fields of a dataclass that are options.
+@dataclass(frozen=True)
+class CommandSettings:
+    """A dataclass with options, which are checked when it is made.
 
     Raises:
         SettingsError: a value is out of its bounds; names the option.
     """
-    for field in option_fields(type(settings)):
-        field.check(getattr(settings, field.name))
+
+    def __post_init__(self) -> None:
+        for field in option_fields(type(self)):
+            field.check(getattr(self, field.name))
 
 
 def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import typer
 
 from longshore.cli.curve import load_figure
 from longshore.cli.failure import CommandError, SettingsError, one_line
-from longshore.cli.options import CommandLine, Option, check, takes
+from longshore.cli.options import CommandLine, CommandSettings, Option, takes
 from longshore.cli.settings import (
     BYTE_VOCABULARY,
     DTYPES,
@@ -45,35 +46,31 @@ _training, _choices, _machine, _described, _output = (
 )
 _bytes = partial(_machine, parse=parse_bytes, metavar="<size>")
 _rate = partial(_described, parse=parse_rate, metavar="<rate>")
+_OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "SGD")
+_PLACE = "Plan only choices with optimizer state in host memory, or only others."
 
 
 @dataclass(frozen=True)
-class JobSettings:
-    """What is trained, and with which choices."""
+class PlanSettings(CommandSettings):
+    """What is trained, with which choices, on this machine or on a GPU that is named."""
 
     batch_size: BatchSize = 1
     seq_len: SeqLen = 2048
     accumulation: Accumulation = 1
-    dtype: Annotated[
-        str, _training("Dtype of the parameters; own: as the model has them.", choices=(*DTYPES, "own"))
-    ] = "bf16"
-    optimizer: Annotated[
-        str, _training("Optimizer whose state is counted.", choices=("AdamW", "Adam", "Lion", "Adagrad", "SGD"))
-    ] = "AdamW"
+    dtype: Annotated[str, _training("Of the parameters; own: the model's.", choices=(*DTYPES, "own"))] = "bf16"
+    optimizer: Annotated[str, _training("Optimizer whose state is counted.", choices=_OPTIMIZERS)] = "AdamW"
     clip: Clip = 1.0
     activation_checkpointing: Annotated[bool, _training("Backward computes the blocks again.")] = False
     tile_numel: Annotated[int | None, _training("Elements in a tile. Default: the engine's.", at_least=1)] = None
     stage: Annotated[int | None, _choices("Plan this stage only.", at_least=0, at_most=3)] = None
-    offload: Annotated[
-        bool | None,
-        _choices(
-            "Plan only choices with optimizer state in host memory, or only others.",
-            flag="--offload/--no-offload",
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
+    offload: Annotated[bool | None, _choices(_PLACE, flag="--offload/--no-offload")] = None
+    gpu: Annotated[str | None, _machine("Plan for this GPU: h200, ..., custom. Default: measure this machine.")] = None
+    gpus: Annotated[int | None, _machine("GPUs in a host, each with one rank.", at_least=1)] = None
+    host_memory: Annotated[int | None, _bytes("Memory of a host, such as 2TB.")] = None
+    device_memory: Annotated[int | None, _bytes("Memory of a GPU, in place of the data sheet's.")] = None
+    quick: Annotated[bool, _machine("Measure this machine with small arrays.")] = False
+    as_json: Annotated[bool, _output("Print JSON.", flag="--json")] = False
+    out: Annotated[Path | None, _output("Folder for plan.json, plan.png and ds_config.json.")] = None
 
     def job(self) -> Job:
         from longshore.engine.precision import DTYPES
@@ -97,48 +94,28 @@ class JobSettings:
 
 
 @dataclass(frozen=True)
-class MachineSettings:
-    """The machine: this one, or a GPU that is named."""
-
-    gpu: Annotated[str | None, _machine("Plan for this GPU: h200, ..., custom. Default: measure this machine.")] = None
-    gpus: Annotated[int | None, _machine("GPUs in a host, each with one rank.", at_least=1)] = None
-    host_memory: Annotated[int | None, _bytes("Memory of a host, such as 2TB.")] = None
-    device_memory: Annotated[int | None, _bytes("Memory of a GPU, in place of the data sheet's.")] = None
-    quick: Annotated[bool, _machine("Measure this machine with small arrays.")] = False
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True)
-class DescribedMachine:
-    """Figures of a machine that is not measured."""
+class DescribedMachine(CommandSettings):
+    """Figures of a machine that is not measured, by their names in ``plan.machine.Description``."""
 
     hosts: Annotated[int | None, _described("Hosts.", at_least=1)] = None
-    host_bandwidth: Annotated[float | None, _rate("Bandwidth of a host's memory, such as 400GB/s.")] = None
-    link: Annotated[float | None, _rate("From host to GPU, such as 50GB/s in one direction.")] = None
-    peers: Annotated[float | None, _rate("From GPU to GPU in a host, in one direction.")] = None
-    network: Annotated[float | None, _rate("Between hosts, for each GPU, such as 400Gbit/s.")] = None
-    device_bandwidth: Annotated[float | None, _rate("Bandwidth of a GPU's memory.")] = None
+    host_bytes_per_s: Annotated[
+        float | None, _rate("Bandwidth of a host's memory, such as 400GB/s.", flag="--host-bandwidth")
+    ] = None
+    link_bytes_per_s: Annotated[
+        float | None, _rate("From host to GPU in one direction, such as 50GB/s.", flag="--link")
+    ] = None
+    peers_bytes_per_s: Annotated[float | None, _rate("From GPU to GPU in a host.", flag="--peers")] = None
+    network_bytes_per_s: Annotated[
+        float | None, _rate("Between hosts, for each GPU, such as 400Gbit/s.", flag="--network")
+    ] = None
+    device_bytes_per_s: Annotated[float | None, _rate("Bandwidth of a GPU's memory.", flag="--device-bandwidth")] = None
     flops: Annotated[
-        float | None,
-        _described("Dense peak in the dtype, such as 989TFLOP/s.", parse=parse_flops, metavar="<rate>"),
+        float | None, _described("Dense peak in the dtype, such as 989TFLOP/s.", parse=parse_flops, metavar="<rate>")
     ] = None
     efficiency: Annotated[float | None, _described("Share of the peak that is reached. Default: 0.45.")] = None
 
-    def __post_init__(self) -> None:
-        check(self)
 
-
-@dataclass(frozen=True)
-class OutputSettings:
-    """How the plan is shown."""
-
-    as_json: Annotated[bool, _output("Print JSON.", flag="--json")] = False
-    out: Annotated[Path | None, _output("Folder for plan.json, plan.png and ds_config.json.")] = None
-
-
-@takes(ShapeSettings, JobSettings, MachineSettings, DescribedMachine, OutputSettings)
+@takes(ShapeSettings, PlanSettings, DescribedMachine)
 def plan(
     line: CommandLine,
     model: Annotated[
@@ -152,14 +129,14 @@ def plan(
 
     Nothing is downloaded, and no weights are made. Without --gpu this machine is measured.
     """
-    settings, output = line.settings(JobSettings), line.settings(OutputSettings)
-    figure = load_figure() if output.out is not None else None  # fails before anything takes time
+    settings = line.settings(PlanSettings)
+    figure = load_figure() if settings.out is not None else None  # fails before anything takes time
     sizes = line.flags_given(ShapeSettings)
     if model is not None and sizes:
         raise SettingsError(f"{sizes[0]} and MODEL exclude each other: {model} has its own shape")
     if model is None and not sizes:
         raise SettingsError("what is to be planned? give MODEL, or --size for a model of longshore train")
-    machine = _described_machine(line)
+    machine = _described_machine(line, settings)
     from longshore.plan.planner import DoesNotFit
     from longshore.plan.planner import plan as planned
 
@@ -167,51 +144,42 @@ def plan(
     read = read_size(shape.size, shape.shape(), settings.seq_len) if model is None else read_model(model)
     job = settings.job()
     if machine is None:
-        machine = _this_machine(replace(job, dtype=job.dtype or read.main_dtype), line.settings(MachineSettings))
+        machine = _this_machine(replace(job, dtype=job.dtype or read.main_dtype), settings)
     try:
         result = planned(read, machine, job, lambda choice: settings.allows(choice, machine))
     except DoesNotFit as refusal:
         raise CommandError(str(refusal)) from refusal
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    if output.out is not None:
-        _write(result, output.out, figure)
-    _show(result, output)
+    if settings.out is not None:
+        _write(result, settings.out, figure)
+    _show(result, settings)
 
 
-def _described_machine(line: CommandLine) -> PlanMachine | None:
+def _described_machine(line: CommandLine, settings: PlanSettings) -> PlanMachine | None:
     """Return the machine of ``--gpu``; None if this machine is to be measured."""
-    machine, figures = line.settings(MachineSettings), line.settings(DescribedMachine)
-    if machine.gpu is None:
+    if settings.gpu is None:
         if given := line.flags_given(DescribedMachine):
             raise SettingsError(
                 f"{', '.join(given)} describes another machine, and this one is measured: give --gpu too"
             )
         return None
-    from longshore.plan.machine import ACHIEVED_FLOPS, Description, described
+    from longshore.plan.machine import Description, described
 
+    values = {
+        **dataclasses.asdict(line.settings(DescribedMachine)),
+        "gpu": settings.gpu,
+        "gpus": settings.gpus,
+        "host_memory_bytes": settings.host_memory,
+        "device_memory_bytes": settings.device_memory,
+    }
     try:
-        return described(
-            Description(
-                machine.gpu,
-                machine.gpus or 1,
-                figures.hosts or 1,
-                machine.host_memory,
-                figures.host_bandwidth,
-                figures.link,
-                figures.peers,
-                figures.network,
-                machine.device_memory,
-                figures.device_bandwidth,
-                figures.flops,
-                ACHIEVED_FLOPS if figures.efficiency is None else figures.efficiency,
-            )
-        )
+        return described(Description(**{name: value for name, value in values.items() if value is not None}))
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
 
-def _this_machine(job: Job, settings: MachineSettings) -> PlanMachine:
+def _this_machine(job: Job, settings: PlanSettings) -> PlanMachine:
     from longshore.plan.here import this_machine
 
     with make_console().status("measuring") as status:  # shown on a terminal only
@@ -339,7 +307,7 @@ def _write(plan: Plan, out: Path, figure: Any) -> None:
     out.joinpath("plan.png").write_bytes(picture(plan, figure))
 
 
-def _show(plan: Plan, output: OutputSettings) -> None:
+def _show(plan: Plan, settings: PlanSettings) -> None:
     from longshore.plan import page
 
     console = make_console()
@@ -347,7 +315,7 @@ def _show(plan: Plan, output: OutputSettings) -> None:
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    if output.as_json:
+    if settings.as_json:
         say(json.dumps(page.values(plan), indent=2))
         return
     for line in page.head(plan):
@@ -355,8 +323,8 @@ def _show(plan: Plan, output: OutputSettings) -> None:
     console.print(page.table(plan))
     for line in page.tail(plan):
         say(line)
-    if output.out is not None:
-        say(f"wrote {output.out / 'ds_config.json'} (longshore.initialize loads it), plan.json and plan.png")
+    if settings.out is not None:
+        say(f"wrote {settings.out / 'ds_config.json'} (longshore.initialize loads it), plan.json and plan.png")
         return
     say("configuration:")
     say(json.dumps(page.values(plan)["configuration"], indent=2))

@@ -21,7 +21,7 @@ from longshore.cli.failure import USAGE, CommandError
 from longshore.cli.model import count_parameters
 from longshore.cli.output import CHECKPOINTS
 from longshore.cli.settings import TrainSettings
-from longshore.cli.steppers import EngineStepper, LocalStepper
+from longshore.cli.steppers import EngineStepper, TrainStepper
 from longshore.cli.terminal import told_warnings
 from longshore.engine.random_states import random_states, restore_random_states
 
@@ -33,7 +33,7 @@ _LOOP = ("seq_len", "steps", "batch_size", "seed")
 class RunCheckpoints:
     """The checkpoints of one run. Every rank has this object, and calls it at the same steps."""
 
-    def __init__(self, settings: TrainSettings, model: nn.Module, stepper: EngineStepper | LocalStepper) -> None:
+    def __init__(self, settings: TrainSettings, model: nn.Module, stepper: TrainStepper) -> None:
         self._every = settings.save_every
         self._folder = None if settings.out is None else settings.out / CHECKPOINTS
         self._model = model

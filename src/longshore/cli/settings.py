@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from longshore.cli.failure import SettingsError
-from longshore.cli.options import Option, check
+from longshore.cli.options import CommandSettings, Option
 
 if TYPE_CHECKING:  # it imports torch
     from longshore.engine import Config
@@ -19,7 +19,6 @@ NUMEL_MULTIPLE = 16
 elements differently (docs/optimizer.md), so with such sizes no element is one of those."""
 
 BYTE_VOCABULARY = 256
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,12 @@ SIZES = {
 """With the byte vocabulary: 0.14, 3.3, 25.6 and 121.6 million parameters."""
 
 DTYPES = ("fp32", "bf16", "fp16")
-SCHEDULES = ("constant", "linear", "cosine")
 
 _data, _model, _training, _engine, _output = (
     partial(Option, panel=panel) for panel in ("Data", "Model", "Training", "Engine", "Output")
 )
+_part = partial(_model, "Replaces the number of --size.", at_least=1)
+_width = partial(_part, at_least=NUMEL_MULTIPLE, multiple_of=NUMEL_MULTIPLE)
 
 # Options of more than one command; each command has its own default.
 DataPaths = Annotated[
@@ -65,66 +65,40 @@ SeqLen = Annotated[int, _training("Tokens in a sequence.", at_least=1)]
 BatchSize = Annotated[int, _training("Sequences in a backward, on each rank.", at_least=1)]
 Accumulation = Annotated[int, _training("Backwards in a step.", at_least=1)]
 Clip = Annotated[float, _training("Largest norm of all gradients together; 0: do not clip.", at_least=0)]
-Seed = Annotated[int, _training("Seed of the weights and of the order of the data.", at_least=0, at_most=MAX_SEED)]
-Stage = Annotated[
-    int | None,
-    _engine(
-        "Train with longshore.initialize, also on several ranks (torchrun -m longshore train ...), which share nothing "
-        "(0), optimizer state (1), gradients too (2), or parameters too (3).",
-        at_least=0,
-        at_most=3,
-    ),
-]
+Seed = Annotated[int, _training("Seed of weights and order of data.", at_least=0, at_most=2**63 - 1)]
 
 
 @dataclass(frozen=True)
-class DataSettings:
-    """``paths``: files and folders; none for the standard library. ``max_bytes``: how much of them is read."""
+class DataSettings(CommandSettings):
+    """``paths``: files and folders; none for the standard library."""
 
     paths: DataPaths = ()
     max_bytes: Annotated[int | None, _data("Read at most this much text.", at_least=1)] = None
-    tokenizer: Annotated[
-        Path | None, _data("Local tokenizer. Default: the one of --model; without one each byte is a token.")
-    ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-_part = partial(_model, "Replaces the number of --size.")
+    tokenizer: Annotated[Path | None, _data("Local tokenizer. Default: that of --model, or else bytes.")] = None
 
 
 @dataclass(frozen=True)
-class ShapeSettings:
+class ShapeSettings(CommandSettings):
     """A preset, and numbers that replace its own."""
 
     size: Size = "small"
-    hidden_size: Annotated[int | None, _part(at_least=NUMEL_MULTIPLE, multiple_of=NUMEL_MULTIPLE)] = None
-    intermediate_size: Annotated[int | None, _part(at_least=NUMEL_MULTIPLE, multiple_of=NUMEL_MULTIPLE)] = None
-    layers: Annotated[int | None, _part(at_least=1)] = None
-    heads: Annotated[int | None, _part(at_least=1)] = None
-
-    def __post_init__(self) -> None:
-        check(self)
+    hidden_size: Annotated[int | None, _width()] = None
+    intermediate_size: Annotated[int | None, _width()] = None
+    layers: Annotated[int | None, _part()] = None
+    heads: Annotated[int | None, _part()] = None
 
     def shape(self) -> Shape:
-        """The preset's numbers, and those that replace them."""
         return Shape(**{name: getattr(self, name) or value for name, value in SIZES[self.size].__dict__.items()})
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelSettings(CommandSettings):
     """A shape for random weights, or ``path``, a folder with a model in the format of transformers."""
 
     shape: Shape = SIZES["small"]
-    path: Annotated[Path | None, _model("Folder with a causal language model to start from.", flag="--model")] = None
-    dtype: Annotated[str, _model("Dtype of the parameters. fp16 needs --stage or --config.", choices=DTYPES)] = "fp32"
-    device: Annotated[str, _model("auto is CUDA where there is a CUDA device.", choices=("auto", "cpu", "cuda"))] = (
-        "auto"
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
+    path: Annotated[Path | None, _model("Folder with a causal language model to train.", flag="--model")] = None
+    dtype: Annotated[str, _model("Of the parameters. fp16 needs --stage or --config.", choices=DTYPES)] = "fp32"
+    device: Annotated[str, _model("auto: CUDA if it is available.", choices=("auto", "cpu", "cuda"))] = "auto"
 
 
 def parse_speculation_memory(text: str) -> int | float | str:
@@ -145,58 +119,47 @@ def parse_speculation_memory(text: str) -> int | float | str:
     )
 
 
+_MEMORY = (
+    "Host memory for stepping while backward runs: bytes, a fraction (1.0: a spare for every tile), or auto. "
+    "Needs --release-gradients, --stage or --config."
+)
+_PLAIN = (
+    "Train with torch.optim.AdamW in place of longshore, to compare: state on the device, fp32 masters for bf16. "
+    "Not with --stage or --config."
+)
+
+
 @dataclass(frozen=True)
-class OptimizerSettings:
+class OptimizerSettings(CommandSettings):
     """The optimizer, and its schedule; None: the engine's own, which a configuration file names."""
 
     lr: Annotated[float, _training("Highest learning rate.", at_least=0)] = 1e-3
-    schedule: Annotated[str | None, _training("Of the learning rate after the warmup.", choices=SCHEDULES)] = "cosine"
+    schedule: Annotated[
+        str | None, _training("Learning rate after the warmup.", choices=("constant", "linear", "cosine"))
+    ] = "cosine"
     warmup: Annotated[int, _training("Steps in which the learning rate rises to --lr.", at_least=0)] = 20
     weight_decay: Annotated[float, _training("Weight decay of matrices. Vectors never decay.", at_least=0)] = 0.1
     clip: Clip = 1.0
     offload: Annotated[
-        bool,
-        _training(
-            "Keep the optimizer state in host memory, or on the device of the parameters.",
-            flag="--offload/--no-offload",
-        ),
+        bool, _training("Optimizer state in host memory, or on the device.", flag="--offload/--no-offload")
     ] = True
-    plain: Annotated[
-        bool,
-        _training(
-            "Train with torch.optim.AdamW in place of longshore, to compare: state on the device, fp32 masters for "
-            "bf16. Not with --stage or --config."
-        ),
-    ] = False
+    plain: Annotated[bool, _training(_PLAIN)] = False
     release_gradients: Annotated[
-        bool,
-        _training("Send gradients to the host during backward, and accumulate and clip them there."),
+        bool, _training("Send gradients to the host during backward, and accumulate and clip them there.")
     ] = False
     speculation_memory: Annotated[
-        int | float | str,
-        _training(
-            "Host memory for stepping while backward runs: bytes, a fraction (1.0: a spare for every tile), or auto. "
-            "Needs --release-gradients, --stage or --config.",
-            parse=parse_speculation_memory,
-            metavar="<memory>",
-        ),
+        int | float | str, _training(_MEMORY, parse=parse_speculation_memory, metavar="<memory>")
     ] = 0
 
     def __post_init__(self) -> None:
-        check(self)
-        if self.on_host:
-            return
-        why = "--plain" if self.plain else "--no-offload"
-        if self.release_gradients:
-            raise SettingsError(
-                f"--release-gradients sends gradients to the host, and {why} keeps the optimizer state on the device: "
-                "leave one out"
-            )
-        if self.speculation_memory:
-            raise SettingsError(
-                f"--speculation-memory is for stepping on the host, and {why} keeps the optimizer state on the device: "
-                "leave one out"
-            )
+        super().__post_init__()
+        for option, needs_host in (
+            ("--release-gradients sends gradients to the host", self.release_gradients),
+            ("--speculation-memory is for stepping on the host", self.speculation_memory),
+        ):
+            if needs_host and not self.on_host:
+                why = "--plain" if self.plain else "--no-offload"
+                raise SettingsError(f"{option}, and {why} keeps the optimizer state on the device: leave one out")
 
     @property
     def on_host(self) -> bool:
@@ -205,8 +168,8 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class LoopSettings:
-    """Which batches, how often, and with how many ranks at once.
+class LoopSettings(CommandSettings):
+    """Which batches, and how often, on ``ranks`` processes at once.
 
     With ``eval_every`` above 0 there is also a validation before the first step and one after the last.
     """
@@ -221,29 +184,27 @@ class LoopSettings:
     log_every: Annotated[int, _output("Steps between logged lines.", at_least=1)] = 10
     ranks: int = 1
 
-    def __post_init__(self) -> None:
-        check(self)
-
     @property
     def tokens_per_step(self) -> int:
         return self.seq_len * self.batch_size * self.accumulation * self.ranks
 
 
+_STAGE = (
+    "Train with longshore.initialize, also on several ranks (torchrun -m longshore train ...), which share nothing "
+    "(0), optimizer state (1), gradients too (2), or parameters too (3)."
+)
+_CONFIG = (
+    "DeepSpeed JSON file for longshore.initialize. It decides the options that are not given; those that are given "
+    "must agree with it."
+)
+
+
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(CommandSettings):
     """With either of them training goes through ``longshore.initialize``."""
 
-    stage: Stage = None
-    config: Annotated[
-        Path | None,
-        _engine(
-            "DeepSpeed JSON file for longshore.initialize. It decides the options that are not given; those that are "
-            "given must agree with it."
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
+    stage: Annotated[int | None, _engine(_STAGE, at_least=0, at_most=3)] = None
+    config: Annotated[Path | None, _engine(_CONFIG)] = None
 
 
 @dataclass(frozen=True)
@@ -252,10 +213,10 @@ class EngineSettings:
 
     Attributes:
         config: everything that file and command line say, for the ranks of this run.
-        file: of ``--config``, or None.
+        file: the path of ``--config``, or None.
         notes: remarks about the file, to be shown once.
-        stops_at_overflow: whether a gradient norm that is NaN or infinite ends training; otherwise, under a dynamic
-            loss scale, the step is skipped.
+        stops_at_overflow: whether a gradient norm that is NaN or infinite ends training. Otherwise the step is
+            skipped, under a dynamic loss scale.
     """
 
     config: Config
@@ -264,10 +225,20 @@ class EngineSettings:
     stops_at_overflow: bool = True
 
 
+_TRACE = (
+    "HTML page for a trace of every tile during three steps in the middle of the run. The same as JSON for Perfetto "
+    "is written beside it."
+)
+_SAVE = "Steps between checkpoints in --out, of which the newest two are kept, with one at the end; 0: none."
+_RESUME = (
+    "Continue the run in --out from its newest checkpoint; the weights are those of a run that was never stopped. "
+    "Ranks and stage may change, the number of backwards in a step over all ranks may not."
+)
+
+
 @dataclass(frozen=True)
-class TrainSettings:
-    """A whole run. Without ``engine`` it is one process that does not use the engine; without ``out`` it writes no
-    folder."""
+class TrainSettings(CommandSettings):
+    """A whole run. Without ``engine`` it is one process that does not use the engine."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -276,32 +247,14 @@ class TrainSettings:
     out: Annotated[Path | None, _output("Folder for the weights, the metrics and the loss curve.")] = None
     overwrite: Annotated[bool, _output("Replace the run that is in --out.")] = False
     engine: EngineSettings | None = None
-    trace: Annotated[
-        Path | None,
-        _output(
-            "HTML page for a trace of every tile during three steps in the middle of the run. The same as JSON for "
-            "Perfetto is written beside it."
-        ),
-    ] = None
-    save_every: Annotated[
-        int,
-        _output(
-            "Steps between checkpoints in --out, of which the newest two are kept, with one at the end; 0: none.",
-            at_least=0,
-        ),
-    ] = 0
-    resume: Annotated[
-        bool,
-        _output(
-            "Continue the run in --out from its newest checkpoint; the weights are those of a run that was never "
-            "stopped. Ranks and stage may change, the number of backwards in a step over all ranks may not."
-        ),
-    ] = False
+    trace: Annotated[Path | None, _output(_TRACE)] = None
+    save_every: Annotated[int, _output(_SAVE, at_least=0)] = 0
+    resume: Annotated[bool, _output(_RESUME)] = False
 
     def __post_init__(self) -> None:
-        check(self)
-        for option, given in (("--save-every", self.save_every), ("--resume", self.resume)):
-            if given and self.out is None:
+        super().__post_init__()
+        for option, given in (("--save-every", self.save_every), ("--resume", self.resume), ("--trace", self.trace)):
+            if given and self.out is None and option != "--trace":
                 raise SettingsError(f"{option} needs --out DIR, the folder of the run")
             if given and self.optimizer.plain:
                 raise SettingsError(f"{option} is for runs of longshore, and --plain trains without it: leave one out")
@@ -309,21 +262,17 @@ class TrainSettings:
             raise SettingsError("--resume continues the run in --out, and --overwrite replaces it: leave one out")
         if self.overwrite and self.out is None:
             raise SettingsError("--overwrite needs --out DIR: without it nothing is written")
-        if self.trace is not None and self.optimizer.plain:
-            raise SettingsError("--trace shows the steps of longshore, and --plain trains without it: leave one out")
         if self.out is not None and self.model.path is not None and self.out.resolve() == self.model.path.resolve():
             raise SettingsError(f"--out {self.out} is the folder of --model: choose another, so that it is kept")
 
 
 @dataclass(frozen=True)
-class DemoSettings:
+class DemoSettings(CommandSettings):
     """The runs of the demo; ``seconds`` is for all of them together, None takes ``steps``."""
 
     size: Size = "small"
     steps: Steps = 60
-    seconds: Annotated[
-        float | None, _training("Choose the number of steps so that all runs together take about this long.")
-    ] = None
+    seconds: Annotated[float | None, _training("Choose the steps so that all runs together take this long.")] = None
     seq_len: SeqLen = 128
     batch_size: BatchSize = 4
     seed: Seed = 0
@@ -338,6 +287,6 @@ class DemoSettings:
     ] = True
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
             raise SettingsError(f"--seconds must be more than 0, not {self.seconds}")

@@ -1,4 +1,4 @@
-"""The steppers of the training loop, which do not differ for it: longshore, its engine, and plain PyTorch.
+"""The steppers of the training loop, which treats them alike: longshore, its engine, and plain PyTorch.
 
 A step accumulates some backwards and then calls ``step`` and ``zero_grad``.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,27 +40,6 @@ class StepOutcome(NamedTuple):
     overflow: bool = False
 
 
-class TrainStepper(Protocol):
-    """Computes gradients and steps the weights of one model."""
-
-    @property
-    def lr(self) -> float: ...
-
-    def set_lr(self, lr: float) -> None: ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of ``loss``: the mean over a batch, divided by the number of backwards in the step."""
-        ...
-
-    def step(self, max_norm: float) -> StepOutcome:
-        """Clip the gradients to ``max_norm`` (0: do not clip), and step unless their norm is NaN or infinite."""
-        ...
-
-    def zero_grad(self) -> None: ...
-
-    def memory(self) -> MemoryUse: ...
-
-
 def decay_groups(named: Iterable[tuple[str, Any]], weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups: matrices decay, vectors (norms, biases) do not. Empty groups are left out."""
     named = list(named)
@@ -87,8 +66,8 @@ def nbytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-class LocalStepper(ABC):
-    """One process without the engine: gradients in ``.grad``, clipped by torch."""
+class TrainStepper(ABC):
+    """Computes gradients and steps the weights of one model. Gradients are in ``.grad``, and torch clips them."""
 
     optimizer: Any
 
@@ -104,9 +83,11 @@ class LocalStepper(ABC):
             group["lr"] = lr
 
     def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of ``loss``: the mean over a batch, divided by the number of backwards in the step."""
         loss.backward()
 
     def step(self, max_norm: float) -> StepOutcome:
+        """Clip the gradients to ``max_norm`` (0: do not clip), and step unless their norm is NaN or infinite."""
         grad_norm = self.clip(max_norm).item() if max_norm else None
         if grad_norm is not None and not math.isfinite(grad_norm):
             return StepOutcome(grad_norm, applied=False)
@@ -127,7 +108,7 @@ class LocalStepper(ABC):
     def memory(self) -> MemoryUse: ...
 
 
-class LongshoreStepper(LocalStepper):
+class LongshoreStepper(TrainStepper):
     """``longshore.AdamW``. With ``release_gradients`` it has the gradients, and clips them."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
@@ -151,17 +132,37 @@ class LongshoreStepper(LocalStepper):
         return _memory(self._model, self.optimizer, self._settings.offload)
 
 
-class PlainStepper(LocalStepper):
-    """``torch.optim.AdamW(fused=True)`` on fp32 parameters."""
+class PlainStepper(TrainStepper):
+    """``torch.optim.AdamW(fused=True)``; for other dtypes than fp32 the usual loop written by hand: fp32 masters with
+    fp32 gradients, which are cast back after the step."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         super().__init__(model)
-        self.optimizer = torch.optim.AdamW(
-            decay_groups(model.named_parameters(), settings.weight_decay), lr=settings.lr, fused=True
-        )
+        named, self._pairs = list(model.named_parameters()), []
+        if any(parameter.dtype != torch.float32 for _, parameter in named):
+            masters = [nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for _, parameter in named]
+            self._pairs = [(parameter, master) for (_, parameter), master in zip(named, masters, strict=True)]
+            self._gradients = [torch.empty_like(master) for master in masters]
+            named = [(name, master) for (name, _), master in zip(named, masters, strict=True)]
+        self.optimizer = torch.optim.AdamW(decay_groups(named, settings.weight_decay), lr=settings.lr, fused=True)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        for index, (parameter, master) in enumerate(self._pairs):
+            master.grad = None if parameter.grad is None else self._gradients[index].copy_(parameter.grad)
+        self.optimizer.step()
+        for parameter, master in self._pairs:
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad()
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(device_memory(self._model, nbytes(_state_tensors(self.optimizer))), 0)
+        state = [value for each in self.optimizer.state.values() for value in each.values()]
+        state = [value for value in state if isinstance(value, Tensor)]
+        if self._pairs:
+            state += [*(master for _, master in self._pairs), *self._gradients]
+        return MemoryUse(device_memory(self._model, nbytes(state)), 0)
 
 
 class ExactNormStepper(PlainStepper):
@@ -179,45 +180,8 @@ class ExactNormStepper(PlainStepper):
         return norm
 
 
-class MasterStepper(LocalStepper):
-    """The usual loop for bf16 written by hand: fp32 masters with fp32 gradients, AdamW, and a cast back."""
-
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
-        super().__init__(model)
-        self._pairs = [
-            (parameter, nn.Parameter(parameter.detach().to(torch.float32, copy=True)))
-            for parameter in model.parameters()
-        ]
-        self._gradients = [torch.empty_like(master) for _, master in self._pairs]
-        named = [("", master) for _, master in self._pairs]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {**group, "params": [master for _, master in group["params"]]}
-                for group in decay_groups(named, settings.weight_decay)
-            ],
-            lr=settings.lr,
-            fused=True,
-        )
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        for (parameter, master), gradient in zip(self._pairs, self._gradients, strict=True):
-            master.grad = None if parameter.grad is None else gradient.copy_(parameter.grad)
-        self.optimizer.step()
-        for parameter, master in self._pairs:
-            parameter.copy_(master)
-
-    def zero_grad(self) -> None:
-        for parameter, _ in self._pairs:
-            parameter.grad = None
-
-    def memory(self) -> MemoryUse:
-        state = nbytes(master for _, master in self._pairs) + nbytes(self._gradients)
-        return MemoryUse(device_memory(self._model, state + nbytes(_state_tensors(self.optimizer))), 0)
-
-
-class EngineStepper:
-    """``longshore.initialize``; every rank makes one, and they broadcast the weights of rank 0.
+class EngineStepper(TrainStepper):
+    """``longshore.initialize``. Every rank makes one, and they broadcast the weights of rank 0.
 
     Args:
         model: stays the same object.
@@ -225,20 +189,17 @@ class EngineStepper:
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
+        super().__init__(model)
         config = settings.config
         assert config.optimizer is not None
         groups = decay_groups(model.named_parameters(), config.optimizer.weight_decay)
         self.engine: longshore.Engine = longshore.initialize(model=model, model_parameters=groups, config=config).engine
-        self._model = model
+        self.optimizer = self.engine.optimizer
         self._stops_at_overflow = settings.stops_at_overflow
 
     @property
     def lr(self) -> float:
         return self.engine.get_lr()[0]
-
-    def set_lr(self, lr: float) -> None:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)
@@ -254,22 +215,14 @@ class EngineStepper:
         """Do nothing: gradients leave ``.grad`` during backward."""
 
     def memory(self) -> MemoryUse:
-        return _memory(self._model, self.engine.optimizer, self.engine.config.offload_optimizer == "cpu")
+        return _memory(self._model, self.optimizer, self.engine.config.offload_optimizer == "cpu")
 
 
-def make_stepper(model: nn.Module, settings: OptimizerSettings) -> LocalStepper:
+def make_stepper(model: nn.Module, settings: OptimizerSettings) -> TrainStepper:
     """Return the stepper without the engine that ``settings`` ask for."""
-    if not settings.plain:
-        return LongshoreStepper(model, settings)
-    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
-        return PlainStepper(model, settings)
-    return MasterStepper(model, settings)
+    return PlainStepper(model, settings) if settings.plain else LongshoreStepper(model, settings)
 
 
 def _memory(model: nn.Module, optimizer: Any, offload: bool) -> MemoryUse:
     state = sum(optimizer.host_bytes().values())
     return MemoryUse(device_memory(model, 0), state) if offload else MemoryUse(device_memory(model, state), 0)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -56,6 +56,32 @@ def make_console(quiet: bool = False) -> Console:
     )
 
 
+class Display:
+    """A context with a progress bar of ``total`` steps, on a terminal only, and lines above it."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = console
+        state = TextColumn("{task.fields[state]}")
+        columns = BarColumn(bar_width=24), MofNCompleteColumn(), state, TimeRemainingColumn()
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=total, state="")
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, completed: int, state: str) -> None:
+        self._bar.update(self._task, completed=completed, state=state)
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+
 def silence_stdout() -> None:
     """Redirect standard output to nowhere, since Python flushes it at exit and would report the error again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):

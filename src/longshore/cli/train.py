@@ -1,4 +1,4 @@
-"""``longshore train``. The work is in job.py, which is imported only to do it."""
+"""``longshore train`` and ``longshore demo``. job.py and comparison.py do the work, and are imported only for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from longshore.cli.failure import SettingsError
 from longshore.cli.options import CommandLine, takes
 from longshore.cli.settings import (
     DataSettings,
+    DemoSettings,
     EngineOptions,
     LoopSettings,
     ModelSettings,
@@ -39,3 +40,17 @@ def train(line: CommandLine) -> None:
     from longshore.cli.job import run
 
     raise typer.Exit(run(settings, line.given, engine))
+
+
+@takes(DemoSettings)
+def demo(line: CommandLine) -> None:
+    """Train with longshore and with plain PyTorch, in fp32, in bf16 and on two ranks, and compare.
+
+    One run on two ranks is killed half way and continued from its checkpoint.
+
+    The exit code is 1 if any weight differs in any bit.
+    """
+    settings = line.settings(DemoSettings)
+    from longshore.cli.comparison import run
+
+    raise typer.Exit(run(settings))
