@@ -18,16 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from longshore.cli import curve
-from longshore.cli.data import Sequences
 from longshore.cli.failure import CommandError
 from longshore.cli.loop import Loop, Step
 from longshore.cli.output import METRICS, WEIGHTS
-from longshore.cli.settings import LoopSettings, OptimizerSettings
-from longshore.cli.steppers import MemoryUse, TrainStepper
+from longshore.cli.settings import DemoSettings, LoopSettings, OptimizerSettings
+from longshore.cli.steppers import MemoryUse
+from longshore.cli.terminal import quantity
 
 RANKS = 2
 _POLL_S = 0.1
@@ -35,31 +34,23 @@ _END_S = 40.0  # torchrun itself grants its ranks 30
 
 
 class Contestant(ABC):
-    """One run and its results so far.
+    """One run and its results so far."""
 
-    Args:
-        name: for the table.
-        optimizer: the settings with which it steps.
-    """
-
-    def __init__(self, name: str, optimizer: OptimizerSettings) -> None:
+    def __init__(self, name: str, loop: LoopSettings, optimizer: OptimizerSettings) -> None:
         self.name = name
+        self.loop = loop
         self.optimizer = optimizer
         self.steps: list[Step] = []
         self.validation_loss = math.nan
 
     @abstractmethod
-    def run(self) -> Iterator[Step | None]:
-        """Do the run; yield each step, and None for each validation."""
+    def run(self) -> Iterator[Step]:
+        """Do the run, and yield its steps."""
 
     @property
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The weights by name, after the run."""
-
-    @property
-    def numel(self) -> int:
-        return sum(weight.numel() for weight in self.weights.values())
 
     @property
     def seconds_per_step(self) -> float:
@@ -72,42 +63,39 @@ class Contestant(ABC):
         """The number of steps whose gradient norm was above the limit."""
         return sum(step.grad_norm is not None and step.grad_norm > self.optimizer.clip for step in self.steps)
 
+    def row(self) -> list[str]:
+        """Return the cells of the run in the table."""
+        last, numel = self.steps[-1], sum(weight.numel() for weight in self.weights.values())
+        memory = [f"{count / numel:.2f}" for count in last.memory]
+        speed = quantity(self.loop.tokens_per_step / self.seconds_per_step)
+        return [self.name, f"{last.loss:.6f}", f"{self.validation_loss:.6f}", *memory, speed]
+
     def series(self) -> curve.Series:
-        ours = not self.optimizer.plain
-        series = curve.Series(self.name, width=1.2 if ours else 5, alpha=1.0 if ours else 0.35)
-        for step in self.steps:
-            series.add(step.step, step.loss)
-        return series
+        steps, losses = [step.step for step in self.steps], [step.loss for step in self.steps]
+        if self.optimizer.plain:
+            return curve.Series(self.name, steps, losses, width=5, alpha=0.35)
+        return curve.Series(self.name, steps, losses, width=1.2)
 
 
 class LocalContestant(Contestant):
     """A run in this process."""
 
-    def __init__(
-        self,
-        name: str,
-        network: nn.Module,
-        stepper: TrainStepper,
-        loop: LoopSettings,
-        optimizer: OptimizerSettings,
-        sequences: Sequences,
-    ) -> None:
-        super().__init__(name, optimizer)
-        self.model = network
-        self._loop = Loop(network, sequences, stepper, loop, optimizer)
+    def __init__(self, name: str, network: nn.Module, loop: Loop) -> None:
+        super().__init__(name, loop.settings, loop.optimizer)
+        self._network = network
+        self._loop = loop
 
-    def run(self) -> Iterator[Step | None]:
+    def run(self) -> Iterator[Step]:
         for event in self._loop.run():
             if isinstance(event, Step):
                 self.steps.append(event)
                 yield event
             else:
                 self.validation_loss = event.loss
-                yield None
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return {name: parameter.detach() for name, parameter in self._network.named_parameters()}
 
 
 class RanksContestant(Contestant):
@@ -115,36 +103,21 @@ class RanksContestant(Contestant):
 
     Args:
         stage: the stage of ZeRO.
+        settings: have the size of the model, and the data.
         loop: the loop of one process with ``RANKS`` backwards in a step.
-        size: the size of the model.
-        data: paths; none for the default text.
         threads: torch's threads in each rank. Sums in backward depend on their number.
     """
 
     def __init__(
-        self,
-        stage: int,
-        loop: LoopSettings,
-        optimizer: OptimizerSettings,
-        size: str,
-        data: tuple[Path, ...],
-        threads: int,
+        self, stage: int, settings: DemoSettings, loop: LoopSettings, optimizer: OptimizerSettings, threads: int
     ) -> None:
-        super().__init__(f"fp32, {RANKS} ranks, ZeRO-{stage}", optimizer)
+        super().__init__(f"fp32, {RANKS} ranks, ZeRO-{stage}", loop, optimizer)
         self._stage = stage
         assert loop.accumulation == RANKS
-        self._options: dict[str, Any] = {
-            "size": size,
-            "steps": loop.steps,
-            "seq-len": loop.seq_len,
-            "batch-size": loop.batch_size,
-            "seed": loop.seed,
-            "warmup": optimizer.warmup,
-            "eval-every": loop.eval_every,
-            "eval-batches": loop.eval_batches,
-            "log-every": 1,
-        }
-        self._data = data
+        names = ("steps", "seq_len", "batch_size", "seed", "eval_every", "eval_batches")
+        self._options: dict[str, Any] = {name.replace("_", "-"): getattr(loop, name) for name in names}
+        self._options |= {"size": settings.size, "warmup": optimizer.warmup, "log-every": 1}
+        self._data = settings.data
         self._threads = threads
         self._weights: dict[str, Tensor] = {}
 
@@ -152,13 +125,13 @@ class RanksContestant(Contestant):
     def weights(self) -> dict[str, Tensor]:
         return self._weights
 
-    def run(self) -> Iterator[Step | None]:
+    def run(self) -> Iterator[Step]:
         with tempfile.TemporaryDirectory(prefix="longshore-demo-") as folder:
             out = Path(folder, "run")
             yield from self._train(out)
             self._load(out)
 
-    def _train(self, out: Path, *further: str) -> Iterator[Step | None]:
+    def _train(self, out: Path, *further: str) -> Iterator[Step]:
         """Run the command to its end, with the options ``further``."""
         errors = out.with_suffix(".stderr")
         with errors.open("wb") as stderr:
@@ -188,7 +161,7 @@ class RanksContestant(Contestant):
         data = [part for path in self._data for part in ("--data", str(path))]
         return [sys.executable, *launcher, "train", "--stage", str(self._stage), *options, *data, "--out", str(out)]
 
-    def _follow(self, process: subprocess.Popen[bytes], metrics: Path) -> Iterator[Step | None]:
+    def _follow(self, process: subprocess.Popen[bytes], metrics: Path) -> Iterator[Step]:
         """Yield what the run writes to its metrics, until it has ended."""
         done = 0
         while True:
@@ -202,7 +175,6 @@ class RanksContestant(Contestant):
                     yield self.steps[-1]
                 elif entry["kind"] == "validation":
                     self.validation_loss = entry["loss"]
-                    yield None
             done = len(lines)
             if ended:
                 return
@@ -226,7 +198,7 @@ class KilledContestant(RanksContestant):
         self.story = "the run ended before it could be killed"
         """What happened to it, in words."""
 
-    def run(self) -> Iterator[Step | None]:
+    def run(self) -> Iterator[Step]:
         with tempfile.TemporaryDirectory(prefix="longshore-demo-") as folder:
             out = Path(folder, "run")
             saving = ("--save-every", str(self._save_every))
@@ -284,10 +256,3 @@ def _reason(errors: Path) -> str:
     lines = errors.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
     ours = [line for line in lines if line.startswith("longshore: ")]
     return ours[0].removeprefix("longshore: ") if ours else lines[-1]
-
-
-def set_threads(threads: int) -> int:
-    """Set the number of torch's threads, and return what it was."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    return former

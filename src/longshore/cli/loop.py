@@ -125,8 +125,8 @@ class Loop:
         self._model = model
         self._sequences = sequences
         self._stepper = stepper
-        self._loop = loop
-        self._optimizer = optimizer
+        self.settings = loop
+        self.optimizer = optimizer
         self._stop = stop
         self._device = next(model.parameters()).device
         self._validation = sequences.validation_batches(loop.eval_batches, loop.batch_size) if loop.eval_every else []
@@ -151,16 +151,16 @@ class Loop:
         if last is None:
             yield from self._validate(0)
         done, seconds, skipped = (0, 0.0, 0) if last is None else (last.step, last.seconds, last.skipped)
-        for step in range(done + 1, self._loop.steps + 1):
+        for step in range(done + 1, self.settings.steps + 1):
             if self._stop():
                 return
             start = time.perf_counter()
             with around(step):
-                if self._optimizer.schedule is not None:
-                    self._stepper.set_lr(learning_rate(self._optimizer, step, self._loop.steps))
+                if self.optimizer.schedule is not None:
+                    self._stepper.set_lr(learning_rate(self.optimizer, step, self.settings.steps))
                 lr = self._stepper.lr
                 loss = self._backward(step, lr)
-                grad_norm, applied, overflow = self._stepper.step(self._optimizer.clip)
+                grad_norm, applied, overflow = self._stepper.step(self.optimizer.clip)
                 if not applied and not overflow:
                     assert grad_norm is not None
                     raise Diverged(step, "gradient's norm", grad_norm, lr)
@@ -169,17 +169,17 @@ class Loop:
                 self._stepper.zero_grad()
             seconds += time.perf_counter() - start
             yield Step(step, loss, lr, None if overflow else grad_norm, seconds, memory, skipped)
-            if self._loop.eval_every and (step % self._loop.eval_every == 0 or step == self._loop.steps):
+            if self.settings.eval_every and (step % self.settings.eval_every == 0 or step == self.settings.steps):
                 yield from self._validate(step)
             after(step)
 
     def _backward(self, step: int, lr: float) -> float:
         """Do the backwards of a step, and return its loss over all ranks, which is finite."""
-        accumulation = self._loop.accumulation
+        accumulation = self.settings.accumulation
         total = torch.zeros((), device=self._device)
         for micro in range(accumulation):
             index = ((step - 1) * accumulation + micro) * self._group.size + self._group.rank
-            loss = self._loss(self._sequences.training_batch(index, self._loop.batch_size)) / accumulation
+            loss = self._loss(self._sequences.training_batch(index, self.settings.batch_size)) / accumulation
             self._stepper.backward(loss)
             total += loss.detach()
         value = self._group.mean(total.item())
