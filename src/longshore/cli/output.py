@@ -85,7 +85,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
-            free = shutil.disk_usage(self.path).free + _present_bytes(self.path / WEIGHTS)
+            former = self.path / WEIGHTS
+            free = shutil.disk_usage(self.path).free + (former.stat().st_size if former.is_file() else 0)
             if free < weight_bytes:
                 raise CommandError(
                     f"the weights take {weight_bytes} bytes, but the disk of --out {self.path} has only {free} left: "
@@ -122,9 +123,9 @@ class RunFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Write one file atomically."""
-        self.write_folder(lambda folder: _ignore((folder / name).write_bytes(content)))
+        self.write_folder(lambda folder: (folder / name).write_bytes(content))
 
-    def write_folder(self, save: Callable[[Path], None]) -> None:
+    def write_folder(self, save: Callable[[Path], object]) -> None:
         """Let ``save`` fill a folder, and move its files here when all of them are on the disk."""
         writing = self.path / _WRITING
         try:
@@ -231,10 +232,10 @@ class MetricsFile:
 
 def write_file(path: Path, content: bytes, option: str) -> None:
     """Write one file anywhere, atomically. An error names ``option``."""
-    save_file(path, lambda beside: _ignore(beside.write_bytes(content)), option)
+    save_file(path, lambda beside: beside.write_bytes(content), option)
 
 
-def save_file(path: Path, save: Callable[[Path], None], option: str) -> None:
+def save_file(path: Path, save: Callable[[Path], object], option: str) -> None:
     """Do the same with a file that ``save`` writes."""
     beside = path.with_name(f".{path.name}.writing")
     try:
@@ -283,10 +284,6 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def _present_bytes(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -297,7 +294,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _ignore(_: object) -> None:
-    return None

@@ -135,7 +135,7 @@ def plan(
     if model is not None and sizes:
         raise SettingsError(f"{sizes[0]} and MODEL exclude each other: {model} has its own shape")
     if model is None and not sizes:
-        raise SettingsError("what is to be planned? give MODEL, or --size for a model of longshore train")
+        raise SettingsError("no model is named: give MODEL, or --size for a model of longshore train")
     machine = _described_machine(line, settings)
     from longshore.plan.planner import DoesNotFit
     from longshore.plan.planner import plan as planned
