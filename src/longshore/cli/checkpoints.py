@@ -1,4 +1,4 @@
-"""``longshore export``, ``inspect`` and ``import-deepspeed``: work on checkpoints, without the run they are from."""
+"""``longshore export``, ``inspect`` and ``import-deepspeed``: commands for checkpoints."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def _table(*headers: str) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    """Add a row of cells without markup; what is not printable becomes a question mark, since names are not ours."""
+    """Add a row of cells without markup; what is not printable becomes a question mark."""
     from rich.text import Text
 
     table.add_row(*(Text("".join(letter if letter.isprintable() else "?" for letter in cell)) for cell in cells))

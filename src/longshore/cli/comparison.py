@@ -40,8 +40,8 @@ _DTYPES = ("fp32", "bf16")
 _STAGES = (1, 2, 3)
 _KILLED = (2,)
 """Stages with a second run, which is killed and resumed."""
-# The time of all runs on ranks, in that of the plain run beside them, which has half the threads: that run itself, and
-# at each stage as many tokens on all threads.
+# The time of all runs on ranks, in units of the plain run on half the threads: that run itself, and half of its time
+# for each run that has the same tokens on all threads.
 _RANKS_SHARE = 1.0 + 0.5 * len((*_STAGES, *_KILLED))
 
 

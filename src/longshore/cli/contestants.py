@@ -185,8 +185,7 @@ class RanksContestant(Contestant):
 
 
 class KilledContestant(RanksContestant):
-    """A run with checkpoints of which one rank is killed half way, and which the same command continues with
-    ``--resume``."""
+    """A run with checkpoints. One rank is killed half way, and the same command with ``--resume`` continues the run."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

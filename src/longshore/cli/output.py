@@ -43,7 +43,7 @@ class RunFolder:
     """The folder ``--out``, which must be new or empty, or, with ``overwrite`` or ``resume``, have a run."""
 
     def __init__(self, path: Path, overwrite: bool, resume: bool = False) -> None:
-        """Check the folder, without a change."""
+        """Check the folder without changing it."""
         self.path = path
         self._resume = resume
         self._unlock: weakref.finalize[..., RunFolder] | None = None

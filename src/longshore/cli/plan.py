@@ -52,7 +52,7 @@ _PLACE = "Plan only choices with optimizer state in host memory, or only others.
 
 @dataclass(frozen=True)
 class PlanSettings(CommandSettings):
-    """What is trained, with which choices, on this machine or on a GPU that is named."""
+    """The training, the choices to plan, the machine, and the output."""
 
     batch_size: BatchSize = 1
     seq_len: SeqLen = 2048
@@ -88,7 +88,7 @@ class PlanSettings(CommandSettings):
         )
 
     def allows(self, choice: Choice, machine: PlanMachine) -> bool:
-        """Whether ``choice`` is one to plan. In host memory there is one place for the state."""
+        """Whether ``choice`` is to be planned. Without GPUs there is one place for the state."""
         is_place = self.offload is None or not machine.staged or (choice.offload == "cpu") == self.offload
         return is_place and self.stage in (None, choice.stage)
 

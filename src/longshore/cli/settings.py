@@ -131,7 +131,7 @@ _PLAIN = (
 
 @dataclass(frozen=True)
 class OptimizerSettings(CommandSettings):
-    """The optimizer, and its schedule; None: the engine's own, which a configuration file names."""
+    """The optimizer and its schedule; None is the engine's own, which a configuration file names."""
 
     lr: Annotated[float, _training("Highest learning rate.", at_least=0)] = 1e-3
     schedule: Annotated[
@@ -201,7 +201,7 @@ _CONFIG = (
 
 @dataclass(frozen=True)
 class EngineOptions(CommandSettings):
-    """With either of them training goes through ``longshore.initialize``."""
+    """Options of ``longshore.initialize``. Training goes through it if either is given."""
 
     stage: Annotated[int | None, _engine(_STAGE, at_least=0, at_most=3)] = None
     config: Annotated[Path | None, _engine(_CONFIG)] = None
@@ -238,7 +238,7 @@ _RESUME = (
 
 @dataclass(frozen=True)
 class TrainSettings(CommandSettings):
-    """A whole run. Without ``engine`` it is one process that does not use the engine."""
+    """A whole run. Without ``engine`` it is one process that does not use ``longshore.initialize``."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)

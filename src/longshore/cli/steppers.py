@@ -53,7 +53,7 @@ def decay_groups(named: Iterable[tuple[str, Any]], weight_decay: float) -> list[
 
 
 def device_memory(model: nn.Module, state_bytes: int) -> int:
-    """Bytes on the model's device, of which ``state_bytes`` are the optimizer's (counted on the CPU alone)."""
+    """Return the bytes on the model's device; on the CPU ``state_bytes`` are added for the optimizer."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -133,8 +133,8 @@ class LongshoreStepper(TrainStepper):
 
 
 class PlainStepper(TrainStepper):
-    """``torch.optim.AdamW(fused=True)``; for other dtypes than fp32 the usual loop written by hand: fp32 masters with
-    fp32 gradients, which are cast back after the step."""
+    """``torch.optim.AdamW(fused=True)``. Dtypes other than fp32 have the usual loop written by hand: it steps fp32
+    masters with fp32 gradients, and casts them back."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         super().__init__(model)
@@ -196,10 +196,6 @@ class EngineStepper(TrainStepper):
         self.engine: longshore.Engine = longshore.initialize(model=model, model_parameters=groups, config=config).engine
         self.optimizer = self.engine.optimizer
         self._stops_at_overflow = settings.stops_at_overflow
-
-    @property
-    def lr(self) -> float:
-        return self.engine.get_lr()[0]
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)

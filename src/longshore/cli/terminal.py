@@ -57,7 +57,7 @@ def make_console(quiet: bool = False) -> Console:
 
 
 class Display:
-    """A context with a progress bar of ``total`` steps, on a terminal only, and lines above it."""
+    """A context that shows a progress bar of ``total`` steps, on a terminal only, and lines above it."""
 
     def __init__(self, console: Console, total: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -107,7 +107,7 @@ def quantity(count: float) -> str:
 
 @contextlib.contextmanager
 def told_warnings() -> Iterator[None]:
-    """A context whose ``UserWarning`` each become one line on stderr, at the end."""
+    """Print each ``UserWarning`` of a block as one line on stderr, at its end."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
         try:
