@@ -293,7 +293,7 @@ class TestFile:
             ["--stage", "2", "--speculation-memory", "0.5", "--no-offload"],
             "--speculation-memory is for stepping on the",
         ),
-        (["--stage", "1", "--lr", "nan"], "--lr must be a number that is not negative"),
+        (["--stage", "1", "--lr", "nan"], "--lr must be a finite number, not nan"),
     ],
     ids=str,
 )
