@@ -20,8 +20,7 @@ from benchmarks.gpu.contestants import AHEAD, BY_HAND, CONTESTANTS, DEEPSPEED, R
 from benchmarks.gpu.one_run import Run
 from benchmarks.llama import LlamaSize
 from benchmarks.timing import Note
-from longshore.cli.data import Sequences, byte_corpus
-from longshore.cli.text import read_text
+from longshore.cli.data import Sequences, byte_corpus, read_text
 
 _ROOT = Path(__file__).parents[2]
 _PREPARE_RATE, _RATE = 3e-4, 1e-4

@@ -86,7 +86,7 @@ def test_killed_and_resumed(cli, text, monkeypatch):
     assert (ran.code, ran.err) == (0, "")
     name = "fp32, ZeRO-2, resumed"
     assert rows(ran.out)[name][-1] == "yes"
-    found = re.search(rf"{name}: SIGKILL for rank 0 after step (\d+), and --resume went on after step (\d+)", ran.out)
+    found = re.search(rf"{name}: SIGKILL for rank 0 after step (\d+), and --resume continued after step (\d+)", ran.out)
     assert found is not None
     after, behind = map(int, found.groups())
     assert 20 <= after < 40 and behind in (8, 16, 24, 32)
@@ -109,7 +109,7 @@ def test_killed_before_latest_was_written(cli, text, monkeypatch):
     ran = cli("demo", "--data", text, *MICRO, "--steps", "10")
     assert (ran.code, ran.err) == (0, "")
     assert "in one process: 10 of 10" in ran.out
-    assert re.search(r"and --resume went on after step [2468]\b", ran.out)
+    assert re.search(r"and --resume continued after step [2468]\b", ran.out)
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_sizes_with_a_scalar_tail_are_refused(cli, text, monkeypatch):
     monkeypatch.setattr(settings.ModelSettings, "__post_init__", lambda _: None)
     monkeypatch.setitem(settings.SIZES, "tiny", settings.Shape(24, 24, 1, 2))
     refused = cli("demo", "--data", text, *MICRO).refused()
-    assert "has 24 elements, which is no multiple of 16" in refused
+    assert "has 24 elements, not a multiple of 16" in refused
 
 
 def test_out_is_checked_first(cli, text, tmp_path):

@@ -57,7 +57,7 @@ class TestOneRank:
     @pytest.mark.parametrize("options", [["--stage", "0"], ["--stage", "2", "--no-offload"]], ids=" ".join)
     def test_equals_plain(self, trained, dtype, options):
         common = ["--clip", "0", "--dtype", dtype, "--warmup", "2", "--schedule", "linear"]
-        assert trained(*common, *options).differing(trained(*common, "--no-offload")) == []
+        assert trained(*common, *options).differing(trained(*common, "--plain")) == []
 
     def test_fp16_needs_no_file(self, trained, config):
         """As the refusal without an engine advises. The option is the file's section."""
@@ -287,13 +287,13 @@ class TestFile:
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--stage", "4"], "--stage must be 0, 1, 2 or 3, not 4"),
+        (["--stage", "4"], "--stage must be at most 3, not 4"),
         (["--stage", "2", "--release-gradients"], "--release-gradients is what --stage and --config do in any case"),
         (
             ["--stage", "2", "--speculation-memory", "50%", "--no-offload"],
             "--speculation-memory is for stepping on the",
         ),
-        (["--stage", "1", "--lr", "nan"], "--lr must be a number that is not negative"),
+        (["--stage", "1", "--lr", "nan"], "--lr must be a finite number, not nan"),
     ],
     ids=str,
 )
@@ -387,7 +387,7 @@ class TestTwoRanks:
         """Only rank 0 looks at --out."""
         ranks = two_ranks(command, [*micro, "--stage", "1", "--out", str(trained().folder)])
         assert [rank[0] for rank in ranks] == [2, 2]
-        assert "holds a run already: choose another folder" in ranks[0][2]
+        assert "has a run already: choose another folder" in ranks[0][2]
         assert ranks[0][2].count("\n") == 1 and ranks[1][2] == ""
 
     def test_diverged(self, two_ranks, micro, tmp_path, results):
@@ -488,11 +488,11 @@ class TestTorchrun:
     ],
     ids=str,
 )
-def test_place(monkeypatch, environ, expected):
-    from longshore.cli.launched import place
+def test_launched_rank(monkeypatch, environ, expected):
+    from longshore.cli.failure import launched_rank
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert tuple(place()) == expected
+    assert tuple(launched_rank()) == expected

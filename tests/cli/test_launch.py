@@ -151,7 +151,7 @@ def test_limits(cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> Non
         (["--run-path", "/x.py"], "--run-path starts ranks that have torch already, too late to bind them"),
         (["--no-python", "-m", "x"], "leave one of them out"),
         (["--nproc", "many", "x.py"], "--nproc many: Unsupported nproc_per_node value"),
-        (["--nproc", "0", "x.py"], "--nproc is at least 1, not 0"),
+        (["--nproc", "0", "x.py"], "--nproc must be at least 1, not 0"),
     ],
     ids=str,
 )

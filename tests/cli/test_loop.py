@@ -11,15 +11,15 @@ from torch import nn
 from longshore.cli import model
 from longshore.cli.data import Sequences, byte_corpus
 from longshore.cli.loop import Diverged, Loop, Step, Validation, learning_rate
-from longshore.cli.optimizers import make_stepper
 from longshore.cli.settings import LoopSettings, ModelSettings, OptimizerSettings, Shape
+from longshore.cli.steppers import make_stepper
 
 CORPUS = byte_corpus([bytes(97 + (i * i) % 23 for i in range(3000))], 256)
 SHAPE = Shape(hidden_size=16, intermediate_size=32, layers=1, heads=2)
 
 
 def network(dtype: str) -> nn.Module:
-    return model.build_model(ModelSettings(SHAPE, None, dtype, "cpu"), 8, 0, CORPUS, None)
+    return model.build_model(ModelSettings(SHAPE, dtype=dtype, device="cpu"), 8, 0, CORPUS, None)
 
 
 def looped(dtype: str, loop: LoopSettings, optimizer: OptimizerSettings) -> tuple[nn.Module, list[Step | Validation]]:
@@ -61,10 +61,10 @@ def by_hand(dtype: str, loop: LoopSettings, optimizer: OptimizerSettings) -> tup
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("offload", [True, False])
-def test_equals_the_loop_by_hand(dtype, accumulation, clip, offload):
+@pytest.mark.parametrize("kind", [{}, {"offload": False}, {"plain": True}], ids=str)
+def test_equals_the_loop_by_hand(dtype, accumulation, clip, kind):
     loop = LoopSettings(seq_len=8, steps=4, batch_size=3, accumulation=accumulation, eval_every=0)
-    optimizer = OptimizerSettings(schedule="constant", warmup=0, clip=clip, offload=offload)
+    optimizer = OptimizerSettings(schedule="constant", warmup=0, clip=clip, **kind)
     trained, events = looped(dtype, loop, optimizer)
     expected, losses = by_hand(dtype, loop, optimizer)
     for (name, ours), theirs in zip(trained.named_parameters(), expected.parameters(), strict=True):
@@ -99,11 +99,19 @@ def test_released_gradients(accumulation, clip):
 
 
 @pytest.mark.parametrize(
-    "dtype, offload, device, host",
-    [("fp32", True, 8, 12), ("fp32", False, 16, 0), ("bf16", True, 4, 12), ("bf16", False, 20, 0)],
+    "dtype, kind, device, host",
+    [
+        ("fp32", {}, 8, 12),
+        ("fp32", {"offload": False}, 20, 0),
+        ("fp32", {"plain": True}, 16, 0),
+        ("bf16", {}, 4, 12),
+        ("bf16", {"offload": False}, 16, 0),
+        ("bf16", {"plain": True}, 20, 0),
+    ],
+    ids=str,
 )
-def test_memory(dtype, offload, device, host):
-    trained, events = looped(dtype, LoopSettings(8, 1, 2, eval_every=0), OptimizerSettings(offload=offload))
+def test_memory(dtype, kind, device, host):
+    trained, events = looped(dtype, LoopSettings(8, 1, 2, eval_every=0), OptimizerSettings(**kind))
     assert isinstance(events[0], Step)
     numel = model.count_parameters(trained)
     assert events[0].memory.device / numel == pytest.approx(device, abs=0.02)  # and torch's step counts
@@ -138,10 +146,10 @@ def test_stop_is_asked_between_steps():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["loss", "gradient's norm"])
-@pytest.mark.parametrize("offload", [True, False])
-def test_diverged(value, where, offload):
+@pytest.mark.parametrize("plain", [False, True])
+def test_diverged(value, where, plain):
     """The step is not applied: the weights are those of the last good one."""
-    optimizer = OptimizerSettings(offload=offload, schedule="constant", warmup=0)
+    optimizer = OptimizerSettings(plain=plain, schedule="constant", warmup=0)
     settings = LoopSettings(seq_len=8, steps=50, batch_size=2, eval_every=0)
     good, _ = looped("fp32", LoopSettings(seq_len=8, steps=2, batch_size=2, eval_every=0), optimizer)
     trained = network("fp32")

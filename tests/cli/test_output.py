@@ -53,14 +53,14 @@ class TestFolder:
         (tmp_path / "theirs" / "thesis.tex").write_text("years of work")
         for options in ([], ["--overwrite"]):
             refused = train("--out", tmp_path / "theirs", *options).refused()
-            assert "is not empty and holds no run of longshore: choose another folder" in refused
+            assert "is not empty and has no run of longshore: choose another folder" in refused
         assert [entry.name for entry in (tmp_path / "theirs").iterdir()] == ["thesis.tex"]
 
     @pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}"])
     def test_a_run_json_of_someone_else(self, train, tmp_path, content):
         (tmp_path / "theirs").mkdir()
         (tmp_path / "theirs" / "run.json").write_text(content)
-        assert "holds no run of longshore" in train("--out", tmp_path / "theirs", "--overwrite").refused()
+        assert "has no run of longshore" in train("--out", tmp_path / "theirs", "--overwrite").refused()
 
     def test_a_former_run(self, train, tmp_path, results):
         run = results(tmp_path / "run")
@@ -68,7 +68,7 @@ class TestFolder:
         (run.folder / "notes").write_text("mine")
         before = {entry.name: entry.read_bytes() for entry in run.folder.iterdir()}
         refused = train("--out", run.folder, "--seed", "1").refused()
-        assert "holds a run already: choose another folder, or add --overwrite" in refused
+        assert "has a run already: choose another folder, or add --overwrite" in refused
         assert {entry.name: entry.read_bytes() for entry in run.folder.iterdir()} == before
         assert train("--out", run.folder, "--seed", "1", "--overwrite").code == 0
         assert run.names == set(before)
@@ -131,15 +131,15 @@ class TestFullDisk:
         assert "--out" in train("--out", small_disk / "run").refused()
 
     def test_a_disk_that_fills_up_during_training(self, train, small_disk, monkeypatch, results):
-        from longshore.cli.job import Recorder
+        from longshore.cli.job import RunLog
 
-        log = Recorder._log
+        log = RunLog._log
 
-        def log_and_fill(recorder, step):
-            log(recorder, step)
+        def log_and_fill(run_log, step):
+            log(run_log, step)
             fill(small_disk)
 
-        monkeypatch.setattr(Recorder, "_log", log_and_fill)
+        monkeypatch.setattr(RunLog, "_log", log_and_fill)
         ran = train("--out", small_disk / "run", "--log-every", "1", "--steps", "40")
         assert ran.code == 1
         first, last = ran.err.splitlines()
@@ -152,18 +152,18 @@ class TestFullDisk:
         assert (run.folder / "metrics.jsonl").read_bytes().endswith(b"\n")
 
     def test_a_disk_that_is_full_for_a_while(self, train, small_disk, monkeypatch, results):
-        from longshore.cli.job import Recorder
+        from longshore.cli.job import RunLog
 
-        log = Recorder._log
+        log = RunLog._log
 
-        def log_between(recorder, step):
+        def log_between(run_log, step):
             if step.step == 2:
                 fill(small_disk)
-            log(recorder, step)
+            log(run_log, step)
             if step.step == 30:
                 (small_disk / "ballast").unlink()
 
-        monkeypatch.setattr(Recorder, "_log", log_between)
+        monkeypatch.setattr(RunLog, "_log", log_between)
         ran = train("--out", small_disk / "run", "--log-every", "1", "--steps", "40")
         assert ran.code == 0
         assert "cannot write the metrics now" in ran.err
@@ -241,7 +241,7 @@ class TestMetricsFile:
             metrics.write({"step": 1})
             patch.setattr(type(metrics._file), "__enter__", lambda self: self, raising=False)
             patch.setattr(type(metrics._file), "__exit__", lambda *_: None, raising=False)
-            with pytest.raises(CommandError, match="the disk is full; it ends early, with its last whole line"):
+            with pytest.raises(CommandError, match="the disk is full; it ends early, with its last complete line"):
                 metrics.close()
         file.close()
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""

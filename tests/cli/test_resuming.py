@@ -15,7 +15,7 @@ from longshore.cli import output
 from longshore.cli.loop import Loop
 
 ENGINE = [["--stage", "2"], ["--stage", "0", "--dtype", "bf16", "--no-offload"]]
-ALONE = [[], ["--release-gradients", "--dtype", "bf16"]]
+ALONE = [["--no-offload"], ["--release-gradients", "--dtype", "bf16"]]
 RUN = ["--steps", "7", "--warmup", "2", "--eval-every", "3", "--eval-batches", "1", "--log-every", "2"]
 
 
@@ -72,7 +72,7 @@ def test_after_ctrl_c_or_a_kill(options, lost, train, trained, interrupted, monk
             file.write(b'{"kind": "train", "st')
     ran = train(*RUN, *options, "--out", out, "--save-every", "2", "--resume")
     assert (ran.code, ran.err) == (0, "")
-    assert f"going on after step {5 - lost}" in ran.out
+    assert f"continuing after step {5 - lost}" in ran.out
     resumed = results(out)
     assert resumed.differing(whole) == []
     assert resumed.run["status"] == "finished"
@@ -95,14 +95,14 @@ def test_two_ranks(two_ranks, text, tmp_path, results):
 
 def test_what_cannot_go_on(train, trained, tmp_path):
     out = tmp_path / "run"
-    assert "holds no run to go on with" in train("--resume", "--out", out).refused()
+    assert "has no run to continue" in train("--resume", "--out", out).refused()
     assert "needs --out" in train("--resume").refused()
     assert "leave one out" in train("--resume", "--overwrite", "--out", out).refused()
-    assert "plain PyTorch" in train("--save-every", "2", "--no-offload", "--out", out).refused()
+    assert "--plain trains without it: leave one out" in train("--save-every", "2", "--plain", "--out", out).refused()
     assert "at least 0" in train("--save-every", "-1", "--out", out).refused()
     assert train("--save-every", "2", "--out", out).code == 0
     other = train("--resume", "--out", out, "--lr", "0.5", "--seq-len", "8").refused()
-    assert "--lr 0.001 there, 0.5 here; --seq-len 16 there, 8 here. Give what it was begun with" in other
+    assert "--lr 0.001 there, 0.5 here; --seq-len 16 there, 8 here. Give the options that it was begun with" in other
     other = train("--resume", "--out", out, "--stage", "0").refused()
     assert "training without the engine there, by the engine (--stage) here" in other
     (out / "run.json").write_text(json.dumps({"longshore": "0"}))
@@ -151,5 +151,5 @@ def test_a_checkpoint_at_the_end(train, tmp_path, results):
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step4", "step7"]
     first = results(out)
     ran = train(*RUN, "--save-every", "4", "--out", out, "--resume")
-    assert ran.code == 0 and "going on after step 7" in ran.out
+    assert ran.code == 0 and "continuing after step 7" in ran.out
     assert results(out).differing(first) == []

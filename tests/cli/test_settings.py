@@ -16,11 +16,12 @@ REFUSED = [
     (["--seed", "-1"], "--seed must be at least 0, not -1"),
     (["--seed", str(2**63)], "--seed must be at most"),
     (["--max-bytes", "0"], "--max-bytes must be at least 1, not 0"),
-    (["--lr", "-1"], "--lr must be a number that is not negative, not -1.0"),
-    (["--lr", "nan"], "--lr must be a number that is not negative, not nan"),
-    (["--lr", "inf"], "--lr must be a number that is not negative, not inf"),
-    (["--weight-decay", "-0.1"], "--weight-decay must be a number that is not negative"),
-    (["--clip", "-1"], "--clip must be a number that is not negative"),
+    (["--lr", "-1"], "--lr must be at least 0, not -1.0"),
+    (["--lr", "nan"], "--lr must be a finite number, not nan"),
+    (["--lr", "inf"], "--lr must be a finite number, not inf"),
+    (["--weight-decay", "-0.1"], "--weight-decay must be at least 0, not -0.1"),
+    (["--clip", "-1"], "--clip must be at least 0, not -1.0"),
+    (["--stage", "-1"], "--stage must be at least 0, not -1"),
     (["--schedule", "cosin"], "did you mean cosine? choose from constant, linear, cosine"),
     (["--size", "smal"], "--size 'smal' is not known; did you mean small? choose from tiny, small, medium, large"),
     (["--dtype", "fp16"], "--dtype fp16 is not supported: fp16 gradients need loss scaling"),
@@ -35,12 +36,18 @@ REFUSED = [
     (["--model", "somewhere", "--size", "tiny"], "--size and --model exclude each other"),
     (["--model", "somewhere", "--hidden-size", "64"], "--hidden-size and --model exclude each other"),
     (["--model", "somewhere", "--out", "./somewhere"], "is the folder of --model: choose another"),
-    (["--no-offload", "--release-gradients"], "--release-gradients sends gradients to the host"),
-    (["--speculation-memory", "1"], '--speculation-memory 1: must be "auto", a percentage such as "25%"'),
-    (["--speculation-memory", "-1"], '--speculation-memory -1: must be "auto"'),
-    (["--speculation-memory", "1.5"], '--speculation-memory 1.5: must be "auto"'),
-    (["--speculation-memory", "nan"], '--speculation-memory nan: must be "auto"'),
-    (["--speculation-memory", "some"], '--speculation-memory some: must be "auto"'),
+    (["--model", "somewhere", "--size", "small"], "--size and --model exclude each other"),
+    (["--no-offload", "--release-gradients"], "--no-offload keeps the optimizer state on the device: leave one out"),
+    (["--plain", "--release-gradients"], "--plain keeps the optimizer state on the device: leave one out"),
+    (["--plain", "--offload"], "--plain keeps the optimizer state on the device, and --offload on the host"),
+    (["--plain", "--stage", "0"], "--plain trains without longshore, and --stage and --config with its engine"),
+    (["--plain", "--config", "ds.json"], "--plain trains without longshore, and --stage and --config"),
+    (["--no-overwrite"], "No such option: --no-overwrite"),
+    (["--speculation-memory", "1"], 'must be "auto", a percentage such as "25%"'),
+    (["--speculation-memory", "-1"], 'must be "auto"'),
+    (["--speculation-memory", "1.5"], 'must be "auto"'),
+    (["--speculation-memory", "nan"], 'must be "auto"'),
+    (["--speculation-memory", "some"], 'must be "auto"'),
     (["--speculation-memory", "50%"], "add --release-gradients, --stage or --config"),
     (["--speculation-memory", "auto", "--no-offload"], "--speculation-memory is for stepping on the host"),
     (["--overwrite"], "--overwrite needs --out DIR"),
@@ -53,7 +60,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("arguments, message", REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
 def test_refused(cli, arguments, message, monkeypatch):
-    monkeypatch.setattr("longshore.cli.text.read_text", lambda *_: pytest.fail("read the data"))
+    monkeypatch.setattr("longshore.cli.data.read_text", lambda *_: pytest.fail("read the data"))
     ran = cli("train", *arguments)
     assert message in ran.refused()
     assert ran.code == 2

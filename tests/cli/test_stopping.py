@@ -14,7 +14,7 @@ import pytest
 from cli.conftest import WRITTEN
 
 from longshore.cli import job
-from longshore.cli.job import Recorder
+from longshore.cli.job import RunLog
 
 LONGSHORE = [sys.executable, "-c", "import sys; from longshore.cli import main; sys.exit(main())"]
 TINY = ["--size", "tiny", "--seq-len", "16", "--batch-size", "2", "--device", "cpu", "--eval-every", "0"]
@@ -43,17 +43,17 @@ def send(monkeypatch):
             os.kill(os.getpid(), number)
 
     def patch(number: signal.Signals, step: int | None = None) -> None:
-        original = Recorder._step
+        original = RunLog._step
 
-        def after_step(recorder, event):
-            original(recorder, event)
+        def after_step(run_log, event):
+            original(run_log, event)
             if event.step == step:
                 once(number, step)
 
         if step is None:
             monkeypatch.setattr(job.model, "save_model", lambda *_: once(number, None))
         else:
-            monkeypatch.setattr(Recorder, "_step", after_step)
+            monkeypatch.setattr(RunLog, "_step", after_step)
 
     return patch
 
@@ -80,7 +80,7 @@ def test_a_second_signal_ends_at_once(train, tmp_path, results, send):
     send(signal.SIGTERM)
     ran = train("--out", tmp_path / "run")
     assert ran.code == 143
-    assert "ended at once; what was being written is not there" in ran.err
+    assert "ended at once; the file that was being written is removed" in ran.err
     assert results(tmp_path / "run").names == {"run.json", "metrics.jsonl"}
 
 
@@ -133,16 +133,16 @@ def test_diverged(train, tmp_path, results):
 
 
 def test_weights_that_are_no_numbers_are_not_written(train, tmp_path, results, monkeypatch):
-    step = Recorder._step
+    step = RunLog._step
 
-    def poison(recorder, event):
-        step(recorder, event)
+    def poison(run_log, event):
+        step(run_log, event)
         if event.step == 4:
-            recorder._prepared.model.lm_head.weight.data[0, 0] = float("nan")
+            run_log._prepared.model.lm_head.weight.data[0, 0] = float("nan")
 
-    monkeypatch.setattr(Recorder, "_step", poison)
+    monkeypatch.setattr(RunLog, "_step", poison)
     ran = train("--out", tmp_path / "run")
-    assert "the weights hold NaN or infinity and are not written" in ran.err
+    assert "the weights contain NaN or infinity and are not written" in ran.err
     assert results(tmp_path / "run").names == {"run.json", "metrics.jsonl", "loss.png"}
 
 

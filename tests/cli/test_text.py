@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from longshore.cli.data import read_text
 from longshore.cli.failure import CommandError
-from longshore.cli.text import read_text
 
 
 def test_files_and_folders_in_a_fixed_order(tmp_path):
@@ -34,7 +34,7 @@ def test_folders_leave_out_what_is_not_text(tmp_path):
 @pytest.mark.parametrize(
     "content, reason",
     [
-        (b"a\0b", "it holds NUL bytes"),
+        (b"a\0b", "it has NUL bytes"),
         (b"a\xe4b", "byte 0xe4 is not UTF-8"),
         (b"ab\xc3", "it ends within a character"),
         (b"a" * (1 << 20) + b"\xff", "byte 0xff is not UTF-8"),

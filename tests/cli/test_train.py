@@ -47,16 +47,20 @@ def test_options_that_change_the_weights(trained, options):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("options", [["--no-offload"], ["--eval-every", "1"], ["--log-every", "1"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options", [["--no-offload"], ["--plain"], ["--eval-every", "1"], ["--log-every", "1"]], ids=" ".join
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_options_that_do_not(trained, options, dtype):
     assert trained("--dtype", dtype, *options).differing(trained("--dtype", dtype)) == []
 
 
-def test_offload_decides_where_the_state_is(trained):
-    host, device = trained().run["result"], trained("--no-offload").run["result"]
+@pytest.mark.parametrize("where", [[], ["--stage", "0"]], ids=["alone", "engine"])
+def test_offload_decides_where_the_state_is(trained, where):
+    """With and without an engine: the same bytes in the other place."""
+    host, device = (trained(*where, option).run["result"] for option in ("--offload", "--no-offload"))
     assert host["host_bytes"] > 0 == device["host_bytes"]
-    assert host["device_bytes"] < device["device_bytes"]
+    assert device["device_bytes"] == host["device_bytes"] + host["host_bytes"]
 
 
 def test_released_gradients_take_no_device_memory(trained):
@@ -196,7 +200,8 @@ def test_the_terminal(train, text, tmp_path):
     for row in ("training loss", "validation loss", "speed", "device memory", "host memory", "written to"):
         assert row in ran.out
     assert ran.err == ""
-    assert "optimizer state on the device" in train("--no-offload").out
+    assert "optimizer state on the device\n" in train("--no-offload").out
+    assert "optimizer state on the device, by plain PyTorch\n" in train("--plain").out
 
 
 def test_without_out_nothing_is_written(train, tmp_path, monkeypatch, text):

@@ -1,4 +1,4 @@
-"""Scripts as ``longshore run --as-deepspeed`` runs them, inside a process that has torch already."""
+"""Scripts as ``longshore run-deepspeed`` runs them, inside a process that has torch already."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_here(script: str, *arguments: str) -> int:
 
     before = sys.argv, list(sys.path), dict(os.environ), sys.modules["__main__"]
     try:
-        return main(["run", "--as-deepspeed", str(SCRIPTS / script), *arguments])
+        return main(["run-deepspeed", str(SCRIPTS / script), *arguments])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:

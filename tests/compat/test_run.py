@@ -1,4 +1,4 @@
-"""``longshore run --as-deepspeed`` is ``python SCRIPT``, but for what ``import deepspeed`` gives."""
+"""``longshore run-deepspeed`` is ``python SCRIPT``, but for what ``import deepspeed`` gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from compat.running import SCRIPTS
 
-RUN = [sys.executable, "-m", "longshore", "run", "--as-deepspeed"]
+RUN = [sys.executable, "-m", "longshore", "run-deepspeed"]
+FORMER = [*RUN[:-1], "run", "--as-deepspeed"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *RUN[2:]]
 SAYS = """
 import atexit, json, os, pickle, sys
@@ -76,8 +77,16 @@ def test_how_a_script_ends(tmp_path: Path, body: str) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     missing = run(*RUN, str(tmp_path / "nothing.py"))
     assert missing.returncode == 2 and "there is no script" in missing.stderr
-    undecided = run(*RUN[:-1], __file__)
-    assert undecided.returncode == 2 and "longshore run --as-deepspeed SCRIPT" in undecided.stderr
+    undecided = run(*FORMER[:-1], __file__)
+    assert undecided.returncode == 2 and "the command is longshore run-deepspeed SCRIPT" in undecided.stderr
+
+
+def test_the_former_name(tmp_path: Path) -> None:
+    path = tmp_path / "says.py"
+    path.write_text("import sys, deepspeed\nprint(deepspeed.__name__, sys.argv)\nraise SystemExit(5)\n")
+    ours, former = (run(*command, "--local-rank", str(path), "--x") for command in (RUN, FORMER))
+    assert (ours.returncode, ours.stdout) == (former.returncode, former.stdout)
+    assert ours.returncode == 5 and "'--local_rank=0', '--x'" in ours.stdout
 
 
 def test_the_one_rank_without_a_launcher(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``longshore train``, ``plan``, ``report`` and the others, each in a file of its name."""
+"""The command line: ``longshore train``, ``plan``, ``report`` and the others."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Annotated
 
 import typer
 
-from longshore.cli.checkpoints import export, inspect
-from longshore.cli.demo import demo
-from longshore.cli.failure import CommandError, SettingsError, SharedError, one_line, os_reason
-from longshore.cli.import_deepspeed import import_deepspeed
+from longshore.cli.checkpoints import export, import_deepspeed, inspect
+from longshore.cli.failure import (
+    CommandError,
+    SettingsError,
+    SharedError,
+    launched_rank,
+    leave_it_to_the_first,
+    one_line,
+    os_reason,
+)
 from longshore.cli.launch import RAW_ARGUMENTS, launch
-from longshore.cli.launched import leave_it_to_the_first, place
 from longshore.cli.plan import plan
 from longshore.cli.report import report
-from longshore.cli.run import AS_PYTHON, run
+from longshore.cli.run_deepspeed import AS_PYTHON, run, run_deepspeed
 from longshore.cli.signals import StopNow
 from longshore.cli.terminal import silence_stdout, warn
-from longshore.cli.train import train
+from longshore.cli.train import demo, train
 
 app = typer.Typer(
     add_completion=False,
@@ -30,7 +35,8 @@ app = typer.Typer(
 app.command()(train)
 app.command(add_help_option=False, context_settings=RAW_ARGUMENTS)(launch)
 app.command()(demo)
-app.command(context_settings=AS_PYTHON)(run)
+app.command(context_settings=AS_PYTHON)(run_deepspeed)
+app.command(context_settings=AS_PYTHON, hidden=True)(run)
 app.command()(export)
 app.command()(inspect)
 app.command()(import_deepspeed)
@@ -56,16 +62,16 @@ def _global_options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``arguments`` (default: those of the process) and returns the exit code.
+    """Run ``arguments`` (default: those of the process), and return the exit code.
 
-    What goes wrong outside longshore is one line on stderr. Only bugs of ours show a traceback.
+    Errors are one line on stderr. Only a bug in longshore shows a traceback.
     """
     try:
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
     except StopNow as stop:
-        return _fail("ended at once; what was being written is not there", stop.exit_code)
+        return _fail("ended at once; the file that was being written is removed", stop.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130) if place().speaks else 130
+        return _fail("interrupted", 130) if launched_rank().speaks else 130
     except CommandError as error:
         return _fail(str(error), error.exit_code, everywhere=isinstance(error, (SettingsError, SharedError)))
     except BrokenPipeError:
@@ -87,13 +93,13 @@ def _dispatch(arguments: list[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     finally:
-        if sys.stdout is not None:  # as it is after >&-
+        if sys.stdout is not None:  # it is None after >&-
             sys.stdout.flush()
     return 0
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """The line and the exit code for what other packages raise; raises what is not known."""
+    """Return the line and the exit code for an error of another package; re-raise an unknown one."""
     if _is_usage(error):
         return f"{error.format_message().rstrip('.')} (see longshore --help)", getattr(error, "exit_code", 2)  # pyright: ignore
     from longshore.errors import LongshoreError
@@ -110,8 +116,8 @@ def _is_usage(error: Exception) -> bool:
 
 
 def _fail(message: str, exit_code: int, everywhere: bool = False) -> int:
-    """One line; from each of several ranks, or, where it is the same ``everywhere``, from one a machine."""
-    rank, world_size, speaks = place()
+    """Print one line on each rank; or on one rank of each machine if it is the same ``everywhere``."""
+    rank, world_size, speaks = launched_rank()
     if not everywhere:
         warn(message if world_size == 1 else f"rank {rank}: {message}")
     elif speaks:

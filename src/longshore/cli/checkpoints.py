@@ -1,9 +1,9 @@
-"""``longshore export`` and ``longshore inspect``: what can be done with a checkpoint without the run it is of."""
+"""``longshore export``, ``inspect`` and ``import-deepspeed``: commands for checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
     from longshore.checkpoint.inspection import CheckpointSummary, Inspection
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_FOLDER = "Folder of checkpoints, or of one."
+_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of checkpoints, or of one.")]
+_Tag = Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")]
 _SHOWN_FILES = 20
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help=_FOLDER)],
-    out: Annotated[Path, typer.Option(help="Folder to write; it must not be there, or be empty.")],
-    tag: Annotated[str | None, typer.Option(help="Which of the checkpoints. Default: the latest.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of the tensors in a file: 500MB, 5GB, 2GiB.")] = "5GB",
+    checkpoint: _Folder,
+    out: Annotated[Path, typer.Option(help="Folder to write, which must be new or empty.")],
+    tag: _Tag = None,
+    max_shard_size: Annotated[str, typer.Option(help="Most bytes of tensors in a file: 500MB, 5GB, 2GiB.")] = "5GB",
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(DTYPES)}; cast to it (fp32: the masters). Default: as they were trained."),
+        typer.Option(help=f"{', '.join(DTYPES)}: dtype of the weights (fp32: the masters). Default: as trained."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a former export.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors files that from_pretrained of transformers loads.
 
@@ -68,19 +69,19 @@ def export(
         markup=False,
     )
     if "config.json" not in done.files:
-        warn("the checkpoint has no config.json (its model is none of transformers); from_pretrained needs one")
+        warn("the checkpoint has no config.json (its model is not from transformers); from_pretrained needs one")
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help=_FOLDER)],
-    tag: Annotated[str | None, typer.Option(help="Which to describe. Default: the latest.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON.")] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors, too.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read all files, and compare their checksums.")] = False,
+    checkpoint: _Folder,
+    tag: _Tag = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors too.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare their checksums.")] = False,
 ) -> None:
-    """Show which checkpoints a folder has, whether they are whole, and what is in one of them.
+    """Show which checkpoints a folder has, whether they are complete, and what one of them contains.
 
-    Ends with 1 if none is whole.
+    The exit code is 1 if none is complete.
     """
     from longshore.checkpoint.inspection import inspect as look
 
@@ -96,6 +97,25 @@ def inspect(
     raise typer.Exit(0 if found.checkpoint is not None else 1)
 
 
+def import_deepspeed(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of checkpoints that DeepSpeed saved.")],
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint, which load_checkpoint loads.")],
+    tag: _Tag = None,
+) -> None:
+    """Convert a DeepSpeed checkpoint (ZeRO stages 1, 2 and 3, Adam or AdamW) to a checkpoint of longshore.
+
+    It does not need DeepSpeed, and executes nothing that the files name.
+    """
+    from longshore.checkpoint.deepspeed import import_deepspeed as write
+
+    with told_warnings():
+        try:
+            path = write(checkpoint, out, tag)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+    make_console().print(f"written to {path}", markup=False, soft_wrap=True)
+
+
 def _shard_bytes(text: str) -> int:
     try:
         return parse_byte_size(text)
@@ -103,9 +123,9 @@ def _shard_bytes(text: str) -> int:
         raise SettingsError(f"--max-shard-size: {error}") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """What is called with how much is written; it shows on a terminal only."""
+    """Show a progress bar, on a terminal only; yield a function of the bytes that are written, and of all bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
@@ -123,7 +143,7 @@ def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
 
 
 def _folder_of(path: Path) -> Path:
-    """Where the checkpoints are, also of a run of ``longshore train``."""
+    """Return the folder of the checkpoints, also if ``path`` is the folder of a run of ``longshore train``."""
     if not path.is_dir():
         raise SettingsError(f"there is no folder {path}")
     return path / CHECKPOINTS if (path / RUN).is_file() and (path / CHECKPOINTS).is_dir() else path
@@ -182,7 +202,7 @@ def _show_checkpoint(console: Console, checkpoint: CheckpointSummary, verified: 
 
 
 def _kinds(checkpoint: CheckpointSummary) -> str:
-    """How many tensors of which kind; the kind stands before the first dot."""
+    """Return the number of tensors of each kind, which is the part of the name before the first dot."""
     kinds: dict[str, list[int]] = {}
     for each in checkpoint.tensors:
         kinds.setdefault(each.name.partition(".")[0], []).append(each.num_bytes)
@@ -203,7 +223,7 @@ def _date(created_ns: int) -> str:
     from datetime import datetime, timezone
 
     if created_ns < 0:
-        return "at a time that is not known"
+        return "at an unknown time"
     return datetime.fromtimestamp(created_ns // 10**9, timezone.utc).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
@@ -217,7 +237,7 @@ def _table(*headers: str) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    """Names of others are no markup, and what is not printable stays off the terminal."""
+    """Add a row of cells without markup; what is not printable becomes a question mark."""
     from rich.text import Text
 
     table.add_row(*(Text("".join(letter if letter.isprintable() else "?" for letter in cell)) for cell in cells))

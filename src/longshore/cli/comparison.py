@@ -1,16 +1,15 @@
-"""The demo's work: runs on the CPU, with longshore and without, in pairs that end alike, and a table of them."""
+"""The runs of ``longshore demo`` on the CPU, with longshore and without it, in pairs, and a table of them."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from longshore.cli import curve, model
 from longshore.cli.contestants import (
@@ -19,76 +18,35 @@ from longshore.cli.contestants import (
     KilledContestant,
     LocalContestant,
     RanksContestant,
-    set_threads,
 )
-from longshore.cli.data import Corpus, Sequences
-from longshore.cli.display import make_display
-from longshore.cli.failure import CommandError, SettingsError
-from longshore.cli.optimizers import make_stepper
+from longshore.cli.data import Corpus, Sequences, read_text
+from longshore.cli.failure import CommandError
+from longshore.cli.loop import Loop, Step
 from longshore.cli.output import check_writable, write_file
-from longshore.cli.plain import ExactNormStepper
 from longshore.cli.settings import (
     NUMEL_MULTIPLE,
+    SIZES,
+    DemoSettings,
     LoopSettings,
     ModelSettings,
     OptimizerSettings,
-    choose_shape,
 )
-from longshore.cli.terminal import make_console, plural, quantity, warn
-from longshore.cli.text import read_text
+from longshore.cli.steppers import ExactNormStepper, make_stepper
+from longshore.cli.terminal import Display, make_console, plural, quantity, warn
 
-_ACCUMULATION = RANKS
 _EVAL_BATCHES = 8
 _TRIAL_STEPS = 3  # for --seconds; the median leaves out the first, which warms up
 _DTYPES = ("fp32", "bf16")
 _STAGES = (1, 2, 3)
 _KILLED = (2,)
-"""Stages of which a run is killed, and resumed, too."""
-# Of a trial on half the threads: that run itself, and as many tokens on all threads by the ranks, at each stage.
+"""Stages with a second run, which is killed and resumed."""
+# The time of all runs on ranks, in units of the plain run on half the threads: that run itself, and half of its time
+# for each run that has the same tokens on all threads.
 _RANKS_SHARE = 1.0 + 0.5 * len((*_STAGES, *_KILLED))
 
 
-@dataclass(frozen=True)
-class DemoSettings:
-    """``seconds``: for all runs together; None takes ``steps``. ``two_ranks``: with the run on two ranks."""
-
-    size: str = "small"
-    steps: int = 60
-    seconds: float | None = None
-    seq_len: int = 128
-    batch_size: int = 4
-    seed: int = 0
-    data: tuple[Path, ...] = ()
-    out: Path | None = None
-    two_ranks: bool = True
-
-    def __post_init__(self) -> None:
-        if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise SettingsError(f"--seconds must be more than 0, not {self.seconds}")
-        self.loop(self.steps)
-        choose_shape(self.size, None, {})
-
-    def loop(self, steps: int) -> LoopSettings:
-        return LoopSettings(
-            seq_len=self.seq_len,
-            steps=steps,
-            batch_size=self.batch_size,
-            accumulation=_ACCUMULATION,
-            seed=self.seed,
-            eval_every=steps,
-            eval_batches=_EVAL_BATCHES,
-        )
-
-
-class Data(NamedTuple):
-    """What all runs train on."""
-
-    corpus: Corpus
-    sequences: Sequences
-
-
 class Pair(NamedTuple):
-    """Two runs that should end with the same weights."""
+    """Two runs that should have equal weights at the end."""
 
     what: str
     ours: Contestant
@@ -96,107 +54,168 @@ class Pair(NamedTuple):
 
 
 def run(settings: DemoSettings) -> int:
-    """0 when every weight of every run equals its plain counterpart, else 1."""
+    """Return 0 if every weight of every run equals its plain counterpart, else 1."""
     if settings.out is not None:
         check_writable(settings.out, "--out")
         curve.load_figure()
     text = read_text(settings.data, None)
     model.load_transformers()
-    corpus = model.make_corpus(text.documents, None)
-    data = Data(corpus, Sequences(corpus, settings.seq_len, settings.seed))
-    console = make_console()
-    steps = settings.steps if settings.seconds is None else _affordable_steps(settings, data)
-    console.print(
-        f"{text.source}: {plural(len(text.documents), 'file')}, {quantity(corpus.tokens.numel())} tokens\n"
-        f"a Llama of size {settings.size}, {plural(steps, 'step')} of {_ACCUMULATION} x {settings.batch_size} x "
+    demo = _Demo(settings, model.make_corpus(text.documents, None), make_console())
+    if settings.seconds is not None:
+        demo.choose_steps(settings.seconds)
+    demo.say(
+        f"{text.source}: {plural(len(text.documents), 'file')}, {quantity(demo.corpus.tokens.numel())} tokens\n"
+        f"a Llama of size {settings.size}, {plural(demo.steps, 'step')} of {RANKS} x {settings.batch_size} x "
         f"{settings.seq_len} tokens, clipped to norm {OptimizerSettings.clip}, "
-        f"{plural(torch.get_num_threads(), 'thread')}",
-        markup=False,
+        f"{plural(torch.get_num_threads(), 'thread')}"
     )
-    pairs = [_race(settings, steps, dtype, data, console) for dtype in _DTYPES]
+    pairs = [demo.race(dtype) for dtype in _DTYPES]
     if settings.two_ranks:
-        pairs += _race_of_ranks(settings, steps, data, console)
-    return _report(pairs, settings, steps, console)
+        pairs += demo.race_of_ranks()
+    return demo.report(pairs)
 
 
-def _race(settings: DemoSettings, steps: int, dtype: str, data: Data, console: Console) -> Pair:
-    """Both runs of a dtype, a step of one and a step of the other in turn, so that they meet the same machine."""
-    pair = Pair(f"in {dtype}", *(_local(settings, steps, dtype, offload, data) for offload in (True, False)))
-    tokens = settings.loop(steps).tokens_per_step
-    with make_display(console, steps) as display:
-        for step, _ in zip(pair.ours.run(), pair.plain.run(), strict=True):
-            if step is not None:
-                display.step(step, step.step * tokens / step.seconds)
+class _Demo:
+    """The runs and their report.
+
+    Args:
+        settings: of the command line.
+        corpus: the tokens on which all runs train.
+        console: for the report.
+    """
+
+    def __init__(self, settings: DemoSettings, corpus: Corpus, console: Console) -> None:
+        self.steps = settings.steps
+        self.corpus = corpus
+        self._settings = settings
+        self._sequences = Sequences(corpus, settings.seq_len, settings.seed)
+        self._console = console
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def choose_steps(self, seconds: float) -> None:
+        """Choose the steps with which all runs take ``seconds``, from a few steps of each."""
+        self.steps, taken = _TRIAL_STEPS, 0.0
+        for dtype in _DTYPES:
+            taken += sum(_trial(self._local(dtype, plain)) for plain in (False, True))
+        if self._settings.two_ranks:
+            with _fewer_threads():
+                taken += _RANKS_SHARE * _trial(self._local("fp32", plain=True, exact_norm=True))
+        self.steps = max(1, int(seconds / taken))
+
+    def race(self, dtype: str) -> Pair:
+        """Do both runs of a dtype, a step of one and a step of the other in turn, so that both have the same load."""
+        pair = Pair(f"in {dtype}", *(self._local(dtype, plain) for plain in (False, True)))
+        with Display(self._console, self.steps) as display:
+            for step, _ in zip(pair.ours.run(), pair.plain.run(), strict=True):
+                self._show(step, display)
         for contestant in pair[1:]:
-            display.line(_ended(contestant))
-    return pair
+            self.say(f"{contestant.name}: validation loss {contestant.validation_loss:.4f}")
+        return pair
+
+    def race_of_ranks(self) -> list[Pair]:
+        """Do the runs on two ranks, at each stage and once more with a kill, then one process with their batches.
+
+        It has two backwards in a step. All have the same number of threads in a backward, on which its sums depend.
+        """
+        with _fewer_threads() as threads:
+            plain = self._local("fp32", plain=True, exact_norm=True)
+            about = self._settings, self._loop(), self._optimizer(plain=False), threads
+            pairs = [Pair(f"at stage {stage}", RanksContestant(stage, *about), plain) for stage in _STAGES]
+            pairs += [
+                Pair(f"at stage {stage} with a kill", KilledContestant(stage, *about), plain) for stage in _KILLED
+            ]
+            for contestant in (*(pair.ours for pair in pairs), plain):
+                with Display(self._console, self.steps) as display:
+                    for step in contestant.run():
+                        self._show(step, display)
+                self.say(f"{contestant.name}: validation loss {contestant.validation_loss:.4f}")
+        return pairs
+
+    def report(self, pairs: list[Pair]) -> int:
+        """Print the table and the verdict, and return the exit code."""
+        table = Table()
+        table.add_column("run", no_wrap=True)
+        for heading in ("training\nloss", "validation\nloss", "device\nbytes/param", "host\nbytes/param", "tokens/s"):
+            table.add_column(heading, justify="right")
+        table.add_column("weights\nequal", no_wrap=True)
+        different: list[str] = []
+        for pair, following in zip(pairs, [*pairs[1:], None], strict=True):
+            names = differing(pair.ours.weights, pair.plain.weights)
+            different += [f"{name} of {pair.ours.name}" for name in names]
+            table.add_row(*pair.ours.row(), f"no: {len(names)} of {len(pair.ours.weights)}" if names else "yes")
+            if following is None or pair.plain is not following.plain:
+                table.add_row(*pair.plain.row(), "", end_section=True)
+        self._console.print(table)
+        clipped = ", ".join(f"{pair.ours.clipped} of {self.steps} {pair.what}" for pair in pairs)
+        self.say(f"steps with clipped gradients: {clipped}")
+        for pair in pairs[len(_DTYPES) :]:
+            steps = zip(pair.ours.steps, pair.plain.steps, strict=True)
+            same = sum(one.grad_norm == other.grad_norm for one, other in steps)
+            self.say(
+                f"steps whose norm is the same number on {RANKS} ranks {pair.what} and in one process: "
+                f"{same} of {self.steps}"
+            )
+            if isinstance(pair.ours, KilledContestant):
+                self.say(f"{pair.ours.name}: {pair.ours.story}")
+        self._write_curves(pairs)
+        if different:
+            warn(f"{len(different)} parameters differ from plain PyTorch's, the first is {different[0]}")
+            return 1
+        *first, last = (pair.what for pair in pairs)
+        self.say(
+            f"All weights are equal: torch.equal over {len(pairs[0].ours.weights)} parameters "
+            f"{', '.join(first)} and {last}.\n"
+            f"Plain is torch.optim.AdamW(fused=True), for bf16 on fp32 masters."
+        )
+        return 0
+
+    def _write_curves(self, pairs: list[Pair]) -> None:
+        out = self._settings.out
+        if out is None:
+            return
+        title = f"longshore demo, {self._settings.size}, {self.steps} steps"
+        contestants = dict.fromkeys(contestant for pair in pairs for contestant in (pair.plain, pair.ours))
+        write_file(out, curve.loss_curves([each.series() for each in contestants], title), "--out")
+        self.say(f"loss curves: {out}")
+
+    def _show(self, step: Step, display: Display) -> None:
+        display.advance(step.step, step.state(step.step * self._loop().tokens_per_step / step.seconds))
+
+    def _loop(self) -> LoopSettings:
+        asked = {name: getattr(self._settings, name) for name in ("seq_len", "batch_size", "seed")}
+        return LoopSettings(
+            **asked, steps=self.steps, accumulation=RANKS, eval_every=self.steps, eval_batches=_EVAL_BATCHES
+        )
+
+    def _optimizer(self, plain: bool) -> OptimizerSettings:
+        return OptimizerSettings(plain=plain, warmup=min(OptimizerSettings.warmup, self.steps // 4))
+
+    def _local(self, dtype: str, plain: bool, exact_norm: bool = False) -> LocalContestant:
+        """Return a run in this process."""
+        settings, optimizer = self._settings, self._optimizer(plain)
+        chosen = ModelSettings(SIZES[settings.size], dtype=dtype, device="cpu")
+        network = model.build_model(chosen, settings.seq_len, settings.seed, self.corpus, None)
+        for name, parameter in network.named_parameters():
+            # torch's fused CPU AdamW rounds the elements after the last multiple differently (docs/optimizer.md).
+            if parameter.numel() % NUMEL_MULTIPLE:
+                raise CommandError(f"{name} has {parameter.numel()} elements, not a multiple of {NUMEL_MULTIPLE}")
+        stepper = ExactNormStepper(network, optimizer) if exact_norm else make_stepper(network, optimizer)
+        name = f"{dtype}, plain, f64 norm" if exact_norm else f"{dtype}, {'plain' if plain else 'longshore'}"
+        return LocalContestant(name, network, Loop(network, self._sequences, stepper, self._loop(), optimizer))
 
 
-def _race_of_ranks(settings: DemoSettings, steps: int, data: Data, console: Console) -> list[Pair]:
-    """Two ranks at each stage, once more with a kill, then one process that has their batches as two backwards a step.
-    All have as many threads for a backward, on which its sums depend."""
-    threads = max(1, torch.get_num_threads() // RANKS)
-    loop, plain = settings.loop(steps), _exact(settings, steps, data)
-    about = loop, _optimizer(steps, True), settings.size, settings.data, threads
-    pairs = [Pair(f"at stage {stage}", RanksContestant(stage, *about), plain) for stage in _STAGES]
-    pairs += [Pair(f"at stage {stage} with a kill", KilledContestant(stage, *about), plain) for stage in _KILLED]
-    former = set_threads(threads)
+@contextmanager
+def _fewer_threads() -> Iterator[int]:
+    """Give torch as many threads as each of the ranks has, and yield their number."""
+    former = torch.get_num_threads()
+    threads = max(1, former // RANKS)
+    torch.set_num_threads(threads)
     try:
-        for contestant in (*(pair.ours for pair in pairs), plain):
-            with make_display(console, steps) as display:
-                for step in contestant.run():
-                    if step is not None:
-                        display.step(step, step.step * loop.tokens_per_step / step.seconds)
-                display.line(_ended(contestant))
+        yield threads
     finally:
-        set_threads(former)
-    return pairs
-
-
-def _ended(contestant: Contestant) -> str:
-    return f"{contestant.name}: validation loss {contestant.validation_loss:.4f}"
-
-
-def _optimizer(steps: int, offload: bool) -> OptimizerSettings:
-    return OptimizerSettings(offload=offload, warmup=min(OptimizerSettings.warmup, steps // 4))
-
-
-def _local(settings: DemoSettings, steps: int, dtype: str, offload: bool, data: Data) -> LocalContestant:
-    optimizer, network = _optimizer(steps, offload), _network(settings, dtype, data.corpus)
-    name = f"{dtype}, {'longshore' if offload else 'plain'}"
-    stepper = make_stepper(network, optimizer)
-    return LocalContestant(name, network, stepper, settings.loop(steps), optimizer, data.sequences)
-
-
-def _exact(settings: DemoSettings, steps: int, data: Data) -> LocalContestant:
-    optimizer, network = _optimizer(steps, False), _network(settings, "fp32", data.corpus)
-    stepper = ExactNormStepper(network, optimizer)
-    name = "fp32, plain, f64 norm"
-    return LocalContestant(name, network, stepper, settings.loop(steps), optimizer, data.sequences)
-
-
-def _network(settings: DemoSettings, dtype: str, corpus: Corpus) -> nn.Module:
-    chosen = ModelSettings(choose_shape(settings.size, None, {}), None, dtype, "cpu")
-    network = model.build_model(chosen, settings.seq_len, settings.seed, corpus, None)
-    for name, parameter in network.named_parameters():
-        # torch's fused CPU AdamW rounds the elements after the last multiple otherwise (docs/optimizer.md).
-        if parameter.numel() % NUMEL_MULTIPLE:
-            raise CommandError(f"{name} has {parameter.numel()} elements, which is no multiple of {NUMEL_MULTIPLE}")
-    return network
-
-
-def _affordable_steps(settings: DemoSettings, data: Data) -> int:
-    """How many steps of all runs fit ``settings.seconds``, from a few steps of each run."""
-    assert settings.seconds is not None
-    seconds = 0.0
-    for dtype in _DTYPES:
-        for offload in (True, False):
-            seconds += _trial(_local(settings, _TRIAL_STEPS, dtype, offload, data))
-    if settings.two_ranks:
-        former = set_threads(max(1, torch.get_num_threads() // RANKS))
-        seconds += _RANKS_SHARE * _trial(_exact(settings, _TRIAL_STEPS, data))
-        set_threads(former)
-    return max(1, int(settings.seconds / seconds))
+        torch.set_num_threads(former)
 
 
 def _trial(contestant: Contestant) -> float:
@@ -206,69 +225,5 @@ def _trial(contestant: Contestant) -> float:
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """The names whose tensors are not ``torch.equal``."""
+    """Return the names whose tensors are not ``torch.equal``."""
     return [name for name in ours if not torch.equal(ours[name], theirs[name])] + sorted(theirs.keys() - ours.keys())
-
-
-def _report(pairs: list[Pair], settings: DemoSettings, steps: int, console: Console) -> int:
-    table = Table()
-    table.add_column("run", no_wrap=True)
-    for heading in ("training\nloss", "validation\nloss", "device\nbytes/param", "host\nbytes/param", "tokens/s"):
-        table.add_column(heading, justify="right")
-    table.add_column("weights\nequal", no_wrap=True)
-    different: list[str] = []
-    for pair in pairs:
-        names = differing(pair.ours.weights, pair.plain.weights)
-        different += [f"{name} of {pair.ours.name}" for name in names]
-        verdict = f"no: {len(names)} of {len(pair.ours.weights)}" if names else "yes"
-        table.add_row(*_row(pair.ours, settings), verdict)
-        if pair is pairs[-1] or pair.plain is not pairs[pairs.index(pair) + 1].plain:
-            table.add_row(*_row(pair.plain, settings), "", end_section=True)
-    console.print(table)
-    clipped = ", ".join(f"{pair.ours.clipped} of {steps} {pair.what}" for pair in pairs)
-    console.print(f"steps with clipped gradients: {clipped}", markup=False)
-    for pair in pairs[len(_DTYPES) :]:
-        console.print(
-            f"steps whose norm is the same number on {RANKS} ranks {pair.what} and in one process: "
-            f"{_same_norms(pair)} of {steps}",
-            markup=False,
-        )
-        if isinstance(pair.ours, KilledContestant):
-            console.print(f"{pair.ours.name}: {pair.ours.story}", markup=False)
-    if settings.out is not None:
-        title = f"longshore demo, {settings.size}, {steps} steps"
-        contestants = dict.fromkeys(contestant for pair in pairs for contestant in (pair.plain, pair.ours))
-        series = [contestant.series() for contestant in contestants]
-        write_file(settings.out, curve.loss_curves(series, title), "--out")
-        console.print(f"loss curves: {settings.out}", markup=False)
-    if different:
-        warn(f"{len(different)} parameters differ from plain PyTorch's, the first is {different[0]}")
-        return 1
-    console.print(
-        f"All weights are equal: torch.equal over {len(pairs[0].ours.weights)} parameters "
-        f"{_listed([pair.what for pair in pairs])}.\n"
-        f"Plain is torch.optim.AdamW(fused=True), for bf16 on fp32 masters.",
-        markup=False,
-    )
-    return 0
-
-
-def _same_norms(pair: Pair) -> int:
-    return sum(one.grad_norm == other.grad_norm for one, other in zip(pair.ours.steps, pair.plain.steps, strict=True))
-
-
-def _listed(parts: list[str]) -> str:
-    return f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _row(contestant: Contestant, settings: DemoSettings) -> list[str]:
-    last = contestant.steps[-1]
-    numel = contestant.numel
-    return [
-        contestant.name,
-        f"{last.loss:.6f}",
-        f"{contestant.validation_loss:.6f}",
-        f"{last.memory.device / numel:.2f}",
-        f"{last.memory.host / numel:.2f}",
-        quantity(settings.loop(1).tokens_per_step / contestant.seconds_per_step),
-    ]

@@ -13,7 +13,7 @@ from longshore.cli.failure import CommandError, one_line
 
 @dataclass
 class Series:
-    """One line of a picture: losses over steps."""
+    """A line of the picture: losses by step."""
 
     label: str
     steps: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Series:
 
 
 def load_figure() -> Any:
-    """matplotlib's Figure, which draws without a display and without pyplot's global state."""
+    """Return matplotlib's Figure, which draws without a display and without pyplot's global state."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -42,12 +42,12 @@ def load_figure() -> Any:
 
 
 def loss_curves(series: list[Series], title: str) -> bytes:
-    """A PNG with one axis pair; series without points are left out."""
+    """Return a PNG with one pair of axes; series without points are left out."""
     figure = load_figure()(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for line in series:
         if line.steps:
-            marker = line.marker or ("o" if len(line.steps) == 1 else "")  # a line of one point shows nothing
+            marker = line.marker or ("o" if len(line.steps) == 1 else "")  # a line of one point is invisible
             axes.plot(
                 line.steps,
                 line.losses,

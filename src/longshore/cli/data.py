@@ -1,23 +1,139 @@
-"""Tokens, cut into sequences, some kept for validation; which batch comes when depends only on the seed."""
+"""The training data: text of files, its tokens, and sequences of tokens. The order depends only on names and seed."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.cli.failure import CommandError
+from longshore.cli.failure import CommandError, os_reason
 
 END_OF_DOCUMENT = 0
-"""The byte after each document. Text holds no NUL byte, so it needs no token of its own."""
+"""The byte after each document. Text has no NUL byte, so it needs no token of its own."""
 
+_READ_BYTES = 1 << 20
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 _VALIDATION_SHARE = 20  # one sequence in so many
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True)
+class TextDocuments:
+    """``documents``: the UTF-8 text of each file, none empty. ``skipped``: files in folders that are not text."""
+
+    documents: list[bytes]
+    skipped: int
+    source: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.documents))
+
+
+class _NotText(Exception):
+    """A file's bytes are not text; the message says why."""
+
+
+def read_text(paths: tuple[Path, ...], max_bytes: int | None) -> TextDocuments:
+    """Read ``paths``, in the order given and folders sorted by name, until ``max_bytes`` bytes are read.
+
+    A file that is named must be UTF-8 text. Other files in a folder are counted and skipped; hidden ones are ignored.
+    Without ``paths``: the Python sources of the standard library, without its tests.
+    """
+    documents: list[bytes] = []
+    skipped = 0
+    left = max_bytes
+    for path, named in _files(paths) if paths else ((path, False) for path in _standard_library()):
+        if left == 0:
+            break
+        try:
+            document, num_read = _read_document(path, left)
+        except _NotText as error:
+            if named:
+                raise CommandError(f"--data {path} is not UTF-8 text ({error}): give plain text files") from error
+            skipped += 1
+            continue
+        if document:
+            documents.append(document)
+        left = None if left is None else left - num_read
+    source = ", ".join(str(path) for path in paths) or "Python's standard library"
+    if not documents:
+        raise CommandError(f"there is no text in {source}: give files or folders of plain text with --data")
+    return TextDocuments(documents, skipped, source)
+
+
+def _files(paths: tuple[Path, ...]) -> Iterator[tuple[Path, bool]]:
+    """Return every file to read, and whether the user named it rather than its folder."""
+    for path in paths:
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise CommandError(f"cannot read --data {path}: {os_reason(error)}") from error
+        if stat.S_ISDIR(mode):
+            yield from ((file, False) for file in _walk(path))
+        elif stat.S_ISREG(mode):
+            yield path, True
+        else:
+            raise CommandError(f"--data {path} is neither a file nor a folder")
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise CommandError(f"cannot read the folder {error.filename}: {os_reason(error)}") from error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _standard_library() -> Iterator[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in _walk(root) if root.is_dir() else ():
+        if path.suffix == ".py" and _NOT_LIBRARY.isdisjoint(path.relative_to(root).parts):
+            yield path
+
+
+def _read_document(path: Path, max_bytes: int | None) -> tuple[bytes, int]:
+    """Return the text of a file, or the whole characters in its first ``max_bytes`` bytes, and the bytes read."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    parts: list[bytes] = []
+    left = max_bytes
+    try:
+        with path.open("rb") as file:
+            while part := file.read(_READ_BYTES if left is None else min(_READ_BYTES, left)):
+                _check_text(decoder, part)
+                parts.append(part)
+                left = None if left is None else left - len(part)
+    except OSError as error:
+        raise CommandError(f"cannot read --data {path}: {os_reason(error)}") from error
+    unfinished, _ = decoder.getstate()
+    if unfinished and left != 0:
+        raise _NotText("it ends within a character")
+    document = b"".join(parts)
+    return document[: len(document) - len(unfinished)], len(document)
+
+
+def _check_text(decoder: codecs.IncrementalDecoder, part: bytes) -> None:
+    if b"\0" in part:
+        raise _NotText("it has NUL bytes")
+    try:
+        decoder.decode(part)
+    except UnicodeDecodeError as error:
+        raise _NotText(f"byte 0x{error.object[error.start]:02x} is not UTF-8") from error
+
+
+class TokenBatch(NamedTuple):
     """``inputs`` and ``targets``: int64, (sequences, seq_len); the targets are the inputs one token later."""
 
     inputs: Tensor
@@ -32,12 +148,12 @@ class Corpus:
     vocabulary: int
 
     def digest(self) -> str:
-        """Equal for equal tokens."""
+        """Return a hash of the tokens."""
         return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
 
 
 def byte_corpus(documents: list[bytes], vocabulary: int) -> Corpus:
-    """Each byte is a token; documents end with ``END_OF_DOCUMENT``."""
+    """Return a corpus in which each byte is a token and documents end with ``END_OF_DOCUMENT``."""
     joined = bytearray()
     for document in documents:
         joined += document
@@ -46,7 +162,7 @@ def byte_corpus(documents: list[bytes], vocabulary: int) -> Corpus:
 
 
 class Sequences:
-    """A corpus as sequences of ``seq_len`` predictions that do not overlap (but for the token between two).
+    """A corpus as sequences of ``seq_len`` predictions, which overlap by the one token between two of them.
 
     Every 20th sequence (or the last, where there are fewer) is for validation.
     Training draws all others once in a random order, then again in another order, and so on.
@@ -69,12 +185,12 @@ class Sequences:
         self._epoch = -1
         self._order = self.training
 
-    def training_batch(self, index: int, size: int) -> Batch:
-        """Batch ``index`` of ``size`` sequences. Says the same whenever it is asked."""
+    def training_batch(self, index: int, size: int) -> TokenBatch:
+        """Return batch ``index`` of ``size`` sequences, which depends on nothing else."""
         return self._gather(torch.stack([self._drawn(index * size + row) for row in range(size)]))
 
-    def validation_batches(self, count: int, size: int) -> list[Batch]:
-        """The first ``count`` batches of ``size`` validation sequences, or as many as there are."""
+    def validation_batches(self, count: int, size: int) -> list[TokenBatch]:
+        """Return the first ``count`` batches of ``size`` validation sequences, or as many as there are."""
         return [self._gather(rows) for rows in self.validation[: count * size].split(size)]
 
     def _drawn(self, sample: int) -> Tensor:
@@ -85,7 +201,7 @@ class Sequences:
             self._epoch = epoch
         return self._order[position]
 
-    def _gather(self, rows: Tensor) -> Batch:
+    def _gather(self, rows: Tensor) -> TokenBatch:
         offsets = rows[:, None] * self.seq_len + torch.arange(self.seq_len + 1)
         tokens = self._tokens[offsets].long()
-        return Batch(tokens[:, :-1], tokens[:, 1:])
+        return TokenBatch(tokens[:, :-1], tokens[:, 1:])

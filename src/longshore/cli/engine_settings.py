@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.cli.failure import SettingsError
-from longshore.cli.settings import STAGES, EngineSettings, TrainSettings
+from longshore.cli.settings import EngineSettings, TrainSettings
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, load_config
 from longshore.engine.config.batch import DEEPSPEED, Batch, Names, resolve
 from longshore.engine.config.problems import shown
@@ -80,8 +80,8 @@ def with_engine(
             )
         _check_without_engine(settings)
         return settings
-    if stage is not None and stage not in STAGES:
-        raise SettingsError(f"--stage must be 0, 1, 2 or 3, not {stage}")
+    if settings.optimizer.plain:
+        raise SettingsError("--plain trains without longshore, and --stage and --config with its engine: leave one out")
     if settings.optimizer.release_gradients:
         raise SettingsError("--release-gradients is what --stage and --config do in any case: leave it out")
     asked = _Asked(settings, given, stage)
@@ -116,8 +116,6 @@ def _check_without_engine(settings: TrainSettings) -> None:
             "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
             "use bf16, or add --stage 0"
         )
-    if settings.trace is not None and not settings.optimizer.offload:
-        raise SettingsError("--trace shows what longshore steps, and --no-offload is plain PyTorch: leave one out")
     if settings.optimizer.speculation_memory and not settings.optimizer.release_gradients:
         raise SettingsError(
             "--speculation-memory is for stepping while backward brings gradients to the host, and they stay on the "

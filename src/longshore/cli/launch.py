@@ -36,12 +36,12 @@ RAW_ARGUMENTS: dict[str, Any] = {
     "allow_interspersed_args": False,
     "help_option_names": [],
 }
-"""torchrun's own parser reads them, with its help."""
+"""typer settings with which torchrun's own parser reads all arguments, --help too."""
 
-_ABOUT = """torchrun, with what training with host memory needs: each rank is bound to CPUs of the NUMA node that its
-GPU is next to, before torch is imported; torch and the host step get threads for that many cores (OMP_NUM_THREADS is
-set, unless you set it); limits on locked and shared memory are checked. All options of torchrun are taken, and do what
-they do there. LONGSHORE_BIND=0 leaves ranks where they are."""
+_ABOUT = """torchrun, set up for training with host memory: each rank is bound to CPUs of the NUMA node of its GPU,
+before torch is imported; torch and the host step get threads for that many cores (OMP_NUM_THREADS is set, unless you
+set it); limits on locked and shared memory are checked. All options of torchrun work as they do there. LONGSHORE_BIND=0
+turns binding off."""
 
 
 def launch(context: typer.Context) -> None:
@@ -61,7 +61,7 @@ def launch(context: typer.Context) -> None:
 
 
 def page(bindings: Sequence[RankBinding], command: Sequence[str]) -> Iterator[str]:
-    """What each rank gets, as a table, and the command that it runs."""
+    """Yield the lines of a table of what each rank gets, and the command that each runs."""
     rows = [("rank", "device", "NUMA node", "CPUs", "torch threads", "host threads", "why")]
     for rank, each in enumerate(bindings):
         nodes, cpus = cpu_list(each.nodes) or "-", cpu_list(each.cpus) or "any"
@@ -83,7 +83,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
         "--nproc", dest="nproc_per_node", default=SUPPRESS, metavar="N", help="Short for --nproc-per-node."
     )
     parser.add_argument(
-        "--dry-run", "--dry_run", action="store_true", help="Print what each rank would get, and start nothing."
+        "--dry-run", "--dry_run", action="store_true", help="Print what each rank would get and start nothing."
     )
     parsed = parser.parse_args(arguments)
     for option, given, why in (
@@ -98,7 +98,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
 
 
 def _program(arguments: Namespace) -> list[str]:
-    """What comes before the script, as torchrun has it."""
+    """Return the words of the command before the script, as in torchrun."""
     if arguments.no_python:
         return []
     return [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else [])]
@@ -112,7 +112,7 @@ def _ranks_of_machine(arguments: Namespace) -> int:
     except ValueError as error:
         raise SettingsError(f"--nproc {arguments.nproc_per_node}: {error}") from error
     if count < 1:
-        raise SettingsError(f"--nproc is at least 1, not {count}")
+        raise SettingsError(f"--nproc must be at least 1, not {count}")
     return count
 
 
@@ -132,12 +132,12 @@ def _bindings(count: int, environ: Mapping[str, str]) -> list[RankBinding]:
 def devices_of(
     count: int, visible: Mapping[str, str], root: Path = Path("/")
 ) -> tuple[list[RankDevice], list[RankDevice]]:
-    """What each rank trains on, by local rank, and the GPUs that this run does not see.
+    """Return the device of each rank, by local rank, and the GPUs that are not visible to this run.
 
     Args:
-        count: ranks of this machine.
+        count: the number of ranks on this machine.
         visible: PCI addresses of CUDA devices, by name.
-        root: where ``sys`` is.
+        root: the folder that has ``sys``.
     """
     seen = [RankDevice(name, address, numa_node_of(address, root)) for name, address in visible.items()]
     devices = [*seen[:count], *(RankDevice() for _ in range(count - len(seen)))]
@@ -155,7 +155,7 @@ def _check_limits(bindings: Sequence[RankBinding]) -> None:
 
 
 def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBinding]) -> None:
-    """By torchrun itself. Each rank begins with ``machine/start.py``, which becomes the rank's program."""
+    """Call torchrun. Each rank begins with ``machine/start.py``, which becomes the rank's program."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.elastic.utils.api import macros
@@ -163,7 +163,7 @@ def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBi
 
     from longshore.machine import start
 
-    # torchrun would say that it sets it to 1, and do so; each rank sets its own.
+    # Otherwise torchrun sets it to 1, and prints that; each rank sets its own.
     os.environ.setdefault("OMP_NUM_THREADS", str(bindings[0].torch_threads))
     content = {"program": list(program), "bindings": [json.loads(each.to_json()) for each in bindings]}
     os.environ["LONGSHORE_LAUNCH"] = json.dumps(content)
@@ -177,7 +177,7 @@ def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBi
     try:
         record(run)(arguments)
     except ChildFailedError as failure:
-        # What torchrun says below a traceback through itself; and its exit code.
+        # What torchrun prints below a traceback through itself, and its exit code.
         print(failure, file=sys.stderr, flush=True)
         raise typer.Exit(1) from None
     except SignalException as ended:

@@ -1,4 +1,4 @@
-"""The training loop. It yields what happened; who shows it, writes it or stops is not its concern."""
+"""The training loop, which yields its steps and validations. It neither shows nor writes anything."""
 
 from __future__ import annotations
 
@@ -12,26 +12,54 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore.cli.data import Batch, Sequences
+from longshore.byte_sizes import format_byte_size
+from longshore.cli.data import Sequences, TokenBatch
 from longshore.cli.failure import SharedError
-from longshore.cli.optimizers import Memory, Stepper
+from longshore.cli.group import RunGroup
 from longshore.cli.settings import LoopSettings, OptimizerSettings
-from longshore.cli.team import Team
+from longshore.cli.steppers import MemoryUse, TrainStepper
+from longshore.cli.terminal import quantity
 
 
 @dataclass(frozen=True)
 class Step:
-    """An applied step. ``loss``: of its window, before it. ``seconds``: spent training so far, validation not
-    counted. ``grad_norm``: before clipping; None without clipping, and where the loss scale skipped the step.
-    ``skipped``: steps so far that an overflow under a dynamic loss scale skipped."""
+    """A step.
+
+    Attributes:
+        step: its number, from 1.
+        loss: over all its backwards and ranks, before the step.
+        lr: the learning rate.
+        grad_norm: before clipping; None without clipping, and if the loss scale skipped the step.
+        seconds: spent training so far, without validations.
+        memory: of this rank.
+        skipped: steps so far that an overflow under a dynamic loss scale skipped.
+    """
 
     step: int
     loss: float
     lr: float
     grad_norm: float | None
     seconds: float
-    memory: Memory
+    memory: MemoryUse
     skipped: int = 0
+
+    def state(self, tokens_per_second: float) -> str:
+        """Return what a progress bar shows."""
+        return f"loss {self.loss:.4f}  {self._speed_and_memory(tokens_per_second)}"
+
+    def line(self, steps: int, loss: float, tokens_per_second: float) -> str:
+        """Return a line of the log, of ``steps`` in all; ``loss`` is the mean since the last line."""
+        norm = "" if self.grad_norm is None else f"  norm {self.grad_norm:.3f}"
+        return (
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {self.lr:.2e}{norm}  "
+            f"{self._speed_and_memory(tokens_per_second)}"
+        )
+
+    def _speed_and_memory(self, tokens_per_second: float) -> str:
+        return (
+            f"{quantity(tokens_per_second)} tokens/s  "
+            f"device {format_byte_size(self.memory.device)}  host {format_byte_size(self.memory.host)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -41,9 +69,12 @@ class Validation:
     step: int
     loss: float
 
+    def line(self, steps: int) -> str:
+        return f"step {self.step:>{len(str(steps))}}/{steps}  validation loss {self.loss:.4f}"
+
 
 class Diverged(SharedError):
-    """A loss or a gradient that is no finite number. The step was not applied."""
+    """A loss or a gradient norm is NaN or infinite. The step was not applied."""
 
     def __init__(self, step: int, what: str, value: float, lr: float) -> None:
         super().__init__(
@@ -56,7 +87,7 @@ class Diverged(SharedError):
 
 
 def learning_rate(settings: OptimizerSettings, step: int, steps: int) -> float:
-    """The rate of step ``step`` (from 1): a linear rise over the warmup, then constant or down to nearly 0."""
+    """Return the rate of step ``step`` (from 1): a linear rise over the warmup, then constant or down to nearly 0."""
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup
     if settings.schedule == "constant":
@@ -68,35 +99,35 @@ def learning_rate(settings: OptimizerSettings, step: int, steps: int) -> float:
 
 
 class Loop:
-    """Trains ``model`` on ``sequences``. ``stop`` is asked between steps and between validation batches.
+    """Trains ``model`` on ``sequences``.
 
-    With several ranks each has one batch of every backward, and they meet in the same places: batch
-    ``ranks * k + r`` of the one order is rank ``r``'s in backward ``k``. So a step has the sequences that one
-    process would have in ``ranks`` times as many backwards.
+    With several ranks each has one batch in every backward: batch ``ranks * k + r`` of the order is rank ``r``'s in
+    backward ``k``. So a step has the sequences that one process would have in ``ranks`` times as many backwards.
 
     Args:
-        model: what ``forward`` is called on: the model, or the engine.
-        team: of ``loop.ranks`` ranks; None: this process alone.
-        stop: asked at the same places on all ranks, and says the same on all.
+        model: the model, or the engine around it.
+        stop: whether to end now. It is called between steps and between validation batches, at the same places on
+            all ranks, and returns the same on all.
+        group: the ``loop.ranks`` ranks; None: this process alone.
     """
 
     def __init__(
         self,
         model: nn.Module,
         sequences: Sequences,
-        stepper: Stepper,
+        stepper: TrainStepper,
         loop: LoopSettings,
         optimizer: OptimizerSettings,
         stop: Callable[[], bool] = lambda: False,
-        team: Team | None = None,
+        group: RunGroup | None = None,
     ) -> None:
-        self._team = Team(None) if team is None else team
-        assert loop.ranks == self._team.size
+        self._group = RunGroup(None) if group is None else group
+        assert loop.ranks == self._group.size
         self._model = model
         self._sequences = sequences
         self._stepper = stepper
-        self._loop = loop
-        self._optimizer = optimizer
+        self.settings = loop
+        self.optimizer = optimizer
         self._stop = stop
         self._device = next(model.parameters()).device
         self._validation = sequences.validation_batches(loop.eval_batches, loop.batch_size) if loop.eval_every else []
@@ -107,26 +138,30 @@ class Loop:
         after: Callable[[int], None] = lambda step: None,
         last: Step | None = None,
     ) -> Iterator[Step | Validation]:
-        """Raises ``Diverged``, ends early when ``stop`` says so, and otherwise makes all steps.
+        """Make all steps, or fewer if ``stop`` returns true.
 
         Args:
-            around: of the number of a step, from 1: a context for it, from its first forward until it was applied.
-            after: called when all of a step, with its validation, was yielded.
-            last: the step behind which the run goes on; None: it begins.
+            around: given a step's number, from 1, returns a context that lasts from its first forward until it is
+                applied.
+            after: called with a step's number when the step and its validation have been yielded.
+            last: the step after which the run continues; None: it begins.
+
+        Raises:
+            Diverged: a loss or a gradient norm is NaN or infinite.
         """
         if last is None:
             yield from self._validate(0)
         done, seconds, skipped = (0, 0.0, 0) if last is None else (last.step, last.seconds, last.skipped)
-        for step in range(done + 1, self._loop.steps + 1):
+        for step in range(done + 1, self.settings.steps + 1):
             if self._stop():
                 return
             start = time.perf_counter()
             with around(step):
-                if self._optimizer.schedule is not None:
-                    self._stepper.set_lr(learning_rate(self._optimizer, step, self._loop.steps))
+                if self.optimizer.schedule is not None:
+                    self._stepper.set_lr(learning_rate(self.optimizer, step, self.settings.steps))
                 lr = self._stepper.lr
                 loss = self._backward(step, lr)
-                grad_norm, applied, overflow = self._stepper.step(self._optimizer.clip)
+                grad_norm, applied, overflow = self._stepper.step(self.optimizer.clip)
                 if not applied and not overflow:
                     assert grad_norm is not None
                     raise Diverged(step, "gradient's norm", grad_norm, lr)
@@ -135,26 +170,26 @@ class Loop:
                 self._stepper.zero_grad()
             seconds += time.perf_counter() - start
             yield Step(step, loss, lr, None if overflow else grad_norm, seconds, memory, skipped)
-            if self._loop.eval_every and (step % self._loop.eval_every == 0 or step == self._loop.steps):
+            if self.settings.eval_every and (step % self.settings.eval_every == 0 or step == self.settings.steps):
                 yield from self._validate(step)
             after(step)
 
     def _backward(self, step: int, lr: float) -> float:
-        """One window's backwards; its loss over all ranks, which is not NaN or infinite."""
-        accumulation = self._loop.accumulation
+        """Do the backwards of a step, and return its loss over all ranks, which is finite."""
+        accumulation = self.settings.accumulation
         total = torch.zeros((), device=self._device)
         for micro in range(accumulation):
-            index = ((step - 1) * accumulation + micro) * self._team.size + self._team.rank
-            loss = self._loss(self._sequences.training_batch(index, self._loop.batch_size)) / accumulation
+            index = ((step - 1) * accumulation + micro) * self._group.size + self._group.rank
+            loss = self._loss(self._sequences.training_batch(index, self.settings.batch_size)) / accumulation
             self._stepper.backward(loss)
             total += loss.detach()
-        value = self._team.mean(total.item())
+        value = self._group.mean(total.item())
         if not math.isfinite(value):
             raise Diverged(step, "loss", value, lr)
         return value
 
-    def _loss(self, batch: Batch) -> Tensor:
-        """The mean cross entropy of the next token, in fp32."""
+    def _loss(self, batch: TokenBatch) -> Tensor:
+        """Return the mean cross entropy of the next token, in fp32."""
         output: Any = self._model(input_ids=batch.inputs.to(self._device), use_cache=False)
         logits = output.logits.float().flatten(0, 1)
         return nn.functional.cross_entropy(logits, batch.targets.to(self._device).flatten())
@@ -164,18 +199,18 @@ class Loop:
         if not self._validation:
             return
         self._model.eval()
-        # Each rank has its own entries, and zeros elsewhere: their sum over ranks rounds nothing.
+        # Each rank fills its own entries and leaves zeros elsewhere, so that summing over ranks rounds nothing.
         totals = [0.0] * len(self._validation)
-        for start in range(0, len(self._validation), self._team.size):
+        for start in range(0, len(self._validation), self._group.size):
             if self._stop():
                 break
-            own = start + self._team.rank
-            # A rank that has none left runs the last one too: at stage 3 every forward takes all ranks.
+            own = start + self._group.rank
+            # A rank that has none left repeats the last one: at stage 3 every forward needs all ranks.
             batch = self._validation[min(own, len(self._validation) - 1)]
             loss = self._loss(batch).item() * len(batch.inputs)
             if own < len(self._validation):
                 totals[own] = loss
         else:
             rows = sum(len(batch.inputs) for batch in self._validation)
-            yield Validation(step, sum(self._team.sums(totals)) / rows)
+            yield Validation(step, sum(self._group.sums(totals)) / rows)
         self._model.train()

@@ -1,4 +1,4 @@
-"""Models and tokenizers of transformers. No other file of the command line names that package."""
+"""Models and tokenizers of transformers, which is imported nowhere else in the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
 from longshore.cli.failure import CommandError, one_line
-from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings
+from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings, Shape
 from longshore.engine import Init
 from longshore.optim.shards import is_sharded
 
@@ -21,7 +21,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def load_transformers() -> Any:
-    """The package, told to leave the terminal alone."""
+    """Return the package, configured to print nothing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -37,7 +37,7 @@ def load_transformers() -> Any:
 
 
 def load_tokenizer(path: Path | None, model: Path | None) -> Any | None:
-    """The tokenizer at ``path``, else the one in the folder ``model``, else None: bytes are the tokens."""
+    """Return the tokenizer at ``path``, or the one in the folder ``model``, or None: each byte is a token."""
     if path is None:
         if model is None or not any((model / name).is_file() for name in _TOKENIZER_FILES):
             return None
@@ -49,12 +49,12 @@ def load_tokenizer(path: Path | None, model: Path | None) -> Any | None:
         if path.is_file():
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
         return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # it raises whatever its parsers raise
+    except Exception as error:  # its parsers raise errors of any type
         raise CommandError(f"cannot load a tokenizer from {path}: {one_line(error)}") from error
 
 
 def make_corpus(documents: list[bytes], tokenizer: Any | None) -> Corpus:
-    """The tokens of all documents, each closed with the end-of-text token where the tokenizer has one."""
+    """Return the tokens of all documents, each followed by the end-of-text token if the tokenizer has one."""
     if tokenizer is None:
         return byte_corpus(documents, BYTE_VOCABULARY)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -69,17 +69,18 @@ def make_corpus(documents: list[bytes], tokenizer: Any | None) -> Corpus:
 def build_model(
     settings: ModelSettings, seq_len: int, seed: int, corpus: Corpus, tokenizer: Any | None, shared: bool = False
 ) -> nn.Module:
-    """A Llama with weights that depend only on ``seed``, or the model in ``settings.path``; on the CPU.
-
-    ``shared``: rank 0 has the weights for all, since a machine may have no room for a copy for each of its ranks.
+    """Return a Llama with weights that depend only on ``seed``, or the model in ``settings.path``; on the CPU.
 
     Weights are made in fp32 and rounded to the dtype, so that every dtype starts from the same ones. Buffers
-    (the rotary frequencies) stay in fp32, where loading the exported model has them too.
+    (the rotary frequencies) stay in fp32, as they do when the exported model is loaded.
+
+    Args:
+        shared: only rank 0 has weights, since a machine may have no room for a copy for each of its ranks.
     """
     torch.manual_seed(seed)
     with Init(enabled=shared):
         if settings.path is None:
-            model = _new_llama(settings, seq_len, corpus.vocabulary, tokenizer)
+            model = new_llama(settings.shape, seq_len, corpus.vocabulary, tokenizer)
         else:
             model = _load_model(settings.path)
     if settings.path is not None:
@@ -90,41 +91,16 @@ def build_model(
     return model.train()
 
 
-def count_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """By name; of a sharded model on the CPU, and there on rank 0 alone. All ranks have to call."""
-    if not any(is_sharded(parameter) for parameter in model.parameters()):
-        return dict(model.state_dict())
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in weights:  # what is tied was gathered once for each name, and is to be one tensor, and written once
-            weights[name] = weights[first.setdefault(id(parameter), name)]
-    return weights
-
-
-def save_model(model: nn.Module, weights: dict[str, Any], tokenizer: Any | None, folder: Path) -> None:
-    """Weights as safetensors, the configuration and the tokenizer, as ``from_pretrained`` reads them."""
-    save: Any = model.save_pretrained
-    save(folder, state_dict=weights, max_shard_size="1000TB")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _new_llama(settings: ModelSettings, seq_len: int, vocabulary: int, tokenizer: Any | None) -> nn.Module:
+def new_llama(shape: Shape, seq_len: int, vocabulary: int, tokenizer: Any | None) -> nn.Module:
+    """Return a Llama with random weights."""
     transformers = load_transformers()
     config = transformers.LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=settings.shape.hidden_size,
-        intermediate_size=settings.shape.intermediate_size,
-        num_hidden_layers=settings.shape.layers,
-        num_attention_heads=settings.shape.heads,
-        num_key_value_heads=settings.shape.heads,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
         max_position_embeddings=seq_len,
         tie_word_embeddings=False,
         bos_token_id=None if tokenizer is None else tokenizer.bos_token_id,
@@ -135,6 +111,32 @@ def _new_llama(settings: ModelSettings, seq_len: int, vocabulary: int, tokenizer
     return transformers.LlamaForCausalLM(config)
 
 
+def count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """Return the weights by name; those of a sharded model on the CPU of rank 0 only. All ranks have to call."""
+    if not any(is_sharded(parameter) for parameter in model.parameters()):
+        return dict(model.state_dict())
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in weights:  # tied weights were gathered once for each name; make them one tensor, to be written once
+            weights[name] = weights[first.setdefault(id(parameter), name)]
+    return weights
+
+
+def save_model(model: nn.Module, weights: dict[str, Any], tokenizer: Any | None, folder: Path) -> None:
+    """Write safetensors, the configuration and the tokenizer, as ``from_pretrained`` reads them."""
+    save: Any = model.save_pretrained
+    save(folder, state_dict=weights, max_shard_size="1000TB")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
 def _load_model(path: Path) -> nn.Module:
     if not path.is_dir():
         raise CommandError(f"--model {path} is not a folder: give one with config.json and model.safetensors")
@@ -143,7 +145,7 @@ def _load_model(path: Path) -> nn.Module:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # it raises whatever its parsers raise
+    except Exception as error:  # its parsers raise errors of any type
         raise CommandError(f"cannot load a causal language model from --model {path}: {one_line(error)}") from error
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if wrong:

@@ -1,4 +1,4 @@
-"""The folder of a run. What is written whole is written beside, fsynced and renamed, or it is not there."""
+"""The folder of a run. Files are written atomically: beside their place, synced to the disk, and renamed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METRICS = "metrics.jsonl"
 CURVE = "loss.png"
 WEIGHTS = "model.safetensors"
 CHECKPOINTS = "checkpoints"
-_WRITING = ".writing"  # the folder beside, in which files become whole
+_WRITING = ".writing"  # the folder in which files are written before they are moved
 
 _OURS = (
     METRICS,
@@ -36,15 +36,14 @@ _OURS = (
     "vocab.json",
     "merges.txt",
 )
-"""What an earlier run may have left. Nothing else is ever removed."""
+"""Files that an earlier run may have left. Nothing else is ever removed."""
 
 
 class RunFolder:
-    """``--out DIR``. Only an empty folder, a new one, or with ``overwrite`` or ``resume`` one that holds a run is
-    accepted."""
+    """The folder ``--out``, which must be new or empty, or, with ``overwrite`` or ``resume``, have a run."""
 
     def __init__(self, path: Path, overwrite: bool, resume: bool = False) -> None:
-        """Looks, and changes nothing."""
+        """Check the folder without changing it."""
         self.path = path
         self._resume = resume
         self._unlock: weakref.finalize[..., RunFolder] | None = None
@@ -55,25 +54,25 @@ class RunFolder:
         except OSError as error:
             raise CommandError(f"cannot read --out {path}: {os_reason(error)}") from error
         if resume and not _is_run(path / RUN):
-            raise CommandError(f"--out {path} holds no run to go on with: leave --resume out to begin one", USAGE)
+            raise CommandError(f"--out {path} has no run to continue: leave --resume out to begin one", USAGE)
         if resume or not names - {_WRITING}:
             return
         if not _is_run(path / RUN):
-            raise CommandError(f"--out {path} is not empty and holds no run of longshore: choose another folder", USAGE)
+            raise CommandError(f"--out {path} is not empty and has no run of longshore: choose another folder", USAGE)
         if not overwrite:
             raise CommandError(
-                f"--out {path} holds a run already: choose another folder, or add --overwrite, or --resume", USAGE
+                f"--out {path} has a run already: choose another folder, or add --overwrite, or --resume", USAGE
             )
 
     def needs(self, path: Path) -> bool:
-        """Whether ``path`` is this folder, one that it is in, or a file that a run writes here."""
+        """Whether ``path`` is this folder, one of its parents, or a file that a run writes here."""
         own, path = self.path.resolve(), path.resolve()
         return path in (own, *own.parents) or (path.parent == own and path.name in (RUN, *_OURS))
 
     def open(self, run: dict[str, Any], weight_bytes: int) -> None:
-        """Makes the folder, takes a former run's files away, and writes ``run.json``, all before any training.
+        """Make the folder, remove an earlier run's files, and write ``run.json``, before any training.
 
-        Until :meth:`close`, or the end of this process, no other run can open it.
+        No other run can open the folder until :meth:`close`, or the end of this process.
         """
         try:
             self._make(weight_bytes)
@@ -86,7 +85,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
-            free = shutil.disk_usage(self.path).free + _present_bytes(self.path / WEIGHTS)
+            former = self.path / WEIGHTS
+            free = shutil.disk_usage(self.path).free + (former.stat().st_size if former.is_file() else 0)
             if free < weight_bytes:
                 raise CommandError(
                     f"the weights take {weight_bytes} bytes, but the disk of --out {self.path} has only {free} left: "
@@ -113,20 +113,20 @@ class RunFolder:
             return
 
     def close(self) -> None:
-        """Another run may open it."""
+        """Unlock the folder for other runs."""
         if self._unlock is not None:
             self._unlock()  # once
 
     def write_run(self, run: dict[str, Any]) -> None:
-        """``run.json``: what was asked, with which versions, and how it ended. It marks the folder as ours."""
+        """Write ``run.json``: settings, versions and status. It marks the folder as a run of longshore."""
         self.write(RUN, (json.dumps(run, indent=2) + "\n").encode())
 
     def write(self, name: str, content: bytes) -> None:
-        """One whole file."""
-        self.write_folder(lambda folder: _ignore((folder / name).write_bytes(content)))
+        """Write one file atomically."""
+        self.write_folder(lambda folder: (folder / name).write_bytes(content))
 
-    def write_folder(self, save: Callable[[Path], None]) -> None:
-        """``save`` fills a folder; its files are moved here when all of them are whole and on the disk."""
+    def write_folder(self, save: Callable[[Path], object]) -> None:
+        """Let ``save`` fill a folder, and move its files here when all of them are on the disk."""
         writing = self.path / _WRITING
         try:
             _remove(writing)
@@ -134,7 +134,7 @@ class RunFolder:
             save(writing)
             names = sorted(entry.name for entry in writing.iterdir())
             for name in names:
-                # safetensors makes files for the owner only; the folder shows what the user's umask allows.
+                # safetensors makes files that only the owner can read; the folder's mode has the user's umask.
                 (writing / name).chmod(writing.stat().st_mode & 0o666)
                 _fsync(writing / name)
             for name in names:
@@ -143,18 +143,18 @@ class RunFolder:
         except OSError as error:
             raise self._unwritable(self.path, error) from error
         except Exception as error:
-            if type(error).__name__ != "SafetensorError":  # its way to say the same; no OSError
+            if type(error).__name__ != "SafetensorError":  # how safetensors reports an OSError
                 raise
             raise CommandError(f"cannot write to --out {self.path}: {one_line(error)}") from error
         finally:
             _remove(writing)
 
     def former(self) -> dict[str, Any]:
-        """``run.json`` of the run that is here."""
+        """Return ``run.json`` of the run that is here."""
         return json.loads((self.path / RUN).read_bytes())
 
     def metrics(self, until: int = -1) -> MetricsFile:
-        """For a new file; or for what there is up to step ``until``, if that is 0 or more."""
+        """Return a new metrics file, or with ``until`` of 0 or more the present one up to that step."""
         try:
             return MetricsFile(self.path / METRICS, until)
         except OSError as error:
@@ -170,10 +170,10 @@ class RunFolder:
 
 
 class MetricsFile:
-    """Lines of JSON, each whole and handed to the system at once.
+    """A file of JSON lines, each written as a whole and at once.
 
-    A disk that is full for a while must not end a training run: what could not be written stays here, the
-    file ends with its last whole line, and the next ``write`` tries again. ``close`` raises if lines are left.
+    A disk that is full for a while must not end a training run: lines that cannot be written are kept in memory, the
+    file ends with its last complete line, and the next ``write`` tries again. ``close`` raises if lines are left.
     """
 
     def __init__(self, path: Path, until: int = -1) -> None:
@@ -184,13 +184,17 @@ class MetricsFile:
         self._pending = b""
         self.failure: OSError | None = None
 
-    def write(self, record: dict[str, Any]) -> None:
-        self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
+    def write(self, values: dict[str, Any]) -> None:
+        self._pending += json.dumps(values, allow_nan=False).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._flush()
 
     def close(self) -> None:
-        """Writes what is left and syncs. Raises ``CommandError``; the file is closed in any case. Once is enough."""
+        """Write what is left, sync and close; a second call does nothing.
+
+        Raises:
+            CommandError: lines are left. The file is closed all the same.
+        """
         if self._file.closed:
             return
         try:
@@ -199,7 +203,7 @@ class MetricsFile:
                 os.fsync(self._file.fileno())
         except OSError as error:
             raise CommandError(
-                f"cannot write {self._path}: {os_reason(error)}; it ends early, with its last whole line"
+                f"cannot write {self._path}: {os_reason(error)}; it ends early, with its last complete line"
             ) from error
 
     def _flush(self) -> None:
@@ -210,12 +214,12 @@ class MetricsFile:
                 self._pending = self._pending[written:]
                 self._whole += written
         except OSError as error:
-            self._take_back_part()
+            self._truncate_part()
             self.failure = error
             raise
 
-    def _take_back_part(self) -> None:
-        """A write may stop in the middle of a line, so the file is cut after the last whole one."""
+    def _truncate_part(self) -> None:
+        """Truncate the file after its last complete line, since a write may have stopped in the middle of one."""
         with self._path.open("rb") as file:
             file.seek(0)
             content = file.read(self._whole)
@@ -227,12 +231,12 @@ class MetricsFile:
 
 
 def write_file(path: Path, content: bytes, option: str) -> None:
-    """One whole file anywhere; ``option`` is named when it cannot be written."""
-    save_file(path, lambda beside: _ignore(beside.write_bytes(content)), option)
+    """Write one file anywhere, atomically. An error names ``option``."""
+    save_file(path, lambda beside: beside.write_bytes(content), option)
 
 
-def save_file(path: Path, save: Callable[[Path], None], option: str) -> None:
-    """The same with a file that ``save`` writes."""
+def save_file(path: Path, save: Callable[[Path], object], option: str) -> None:
+    """Do the same with a file that ``save`` writes."""
     beside = path.with_name(f".{path.name}.writing")
     try:
         try:
@@ -246,7 +250,7 @@ def save_file(path: Path, save: Callable[[Path], None], option: str) -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raises now what ``write_file`` would raise at the end."""
+    """Raise now what ``write_file`` would raise at the end."""
     if path.is_dir():
         raise CommandError(f"{option} {path} is a folder: give the name of a file", USAGE)
     if not path.parent.is_dir():
@@ -260,7 +264,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def _lines_until(path: Path, step: int) -> bytes:
-    """The whole lines of a metrics file that are of steps up to ``step``."""
+    """Return the complete lines of a metrics file up to ``step``."""
     if step < 0 or not path.is_file():
         return b""
     kept = []
@@ -269,7 +273,7 @@ def _lines_until(path: Path, step: int) -> bytes:
             if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
-            continue  # half a line, from a process that was killed
+            continue  # an incomplete line, of a process that was killed
     return b"".join(kept)
 
 
@@ -278,10 +282,6 @@ def _is_run(path: Path) -> bool:
         return "longshore" in json.loads(path.read_bytes())
     except (OSError, ValueError, TypeError):
         return False
-
-
-def _present_bytes(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
 
 
 def _remove(folder: Path) -> None:
@@ -294,7 +294,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _ignore(_: object) -> None:
-    return None

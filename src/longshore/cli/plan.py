@@ -1,191 +1,298 @@
-"""``longshore plan``: what a model takes on a machine, and how to train it there."""
+"""``longshore plan``: what a model needs on a machine, and how to train it there."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
-import math
-from collections.abc import Callable
-from dataclasses import replace
-from enum import Enum
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longshore.byte_sizes import parse_byte_size
 from longshore.cli.curve import load_figure
-from longshore.cli.failure import CommandError, SettingsError
+from longshore.cli.failure import CommandError, SettingsError, one_line
+from longshore.cli.options import CommandLine, CommandSettings, Option, takes
+from longshore.cli.settings import (
+    BYTE_VOCABULARY,
+    DTYPES,
+    Accumulation,
+    BatchSize,
+    Clip,
+    SeqLen,
+    Shape,
+    ShapeSettings,
+)
 from longshore.cli.terminal import make_console
+from longshore.plan.quantities import parse_flops, parse_rate
 
 if TYPE_CHECKING:
-    from longshore.plan.job import Job
+    from longshore.plan.job import Job, PlanChoice
     from longshore.plan.machine import PlanMachine
+    from longshore.plan.model import PlannedModel
     from longshore.plan.planner import Plan
 
-T = TypeVar("T")
-
 _QUICK_NUMEL = 1 << 22
-_HERE = "of a machine that is described; it needs --gpu"
+_TAKES = (
+    "give a folder with config.json (of transformers) or with safetensors files, such a file, or module:function, "
+    "where the function returns a torch module"
+)
+_training, _choices, _machine, _described, _output = (
+    partial(Option, panel=panel)
+    for panel in ("Training", "Choices", "Machine", "Described machine, with --gpu", "Output")
+)
+_bytes = partial(_machine, parse=parse_byte_size, metavar="<size>")
+_rate = partial(_described, parse=parse_rate, metavar="<rate>")
+_OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "SGD")
+_PLACE = "Plan only choices with optimizer state in host memory, or only others."
 
 
-class DtypeChoice(str, Enum):
-    """Of parameters."""
+@dataclass(frozen=True)
+class PlanSettings(CommandSettings):
+    """The training, the choices to plan, the machine, and the output."""
 
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-    own = "own"
+    batch_size: BatchSize = 1
+    seq_len: SeqLen = 2048
+    accumulation: Accumulation = 1
+    dtype: Annotated[str, _training("Of the parameters; own: the model's.", choices=(*DTYPES, "own"))] = "bf16"
+    optimizer: Annotated[str, _training("Optimizer whose state is counted.", choices=_OPTIMIZERS)] = "AdamW"
+    clip: Clip = 1.0
+    activation_checkpointing: Annotated[bool, _training("Backward computes the blocks again.")] = False
+    tile_numel: Annotated[int | None, _training("Elements in a tile. Default: the engine's.", at_least=1)] = None
+    stage: Annotated[int | None, _choices("Plan this stage only.", at_least=0, at_most=3)] = None
+    offload: Annotated[bool | None, _choices(_PLACE, flag="--offload/--no-offload")] = None
+    gpu: Annotated[str | None, _machine("Plan for this GPU: h200, ..., custom. Default: measure this machine.")] = None
+    gpus: Annotated[int | None, _machine("GPUs in a host, each with one rank.", at_least=1)] = None
+    host_memory: Annotated[int | None, _bytes("Memory of a host, such as 2TB.")] = None
+    device_memory: Annotated[int | None, _bytes("Memory of a GPU, in place of the data sheet's.")] = None
+    quick: Annotated[bool, _machine("Measure this machine with small arrays.")] = False
+    as_json: Annotated[bool, _output("Print JSON.", flag="--json")] = False
+    out: Annotated[Path | None, _output("Folder for plan.json, plan.png and ds_config.json.")] = None
+
+    def job(self) -> Job:
+        from longshore.engine.precision import DTYPES
+        from longshore.plan.job import Job
+
+        return Job(
+            self.batch_size,
+            self.seq_len,
+            self.accumulation,
+            DTYPES.get(self.dtype),
+            self.optimizer,
+            self.clip or None,
+            self.activation_checkpointing,
+            tile_numel=self.tile_numel,
+        )
+
+    def allows(self, choice: PlanChoice, machine: PlanMachine) -> bool:
+        """Whether ``choice`` is to be planned. Without GPUs there is one place for the state."""
+        is_place = self.offload is None or not machine.staged or (choice.offload == "cpu") == self.offload
+        return is_place and self.stage in (None, choice.stage)
 
 
-class OptimizerChoice(str, Enum):
-    """That have kernels."""
+@dataclass(frozen=True)
+class DescribedMachine(CommandSettings):
+    """Figures of a machine that is not measured, by their names in ``plan.machine.Description``."""
 
-    AdamW = "AdamW"
-    Adam = "Adam"
-    Lion = "Lion"
-    Adagrad = "Adagrad"
-    SGD = "SGD"
+    hosts: Annotated[int | None, _described("Hosts.", at_least=1)] = None
+    host_bytes_per_s: Annotated[
+        float | None, _rate("Bandwidth of a host's memory, such as 400GB/s.", flag="--host-bandwidth")
+    ] = None
+    link_bytes_per_s: Annotated[
+        float | None, _rate("From host to GPU in one direction, such as 50GB/s.", flag="--link")
+    ] = None
+    peers_bytes_per_s: Annotated[float | None, _rate("From GPU to GPU in a host.", flag="--peers")] = None
+    network_bytes_per_s: Annotated[
+        float | None, _rate("Between hosts, for each GPU, such as 400Gbit/s.", flag="--network")
+    ] = None
+    device_bytes_per_s: Annotated[float | None, _rate("Bandwidth of a GPU's memory.", flag="--device-bandwidth")] = None
+    flops: Annotated[
+        float | None, _described("Dense peak in the dtype, such as 989TFLOP/s.", parse=parse_flops, metavar="<rate>")
+    ] = None
+    efficiency: Annotated[float | None, _described("Share of the peak that is reached. Default: 0.45.")] = None
 
 
+@takes(ShapeSettings, PlanSettings, DescribedMachine)
 def plan(
+    line: CommandLine,
     model: Annotated[
-        str,
-        typer.Argument(help="A transformers config, safetensors (file, index, folder), or module:function."),
-    ],
-    gpu: Annotated[str | None, typer.Option(help="Plan for this GPU: h200, ..., custom.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs, and so ranks, of one host.")] = None,
-    hosts: Annotated[int | None, typer.Option(min=1, help=f"Hosts {_HERE}.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Memory of one host: 2TB.")] = None,
-    host_bandwidth: Annotated[str | None, typer.Option(help=f"Of one host's memory: 400GB/s; {_HERE}.")] = None,
-    link: Annotated[str | None, typer.Option(help=f"Host to GPU, one way: 50GB/s; {_HERE}.")] = None,
-    peers: Annotated[str | None, typer.Option(help=f"GPU to GPU in one host, one way; {_HERE}.")] = None,
-    network: Annotated[str | None, typer.Option(help=f"Between hosts, for each GPU: 400Gbit/s; {_HERE}.")] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Memory of one GPU, in place of the data sheet's.")] = None,
-    device_bandwidth: Annotated[str | None, typer.Option(help=f"Of its memory; {_HERE}.")] = None,
-    flops: Annotated[str | None, typer.Option(help=f"Peak, dense, in the dtype: 989TFLOP/s; {_HERE}.")] = None,
-    efficiency: Annotated[float | None, typer.Option(help=f"Share of the peak reached (0.45); {_HERE}.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one backward on one rank.")] = 1,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
-    accumulation: Annotated[int, typer.Option(min=1, help="Backwards a step.")] = 1,
-    dtype: Annotated[DtypeChoice, typer.Option(help="Of parameters; own: as the model has them.")] = DtypeChoice.bf16,
-    optimizer: Annotated[OptimizerChoice, typer.Option(help="Whose state is counted.")] = OptimizerChoice.AdamW,
-    clip: Annotated[float, typer.Option(min=0.0, help="Largest norm of gradients; 0: none is measured.")] = 1.0,
-    activation_checkpointing: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Blocks are computed again in backward.")
-    ] = False,
-    tile_numel: Annotated[int | None, typer.Option(min=1, help="Elements a tile; default: the engine's.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure this machine with small arrays.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for plan.json, plan.png and ds_config.json.")] = None,
+        str | None,
+        typer.Argument(
+            help="A transformers config, safetensors (file, index, folder), or module:function. Without it: --size."
+        ),
+    ] = None,
 ) -> None:
-    """What a model takes on a machine: bytes by kind, times, and the configuration to use.
+    """Plan the training of a model on a machine: bytes by kind, times, and the configuration to use.
 
     Nothing is downloaded, and no weights are made. Without --gpu this machine is measured.
     """
-    figure = load_figure() if out is not None else None  # before anything takes time
-    sizes = (batch_size, seq_len, accumulation)
-    job = _job(sizes, dtype.value, optimizer.value, clip, activation_checkpointing, tile_numel)
-    described = {
-        "hosts": hosts,
-        "host_bandwidth": host_bandwidth,
-        "link": link,
-        "peers": peers,
-        "network": network,
-        "device_bandwidth": device_bandwidth,
-        "flops": flops,
-        "efficiency": efficiency,
-    }
-    memory = {"host_memory": host_memory, "device_memory": device_memory}
-    said = None if gpu is None else _description(gpu, gpus, {**described, **memory})
-    if gpu is None:
-        _check_here(described)
-    from longshore.cli.planned_model import read_model
+    settings = line.settings(PlanSettings)
+    figure = load_figure() if settings.out is not None else None  # fails before anything takes time
+    sizes = line.flags_given(ShapeSettings)
+    if model is not None and sizes:
+        raise SettingsError(f"{sizes[0]} and MODEL exclude each other: {model} has its own shape")
+    if model is None and not sizes:
+        raise SettingsError("no model is named: give MODEL, or --size for a model of longshore train")
+    machine = _described_machine(line, settings)
     from longshore.plan.planner import DoesNotFit
     from longshore.plan.planner import plan as planned
 
-    read = read_model(model)
-    measured = replace(job, dtype=job.dtype or read.main_dtype)
-    machine = said or _this_machine(measured, gpus, quick, memory)
+    shape = line.settings(ShapeSettings)
+    read = read_size(shape.size, shape.shape(), settings.seq_len) if model is None else read_model(model)
+    job = settings.job()
+    if machine is None:
+        machine = _this_machine(replace(job, dtype=job.dtype or read.main_dtype), settings)
     try:
-        result = planned(read, machine, job)
+        result = planned(read, machine, job, lambda choice: settings.allows(choice, machine))
     except DoesNotFit as refusal:
         raise CommandError(str(refusal)) from refusal
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    if out is not None:
-        _write(result, out, figure)
-    _show(result, as_json, out)
+    if settings.out is not None:
+        _write(result, settings.out, figure)
+    _show(result, settings)
 
 
-def _job(
-    sizes: tuple[int, int, int], dtype: str, optimizer: str, clip: float, checkpointing: bool, tile_numel: int | None
-) -> Job:
-    from longshore.engine.precision import DTYPES
-    from longshore.plan.job import Job
-
-    if not math.isfinite(clip):
-        raise SettingsError(f"--clip is a finite number, not {clip}; 0 for no clipping")
-    return Job(*sizes, DTYPES.get(dtype), optimizer, clip or None, checkpointing, tile_numel=tile_numel)
-
-
-def _parsed(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
-    if text is None:
-        return None
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise SettingsError(f"--{option.replace('_', '-')} {error}") from error
-
-
-def _description(gpu: str, gpus: int | None, said: dict[str, Any]) -> PlanMachine:
-    from longshore.byte_sizes import parse_byte_size
-    from longshore.plan import quantities
-    from longshore.plan.machine import ACHIEVED_FLOPS, Description, described
-
-    rates = ("host_bandwidth", "link", "peers", "network", "device_bandwidth")
-    rate = {name: _parsed(name, said[name], quantities.parse_rate) for name in rates}
-    try:
-        return described(
-            Description(
-                gpu,
-                gpus or 1,
-                said["hosts"] or 1,
-                _parsed("host_memory", said["host_memory"], parse_byte_size),
-                rate["host_bandwidth"],
-                rate["link"],
-                rate["peers"],
-                rate["network"],
-                _parsed("device_memory", said["device_memory"], parse_byte_size),
-                rate["device_bandwidth"],
-                _parsed("flops", said["flops"], quantities.parse_flops),
-                ACHIEVED_FLOPS if said["efficiency"] is None else said["efficiency"],
+def _described_machine(line: CommandLine, settings: PlanSettings) -> PlanMachine | None:
+    """Return the machine of ``--gpu``; None if this machine is to be measured."""
+    if settings.gpu is None:
+        if given := line.flags_given(DescribedMachine):
+            raise SettingsError(
+                f"{', '.join(given)} describes another machine, and this one is measured: give --gpu too"
             )
-        )
+        return None
+    from longshore.plan.machine import Description, described
+
+    values = {
+        **dataclasses.asdict(line.settings(DescribedMachine)),
+        "gpu": settings.gpu,
+        "gpus": settings.gpus,
+        "host_memory_bytes": settings.host_memory,
+        "device_memory_bytes": settings.device_memory,
+    }
+    try:
+        return described(Description(**{name: value for name, value in values.items() if value is not None}))
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
 
-def _check_here(described: dict[str, Any]) -> None:
-    given = [name for name, value in described.items() if value is not None]
-    if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise SettingsError(f"{options} describes another machine, and this one is measured: give --gpu too")
-
-
-def _this_machine(job: Job, ranks: int | None, quick: bool, memory: dict[str, str | None]) -> PlanMachine:
-    from longshore.byte_sizes import parse_byte_size
+def _this_machine(job: Job, settings: PlanSettings) -> PlanMachine:
     from longshore.plan.measurement import this_machine
 
-    host, device = (_parsed(name, text, parse_byte_size) for name, text in memory.items())
-    console = make_console()
-    with console.status("measuring") as status:  # seen on terminals alone
-        sizes = {"numel": _QUICK_NUMEL, "rounds": 1} if quick else {}
+    with make_console().status("measuring") as status:  # shown on a terminal only
+        sizes = {"numel": _QUICK_NUMEL, "rounds": 1} if settings.quick else {}
         try:
-            found = this_machine(job, ranks, note=status.update, **sizes)
+            found = this_machine(job, settings.gpus, note=status.update, **sizes)
         except ValueError as error:
             raise SettingsError(str(error)) from error
-    if device is not None and not found.staged:
-        raise SettingsError("--device-memory is of a GPU, and this machine has none: give --gpu too")
-    return replace(found, host_bytes=host or found.host_bytes, device_bytes=device or found.device_bytes)
+    if settings.device_memory is not None and not found.staged:
+        raise SettingsError("--device-memory is the memory of a GPU, and this machine has none: give --gpu too")
+    return replace(
+        found,
+        host_bytes=settings.host_memory or found.host_bytes,
+        device_bytes=settings.device_memory or found.device_bytes,
+    )
+
+
+def read_size(size: str, shape: Shape, seq_len: int) -> PlannedModel:
+    """Return the model that ``longshore train --size`` trains on bytes."""
+    import torch
+
+    from longshore.cli.model import new_llama
+    from longshore.plan.reading import plan_of_module
+
+    with torch.device("meta"):
+        model = new_llama(shape, seq_len, BYTE_VOCABULARY, None)
+    return plan_of_module(model, f"llama-{size}", _head_of(model))
+
+
+def read_model(given: str) -> PlannedModel:
+    """Return the model of MODEL. Nothing is downloaded, and no weights are made.
+
+    Raises:
+        CommandError: there is no such model.
+    """
+    from longshore.plan.reading import is_weights, module_of_function, plan_of_files, plan_of_module
+
+    path = Path(given)
+    try:
+        if path.is_dir():
+            if (path / "config.json").is_file():
+                return _read_config(path / "config.json", path.resolve().name)
+            if is_weights(path):
+                return plan_of_files(path)
+            raise CommandError(f"{given} has neither config.json nor safetensors files: {_TAKES}")
+        if path.is_file():
+            if is_weights(path):
+                return plan_of_files(path)
+            if path.suffix == ".json":
+                name = path.resolve().parent.name if path.name == "config.json" else path.stem
+                return _read_config(path, name)
+            raise CommandError(f"{given} is neither JSON nor safetensors: {_TAKES}")
+        if ":" in given and not given.endswith(".json"):
+            if "" not in sys.path:
+                sys.path.insert(0, "")  # the current folder, as for python -m
+            with contextlib.redirect_stdout(sys.stderr):  # what the function prints is not part of the plan
+                module = module_of_function(given)
+            return plan_of_module(module, given.partition(":")[2])
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    raise CommandError(f"{given} does not exist, and nothing is downloaded: {_TAKES}")
+
+
+def _read_config(file: Path, name: str) -> PlannedModel:
+    """Return the model of a configuration of transformers."""
+    import torch
+
+    from longshore.cli.model import load_transformers
+    from longshore.plan.reading import plan_of_module
+
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{file} is not valid JSON: {one_line(error)}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise CommandError(f"{file} has no model_type, so it is not a configuration of transformers: {_TAKES}")
+    transformers = load_transformers()
+    kind = content["model_type"]
+    if str(kind) not in transformers.CONFIG_MAPPING:
+        from longshore.engine.wording import did_you_mean
+
+        near = did_you_mean(str(kind), transformers.CONFIG_MAPPING.keys()) if len(str(kind)) < 40 else ""
+        near = near if near.startswith("did") else "compare it with the file that you took it from"
+        version = transformers.__version__
+        raise CommandError(f"{file}: this transformers ({version}) does not know model_type {kind!r}; {near}")
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(file, local_files_only=True)
+        with torch.device("meta"):
+            model = _model_of(transformers, content, config)
+    except Exception as error:  # its parsers raise errors of any type
+        raise CommandError(f"transformers cannot make a model of {file}: {one_line(error)}") from error
+    plan = plan_of_module(model, name, _head_of(model))
+    if content.get("quantization_config") is None:
+        return plan
+    note = "quantization_config is ignored: the whole model is trained, in the dtype of the plan"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _model_of(transformers: Any, content: dict[str, Any], config: Any) -> Any:
+    for name in content.get("architectures") or ():
+        kind = getattr(transformers, str(name), None)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            return kind._from_config(config)  # as the classes below do it, in the configuration's dtype
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError:  # it is not a causal language model
+        return transformers.AutoModel.from_config(config)
+
+
+def _head_of(model: Any) -> Any:
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return getattr(output, "weight", None)
 
 
 def _write(plan: Plan, out: Path, figure: Any) -> None:
@@ -199,7 +306,7 @@ def _write(plan: Plan, out: Path, figure: Any) -> None:
     out.joinpath("plan.png").write_bytes(picture(plan, figure))
 
 
-def _show(plan: Plan, as_json: bool, out: Path | None) -> None:
+def _show(plan: Plan, settings: PlanSettings) -> None:
     from longshore.plan import page
 
     console = make_console()
@@ -207,7 +314,7 @@ def _show(plan: Plan, as_json: bool, out: Path | None) -> None:
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    if as_json:
+    if settings.as_json:
         say(json.dumps(page.values(plan), indent=2))
         return
     for line in page.head(plan):
@@ -215,8 +322,8 @@ def _show(plan: Plan, as_json: bool, out: Path | None) -> None:
     console.print(page.table(plan))
     for line in page.tail(plan):
         say(line)
-    if out is not None:
-        say(f"wrote {out / 'ds_config.json'} (longshore.initialize loads it), plan.json and plan.png")
+    if settings.out is not None:
+        say(f"wrote {settings.out / 'ds_config.json'} (longshore.initialize loads it), plan.json and plan.png")
         return
     say("configuration:")
     say(json.dumps(page.values(plan)["configuration"], indent=2))

@@ -1,4 +1,4 @@
-"""``longshore report``: one page about this machine."""
+"""``longshore report``: one page of facts about this machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _NOT_TOLD = "not told"
 
 
 def report(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Also measure memory, the host step and copies (seconds).")
+        bool,
+        typer.Option("--measure/--no-measure", help="Measure memory, the host step and copies too (seconds)."),
     ] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Measure with small arrays, which caches may hold.")] = False,
 ) -> None:
-    """What of this machine matters to training, and what will hurt; made to be pasted into a bug report.
+    """Print what matters to training on this machine, and what will slow it down, for bug reports.
 
-    It names no host, user or folder.
+    The page names no host, user or folder.
     """
     from longshore.report import findings_of, read_machine
     from longshore.report import measure as measured
@@ -38,7 +39,7 @@ def report(
     load = os.getloadavg()[0]
     machine, figures = read_machine(), None
     if measure:
-        with console.status("measuring") as status:  # seen on terminals alone
+        with console.status("measuring") as status:  # shown on a terminal only
             note = status.update
             figures = measured(_QUICK_NUMEL, note=note) if quick else measured(note=note)
     findings = findings_of(machine, figures, load)
@@ -55,7 +56,7 @@ def report(
 
 
 def page(machine: Machine, figures: Figures | None, findings: Sequence[Finding]) -> Iterator[str]:
-    """The page, line by line."""
+    """Yield the lines of the page."""
     sections = {
         "software": _software(machine),
         "CPU": _cpu(machine),
@@ -69,9 +70,9 @@ def page(machine: Machine, figures: Figures | None, findings: Sequence[Finding])
             yield title
             yield from (f"  {label:{width}}  {value}" for label, value in rows)
     if not findings:
-        yield "nothing here will hurt"
+        yield "no likely problems"
         return
-    yield "what will hurt"
+    yield "likely problems"
     for finding in findings:
         yield f"  - {finding.what}"
         yield f"    {finding.do}"

@@ -1,15 +1,16 @@
-"""What ``longshore train`` is asked to do, as frozen numbers; whatever is refused is refused here."""
+"""The settings of ``longshore train`` and ``demo``, whose annotated fields are the options; all checks of values."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from longshore.byte_sizes import parse_memory_budget
 from longshore.cli.failure import SettingsError
+from longshore.cli.options import CommandSettings, Option
 
 if TYPE_CHECKING:  # it imports torch
     from longshore.engine import Config
@@ -19,7 +20,6 @@ NUMEL_MULTIPLE = 16
 elements differently (docs/optimizer.md), so with such sizes no element is one of those."""
 
 BYTE_VOCABULARY = 256
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,13 @@ class Shape:
     layers: int
     heads: int
 
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.heads):
+            raise SettingsError(
+                f"--hidden-size {self.hidden_size} does not split into {self.heads} heads of an even size: "
+                f"change --hidden-size or --heads"
+            )
+
 
 SIZES = {
     "tiny": Shape(hidden_size=64, intermediate_size=176, layers=2, heads=4),
@@ -41,134 +48,163 @@ SIZES = {
 """With the byte vocabulary: 0.14, 3.3, 25.6 and 121.6 million parameters."""
 
 DTYPES = ("fp32", "bf16", "fp16")
-SCHEDULES = ("constant", "linear", "cosine")
-DEVICES = ("auto", "cpu", "cuda")
-STAGES = (0, 1, 2, 3)
+
+_data, _model, _training, _engine, _output = (
+    partial(Option, panel=panel) for panel in ("Data", "Model", "Training", "Engine", "Output")
+)
+_part = partial(_model, "Replaces the number of --size.", at_least=1)
+_width = partial(_part, at_least=NUMEL_MULTIPLE, multiple_of=NUMEL_MULTIPLE)
+
+# Options of more than one command; each command has its own default.
+DataPaths = Annotated[
+    tuple[Path, ...],
+    _data("File or folder of plain text; repeatable. Default: Python's standard library.", flag="--data"),
+]
+Size = Annotated[str, _model("Size of a Llama with random weights.", choices=tuple(SIZES))]
+Steps = Annotated[int, _training("Optimizer steps.", at_least=1)]
+SeqLen = Annotated[int, _training("Tokens in a sequence.", at_least=1)]
+BatchSize = Annotated[int, _training("Sequences in a backward, on each rank.", at_least=1)]
+Accumulation = Annotated[int, _training("Backwards in a step.", at_least=1)]
+Clip = Annotated[float, _training("Largest norm of all gradients together; 0: do not clip.", at_least=0)]
+Seed = Annotated[int, _training("Seed of weights and order of data.", at_least=0, at_most=2**63 - 1)]
 
 
 @dataclass(frozen=True)
-class DataSettings:
-    """``paths``: files and folders; none for the standard library. ``max_bytes``: how much of them is read."""
+class DataSettings(CommandSettings):
+    """``paths``: files and folders; none for the standard library."""
 
-    paths: tuple[Path, ...] = ()
-    max_bytes: int | None = None
-    tokenizer: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_bytes is not None:
-            _at_least("--max-bytes", self.max_bytes, 1)
+    paths: DataPaths = ()
+    max_bytes: Annotated[int | None, _data("Read at most this much text.", at_least=1)] = None
+    tokenizer: Annotated[Path | None, _data("Local tokenizer. Default: that of --model, or else bytes.")] = None
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ShapeSettings(CommandSettings):
+    """A preset, and numbers that replace its own."""
+
+    size: Size = "small"
+    hidden_size: Annotated[int | None, _width()] = None
+    intermediate_size: Annotated[int | None, _width()] = None
+    layers: Annotated[int | None, _part()] = None
+    heads: Annotated[int | None, _part()] = None
+
+    def shape(self) -> Shape:
+        return Shape(**{name: getattr(self, name) or value for name, value in SIZES[self.size].__dict__.items()})
+
+
+@dataclass(frozen=True)
+class ModelSettings(CommandSettings):
     """A shape for random weights, or ``path``, a folder with a model in the format of transformers."""
 
     shape: Shape = SIZES["small"]
-    path: Path | None = None
-    dtype: str = "fp32"
-    device: str = "auto"
+    path: Annotated[Path | None, _model("Folder with a causal language model to train.", flag="--model")] = None
+    dtype: Annotated[str, _model("Of the parameters. fp16 needs --stage or --config.", choices=DTYPES)] = "fp32"
+    device: Annotated[str, _model("auto: CUDA if it is available.", choices=("auto", "cpu", "cuda"))] = "auto"
+
+
+def parse_speculation_memory(text: str) -> int | str:
+    """Parse what ``longshore.Offload`` takes: ``auto``, a percentage, a size, or an integer number of bytes."""
+    value = int(text) if text.isdecimal() and len(text) < 20 else text
+    parse_memory_budget(value)
+    return value
+
+
+_MEMORY = (
+    "Host memory for stepping while backward runs: 25% (100%: a spare for every tile), 8GiB, a number of bytes, or "
+    "auto. Needs --release-gradients, --stage or --config."
+)
+_PLAIN = (
+    "Train with torch.optim.AdamW in place of longshore, to compare: state on the device, fp32 masters for bf16. "
+    "Not with --stage or --config."
+)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings(CommandSettings):
+    """The optimizer and its schedule; None is the engine's own, which a configuration file names."""
+
+    lr: Annotated[float, _training("Highest learning rate.", at_least=0)] = 1e-3
+    schedule: Annotated[
+        str | None, _training("Learning rate after the warmup.", choices=("constant", "linear", "cosine"))
+    ] = "cosine"
+    warmup: Annotated[int, _training("Steps in which the learning rate rises to --lr.", at_least=0)] = 20
+    weight_decay: Annotated[float, _training("Weight decay of matrices. Vectors never decay.", at_least=0)] = 0.1
+    clip: Clip = 1.0
+    offload: Annotated[
+        bool, _training("Optimizer state in host memory, or on the device.", flag="--offload/--no-offload")
+    ] = True
+    plain: Annotated[bool, _training(_PLAIN)] = False
+    release_gradients: Annotated[
+        bool, _training("Send gradients to the host during backward, and accumulate and clip them there.")
+    ] = False
+    speculation_memory: Annotated[int | str, _training(_MEMORY, parse=parse_speculation_memory, metavar="<memory>")] = 0
 
     def __post_init__(self) -> None:
-        _one_of("--dtype", self.dtype, DTYPES)
-        _one_of("--device", self.device, DEVICES)
-        if self.path is not None:
-            return
-        shape = self.shape
-        _at_least("--layers", shape.layers, 1)
-        _at_least("--heads", shape.heads, 1)
-        for option, value in (
-            ("--hidden-size", shape.hidden_size),
-            ("--intermediate-size", shape.intermediate_size),
+        super().__post_init__()
+        for option, needs_host in (
+            ("--release-gradients sends gradients to the host", self.release_gradients),
+            ("--speculation-memory is for stepping on the host", self.speculation_memory),
         ):
-            _at_least(option, value, NUMEL_MULTIPLE)
-            if value % NUMEL_MULTIPLE:
-                raise SettingsError(f"{option} must be a multiple of {NUMEL_MULTIPLE}, not {value}")
-        if shape.hidden_size % (2 * shape.heads):
-            raise SettingsError(
-                f"--hidden-size {shape.hidden_size} does not split into {shape.heads} heads of an even size: "
-                f"change --hidden-size or --heads"
-            )
+            if needs_host and not self.on_host:
+                why = "--plain" if self.plain else "--no-offload"
+                raise SettingsError(f"{option}, and {why} keeps the optimizer state on the device: leave one out")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the state is in host memory."""
+        return self.offload and not self.plain
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """``clip`` 0 is no clipping. Matrices decay; vectors (the norms' weights) do not. ``schedule`` None: the
-    engine's own, which a configuration file names."""
+class LoopSettings(CommandSettings):
+    """Which batches, and how often, on ``ranks`` processes at once.
 
-    lr: float = 1e-3
-    schedule: str | None = "cosine"
-    warmup: int = 20
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    offload: bool = True
-    release_gradients: bool = False
-    speculation_memory: int | str = 0
-    """As in ``longshore.Offload``."""
-
-    def __post_init__(self) -> None:
-        if self.schedule is not None:
-            _one_of("--schedule", self.schedule, SCHEDULES)
-        _at_least("--warmup", self.warmup, 0)
-        for option, value in (("--lr", self.lr), ("--weight-decay", self.weight_decay), ("--clip", self.clip)):
-            if not (math.isfinite(value) and value >= 0):
-                raise SettingsError(f"{option} must be a number that is not negative, not {value}")
-        if self.release_gradients and not self.offload:
-            raise SettingsError(
-                "--release-gradients sends gradients to the host, where --no-offload keeps no state: leave one out"
-            )
-        if self.speculation_memory and not self.offload:
-            raise SettingsError(
-                "--speculation-memory is for stepping on the host, where --no-offload keeps no state: leave one out"
-            )
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """``seq_len``: tokens a sequence; ``batch_size``: sequences a backward; ``accumulation``: backwards a step,
-    each on ``ranks`` processes at once.
-
-    ``eval_every`` 0 is no validation; otherwise there is also one before the first and one after the last step.
+    With ``eval_every`` above 0 there is also a validation before the first step and one after the last.
     """
 
-    seq_len: int = 128
-    steps: int = 500
-    batch_size: int = 8
-    accumulation: int = 1
-    seed: int = 0
-    eval_every: int = 100
-    eval_batches: int = 8
-    log_every: int = 10
+    seq_len: SeqLen = 128
+    steps: Steps = 500
+    batch_size: BatchSize = 8
+    accumulation: Accumulation = 1
+    seed: Seed = 0
+    eval_every: Annotated[int, _output("Steps between validations; 0: no validation.", at_least=0)] = 100
+    eval_batches: Annotated[int, _output("Batches in a validation.", at_least=1)] = 8
+    log_every: Annotated[int, _output("Steps between logged lines.", at_least=1)] = 10
     ranks: int = 1
-
-    def __post_init__(self) -> None:
-        for option, value, least in (
-            ("--seq-len", self.seq_len, 1),
-            ("--steps", self.steps, 1),
-            ("--batch-size", self.batch_size, 1),
-            ("--accumulation", self.accumulation, 1),
-            ("--seed", self.seed, 0),
-            ("--eval-every", self.eval_every, 0),
-            ("--eval-batches", self.eval_batches, 1),
-            ("--log-every", self.log_every, 1),
-        ):
-            _at_least(option, value, least)
-        if self.seed > MAX_SEED:
-            raise SettingsError(f"--seed must be at most {MAX_SEED}, not {self.seed}")
 
     @property
     def tokens_per_step(self) -> int:
         return self.seq_len * self.batch_size * self.accumulation * self.ranks
 
 
+_STAGE = (
+    "Train with longshore.initialize, also on several ranks (torchrun -m longshore train ...), which share nothing "
+    "(0), optimizer state (1), gradients too (2), or parameters too (3)."
+)
+_CONFIG = (
+    "DeepSpeed JSON file for longshore.initialize. It decides the options that are not given; those that are given "
+    "must agree with it."
+)
+
+
+@dataclass(frozen=True)
+class EngineOptions(CommandSettings):
+    """Options of ``longshore.initialize``. Training goes through it if either is given."""
+
+    stage: Annotated[int | None, _engine(_STAGE, at_least=0, at_most=3)] = None
+    config: Annotated[Path | None, _engine(_CONFIG)] = None
+
+
 @dataclass(frozen=True)
 class EngineSettings:
-    """Training goes through ``longshore.initialize``.
+    """The configuration of a run that goes through ``longshore.initialize``.
 
     Attributes:
         config: everything that file and command line say, for the ranks of this run.
-        file: of ``--config``, or None.
-        notes: what is worth saying about the file, once.
-        stops_at_overflow: a norm that is no number ends training, since nobody asked to skip such steps.
+        file: the path of ``--config``, or None.
+        notes: remarks about the file, to be shown once.
+        stops_at_overflow: whether a gradient norm that is NaN or infinite ends training. Otherwise the step is
+            skipped, under a dynamic loss scale.
     """
 
     config: Config
@@ -177,71 +213,68 @@ class EngineSettings:
     stops_at_overflow: bool = True
 
 
+_TRACE = (
+    "HTML page for a trace of every tile during three steps in the middle of the run. The same as JSON for Perfetto "
+    "is written beside it."
+)
+_SAVE = "Steps between checkpoints in --out, of which the newest two are kept, with one at the end; 0: none."
+_RESUME = (
+    "Continue the run in --out from its newest checkpoint; the weights are those of a run that was never stopped. "
+    "Ranks and stage may change, the number of backwards in a step over all ranks may not."
+)
+
+
 @dataclass(frozen=True)
-class TrainSettings:
-    """All of a run. ``out`` None writes nothing; ``engine`` None trains in one process without the engine.
-    ``trace``: the page of a trace, with JSON beside it; None: nothing is traced. ``save_every``: steps between
-    checkpoints, 0 for none. ``resume``: go on with the run in ``out``."""
+class TrainSettings(CommandSettings):
+    """A whole run. Without ``engine`` it is one process that does not use ``longshore.initialize``."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     loop: LoopSettings = field(default_factory=LoopSettings)
-    out: Path | None = None
-    overwrite: bool = False
+    out: Annotated[Path | None, _output("Folder for the weights, the metrics and the loss curve.")] = None
+    overwrite: Annotated[bool, _output("Replace the run that is in --out.")] = False
     engine: EngineSettings | None = None
-    trace: Path | None = None
-    save_every: int = 0
-    resume: bool = False
+    trace: Annotated[Path | None, _output(_TRACE)] = None
+    save_every: Annotated[int, _output(_SAVE, at_least=0)] = 0
+    resume: Annotated[bool, _output(_RESUME)] = False
 
     def __post_init__(self) -> None:
-        _at_least("--save-every", self.save_every, 0)
-        for option, given in (("--save-every", self.save_every), ("--resume", self.resume)):
-            if given and self.out is None:
+        super().__post_init__()
+        for option, given in (("--save-every", self.save_every), ("--resume", self.resume), ("--trace", self.trace)):
+            if given and self.out is None and option != "--trace":
                 raise SettingsError(f"{option} needs --out DIR, the folder of the run")
+            if given and self.optimizer.plain:
+                raise SettingsError(f"{option} is for runs of longshore, and --plain trains without it: leave one out")
         if self.resume and self.overwrite:
-            raise SettingsError("--resume goes on with the run in --out, and --overwrite replaces it: leave one out")
+            raise SettingsError("--resume continues the run in --out, and --overwrite replaces it: leave one out")
         if self.overwrite and self.out is None:
             raise SettingsError("--overwrite needs --out DIR: without it nothing is written")
         if self.out is not None and self.model.path is not None and self.out.resolve() == self.model.path.resolve():
             raise SettingsError(f"--out {self.out} is the folder of --model: choose another, so that it is kept")
 
 
-def choose_shape(size: str | None, model: Path | None, parts: dict[str, int | None]) -> Shape:
-    """The preset ``size`` (default: small) with the given ``parts`` in place of its own.
+@dataclass(frozen=True)
+class DemoSettings(CommandSettings):
+    """The runs of the demo; ``seconds`` is for all of them together, None takes ``steps``."""
 
-    With ``model`` the shape is that model's, so a size or a part beside it is refused.
-    """
-    given = {option: value for option, value in parts.items() if value is not None}
-    if model is not None:
-        named = (["--size"] if size is not None else []) + ["--" + option.replace("_", "-") for option in given]
-        if named:
-            raise SettingsError(f"{named[0]} and --model exclude each other: the model in {model} has its own shape")
-        return SIZES["small"]
-    size = "small" if size is None else size
-    _one_of("--size", size, tuple(SIZES))
-    preset = SIZES[size]
-    return Shape(**{**preset.__dict__, **given})
+    size: Size = "small"
+    steps: Steps = 60
+    seconds: Annotated[float | None, _training("Choose the steps so that all runs together take this long.")] = None
+    seq_len: SeqLen = 128
+    batch_size: BatchSize = 4
+    seed: Seed = 0
+    data: DataPaths = ()
+    out: Annotated[Path | None, _output("PNG file for the loss curves.")] = None
+    two_ranks: Annotated[
+        bool,
+        _training(
+            "Also train on two ranks, with ZeRO-1, 2 and 3; one run is killed and resumed.",
+            flag="--two-ranks/--no-two-ranks",
+        ),
+    ] = True
 
-
-def parse_speculation_memory(text: str) -> int | str:
-    """What ``longshore.Offload`` takes: ``auto``, a percentage, a size with a unit, or an integer number of bytes."""
-    value = int(text) if text.isdecimal() and len(text) < 20 else text
-    try:
-        parse_memory_budget(value)
-    except ValueError as error:
-        raise SettingsError(f"--speculation-memory {text}: {error}") from None
-    return value
-
-
-def _at_least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise SettingsError(f"{option} must be at least {least}, not {value}")
-
-
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value in known:
-        return
-    near = difflib.get_close_matches(value, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise SettingsError(f"{option} {value!r} is not known; {hint}choose from {', '.join(known)}")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise SettingsError(f"--seconds must be more than 0, not {self.seconds}")

@@ -13,9 +13,9 @@ _STDERR = 2
 
 
 class StopNow(BaseException):
-    """The second signal. Raised wherever the program is, so that what it was writing is taken away again.
+    """The second signal. It is raised wherever the program is, so that a file that is half written is removed.
 
-    Like KeyboardInterrupt it is no Exception, so that nobody takes it for a failure that one can go on from.
+    Like KeyboardInterrupt it is not an Exception, so that no handler treats it as a failure to recover from.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -24,10 +24,10 @@ class StopNow(BaseException):
 
 
 class StopSignals:
-    """A context in which ``received`` says whether a signal came. A signal that was ignored stays ignored.
+    """A context in which ``received`` is the signal that came. A signal that was ignored stays ignored.
 
     Args:
-        quiet: on the other ranks of a run, of which one says what all of them do.
+        quiet: print nothing, on all ranks but one.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -47,7 +47,7 @@ class StopSignals:
 
     @property
     def received(self) -> int:
-        """The signal's number; 0 without one."""
+        """The signal's number; 0 if none came."""
         return 0 if self._received is None else int(self._received)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -56,17 +56,17 @@ class StopSignals:
         self._received = signal.Signals(number)
         if self._quiet:
             return
-        # Not print: the signal may have come in the middle of one.
+        # Not print(): the signal may have come during one.
         with contextlib.suppress(OSError):
             os.write(_STDERR, b"\nlongshore: ending after this step; once more ends at once\n")
 
 
 class AgreedStop:
-    """Whether to end now: the same answer on all ranks, of which any may have got a signal.
+    """Whether to end now: the same answer on all ranks, any of which may have received a signal.
 
     Args:
-        signals: of this process.
-        largest: over all ranks, of a number; a meeting of the ranks.
+        signals: those of this process.
+        largest: returns the largest number of all ranks, which communicate.
     """
 
     def __init__(self, signals: StopSignals, largest: Callable[[int], int]) -> None:
@@ -75,16 +75,16 @@ class AgreedStop:
         self._agreed = 0
 
     def __call__(self) -> bool:
-        """Ask; on all ranks at the same place."""
+        """Return whether any rank received a signal; all ranks call this at the same place."""
         self._agreed = self._largest(self._signals.received)
         return self._agreed != 0
 
     @property
     def name(self) -> str:
-        """Of the signal that the ranks agreed on last."""
+        """The name of the signal on which the ranks agreed last."""
         return "Ctrl-C" if self._agreed == signal.SIGINT else "SIGTERM"
 
     @property
     def exit_code(self) -> int:
-        """128 plus the signal, as shells report it; 0 without one."""
+        """128 plus the signal, as shells report it; 0 if none came."""
         return 128 + self._agreed if self._agreed else 0

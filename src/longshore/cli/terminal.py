@@ -1,4 +1,4 @@
-"""Standard output that may be a terminal, a file, a full disk or a pipe whose reader has gone."""
+"""Printing, also where standard output is a full disk or a pipe whose reader has gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longshore.cli.failure import os_reason
 
 
 class SafeOutput:
-    """A text stream over ``sys.stdout`` that goes quiet when nobody reads it: a training run goes on without."""
+    """A text stream over ``sys.stdout`` that discards what cannot be written, so that training continues."""
 
     def __init__(self) -> None:
         self._stream: IO[str] | None = sys.stdout
@@ -49,15 +49,41 @@ class SafeOutput:
 
 
 def make_console(quiet: bool = False) -> Console:
-    """Plain text and 100 columns unless standard output is a terminal. ``quiet`` prints nothing."""
+    """Return a console: plain text and 100 columns unless stdout is a terminal. ``quiet``: it prints nothing."""
     output: Any = SafeOutput()
     return Console(
         file=output, width=None if output.isatty() else 100, highlight=False, soft_wrap=not output.isatty(), quiet=quiet
     )
 
 
+class Display:
+    """A context that shows a progress bar of ``total`` steps, on a terminal only, and lines above it."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = console
+        state = TextColumn("{task.fields[state]}")
+        columns = BarColumn(bar_width=24), MofNCompleteColumn(), state, TimeRemainingColumn()
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=total, state="")
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, completed: int, state: str) -> None:
+        self._bar.update(self._task, completed=completed, state=state)
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+
 def silence_stdout() -> None:
-    """Python writes once more when it ends, and would complain; this lets that succeed."""
+    """Redirect standard output to nowhere, since Python flushes it at exit and would report the error again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -65,13 +91,13 @@ def silence_stdout() -> None:
 
 
 def warn(message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"longshore: {message}", file=sys.stderr, flush=True)
 
 
 def quantity(count: float) -> str:
-    """1234567 as '1.23 M'."""
+    """Return 1234567 as '1.23 M'."""
     for unit in ("", " k", " M"):
         if abs(count) < 999.5:  # what rounds to 1000 is 1 of the next unit
             return f"{count:.3g}{unit}"
@@ -81,7 +107,7 @@ def quantity(count: float) -> str:
 
 @contextlib.contextmanager
 def told_warnings() -> Iterator[None]:
-    """Each as one line on stderr, at the end."""
+    """Print each ``UserWarning`` of a block as one line on stderr, at its end."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
         try:

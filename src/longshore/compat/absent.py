@@ -38,7 +38,7 @@ INSTEAD = {
     "inference": _INFERENCE,
     "init_inference": _INFERENCE,
     "default_inference_config": _INFERENCE,
-    "launcher": "start ranks with torchrun: torchrun --nproc-per-node=N -m longshore run --as-deepspeed SCRIPT",
+    "launcher": "start ranks with torchrun: torchrun --nproc-per-node=N -m longshore run-deepspeed SCRIPT",
     "linear": _OWN_BITS,
     "model_implementations": _INFERENCE,
     "module_inject": _INFERENCE,

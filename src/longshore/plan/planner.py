@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from longshore.byte_sizes import format_byte_size
@@ -74,16 +74,20 @@ class Plan:
 
     @property
     def distinct(self) -> tuple[Candidate, ...]:
-        """The candidates; on one rank those of stage 0 alone, since all stages are alike."""
-        return tuple(each for each in self.candidates if self.machine.ranks > 1 or each.choice.stage == 0)
+        """The candidates; on one rank those of the first stage alone, since all stages are alike."""
+        first = self.candidates[0].choice.stage
+        return tuple(each for each in self.candidates if self.machine.ranks > 1 or each.choice.stage == first)
 
 
-def plan(model: PlannedModel, machine: PlanMachine, job: Job) -> Plan:
-    """Evaluate all choices and recommend one.
+def plan(
+    model: PlannedModel, machine: PlanMachine, job: Job, allows: Callable[[PlanChoice], bool] = lambda choice: True
+) -> Plan:
+    """Evaluate all choices for which ``allows`` returns true, and recommend one.
 
     Raises:
         DoesNotFit: no choice fits; the message names the one that comes nearest, and what it misses.
-        ValueError: the model has no parameters to train, or some of a dtype that longshore does not train.
+        ValueError: the model has no parameters to train, or some of a dtype that longshore does not train, or no
+            choice is allowed.
     """
     model = _checked(model.cast(job.dtype))
     stages = range(4 if machine.ranks > 1 else 1)
@@ -105,6 +109,9 @@ def plan(model: PlannedModel, machine: PlanMachine, job: Job) -> Plan:
         candidates = [
             replace(each, choice=replace(each.choice, stage=stage)) for stage in range(4) for each in candidates
         ]
+    candidates = [each for each in candidates if allows(each.choice)]
+    if not candidates:
+        raise ValueError(f"no choice is left: {'; '.join(model.notes)}")
     fitting = [each for each in candidates if each.fits]
     if not fitting:
         raise DoesNotFit(planner.refusal(candidates))

@@ -1,4 +1,4 @@
-"""``deepspeed``, by longshore: ``import longshore.compat.deepspeed as deepspeed``, or ``longshore run --as-deepspeed``.
+"""``deepspeed``, by longshore: ``import longshore.compat.deepspeed as deepspeed``, or ``longshore run-deepspeed``.
 
 The names of DeepSpeed's package that training scripts use. What is not here
 raises an error that names it and says what to use; ``hasattr`` is then false.

@@ -1,4 +1,4 @@
-"""``longshore run --as-deepspeed``: a script that says ``import deepspeed``, run as by ``python SCRIPT``."""
+"""``longshore run-deepspeed``: runs a script that imports deepspeed as ``python SCRIPT`` does, on longshore."""
 
 from __future__ import annotations
 
@@ -13,37 +13,28 @@ from typing import Annotated
 
 import typer
 
-from longshore.cli.failure import SettingsError
-from longshore.cli.launched import ALONE, place
+from longshore.cli.failure import ALONE, SettingsError, launched_rank
 
 AS_PYTHON = {"allow_interspersed_args": False}
-"""What follows the script is the script's, whatever it looks like."""
+"""typer settings with which everything after the script is an argument of the script."""
 
 
-def run(
-    script: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and everything that it gets.")
-    ],
-    as_deepspeed: Annotated[
-        bool, typer.Option("--as-deepspeed", help="`import deepspeed` gives longshore, in this process only.")
-    ] = False,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for python -m.")
-    ] = False,
-    local_rank: Annotated[
-        bool, typer.Option("--local-rank", help="Give the script --local_rank=N first, as DeepSpeed's launcher does.")
-    ] = False,
-) -> None:
-    """Run an unmodified script on longshore.
+_Script = Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script and its arguments.")]
+_Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for python -m.")]
+_LocalRank = Annotated[
+    bool, typer.Option("--local-rank", help="Pass --local_rank=N to the script first, as DeepSpeed's launcher does.")
+]
 
-    On several ranks: torchrun --nproc-per-node=2 -m longshore run --as-deepspeed train.py ...
+
+def run_deepspeed(script: _Script, module: _Module = False, local_rank: _LocalRank = False) -> None:
+    """Run an unmodified DeepSpeed script: its `import deepspeed` gets longshore, in this process only.
+
+    On several ranks: torchrun --nproc-per-node=2 -m longshore run-deepspeed train.py ...
     """
-    if not as_deepspeed:
-        raise SettingsError("run needs to know as what a script is to run: longshore run --as-deepspeed SCRIPT")
     name, arguments = script[0], script[1:]
     if not module and not os.path.exists(name):
         raise SettingsError(f"there is no script {name}")
-    _tell_rank()
+    _set_rank()
     if local_rank:
         arguments = [f"--local_rank={os.environ['LOCAL_RANK']}", *arguments]
     from longshore.compat.finder import stand_in_for_deepspeed
@@ -55,9 +46,21 @@ def run(
         raise typer.Exit(code)
 
 
-def _tell_rank() -> None:
-    """What DeepSpeed's launcher would say to the one rank that was started without any: scripts read it."""
-    if place() != ALONE or "RANK" in os.environ:
+def run(
+    script: _Script,
+    as_deepspeed: Annotated[bool, typer.Option("--as-deepspeed", help="Needed.")] = False,
+    module: _Module = False,
+    local_rank: _LocalRank = False,
+) -> None:
+    """Run an unmodified DeepSpeed script. The former name of run-deepspeed."""
+    if not as_deepspeed:
+        raise SettingsError("the command is longshore run-deepspeed SCRIPT, or longshore run --as-deepspeed SCRIPT")
+    run_deepspeed(script, module, local_rank)
+
+
+def _set_rank() -> None:
+    """Set the variables of DeepSpeed's launcher, which scripts read, if this process has no launcher."""
+    if launched_rank() != ALONE or "RANK" in os.environ:
         return
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -81,9 +84,9 @@ def _run_file(name: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(path.resolve().parent)
     with io.open_code(str(path.absolute())) as file:
-        # Without our own __future__ imports, which compile() would hand down.
+        # Without the __future__ imports of this file, which compile() would apply too.
         code = compile(file.read(), name, "exec", dont_inherit=True)
-    # It stays there to the end, as python's own does: what runs at exit finds its names.
+    # It stays there to the end, as python's own __main__ does, for functions that run at exit.
     main = ModuleType("__main__")
     main.__dict__.update(__file__=str(path.absolute()), __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main
@@ -99,20 +102,20 @@ def _run_module(name: str) -> None:
 
 
 def _guarded(main: Callable[[], None]) -> int:
-    """The exit code. What the script raises is printed as python prints it, without the frames that are ours."""
+    """Run ``main``, return the exit code, and print an exception as python does, without the frames of longshore."""
     try:
         main()
     except SystemExit:
-        raise  # as it is: python itself prints its message or ends with its code
+        raise  # python prints its message or exits with its code
     except BaseException as error:
-        error.with_traceback(_of_script(error))
+        error.with_traceback(_script_frames(error))
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
-def _of_script(error: BaseException) -> TracebackType | None:
-    """From the first frame that is neither ours nor runpy's on; none where the script cannot be compiled."""
+def _script_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback without the first frames, of this file and runpy; None if the script does not compile."""
     own = (__file__, "<frozen runpy>", "runpy.py")
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.endswith(own):

@@ -1,9 +1,9 @@
-"""``--trace PATH``: a few steps of the run as a picture, and as numbers."""
+"""``longshore train --trace``: a trace of a few steps, as an HTML page and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ _STEPS = 3
 
 
 def traced_steps(loop: LoopSettings) -> range:
-    """Three in the middle of the run, or fewer; not the first, if there are others, and no validation between them.
+    """Return three steps in the middle of the run, or fewer, with no validation between them.
 
-    The first one allocates, and a validation would count as part of the step behind it.
+    The first step is avoided, since it allocates. A validation would count as part of the step after it.
     """
     for count in range(_STEPS, 0, -1):
         middle = (loop.steps - count) // 2 + 1
@@ -34,7 +34,7 @@ def traced_steps(loop: LoopSettings) -> range:
 
 
 def check_trace(page: Path, folder: RunFolder | None) -> None:
-    """Raises now what :meth:`Timeline.save` would raise at the end; ``folder``: of ``--out``."""
+    """Raise now what :meth:`StepTrace.save` would raise at the end; ``folder`` is that of ``--out``."""
     check_writable(page, _OPTION)
     beside = json_beside(page)
     if beside == page:
@@ -48,27 +48,16 @@ def check_trace(page: Path, folder: RunFolder | None) -> None:
 
 
 def json_beside(page: Path) -> Path:
-    """Where the same events are, for Perfetto."""
+    """Return the path of the same events, for Perfetto."""
     return page.with_suffix(".json")
 
 
-class NoTimeline:
-    """Nothing is traced."""
-
-    def around(self, step: int) -> AbstractContextManager[object]:
-        return nullcontext(step)
-
-    def save(self) -> str:
-        """Nothing to say."""
-        return ""
-
-
-class Timeline:
-    """Traces ``traced_steps`` of the loop whose steps are :meth:`around`.
+class StepTrace:
+    """Traces the ``traced_steps`` of a loop that does each step in the context :meth:`around`.
 
     Args:
-        page: of ``--trace``.
-        subject: what ``longshore.trace`` takes.
+        page: the path of ``--trace``.
+        subject: the optimizer or engine, as ``longshore.trace`` takes it.
     """
 
     def __init__(self, page: Path, subject: Any, loop: LoopSettings) -> None:
@@ -80,7 +69,7 @@ class Timeline:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Step ``step``, from 1, is inside."""
+        """Return the context of step ``step``, from 1."""
         if step == self._steps[0]:
             self._trace = self._block.enter_context(longshore.trace(self._subject))
         try:
@@ -92,10 +81,10 @@ class Timeline:
             self._block.close()
 
     def save(self) -> str:
-        """Write both files, and return the summary; training is over.
+        """Write both files after training, and return the summary.
 
         Raises:
-            CommandError: one cannot be written.
+            CommandError: a file cannot be written.
         """
         self._block.close()  # a signal ended the run in the middle
         trace = self._trace

@@ -12,7 +12,7 @@ from cli.conftest import MICRO_MODEL, MICRO_RUN
 from cli.rank_cases import command
 
 from longshore.cli.settings import LoopSettings
-from longshore.cli.timeline import traced_steps
+from longshore.cli.trace import traced_steps
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,14 @@ def test_no_validation_between_them(steps, eval_every):
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--release-gradients"], ["--stage", "0"], ["--stage", "2", "--no-offload"], ["--stage", "2"]],
+    [
+        [],
+        ["--no-offload"],
+        ["--release-gradients"],
+        ["--stage", "0"],
+        ["--stage", "2", "--no-offload"],
+        ["--stage", "2"],
+    ],
     ids=" ".join,
 )
 def test_both_files_and_the_summary(train, tmp_path, options):
@@ -176,8 +183,8 @@ class TestRefused:
         assert ran.code == 2 and f"which the run in --out {out} needs: choose another name" in ran.refused()
 
     def test_plain_pytorch(self, train, tmp_path):
-        ran = train("--no-offload", "--trace", tmp_path / "trace.html")
-        assert ran.code == 2 and "--no-offload is plain PyTorch: leave one out" in ran.refused()
+        ran = train("--plain", "--trace", tmp_path / "trace.html")
+        assert ran.code == 2 and "--plain trains without it: leave one out" in ran.refused()
 
 
 def test_a_disk_that_is_full_at_the_end(train, tmp_path, monkeypatch, results):

@@ -1,4 +1,4 @@
-"""The ranks of a run as the command line sees them: what they agree on beside the training itself."""
+"""The group of ranks that make a run, and what they agree on beside the training itself."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class _Failure(NamedTuple):
     exit_code: int
 
 
-class Team:
-    """This process and the others of its run; also where it is the only one.
+class RunGroup:
+    """This process and the other ranks of its run; a run may have one rank.
 
-    Every method is a meeting: all ranks call it, in the same order. They meet
-    on the CPU, in a group of their own, so that the engine's collectives, which
-    may be under way, are not in between.
+    All ranks call each method, in the same order. They communicate on the CPU, in a process group of their own, so
+    that collectives of the engine that are under way do not interfere.
 
     Args:
         ranks: None for one process that trains without the engine.
@@ -42,12 +41,12 @@ class Team:
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
 
     @classmethod
-    def join(cls) -> Team:
-        """With the ranks that the launcher started.
+    def join(cls) -> RunGroup:
+        """Return the group of the ranks that the launcher started.
 
         Raises:
-            CommandError: its variables contradict each other, or a device is missing.
-            RendezvousError: the others did not come.
+            CommandError: the launcher's variables contradict each other, or a device is missing.
+            RendezvousError: the other ranks did not come.
         """
         try:
             return cls(join())
@@ -56,26 +55,26 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that shows and writes."""
+        """Whether this is the rank that prints and writes."""
         return self.rank == 0
 
     def largest(self, number: int) -> int:
-        """Over all ranks."""
+        """Return the largest ``number`` of all ranks."""
         return int(self._reduced([number], torch.int64, dist.ReduceOp.MAX)[0])
 
     def mean(self, number: float) -> float:
-        """Over all ranks; the same bits on each."""
+        """Return the mean over all ranks; the same bits on each."""
         return self.sums([number])[0] / self.size
 
     def sums(self, numbers: list[float]) -> list[float]:
-        """Over all ranks, of each entry; in float64, the same bits on each."""
+        """Return the sum of each entry over all ranks, in float64; the same bits on each."""
         return self._reduced(numbers, torch.float64, dist.ReduceOp.SUM)
 
     def together(self, work: Callable[[], T]) -> T:
-        """``work``, which does not communicate; it succeeds on all ranks or fails on all.
+        """Do ``work``, which does not communicate, so that it succeeds on all ranks or fails on all.
 
         Raises:
-            SharedError: it failed on some rank, and rank 0 says what all of those have to say.
+            SharedError: it failed on some rank; rank 0 prints the messages of all of them.
         """
         failure: Exception | None = None
         result: Any = None
@@ -89,7 +88,7 @@ class Team:
             return result
         told = _Failure(str(failure) or type(failure).__name__, getattr(failure, "exit_code", 1))
         failures: list[_Failure | None] = [None] * self.size
-        self._guarded(lambda: dist.all_gather_object(failures, None if failure is None else told, group=self._group))
+        self.guarded(lambda: dist.all_gather_object(failures, None if failure is None else told, group=self._group))
         if failure is not None and not isinstance(failure, CommandError):
             raise failure
         if any(failures):
@@ -97,11 +96,18 @@ class Team:
         return result
 
     def guarded(self, work: Callable[[], T]) -> T:
-        """``work``, which communicates by itself; a rank that is lost meanwhile is a ``CommandError``."""
-        return self._guarded(work) if self.size > 1 else work()
+        """Do ``work``, which communicates; raise CommandError if another rank is lost meanwhile."""
+        if self.size == 1:
+            return work()
+        try:
+            return work()
+        except (RankError, RuntimeError) as error:
+            if not _is_lost_rank(error):
+                raise
+            raise CommandError(_LOST) from error
 
     def close(self) -> None:
-        """Leave; on all ranks, and with nothing under way."""
+        """Leave the group, on all ranks, while nothing is under way."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
         if self._ranks is not None:
@@ -111,20 +117,12 @@ class Team:
         if self.size == 1:
             return numbers
         values = torch.tensor(numbers, dtype=dtype)
-        self._guarded(lambda: dist.all_reduce(values, operation, group=self._group))
+        self.guarded(lambda: dist.all_reduce(values, operation, group=self._group))
         return values.tolist()
-
-    def _guarded(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except (RankError, RuntimeError) as error:
-            if not _is_lost_rank(error):
-                raise
-            raise CommandError(_LOST) from error
 
 
 def _is_lost_rank(error: BaseException | None) -> bool:
-    """Whether this is what gloo or nccl says when another process is gone. It has no type of its own."""
+    """Whether gloo or nccl reports that another process is gone. That error has no type of its own."""
     while error is not None:
         text = str(error)
         if isinstance(error, dist.DistError) or "gloo" in text or "Connection closed by peer" in text:
@@ -134,12 +132,11 @@ def _is_lost_rank(error: BaseException | None) -> bool:
 
 
 def _combined(failures: list[_Failure | None]) -> tuple[str, int]:
-    """One line and an exit code for what failed, said once where all say the same."""
+    """Return one line and an exit code; a message that all ranks have is not repeated."""
     found = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     messages = {failure.message for _, failure in found}
     exit_code = max(failure.exit_code for _, failure in found)
-    if len(messages) == 1 and len(found) == len(failures):
-        return messages.pop(), exit_code
-    if [rank for rank, _ in found] == [0]:
+    is_shared = len(messages) == 1 and len(found) == len(failures)
+    if is_shared or [rank for rank, _ in found] == [0]:
         return messages.pop(), exit_code
     return "; ".join(f"rank {rank}: {failure.message}" for rank, failure in found), exit_code

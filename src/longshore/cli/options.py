@@ -1,0 +1,196 @@
+"""Command-line options from the annotated fields of dataclasses.
+
+A field ``steps: Annotated[int, Option("Optimizer steps.", at_least=1)] = 500`` is the option ``--steps``. The field
+states its name, type, default, help and bounds, once: :func:`takes` gives them to typer, and
+:class:`CommandSettings` applies the bounds to every instance, whether a command line or Python made it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+from longshore.cli.failure import SettingsError
+
+T = TypeVar("T")
+
+_CONTEXT = "context"
+_METAVAR_LETTERS = 14
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field is given on the command line.
+
+    Attributes:
+        help: what ``--help`` says about it.
+        panel: the heading under which ``--help`` lists it.
+        flag: its name, where that is not the field's: ``--data``, or ``--offload/--no-offload``.
+        at_least, at_most: inclusive bounds of a number. A bounded float also has to be finite.
+        multiple_of: a divisor of the number.
+        choices: the texts that are accepted.
+        parse: makes the value from the text; the message of its ``ValueError`` is shown behind the option's name.
+        metavar: what ``--help`` shows in place of the type.
+    """
+
+    help: str
+    panel: str | None = None
+    flag: str | None = None
+    at_least: int | None = None
+    at_most: int | None = None
+    multiple_of: int = 1
+    choices: tuple[str, ...] = ()
+    parse: Callable[[str], Any] | None = None
+    metavar: str | None = None
+
+
+class OptionField(NamedTuple):
+    """A field of a dataclass that is an option; ``kind`` is its type."""
+
+    name: str
+    kind: Any
+    default: Any
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        """The name that errors use: ``--seq-len``; of a pair the first."""
+        return (self.option.flag or f"--{self.name.replace('_', '-')}").partition("/")[0]
+
+    @property
+    def is_repeatable(self) -> bool:
+        return get_origin(self.kind) is tuple
+
+    def parameter(self) -> inspect.Parameter:
+        """The parameter from which typer makes the option."""
+        option, kind, default = self.option, self.kind, self.default
+        if self.is_repeatable:
+            kind, default = list[get_args(kind)[0]] | None, None
+        elif option.parse is not None:
+            kind, default = str | None, None if default is None else str(default)
+        metavar, text = option.metavar, option.help
+        if option.choices:
+            joined = "|".join(option.choices)
+            # A longer one would leave the column of the help no room.
+            is_short = len(joined) <= _METAVAR_LETTERS
+            metavar = f"<{joined}>" if is_short else "<name>"
+            text = text if is_short else f"{text} One of {', '.join(option.choices)}."
+        # The name is always given: without it typer adds a --no-... to every flag.
+        names = option.flag or self.flag
+        given: Any = typer.Option(names, help=text, rich_help_panel=option.panel, metavar=metavar)
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, given]
+        )
+
+    def value(self, given: Any) -> Any:
+        """The field's value, from what typer read."""
+        if self.is_repeatable:
+            return tuple(given or ())
+        if self.option.parse is None or given is None:
+            return given
+        try:
+            return self.option.parse(given)
+        except ValueError as error:
+            raise SettingsError(f"{self.flag} {error}") from error
+
+    def check(self, value: Any) -> None:
+        """Raise SettingsError unless the value is within the option's bounds."""
+        option, flag = self.option, self.flag
+        if value is None:
+            return
+        if option.choices and value not in option.choices:
+            near = difflib.get_close_matches(value, option.choices, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise SettingsError(f"{flag} {value!r} is not known; {hint}choose from {', '.join(option.choices)}")
+        if isinstance(value, float) and option.at_least is not None and not math.isfinite(value):
+            raise SettingsError(f"{flag} must be a finite number, not {value}")
+        if option.at_least is not None and value < option.at_least:
+            raise SettingsError(f"{flag} must be at least {option.at_least}, not {value}")
+        if option.at_most is not None and value > option.at_most:
+            raise SettingsError(f"{flag} must be at most {option.at_most}, not {value}")
+        if option.multiple_of > 1 and value % option.multiple_of:
+            raise SettingsError(f"{flag} must be a multiple of {option.multiple_of}, not {value}")
+
+
+class CommandLine:
+    """The options of one command, from which :meth:`settings` makes the dataclasses that describe them.
+
+    Attributes:
+        given: the options that the user gave, by field name, with their values.
+    """
+
+    def __init__(self, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        self._values = values
+        self.given = given
+
+    def settings(self, kind: type[T], **others: Any) -> T:
+        """Return a ``kind`` with the values of its options; ``others`` are its other fields."""
+        return kind(**{field.name: self._values[field.name] for field in option_fields(kind)}, **others)
+
+    def flags_given(self, kind: type) -> list[str]:
+        """Return those of ``kind``'s options that the user gave, as they are written."""
+        return [field.flag for field in option_fields(kind) if field.name in self.given]
+
+
+def option_fields(kind: type) -> Iterator[OptionField]:
+    """Return the fields of a dataclass that are annotated with an :class:`Option`."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        option = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Option)), None)
+        if option is not None:
+            yield OptionField(field.name, get_args(hint)[0], field.default, option)
+
+
+@dataclass(frozen=True)
+class CommandSettings:
+    """A dataclass with options, which are checked when it is made.
+
+    Raises:
+        SettingsError: a value is out of its bounds; names the option.
+    """
+
+    def __post_init__(self) -> None:
+        for field in option_fields(type(self)):
+            field.check(getattr(self, field.name))
+
+
+def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a typer command so that it takes the options of ``kinds``, as a :class:`CommandLine`.
+
+    The command's first parameter is that object. Its others remain parameters of the command line.
+    """
+    fields = [field for kind in kinds for field in option_fields(kind)]
+    names = [field.name for field in fields]
+    assert len(set(names)) == len(names), f"two options have the same name: {sorted(names)}"
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+        def run(**values: Any) -> None:
+            context: typer.Context = values.pop(_CONTEXT)
+            read = {field.name: field.value(values.pop(field.name)) for field in fields}
+            given = {name: value for name, value in read.items() if _is_given(context, name)}
+            command(CommandLine(read, given), **values)
+
+        context = inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+        parameters = [context, *keywords, *(field.parameter() for field in fields)]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
+    return decorate
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
