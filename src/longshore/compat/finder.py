@@ -70,7 +70,7 @@ class _FromTable(Loader):
 
 
 class _SameModule(Loader):
-    """Returns the module that exists already: ``deepspeed.comm`` and ``longshore.compat.deepspeed.comm`` are one object."""
+    """Returns the existing module: ``deepspeed.comm`` and ``longshore.compat.deepspeed.comm`` are one object."""
 
     def __init__(self, name: str) -> None:
         self._name = name

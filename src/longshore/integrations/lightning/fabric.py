@@ -33,7 +33,7 @@ from longshore.integrations.lightning.precision import (
     scaling_of,
 )
 from longshore.integrations.lightning.ranks import InRanks
-from longshore.integrations.lightning.settings import Asked, Settings
+from longshore.integrations.lightning.settings import LightningArguments, StrategySettings
 from longshore.optim import Offload
 
 
@@ -79,7 +79,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
             precision=precision,
         )
         # Fixed.
-        self.settings = Settings(config, {"stage": stage, "offload_optimizer": offload_optimizer, **fields})
+        self.settings = StrategySettings(config, {"stage": stage, "offload_optimizer": offload_optimizer, **fields})
         self._extras = Extras(offload, wrap_policy, weights)
         self._backend = process_group_backend
         self._timeout = timeout
@@ -163,7 +163,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
     def _resolved(self, has_optimizer: bool, has_scheduler: bool = False) -> Any:
         plugin = self.precision
         assert isinstance(plugin, FabricLongshorePrecision)
-        asked = Asked(
+        given = LightningArguments(
             by="Fabric",
             precision=plugin.precision,
             world_size=self.world_size if self.is_distributed else 1,
@@ -171,7 +171,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
             has_scheduler=has_scheduler,
             loss_scaling=scaling_of(plugin.inner),
         )
-        return self.settings.resolved(asked)
+        return self.settings.resolved(given)
 
     # -- the step -------------------------------------------------------------
 

@@ -50,7 +50,7 @@ from longshore.integrations.lightning.names import (
 )
 from longshore.integrations.lightning.precision import BY_VALUE, LongshorePrecision, scaling_of
 from longshore.integrations.lightning.ranks import InRanks
-from longshore.integrations.lightning.settings import Asked, Settings
+from longshore.integrations.lightning.settings import LightningArguments, StrategySettings
 from longshore.optim import Offload
 
 
@@ -106,7 +106,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
             precision_plugin=precision_plugin,
         )
         # Fixed.
-        self.settings = Settings(config, {"stage": stage, "offload_optimizer": offload_optimizer, **fields})
+        self.settings = StrategySettings(config, {"stage": stage, "offload_optimizer": offload_optimizer, **fields})
         self._extras = Extras(offload, wrap_policy, weights)
         self._backend = process_group_backend
         self._timeout = timeout
@@ -202,7 +202,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         # A hook of the user's clips when it likes, and as it likes.
         clips = trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", module)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        asked = Asked(
+        given = LightningArguments(
             by="Trainer",
             precision=plugin.precision,
             world_size=self.world_size if self.is_distributed else 1,
@@ -213,7 +213,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
             has_scheduler=bool(self.lr_scheduler_configs),
             loss_scaling=scaling_of(plugin.inner),
         )
-        return self.settings.resolved(asked)
+        return self.settings.resolved(given)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

@@ -22,7 +22,7 @@ from longshore.engine import Config, Engine, initialize
 from longshore.engine.schedules import make_schedule
 from longshore.errors import CheckpointError
 from longshore.integrations.transformers.accelerator import EngineAccelerator, EngineOptimizer
-from longshore.integrations.transformers.settings import Settings
+from longshore.integrations.transformers.settings import TrainerSettings
 from longshore.optim import Offload
 
 _TAG = "longshore"
@@ -108,8 +108,8 @@ class TrainerMixin:
         self._base().create_accelerator_and_postprocess()
         _refuse_plugins(self.accelerator)
 
-    def _settings(self) -> Settings:
-        return Settings(self._longshore_config, self.args, self.args.world_size)
+    def _settings(self) -> TrainerSettings:
+        return TrainerSettings(self._longshore_config, self.args, self.args.world_size)
 
     @property
     def _in_shards(self) -> bool:
