@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from longshore import checkpointing
 from longshore import utils as access
-from longshore.checkpointing import checkpoint, configure, is_configured, reset
 from longshore.compat import accelerator, initialize, optimizers, utils, zero, zero_to_fp32
 from longshore.engine import ConfigError, Engine, add_config_arguments, schedules
 from longshore.engine.data import TrainingLoader
@@ -23,12 +23,7 @@ def _of(source: Any, names: str) -> dict[str, Any]:
 
 
 _ZERO = {"GatheredParameters": zero.GatheredParameters, "Init": zero.ZeroInit}
-_CHECKPOINTING = {
-    "checkpoint": checkpoint,
-    "configure": configure,
-    "is_configured": is_configured,
-    "reset": reset,
-}
+_CHECKPOINTING = _of(checkpointing, "checkpoint configure is_configured reset")
 _ACCELERATOR = _of(accelerator, "DeepSpeedAccelerator get_accelerator")
 _COMM = _of(initialize, "get_local_rank get_world_group init_distributed")
 _INITIALIZE = {

@@ -187,10 +187,9 @@ def set_z3_leaf_modules(
     Returns:
         The modules.
     """
-    wanted = list(leaf_module_classes)
-    found = [module for module in model.modules() if any(_is_of(module, each) for each in wanted)]
-    if not found and raise_if_not_found:
-        raise ValueError(f"set_z3_leaf_modules() found no module of {', '.join(map(str, wanted))} in the model")
+    found = _of_classes(
+        model.modules(), leaf_module_classes, raise_if_not_found, "set_z3_leaf_modules() found no module"
+    )
     _LEAVES.update(found)
     return found
 
@@ -199,12 +198,18 @@ def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Undo :func:`set_z3_leaf_modules`."""
-    wanted = list(leaf_module_classes)
-    found = [module for module in get_z3_leaf_modules(model) if any(_is_of(module, each) for each in wanted)]
-    if not found and raise_if_not_found:
-        raise ValueError(f"unset_z3_leaf_modules() found no leaf of {', '.join(map(str, wanted))} in the model")
+    leaves, failure = get_z3_leaf_modules(model), "unset_z3_leaf_modules() found no leaf"
+    found = _of_classes(leaves, leaf_module_classes, raise_if_not_found, failure)
     for module in found:
         _LEAVES.discard(module)
+    return found
+
+
+def _of_classes(modules: Iterable[nn.Module], classes: Iterable[type | str], check: bool, failure: str) -> list[Any]:
+    wanted = list(classes)
+    found = [module for module in modules if any(_is_of(module, each) for each in wanted)]
+    if not found and check:
+        raise ValueError(f"{failure} of {', '.join(map(str, wanted))} in the model")
     return found
 
 

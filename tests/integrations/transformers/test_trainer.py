@@ -343,7 +343,7 @@ def test_goes_on_from_a_plain_trainers_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
     with pytest.raises(longshore.errors.CheckpointError, match=r"neither a checkpoint of longshore nor optimizer\.pt"):
         train(Trainer, tmp_path, resume=str(tmp_path / "checkpoint-6"), num_train_epochs=2)
-    with pytest.raises(ValueError, match="has no whole checkpoint to go on from"):
+    with pytest.raises(ValueError, match="has no complete checkpoint to resume from"):
         train(Trainer, tmp_path / "nothing", resume=True)
 
 

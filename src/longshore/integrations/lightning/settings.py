@@ -57,7 +57,10 @@ class LightningArguments:
     def statements(self) -> Iterator[Statement]:
         """Values that the configuration may give too."""
         if self.accumulation is None:
-            loop, advice = f"{self.by}'s own loop, where every optimizer.step() applies", "leave it out, or set it to 1"
+            loop, advice = (
+                f"your loop with {self.by}, in which every optimizer.step() is applied",
+                "leave it out, or set it to 1",
+            )
         else:
             loop, advice = f"{self.by}(accumulate_grad_batches={self.accumulation})", "leave it out, or make them agree"
         yield Statement(_STEPS, self.accumulation or 1, loop, advice)
