@@ -209,7 +209,7 @@ SECTIONS = (
             "machine/",
             "sharding/agreement.py",
             "sharding/lane.py",
-            "checkpoint/crew.py",
+            "checkpoint/rank_group.py",
         ),
         "Mend what it names, and start the ranks again.",
     ),

@@ -25,7 +25,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         CheckpointError: the checkpoint is missing or damaged, or does not have the whole model.
         ValueError: ``lazy_mode``, or no tag.
     """
-    from longshore.checkpoint.whole_model import whole_state_dict
+    from longshore.checkpoint.export import whole_state_dict
 
     if lazy_mode:
         raise ValueError(

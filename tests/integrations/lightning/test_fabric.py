@@ -244,7 +244,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"2 models with their optimizers"):
         run.save(tmp_path / "a", {**state, "second": second, "stepper": stepper})
     run.save(tmp_path / "a", state)
-    with pytest.raises(ValueError, match=r"is a folder of a model and its optimizer"):
+    with pytest.raises(ValueError, match=r"is a folder with a model and its optimizer"):
         run.load(tmp_path / "a")
     with pytest.raises(ValueError, match=r"2 are to be loaded"):
         run.load(tmp_path / "a", {**state, "second": second})
