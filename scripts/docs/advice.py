@@ -121,7 +121,6 @@ SECTIONS = (
         "`longshore.AdamW` and its like, `longshore.Offload`, and the parameters that they are given. "
         "[The guide](optimizer.md#refused-by-name) lists what is refused.",
         (
-            "byte_sizes.py",
             "optim/adam.py",
             "optim/client.py",
             "optim/families.py",
@@ -210,7 +209,7 @@ SECTIONS = (
             "machine/",
             "sharding/agreement.py",
             "sharding/collective_thread.py",
-            "checkpoint/crew.py",
+            "checkpoint/rank_group.py",
         ),
         "Mend what it names, and start the ranks again.",
     ),

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from longshore.checkpoint import folder as folder_module
-from longshore.checkpoint.boxes import Box
-from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.boxes import Box, SavedBox, WantedBox
 from longshore.checkpoint.folder import Draft, WholeCheckpoint, candidates, check_tag, prune, read_latest
-from longshore.checkpoint.loading import find, load_parts, read_values
-from longshore.checkpoint.parts import SavedPart, WantedPart
+from longshore.checkpoint.loading import find, load_boxes, read_values
+from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import STATE, Content, Target, Values, write
 from longshore.checkpoint.storage import SafetensorsReader
 from longshore.errors import CheckpointError
@@ -38,25 +37,25 @@ TENSORS = "model-00000-of-00001.safetensors"
 def save(root: Path, tag: str, number: int, run: str = "run", **more: Any) -> Path:
     """A small checkpoint, of one tensor full of ``number`` and a value that says the same."""
     values = torch.full((NUMEL,), float(number))
-    part = SavedPart("model.weight", torch.float32, (NUMEL,), Box((0,), (NUMEL,)), lambda: values)
+    part = SavedBox("model.weight", torch.float32, (NUMEL,), Box((0,), (NUMEL,)), lambda: values)
     about = Values.of({"number": number, "again": torch.tensor(number)})
     content = Content([part], about, Values.of({"rank": 0}), {}, number, run)
-    return write(content, Target(root, tag, **more), Crew())
+    return write(content, Target(root, tag, **more), RankGroup())
 
 
 def number_in(path: Path) -> int:
     """What was saved; raises CheckpointError where it is not whole."""
     WholeCheckpoint(path).verify()
     values, found = read_values(path, STATE), list[Tensor]()
-    part = WantedPart("model.weight", (NUMEL,), Box((0,), (NUMEL,)), found.append)
-    load_parts(SafetensorsReader(path), [part], Crew())
+    part = WantedBox("model.weight", (NUMEL,), Box((0,), (NUMEL,)), found.append)
+    load_boxes(SafetensorsReader(path), [part], RankGroup())
     number = values["number"]
     assert torch.equal(found[0], torch.full((NUMEL,), float(number))) and int(values["again"]) == number
     return number
 
 
 def load(root: Path, tag: str | None = None) -> int | None:
-    whole = find(root, tag, Crew())
+    whole = find(root, tag, RankGroup())
     return None if whole is None else number_in(whole.path)
 
 
@@ -85,7 +84,7 @@ def test_no_tag(tag: Any, tmp_path: Path) -> None:
     assert not root.exists()
     if tag is not None:
         with pytest.raises(ValueError, match="tag"):
-            find(tmp_path, tag, Crew())
+            find(tmp_path, tag, RankGroup())
 
 
 @pytest.mark.parametrize("tag", ["a", "global_step5", "a b", "a.b", "-a", "latest2", "ä" * 100, "a" * 200, "模型", "*"])

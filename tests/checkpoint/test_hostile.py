@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from checkpoint import resume_cases as cases
-from longshore.checkpoint.boxes import Box
-from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.boxes import Box, WantedBox, tensors_of
 from longshore.checkpoint.folder import MANIFEST
-from longshore.checkpoint.loading import check_parts, find, load_parts, read_values
+from longshore.checkpoint.loading import check_boxes, find, load_boxes, read_values
 from longshore.checkpoint.optimizer_state import checked_about
-from longshore.checkpoint.parts import WantedPart, names_of
+from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.reading import is_file_name, read_json
 from longshore.checkpoint.saving import Values
 from longshore.checkpoint.storage import METADATA, SafetensorsReader, parsed_metadata
@@ -352,7 +351,7 @@ class Victim(NamedTuple):
 def read_tensors(root: Path, names: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """All that loading reads, without an engine."""
     found: dict[str, Tensor] = {}
-    crew = Crew()
+    crew = RankGroup()
     whole = find(root, TAG, crew)
     assert whole is not None
     values = read_values(whole.path, STATE)
@@ -360,15 +359,15 @@ def read_tensors(root: Path, names: dict[str, tuple[int, ...]]) -> dict[str, Ten
         checked_about(values["optimizer"], STATE)
     read_values(whole.path, RANK)
     parts = [
-        WantedPart(name, shape, Box((0,) * len(shape), shape), lambda values, name=name: found.update({name: values}))
+        WantedBox(name, shape, Box((0,) * len(shape), shape), lambda values, name=name: found.update({name: values}))
         for name, shape in names.items()
     ]
     began: list[bool] = []
     try:
         reader = SafetensorsReader(whole.path)
-        check_parts(reader, parts, crew)
+        check_boxes(reader, parts, crew)
         began.append(True)
-        load_parts(reader, parts, crew)
+        load_boxes(reader, parts, crew)
     except CheckpointError:
         assert not began, "an error that could have been found before reading began"
         raise
@@ -384,7 +383,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
         path = engine.save_checkpoint(folder / "root", TAG, client)
         files = {file.name: file.read_bytes() for file in path.iterdir()}
         saved = cases.state_of(engine)
-        about = names_of(SafetensorsReader(path).read_metadata())
+        about = tensors_of(SafetensorsReader(path).read_metadata())
         tensors = read_tensors(folder / "root", {name: tuple(entry.size) for name, entry in about.items()})
         cases.train(engine, 2)
         engine.save_checkpoint(folder / "elsewhere", "intact")

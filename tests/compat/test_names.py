@@ -15,14 +15,11 @@ import pytest
 import torch
 
 import longshore
-from longshore.compat.absent import INSTEAD, advice
 from longshore.compat.finder import stand_aside, stand_in_for_deepspeed
+from longshore.compat.names import PROVIDED, REFUSED, advice
 
-PACKAGE = Path(longshore.__file__).parent / "compat" / "deepspeed"
-MODULES = sorted(
-    ".".join(["deepspeed", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
-    for path in PACKAGE.rglob("*.py")
-)
+PACKAGE = Path(longshore.__file__).parent / "compat"
+MODULES = sorted(f"deepspeed.{name}".removesuffix(".") for name in PROVIDED)
 
 
 @pytest.fixture
@@ -119,7 +116,7 @@ def test_both_names_are_one_module(name: str) -> None:
         assert hasattr(module, each)
     with pytest.raises(AttributeError, match=f"longshore has no {name}.nothing: "):
         _ = module.nothing
-    for each in INSTEAD:
+    for each in REFUSED:
         where, _, what = f"deepspeed.{each}".rpartition(".")
         assert where != name or not hasattr(module, what), f"{each} is there, and is said not to be"
 

@@ -53,7 +53,7 @@ def made_inside_init() -> None:
             nn.init.constant_(model[0].weight, 0.25)
     with deepspeed.zero.GatheredParameters(model.parameters()):
         pass  # nothing to read on the others yet
-    with pytest.raises(ValueError, match=r"modifier_rank=1\): before initialize\(\) rank 0 has the weights"):
+    with pytest.raises(ValueError, match=r"modifier_rank=1\): before initialize\(\) only rank 0 has the weights"):
         deepspeed.zero.GatheredParameters([model[0].bias], modifier_rank=1).__enter__()
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=1e-2)
     config = {key: value for key, value in CONFIG.items() if key != "optimizer"}

@@ -64,14 +64,14 @@ MUTANTS = [
     ),
     Mutant(
         "weights are not copied",
-        "checkpoint/session.py",
+        "checkpoint/training_state.py",
         "            parts = [part.copied() for part in parts]\n",
         "            pass\n",
         (f"{ASYNC}::test_training_goes_on",),
     ),
     Mutant(
         "a failed write is not raised",
-        "checkpoint/background.py",
+        "checkpoint/saving.py",
         "            raise failure\n",
         "            pass\n",
         (f"{ASYNC}::test_what_fails_is_raised_by_the_next_call",),
@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "a half-loaded engine trains on",
-        "checkpoint/session.py",
+        "checkpoint/training_state.py",
         "                state.abandon(failure)\n",
         "                pass\n",
         (f"{RESUME}::test_half_of_a_checkpoint_is_not_trained_on",),

@@ -1,7 +1,7 @@
-"""A checkpoint that DeepSpeed's ``engine.save_checkpoint`` wrote, as one of ours.
+"""Import of a checkpoint that DeepSpeed's ``engine.save_checkpoint`` wrote.
 
-Nothing of DeepSpeed is needed for it, and nothing that the files name is run. Tensors are read from the files when they
-are written, one parameter at a time.
+DeepSpeed need not be installed, and no code that the files name is run. Each tensor is read when it is written, one
+parameter at a time.
 """
 
 from __future__ import annotations
@@ -17,22 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.checkpoint.boxes import Box
-from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.boxes import Box, SavedBox
 from longshore.checkpoint.deepspeed_files import Inert, SavedFiles, Shard, read_files
-from longshore.checkpoint.deepspeed_layout import (
-    Gathered,
-    OptimizerFiles,
-    read_optimizer,
-    shapes_of,
-    trimmed,
-)
+from longshore.checkpoint.deepspeed_layout import OptimizerFiles, ShardedTensor, read_optimizer, shapes_of, trimmed
 from longshore.checkpoint.model_state import KIND as MODEL_KIND
 from longshore.checkpoint.optimizer_state import array_name
-from longshore.checkpoint.parts import SavedPart
+from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.reading import checked
 from longshore.checkpoint.saving import Content, Target, Values, write
-from longshore.checkpoint.session import CLIENT_STATE, MODEL, OPTIMIZER
+from longshore.checkpoint.training_state import CLIENT_STATE, MODEL, OPTIMIZER
 from longshore.checkpoint.values import Encoder
 from longshore.errors import CheckpointError
 from longshore.host import MASTER
@@ -53,40 +46,37 @@ _EXTRA = "_extra_state"
 
 
 class _Model(NamedTuple):
-    """What the files say of a model."""
+    """The model in the files; ``dtypes``: of each parameter that is stepped."""
 
     about: dict[str, Any]
-    parts: list[SavedPart]
+    boxes: list[SavedBox]
     dtypes: dict[str, torch.dtype]
-    """Of each parameter that is stepped."""
 
 
 def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
-    """Write what DeepSpeed saved as a checkpoint that ``engine.load_checkpoint(out)`` reads at any stage.
+    """Convert DeepSpeed's checkpoint into one that ``engine.load_checkpoint(out)`` reads at any stage.
 
-    Weights, masters, Adam's moments and step counts, the options of parameter groups, the scheduler, the loss scale,
-    the counters and the client state. Of values that a checkpoint of ours cannot hold a warning says the key. Random
-    numbers and the place in the data are in no file of DeepSpeed's: both begin anew.
+    It has weights, masters, Adam's moments and step counts, the options of parameter groups, the scheduler, the loss
+    scale, the counters and the client state. Values that our format does not have are left out, with a warning that
+    names the key. Random states and the position in the data are in no file of DeepSpeed's: both start again.
 
     Args:
         source: the folder that was given to DeepSpeed's ``save_checkpoint``, from ZeRO stage 1, 2 or 3.
-        out: where the checkpoint goes, under the same tag.
+        out: the folder for the checkpoint, which has the same tag.
         tag: which one; None: the one that ``latest`` names.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: files that are damaged, missing, of something else, or that would have to be run; ``out`` has
-            that tag already. Nothing was written.
-        ValueError: no tag.
+        CheckpointError: files that are damaged, missing, of another format, or need code to be run; ``out`` has that
+            tag already. Nothing was written.
+        ValueError: ``tag`` is not a valid tag.
     """
     files = read_files(Path(source), tag)
     target = Target(Path(out).absolute(), files.folder.name)
     if os.path.lexists(target.root / target.tag):
-        raise CheckpointError(
-            f"{target.root / target.tag} is there already: choose another folder, or move that one away"
-        )
+        raise CheckpointError(f"{target.root / target.tag} exists already: choose another folder, or move it away")
     optimizer = read_optimizer(files)
     model = _read_model(files, optimizer)
     first = files.models[0]
@@ -97,16 +87,9 @@ def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
         "engine": engine,
         CLIENT_STATE: {key: value for key, value in first.content.items() if _is_client(key, value, first)},
     }
-    parts = [*model.parts, *_optimizer_parts(optimizer, model)]
-    content = Content(
-        parts,
-        Values.of(shared),
-        Values.of({"random": None, "loader": None}),
-        {},
-        engine["global_steps"],
-        engine["run"],
-    )
-    return write(content, target, Crew())
+    boxes = [*model.boxes, *_optimizer_boxes(optimizer, model)]
+    own = Values.of({"random": None, "loader": None})
+    return write(Content(boxes, Values.of(shared), own, {}, engine["global_steps"], engine["run"]), target, RankGroup())
 
 
 # -- the model ----------------------------------------------------------------
@@ -122,7 +105,7 @@ def _read_model(files: SavedFiles, optimizer: OptimizerFiles) -> _Model:
     gathered |= _fragments(files, frozen)
     split = len(files.models) > 1 or first.path.name.startswith("zero_")
     about: dict[str, Any] = {"aliases": aliases, "left_out": [], "parameters": [], "extra_state": {}}
-    parts, dtypes = [], {}
+    boxes, dtypes = [], {}
     for name, value in module.items():
         if name.rpartition(".")[2] == _EXTRA:
             if _fits(value, f"{first.path}: {name}"):
@@ -131,25 +114,27 @@ def _read_model(files: SavedFiles, optimizer: OptimizerFiles) -> _Model:
         if name in aliases:
             continue
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{first.path}: {name} is no tensor")
+            raise CheckpointError(f"{first.path}: {name} is not a tensor")
         if split and name not in buffers:
             if name not in gathered:
                 warnings.warn(f"{first.path} has no values of {name}, and it is left out", stacklevel=3)
                 continue
-            parts.append(_gathered_part(f"{MODEL_KIND}.{name}", gathered[name], value.dtype))
+            boxes.append(_gathered(f"{MODEL_KIND}.{name}", gathered[name], value.dtype))
         else:
-            parts.append(_part(f"{MODEL_KIND}.{name}", value))
+            boxes.append(
+                _gathered(f"{MODEL_KIND}.{name}", ShardedTensor(tuple(value.shape), [value.reshape(-1)]), value.dtype)
+            )
         if name not in buffers:
             about["parameters"].append(name)
         dtypes[name] = value.dtype
     for name, stepped in optimizer.parameters.items():
         if name not in dtypes or (not split and tuple(module[name].shape) != stepped.master.shape):
             raise CheckpointError(f"{first.path}: {name} is stepped, and the model has no such parameter of that shape")
-    return _Model(about, parts, dtypes)
+    return _Model(about, boxes, dtypes)
 
 
 def _aliases(first: Shard, module: Mapping[str, Any], own: set[str]) -> dict[str, str]:
-    """Further names of tied tensors: those that DeepSpeed lists, and those that lie in the same memory."""
+    """Further names of tied tensors: those that DeepSpeed lists, and tensors that share memory."""
     found: dict[str, str] = {}
     for name, source in checked(first.content.get("shared_params") or {}, dict, f"{first.path}: shared_params").items():
         if name in module and source in module and name != source:
@@ -164,55 +149,49 @@ def _aliases(first: Shard, module: Mapping[str, Any], own: set[str]) -> dict[str
     return found
 
 
-def _fragments(files: SavedFiles, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Gathered]:
-    """Frozen parameters, of which at stage 3 each rank has a part."""
+def _fragments(files: SavedFiles, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShardedTensor]:
+    """Frozen parameters, which are sharded over the ranks at stage 3."""
     ranks = []
     for shard in files.models:
         where = f"{shard.path}: frozen_param_fragments"
         ranks.append(checked(shard.content.get("frozen_param_fragments") or {}, dict, where))
     found = {}
     for name, shape in shapes.items():
-        pieces = [rank.get(name) for rank in ranks]
-        if not all(isinstance(piece, Tensor) for piece in pieces):
-            raise CheckpointError(f"{files.folder}: a rank's file lacks its part of the frozen {name}")
+        shards = [rank.get(name) for rank in ranks]
+        if not all(isinstance(shard, Tensor) for shard in shards):
+            raise CheckpointError(f"{files.folder}: a rank's file lacks its shard of the frozen {name}")
         numel = math.prod(shape)
-        flat = trimmed([piece.reshape(-1) for piece in pieces if piece is not None], numel)
-        if sum(piece.numel() for piece in flat) != numel:
-            raise CheckpointError(f"{files.folder}: the parts of the frozen {name} are not {list(shape)} together")
-        found[name] = Gathered(shape, flat)
+        flat = trimmed([shard.reshape(-1) for shard in shards if shard is not None], numel)
+        if sum(shard.numel() for shard in flat) != numel:
+            raise CheckpointError(f"{files.folder}: the shards of the frozen {name} are not {list(shape)} together")
+        found[name] = ShardedTensor(shape, flat)
     return found
 
 
-def _part(name: str, value: Tensor) -> SavedPart:
-    shape = tuple(value.shape)
-    return SavedPart(name, value.dtype, shape, Box((0,) * len(shape), shape), lambda: value)
-
-
-def _gathered_part(name: str, gathered: Gathered, dtype: torch.dtype) -> SavedPart:
-    box = Box((0,) * len(gathered.shape), gathered.shape)
-    return SavedPart(name, dtype, gathered.shape, box, lambda: gathered.read(dtype))
+def _gathered(name: str, tensor: ShardedTensor, dtype: torch.dtype) -> SavedBox:
+    return SavedBox(name, dtype, tensor.shape, Box.whole(tensor.shape), lambda: tensor.read(dtype))
 
 
 # -- the optimizer ------------------------------------------------------------
 
 
-def _arrays_of(optimizer: OptimizerFiles, model: _Model, name: str) -> dict[str, Gathered]:
-    """What a checkpoint of ours has of a parameter: a float32 parameter is its own master."""
+def _arrays_of(optimizer: OptimizerFiles, model: _Model, name: str) -> dict[str, ShardedTensor]:
+    """The arrays that our checkpoint has for a parameter: a float32 parameter is its own master."""
     stepped = optimizer.parameters[name]
     master = {} if model.dtypes[name] == torch.float32 else {MASTER: stepped.master}
     return {**stepped.arrays, **master}
 
 
-def _optimizer_parts(optimizer: OptimizerFiles, model: _Model) -> list[SavedPart]:
+def _optimizer_boxes(optimizer: OptimizerFiles, model: _Model) -> list[SavedBox]:
     return [
-        _gathered_part(array_name(array, name), gathered, torch.float32)
+        _gathered(array_name(array, name), gathered, torch.float32)
         for name in optimizer.parameters
         for array, gathered in _arrays_of(optimizer, model, name).items()
     ]
 
 
 def _about(optimizer: OptimizerFiles, model: _Model, first: Shard) -> dict[str, Any]:
-    """As :meth:`longshore.checkpoint.optimizer_state.OptimizerState.about` has it."""
+    """The optimizer, as in :meth:`longshore.checkpoint.optimizer_state.OptimizerState.about`."""
     for name, stepped in optimizer.parameters.items():
         if sorted(stepped.arrays) != _ARRAYS and (stepped.arrays or stepped.step > 0):
             raise CheckpointError(
@@ -224,7 +203,7 @@ def _about(optimizer: OptimizerFiles, model: _Model, first: Shard) -> dict[str, 
     for group in optimizer.groups:
         options = {key: _number(group.options[key]) for key in _OPTIONS if key in group.options}
         if group.options.get("amsgrad"):
-            raise CheckpointError(f"{first.path}: amsgrad=True, and the maximum of second moments is not kept here")
+            raise CheckpointError(f"{first.path}: amsgrad=True, and longshore has no maximum of second moments")
         groups.append({"options": {**options, "decoupled_weight_decay": kind == "AdamW"}, "parameters": group.names})
     parameters = {
         name: {"step": stepped.step, "scalars": {}, "arrays": [*_arrays_of(optimizer, model, name)]}
@@ -264,13 +243,13 @@ def _kind(optimizer: OptimizerFiles, first: Shard) -> str:
 
 
 def _config(first: Shard) -> dict[str, Any]:
-    """The configuration as it was saved; empty where it was none that can be read."""
+    """The saved configuration; empty if it cannot be read."""
     content = first.content.get("ds_config")
     return content if isinstance(content, dict) else {}
 
 
 def _engine_state(files: SavedFiles) -> dict[str, Any]:
-    """As the engine's ``save_checkpoint`` has it. ``micro_steps``, which DeepSpeed does not save, is computed."""
+    """The state as in the engine's ``save_checkpoint``. ``micro_steps``, which DeepSpeed does not save, is computed."""
     first = files.models[0]
     steps = checked(first.content.get("global_steps"), int, f"{first.path}: global_steps")
     accumulation = _accumulation(first)
@@ -305,7 +284,7 @@ def _accumulation(first: Shard) -> int:
 
 
 def _loss_scale(state: Shard) -> dict[str, Any]:
-    """The state of a dynamic scale; empty where there is none, or a static one, which the configuration says."""
+    """The state of a dynamic loss scale; empty if there is none, or a static one, which the configuration gives."""
     scaler = state.content["optimizer_state_dict"].get("loss_scaler")
     saved = scaler.state if isinstance(scaler, Inert) else None
     if not isinstance(saved, dict) or "cur_hysteresis" not in saved:
@@ -313,7 +292,7 @@ def _loss_scale(state: Shard) -> dict[str, Any]:
     where = f"{state.path}: loss_scaler"
     scale, last = saved.get("cur_scale"), saved.get("last_overflow_iter")
     if type(scale) not in (int, float) or type(last) is not int:
-        raise CheckpointError(f"{where} has the scale {scale!r}, and its last overflow at {last!r}: no numbers")
+        raise CheckpointError(f"{where} has the scale {scale!r}, and its last overflow at {last!r}: not numbers")
     return {
         "scale": float(scale),  # pyright: ignore[reportArgumentType]
         "hysteresis_left": checked(saved["cur_hysteresis"], int, where),
@@ -327,7 +306,7 @@ def _is_client(key: str, value: Any, first: Shard) -> bool:
 
 
 def _fits(value: Any, where: str) -> bool:
-    """Whether a checkpoint of ours can hold it; warns where not."""
+    """Whether our format has such values; warns if not."""
     try:
         Encoder("").encode(value, where)
     except CheckpointError as error:

@@ -1,7 +1,7 @@
-"""Files that DeepSpeed's ``save_checkpoint`` wrote, read without DeepSpeed, and without running what is in them.
+"""Reads files of DeepSpeed's ``save_checkpoint`` without DeepSpeed, and without running code that they name.
 
-They are pickles. torch's restricted unpickler makes tensors, numbers, text and containers of them; for the few objects
-of DeepSpeed's own that lie between these, something inert stands in. A file that needs anything else is refused.
+They are pickles. torch's restricted unpickler reads tensors, numbers, text and containers; the few objects of
+DeepSpeed's own classes are replaced by :class:`Inert`. A file that needs anything else is refused.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ _INERT_NAMES = (
 
 
 class Inert:
-    """In the place of an object whose class is not loaded: what the file gave for it, and no more."""
+    """Replaces an object whose class is not loaded. ``state``: what the file gives as its state, or None."""
 
     state: Any
-    """None: nothing was given after it was made."""
 
     def __new__(cls, *given: Any) -> Inert:
         made = super().__new__(cls)
@@ -69,24 +68,22 @@ class Inert:
 
 
 class Shard(NamedTuple):
-    """What one file has, and which one it is."""
+    """One file and its content."""
 
     path: Path
     content: dict[str, Any]
 
 
 class SavedFiles(NamedTuple):
-    """All files of a checkpoint."""
+    """All files of a checkpoint: the model's (at stage 3 each rank's), and each rank's optimizer's."""
 
     folder: Path
     models: Sequence[Shard]
-    """One, or at stage 3 each rank's."""
     optimizers: Sequence[Shard]
-    """Each rank's."""
 
 
 def is_deepspeed(source: Path, tag: str | None) -> bool:
-    """Whether the checkpoint of that tag, or else the one that ``latest`` names, is DeepSpeed's."""
+    """Whether the checkpoint with that tag (None: the one that ``latest`` names) is DeepSpeed's."""
     try:
         folder = source / (_tag_in(source) if tag is None else check_tag(tag))
         names = [path.name for path in folder.iterdir()]
@@ -96,11 +93,11 @@ def is_deepspeed(source: Path, tag: str | None) -> bool:
 
 
 def read_files(source: Path, tag: str | None) -> SavedFiles:
-    """The files of a checkpoint by its tag; None: the one that ``latest`` names. Tensors stay in the files until used.
+    """Read a checkpoint by its tag; None: the one that ``latest`` names. Tensors stay in the files until used.
 
     Raises:
-        CheckpointError: it is not there, not whole, not of a kind that can be read, or would run something.
-        ValueError: no tag.
+        CheckpointError: it is missing, incomplete, of a kind that cannot be read, or needs code to be run.
+        ValueError: ``tag`` is not a valid tag.
     """
     tag = _tag_in(source) if tag is None else check_tag(tag)
     folder = source / tag
@@ -110,13 +107,13 @@ def read_files(source: Path, tag: str | None) -> SavedFiles:
     other = [name for name in names if _OTHER.fullmatch(name)]
     if other:
         raise CheckpointError(
-            f"{folder / other[0]} is of a pipeline or of experts, and models that were trained whole are imported only"
+            f"{folder / other[0]} belongs to a pipeline or to experts, and only models without these are imported"
         )
     models, optimizers = _by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIMIZER)
     if not models and is_checkpoint(folder):
         raise CheckpointError(f"{folder} is a checkpoint of longshore's already: load it, or `longshore export` it")
     if not models:
-        raise CheckpointError(f"{folder} has no file with a model (mp_rank_00_model_states.pt): it is no checkpoint")
+        raise CheckpointError(f"{folder} has no file with a model (mp_rank_00_model_states.pt): it is not a checkpoint")
     first = _read(models[0])
     ranks = checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size")
     _check_stage(first)
@@ -132,7 +129,7 @@ def _tag_in(source: Path) -> str:
         raise CheckpointError(f"there is no folder {source}")
     if any(_MODEL.fullmatch(path.name) for path in source.iterdir()):
         raise CheckpointError(
-            f"{source} is one checkpoint: give the folder that it lies in, and its name ({source.name}) as the tag"
+            f"{source} is one checkpoint: give the folder that contains it, and its name ({source.name}) as the tag"
         )
     if not (source / _LATEST).is_file():
         raise CheckpointError(f"{source} has no file `{_LATEST}` that names the newest; give a tag{_others(source)}")
@@ -154,14 +151,14 @@ def _others(source: Path) -> str:
 
 
 def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> list[Path]:
-    """Files of a kind, in the order of their ranks; a hole in it is found by :func:`_check_ranks`."""
+    """Files of a kind, in the order of their ranks; :func:`_check_ranks` finds missing ones."""
     found: dict[int, Path] = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is None:
             continue
         if int(match["part"]) > 0:
-            raise CheckpointError(f"{folder / name} is one part of a model that was split (mp_rank): not imported")
+            raise CheckpointError(f"{folder / name} is one shard of a model-parallel model (mp_rank): not imported")
         rank = int(match["rank"] or 0)
         if rank in found:
             raise CheckpointError(f"{folder} has {found[rank].name} and {name}, which are the same rank's; keep one")
@@ -184,19 +181,19 @@ def _check_ranks(folder: Path, what: str, files: Sequence[Path], ranks: int) -> 
 def _check_stage(model: Shard) -> None:
     if model.content.get("param_shapes") is None:
         raise CheckpointError(
-            f"{model.path} was saved without ZeRO or without an optimizer, and then nothing in it says which state is "
-            "which parameter's; stages 1, 2 and 3 are imported"
+            f"{model.path} was saved without ZeRO or without an optimizer, and does not say which state is which "
+            "parameter's; stages 1, 2 and 3 are imported"
         )
     if model.content.get("num_experts") or model.content.get("ds_autoep_layers"):
-        raise CheckpointError(f"{model.path} is of a model with experts, and those are not imported")
+        raise CheckpointError(f"{model.path} has a model with experts, which are not imported")
     if model.content.get("mp_world_size", 1) != 1:
-        raise CheckpointError(f"{model.path} is of a model that was split over ranks, and those are not imported")
+        raise CheckpointError(f"{model.path} has a model-parallel model, which is not imported")
 
 
 def _read(path: Path) -> Shard:
-    """One file. Raises CheckpointError: it is damaged, or needs more than values."""
+    """Read one file. Raises CheckpointError if it is damaged, or needs more than values."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is no regular file")
+        raise CheckpointError(f"{path} is not a regular file")
     stand_ins: list[Any] = [(Inert, name) for name in _INERT_NAMES]
     try:
         with torch.serialization.safe_globals(stand_ins):
@@ -205,22 +202,24 @@ def _read(path: Path) -> Shard:
         raise CheckpointError(_refusal(path, str(error))) from error
     except MemoryError:
         raise
-    except Exception as error:  # what an unpickler meets in bytes that anybody may have written
+    except Exception as error:  # an unpickler raises anything for untrusted bytes
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {_first_line(error)}") from error
     _check_size(content, path)
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(f"{path} is no dictionary, as DeepSpeed's files are")
+        raise CheckpointError(f"{path} is not a dictionary, as DeepSpeed's files are")
     return Shard(path, dict(content))
 
 
 def _check_size(content: Any, path: Path) -> None:
-    """A short file can name a value many times, or one element as many: raises CheckpointError."""
+    """Raise CheckpointError for a short file that refers to a value many times, or expands one element to many."""
     left, count = [content], 0
     while left:
         value = left.pop()
         count += 1
         if count > _MOST_VALUES:
-            raise CheckpointError(f"{path} has more than {_MOST_VALUES} values, which no such file has: it is damaged")
+            raise CheckpointError(
+                f"{path} has more than {_MOST_VALUES} values, more than any such file has: it is damaged"
+            )
         if isinstance(value, torch.Tensor):
             held = 0 if value.is_meta or value.layout != torch.strided else value.untyped_storage().nbytes()
             if value.numel() * value.itemsize > max(held, _LARGEST_EXPANDED_BYTES):
@@ -234,10 +233,10 @@ def _check_size(content: Any, path: Path) -> None:
 def _refusal(path: Path, said: str) -> str:
     found = re.search(r"GLOBAL ([\w.]+)", said)
     if found is None:
-        return f"{path} is damaged, or no file of DeepSpeed's: it cannot be read as tensors and plain values"
+        return f"{path} is damaged, or not a file of DeepSpeed's: it cannot be read as tensors and plain values"
     return (
-        f"{path} needs {found[1]} to be loaded, and an import runs nothing that a file names: it reads tensors, "
-        "numbers and text. Save again without it (in client_state, say)"
+        f"{path} needs {found[1]} to be loaded, and an import runs no code that a file names: it reads tensors, "
+        "numbers and text. Save again without it (for example in client_state)"
     )
 
 

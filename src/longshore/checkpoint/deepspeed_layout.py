@@ -1,8 +1,8 @@
-"""Where DeepSpeed's files have each parameter's state.
+"""The layout of parameters' state in DeepSpeed's files.
 
-An optimizer of DeepSpeed's steps flat groups: the elements of several parameters behind each other, of which each rank
-has a part. At stages 1 and 2 the whole group is cut into as many parts as there are ranks; at stage 3 each parameter
-is, and a rank's group has its part of each of them.
+DeepSpeed's optimizers step flat groups, in which the elements of several parameters follow each other, and which are
+sharded over the ranks. At stages 1 and 2 the group as a whole is divided among the ranks; at stage 3 each parameter is,
+and a rank's group has its shard of each of them.
 """
 
 from __future__ import annotations
@@ -22,74 +22,75 @@ _STATE = "optimizer_state_dict"
 _FLAT, _FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _BASE, _BASE_3 = "base_optimizer_state", "optimizer_state_dict"
 _ALIGNMENT = 2
-"""Times the number of ranks: flat groups are padded to a multiple of that many elements."""
+"""Flat groups are padded to a multiple of this times the number of ranks, in elements."""
 _LARGEST = 1 << 62
 
 
-class Gathered(NamedTuple):
-    """A tensor whose elements lie in several places."""
+class ShardedTensor(NamedTuple):
+    """A tensor whose elements are in ``ranges``: flat tensors, in the order of its elements."""
 
     shape: tuple[int, ...]
-    pieces: Sequence[Tensor]
-    """Flat, in the order of its elements."""
+    ranges: Sequence[Tensor]
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """A copy."""
-        return torch.cat([piece.to(dtype) for piece in self.pieces]).view(self.shape)
+        """A whole copy."""
+        return torch.cat([each.to(dtype) for each in self.ranges]).view(self.shape)
 
 
-class Group(NamedTuple):
-    """A parameter group."""
+class SavedGroup(NamedTuple):
+    """A parameter group, with DeepSpeed's options, and the names of its parameters."""
 
     options: dict[str, Any]
-    """As DeepSpeed has them."""
     names: list[str]
 
 
-class Stepped(NamedTuple):
+class SavedParameter(NamedTuple):
     """A parameter's state."""
 
     step: int
-    master: Gathered
-    arrays: dict[str, Gathered]
+    master: ShardedTensor
+    arrays: dict[str, ShardedTensor]
 
 
 class OptimizerFiles(NamedTuple):
-    """What the files say of an optimizer."""
+    """The optimizer in the files."""
 
-    groups: list[Group]
-    parameters: dict[str, Stepped]
+    groups: list[SavedGroup]
+    parameters: dict[str, SavedParameter]
 
 
-class _Flat(NamedTuple):
-    """A flat group."""
+class _FlatGroup(NamedTuple):
+    """A flat group.
+
+    Attributes:
+        where: its name in errors.
+        shapes: of its parameters, in their order.
+        paddings: elements after each of them; at stages 1 and 2.
+        by_parameter: whether each parameter is sharded over the ranks by itself, as at stage 3.
+    """
 
     where: str
-    """As errors name it."""
     shapes: dict[str, tuple[int, ...]]
-    """Of its parameters, in their order."""
     paddings: list[int]
-    """Behind each of them; stages 1 and 2."""
-    split: bool
-    """Each parameter over the ranks, as at stage 3."""
+    by_parameter: bool
 
-    def cut(self, shards: Sequence[Tensor], what: str) -> dict[str, Gathered]:
-        """Its parameters, out of what each rank has of it.
+    def parameters(self, shards: Sequence[Tensor], what: str) -> dict[str, ShardedTensor]:
+        """Its parameters, from each rank's shard of it.
 
         Raises:
-            CheckpointError: not as many elements as they have.
+            CheckpointError: the shards do not have as many elements as the parameters.
         """
         if not all(isinstance(shard, Tensor) and shard.ndim == 1 for shard in shards):
-            raise CheckpointError(f"{self.where}: {what} is no flat tensor on each rank")
-        return self._cut_each(shards, what) if self.split else self._cut_whole(shards, what)
+            raise CheckpointError(f"{self.where}: {what} is not a flat tensor on each rank")
+        return self._each(shards, what) if self.by_parameter else self._together(shards, what)
 
-    def _cut_each(self, shards: Sequence[Tensor], what: str) -> dict[str, Gathered]:
+    def _each(self, shards: Sequence[Tensor], what: str) -> dict[str, ShardedTensor]:
         found, start = {}, 0
         for name, shape in self.shapes.items():
-            part = -(-math.prod(shape) // len(shards))
-            pieces = [shard[start : start + part] for shard in shards]
-            found[name] = Gathered(shape, trimmed(pieces, math.prod(shape)))
-            start += part
+            numel = -(-math.prod(shape) // len(shards))
+            ranges = [shard[start : start + numel] for shard in shards]
+            found[name] = ShardedTensor(shape, trimmed(ranges, math.prod(shape)))
+            start += numel
         if any(shard.numel() != start for shard in shards):
             sizes = ", ".join(str(shard.numel()) for shard in shards)
             raise CheckpointError(
@@ -98,11 +99,11 @@ class _Flat(NamedTuple):
             )
         return found
 
-    def _cut_whole(self, shards: Sequence[Tensor], what: str) -> dict[str, Gathered]:
+    def _together(self, shards: Sequence[Tensor], what: str) -> dict[str, ShardedTensor]:
         found, start = {}, 0
         for (name, shape), padding in zip(self.shapes.items(), self.paddings, strict=True):
             numel = math.prod(shape)
-            found[name] = Gathered(shape, _run_of(shards, start, numel))
+            found[name] = ShardedTensor(shape, _range_of(shards, start, numel))
             start += numel + padding
         total = sum(shard.numel() for shard in shards)
         if not start <= total < start + _ALIGNMENT * len(shards):
@@ -112,35 +113,35 @@ class _Flat(NamedTuple):
         return found
 
 
-def trimmed(pieces: Sequence[Tensor], numel: int) -> list[Tensor]:
-    """The first ``numel`` elements of flat tensors that follow each other; fewer where there are not as many."""
-    return _run_of(pieces, 0, numel)
+def trimmed(ranges: Sequence[Tensor], numel: int) -> list[Tensor]:
+    """The first ``numel`` elements of flat tensors that follow each other, or all if they have fewer."""
+    return _range_of(ranges, 0, numel)
 
 
-def _run_of(shards: Sequence[Tensor], start: int, numel: int) -> list[Tensor]:
+def _range_of(shards: Sequence[Tensor], start: int, numel: int) -> list[Tensor]:
     found = []
     for shard in shards:
-        piece = shard[max(start, 0) : max(start + numel, 0)]
-        if piece.numel() > 0 or not found:
-            found.append(piece)
+        values = shard[max(start, 0) : max(start + numel, 0)]
+        if values.numel() > 0 or not found:
+            found.append(values)
         start -= shard.numel()
     return found
 
 
 def shapes_of(content: Any, where: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes, from a file that anybody may have written. Raises CheckpointError."""
+    """Names and shapes, from an untrusted file. Raises CheckpointError."""
     found = {}
     for name, shape in checked(content, dict, where).items():
         if not isinstance(name, str) or not isinstance(shape, (tuple, list)):
-            raise CheckpointError(f"{where} has an entry {name!r} that is no shape")
+            raise CheckpointError(f"{where} has an entry {name!r} that is not a shape")
         found[name] = tuple(checked(size, int, f"{where}: {name}") for size in shape)
         if math.prod(found[name]) > _LARGEST:
-            raise CheckpointError(f"{where}: {name} has more elements than any memory has")
+            raise CheckpointError(f"{where}: {name} has more elements than fit into any memory")
     return found
 
 
 def read_optimizer(files: SavedFiles) -> OptimizerFiles:
-    """Groups and each parameter's state. Raises CheckpointError where files do not fit each other."""
+    """Read groups and each parameter's state. Raises CheckpointError if the files do not fit each other."""
     model = files.models[0]
     states = [_inner(shard, _STATE) for shard in files.optimizers]
     _check_partitions(states)
@@ -150,18 +151,18 @@ def read_optimizer(files: SavedFiles) -> OptimizerFiles:
     for number, content in enumerate(listed):
         where = f"{files.folder}: group {number}"
         shapes = shapes_of(content, where)
-        flats.append(_Flat(where, shapes, _paddings(states[0], number, len(shapes)), split))
+        flats.append(_FlatGroup(where, shapes, _paddings(states[0], number, len(shapes)), split))
     masters = [_entries(state, _FLAT_3 if split else _FLAT, len(flats)) for state in states]
     bases = [_base_of(state, split, len(flats)) for state in states]
-    parameters: dict[str, Stepped] = {}
+    parameters: dict[str, SavedParameter] = {}
     for number, flat in enumerate(flats):
-        found = flat.cut([each[number] for each in masters], "the master")
+        found = flat.parameters([each[number] for each in masters], "the master")
         step, arrays = _moments(flat, [each[number] for each in bases])
-        cut = {key: flat.cut(shards, key) for key, shards in arrays.items()}
+        by_array = {key: flat.parameters(shards, key) for key, shards in arrays.items()}
         for name, master in found.items():
             if name in parameters:
-                raise CheckpointError(f"{flat.where}: {name} is in another group, too")
-            parameters[name] = Stepped(step, master, {key: each[name] for key, each in cut.items()})
+                raise CheckpointError(f"{flat.where}: {name} is also in another group")
+            parameters[name] = SavedParameter(step, master, {key: each[name] for key, each in by_array.items()})
     return OptimizerFiles(_groups(states[0], split, flats), parameters)
 
 
@@ -175,7 +176,7 @@ def _check_partitions(states: Sequence[Shard]) -> None:
         counts = set(count) if isinstance(count, (list, tuple)) else {count}
         if counts - {None, len(states)}:
             raise CheckpointError(
-                f"{state.path} was cut into {counts} parts, and there are {len(states)} ranks: subgroups of ranks "
+                f"{state.path} was sharded over {counts} ranks, and there are {len(states)} ranks: subgroups of ranks "
                 "(MiCS, experts) are not imported"
             )
         if (_FLAT_3 in state.content) != (_FLAT_3 in states[0].content):
@@ -202,7 +203,7 @@ def _entries(state: Shard, key: str, length: int) -> list[Any]:
 
 
 def _base_of(state: Shard, split: bool, length: int) -> list[Mapping[str, Any]]:
-    """Of each flat group, the inner optimizer's state on one rank, with ``step``."""
+    """The inner optimizer's state of each flat group on one rank, with ``step``."""
     key = _BASE_3 if split else _BASE
     base: Any = state.content.get(key)
     where = f"{state.path}: {key}"
@@ -216,7 +217,7 @@ def _base_of(state: Shard, split: bool, length: int) -> list[Mapping[str, Any]]:
         for group in listed:
             for number in group["params"]:
                 if number < length:
-                    # Where its fused Adam once counted, and older files have it.
+                    # Older versions of its fused Adam counted steps here.
                     steps[number] = group.get("step")
     if {*inner} - {*range(length)}:
         raise CheckpointError(f"{where} has the state of groups {sorted(map(str, inner))}, and there are {length}")
@@ -235,8 +236,8 @@ def _listed(base: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return groups
 
 
-def _moments(flat: _Flat, states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[Tensor]]]:
-    """A flat group's step count, and by name what each rank has of each array."""
+def _moments(flat: _FlatGroup, states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[Tensor]]]:
+    """A flat group's step count, and each rank's shard of each array, by name."""
     steps = {_step(state["step"], flat.where) for state in states}
     if len(steps) > 1:
         raise CheckpointError(f"{flat.where} has made {sorted(steps)} steps on different ranks: a mixture of files")
@@ -251,14 +252,14 @@ def _step(value: Any, where: str) -> int:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 2**53 or value % 1:
-        raise CheckpointError(f"{where}: step is {value!r}, not a count")
+        raise CheckpointError(f"{where}: step is {value!r}, which is not a count")
     return int(value)
 
 
-def _groups(state: Shard, split: bool, flats: Sequence[_Flat]) -> list[Group]:
+def _groups(state: Shard, split: bool, flats: Sequence[_FlatGroup]) -> list[SavedGroup]:
     base: Any = state.content.get(_BASE_3 if split else _BASE)
     if isinstance(base, list):
-        return [Group({}, [*flat.shapes]) for flat in flats]
+        return [SavedGroup({}, [*flat.shapes]) for flat in flats]
     listed = _listed(checked(base, dict, str(state.path)), str(state.path))
     numbers = [number for group in listed for number in group["params"]]
     if sorted(numbers) != [*range(len(flats))]:
@@ -266,7 +267,7 @@ def _groups(state: Shard, split: bool, flats: Sequence[_Flat]) -> list[Group]:
             f"{state.path}: its parameter groups have {numbers}, and there are {len(flats)} flat ones"
         )
     return [
-        Group(
+        SavedGroup(
             {key: value for key, value in group.items() if key not in ("params", "step")},
             [name for number in group["params"] for name in flats[number].shapes],
         )

@@ -7,6 +7,8 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,18 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.checkpoint.boxes import Box
-from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.boxes import Box, BoxLoadPlanner, WantedBox, stored, tensors_of
+from longshore.checkpoint.deepspeed import import_deepspeed
+from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, sync_folder
 from longshore.checkpoint.loading import find, is_checkpoint
 from longshore.checkpoint.model_state import KIND
 from longshore.checkpoint.optimizer_state import array_name, checked_about
-from longshore.checkpoint.parts import PartLoadPlanner, WantedPart, names_of, stored
+from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.reading import checked, read_json
 from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE
-from longshore.checkpoint.session import OPTIMIZER
 from longshore.checkpoint.storage import METADATA, SafetensorsReader
 from longshore.checkpoint.tensor_file import TensorFile, TensorHead, write_json
+from longshore.checkpoint.training_state import OPTIMIZER
 from longshore.errors import CheckpointError
 from longshore.host import MASTER
 
@@ -132,7 +135,7 @@ def chosen(path: Path, tag: str | None) -> WholeCheckpoint:
         whole = WholeCheckpoint(path)
         whole.verify()
         return whole
-    found = find(path, tag, Crew())
+    found = find(path, tag, RankGroup())
     if found is None:
         raise CheckpointError(f"there is no checkpoint in {path}")
     return found
@@ -159,7 +162,7 @@ def weights_of(
     files = {METADATA, f"{STATE}.json", *(where.file for where in metadata.storage_data.values())}
     for name in sorted(files - whole.files.keys()):
         raise CheckpointError(f"{whole.path} is damaged: its {MANIFEST} does not list {name}, and it was not verified")
-    sources = {name.removeprefix(f"{KIND}."): name for name in names_of(metadata) if name.startswith(f"{KIND}.")}
+    sources = {name.removeprefix(f"{KIND}."): name for name in tensors_of(metadata) if name.startswith(f"{KIND}.")}
     parameters = [
         checked(name, str, f"{where}: parameters")
         for name in checked(model.get("parameters"), list, f"{where}: parameters")
@@ -233,8 +236,8 @@ def read_weight(reader: SafetensorsReader, source: str, head: TensorHead) -> Ten
     """All of a tensor, in the dtype of ``head``. Its files are mapped only meanwhile: nothing of others stays."""
     metadata = reader.read_metadata()
     held: list[Tensor] = []
-    part = WantedPart(source, head.shape, Box((0,) * len(head.shape), head.shape), held.append)
-    planner = PartLoadPlanner([part])
+    part = WantedBox(source, head.shape, Box((0,) * len(head.shape), head.shape), held.append)
+    planner = BoxLoadPlanner([part])
     planner.set_up_planner({}, metadata)
     reader.read_data(planner.create_local_plan(), planner)
     (values,) = held
@@ -324,3 +327,59 @@ def _replace(folder: Path, out: Path, aside: Path) -> None:
     sync_folder(out.parent)
     if replaced:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def whole_state_dict(
+    checkpoint: str | os.PathLike[str], tag: str | None = None, exclude_frozen: bool = False
+) -> dict[str, Tensor]:
+    """Float32 weights on the CPU under all names that the model has for them, tied ones as one tensor.
+
+    Args:
+        checkpoint: what was given to ``save_checkpoint``, of longshore or of DeepSpeed (ZeRO 1, 2 and 3); or one
+            checkpoint of longshore's.
+        tag: in the folder; None: the latest.
+        exclude_frozen: leave out parameters that were not trained.
+
+    Returns:
+        Masters, where there are some, and floating-point buffers, as float32; other buffers as they are.
+
+    Raises:
+        CheckpointError: it is not there, damaged, or has not all of the model.
+        ValueError: no tag.
+    """
+    root = Path(checkpoint).absolute()
+    if not is_deepspeed(root, tag):
+        return dict(_tensors(chosen(root, tag), exclude_frozen))
+    with tempfile.TemporaryDirectory(prefix="longshore-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they are about values that are no weights
+        return dict(_tensors(chosen(import_deepspeed(root, Path(folder), tag), None), exclude_frozen))
+
+
+def _tensors(whole: WholeCheckpoint, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    where = str(whole.path / f"{STATE}.json")
+    about = checked(read_json(whole.path / f"{STATE}.json"), dict, where)
+    model = checked(about.get(KIND), dict, f"{where}: {KIND}")
+    parameters = set(checked(model.get("parameters"), list, f"{where}: parameters"))
+    optimizer = about.get(OPTIMIZER)
+    stepped = set() if optimizer is None else set(checked_about(optimizer, f"{where}: {OPTIMIZER}")["parameters"])
+    frozen = parameters - stepped if exclude_frozen else set()
+    reader = SafetensorsReader(whole.path)
+    found: dict[str, Tensor] = {}
+    for weight in weights_of(whole, reader, torch.float32, all_of_it=not exclude_frozen):
+        if weight.head.name not in frozen:
+            found[weight.head.name] = _with_master(reader, weight, array_name(MASTER, weight.head.name))
+            yield weight.head.name, found[weight.head.name]
+    for name, first in checked(model.get("aliases"), dict, f"{where}: aliases").items():
+        if first in found:
+            yield name, found[first]
+    whole.check_unchanged()
+
+
+def _with_master(reader: SafetensorsReader, weight: Weight, master: str) -> Tensor:
+    """Elements whose weight is the rounded master with all of its digits, as training would go on from them."""
+    values = read_weight(reader, weight.source, weight.head)
+    metadata = reader.read_metadata()
+    if weight.source == master or master not in tensors_of(metadata):
+        return values
+    digits = read_weight(reader, master, weight.head)
+    return torch.where(digits.to(stored(metadata, weight.source).properties.dtype).float() == values, digits, values)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from longshore.checkpoint.boxes import tensors_of
 from longshore.checkpoint.folder import WholeCheckpoint, candidates, check_tag, read_latest, tag_of
 from longshore.checkpoint.loading import is_checkpoint
 from longshore.checkpoint.optimizer_state import checked_about
-from longshore.checkpoint.parts import names_of
 from longshore.checkpoint.reading import checked, read_json
 from longshore.checkpoint.saving import STATE
-from longshore.checkpoint.session import CLIENT_STATE, MODEL, OPTIMIZER
 from longshore.checkpoint.storage import SafetensorsReader
 from longshore.checkpoint.tensor_file import DTYPE_NAMES
+from longshore.checkpoint.training_state import CLIENT_STATE, MODEL, OPTIMIZER
 from longshore.checkpoint.values import decode
 from longshore.errors import CheckpointError
 
@@ -168,7 +168,7 @@ def _summary(whole: WholeCheckpoint) -> CheckpointSummary:
     where = str(whole.path / f"{STATE}.json")
     state = checked(read_json(whole.path / f"{STATE}.json"), dict, where)
     model = checked(state.get(MODEL), dict, f"{where}: {MODEL}")
-    tensors = names_of(SafetensorsReader(whole.path).read_metadata())
+    tensors = tensors_of(SafetensorsReader(whole.path).read_metadata())
     about = decode(state.get(OPTIMIZER), _named, f"{where}: {OPTIMIZER}")
     manifest = whole.manifest
     return CheckpointSummary(

@@ -10,32 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore.checkpoint.boxes import Box, boxes_of_run
-from longshore.checkpoint.parts import SavedPart, WantedPart, saved_run
+from longshore.checkpoint.boxes import Box, SavedBox, WantedBox, boxes_of_range, saved_range
 from longshore.errors import CheckpointError
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part, is_sharded
 
 KIND = "model"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What torch.compile and others put into names, and nobody means."""
+"""Parts of names that torch.compile and other wrappers insert."""
 _LEAST_NUMEL = 1 << 16
 """Smaller tensors are written by one process."""
 
 
 def reshard(model: nn.Module) -> None:
-    """Where FSDP2 left modules gathered, have them hold their shards again."""
+    """Reshard modules that FSDP2 left gathered."""
     for module in model.modules():
         if hasattr(module, "reshard") and hasattr(module, "_get_fsdp_state"):
             module.reshard()  # pyright: ignore[reportCallIssue]
 
 
 class ModelState:
-    """What of a model is saved.
+    """Saves and restores a model.
 
     Args:
-        model: whose parameters are where they are stepped.
-        rank, world_size: of this process, among those that have the same model.
+        model: after its parameters were moved, converted and sharded.
+        rank, world_size: this process's, among those that have the same model.
     """
 
     def __init__(self, model: nn.Module, rank: int = 0, world_size: int = 1) -> None:
@@ -45,7 +44,7 @@ class ModelState:
         self.tensors: dict[str, Tensor] = {}
         """Parameters and persistent buffers, each once."""
         self.aliases: dict[str, str] = {}
-        """Further names of tied ones -> the first."""
+        """Further names of tied tensors, with the first name."""
         self._names: dict[int, str] = {}
         for name, tensor in _named_tensors(model):
             first = self._names.setdefault(id(tensor), name)
@@ -55,7 +54,7 @@ class ModelState:
                 self.aliases[name] = first
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The first name of a parameter; None: the model does not have it."""
+        """The first name of a parameter; None if the model does not have it."""
         return self._names.get(id(parameter))
 
     def frozen(self) -> frozenset[str]:
@@ -66,7 +65,7 @@ class ModelState:
         )
 
     def extra_state(self) -> dict[str, Any]:
-        """What modules save of themselves besides tensors."""
+        """What modules' ``get_extra_state()`` returns, by the modules' names."""
         found = {}
         for name, module in self.model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -78,74 +77,73 @@ class ModelState:
             if _clean(name) in state:
                 module.set_extra_state(state[_clean(name)])
 
-    def saved(self, names: Sequence[str]) -> list[SavedPart]:
-        """What this process writes of these tensors."""
-        parts: list[SavedPart] = []
+    def saved(self, names: Sequence[str]) -> list[SavedBox]:
+        """The boxes that this process writes of these tensors."""
+        boxes: list[SavedBox] = []
         for place, name in enumerate(names):
-            parts += self._saved(f"{KIND}.{name}", self.tensors[name], place)
-        return parts
+            boxes += self._saved(f"{KIND}.{name}", self.tensors[name], place)
+        return boxes
 
-    def _saved(self, name: str, tensor: Tensor, place: int) -> list[SavedPart]:
+    def _saved(self, name: str, tensor: Tensor, place: int) -> list[SavedBox]:
         shape = tuple(tensor.shape)
         if is_sharded(tensor):
             box, first = box_of_shard(tensor, name)
             here = first and (box.numel > 0 or (math.prod(shape) == 0 and self._rank == 0))
             read = held_part(tensor).detach
-            return [SavedPart(name, tensor.dtype, shape, box, read)] if here else []
+            return [SavedBox(name, tensor.dtype, shape, box, read)] if here else []
         start, numel = self._share(tensor, place)
         if tensor.numel() == 0:
-            whole = Box((0,) * len(shape), shape)
-            return [SavedPart(name, tensor.dtype, shape, whole, tensor.detach)] if self._rank == 0 else []
-        boxes = boxes_of_run(shape, start, numel)
-        return saved_run(name, shape, boxes, tensor.dtype, lambda: flat(tensor)[start : start + numel])
+            return [SavedBox(name, tensor.dtype, shape, Box.whole(shape), tensor.detach)] if self._rank == 0 else []
+        boxes = boxes_of_range(shape, start, numel)
+        return saved_range(name, shape, boxes, tensor.dtype, lambda: flat(tensor)[start : start + numel])
 
     def _share(self, tensor: Tensor, place: int) -> tuple[int, int]:
-        """What this process writes of a tensor that all processes have."""
+        """The range (start, numel) that this process writes of a tensor that all processes have."""
         numel = tensor.numel()
         if not isinstance(tensor, nn.Parameter):
-            # Each process may have a buffer of other values, such as the statistics of the batches that it saw. A mean
-            # of one process would not go with the variance of another.
+            # Values of a buffer may differ between processes, such as statistics of the batches that each one saw. The
+            # mean of one process would not fit the variance of another.
             return (0, numel) if self._rank == 0 else (0, 0)
         if numel < _LEAST_NUMEL * self._world_size:
             return (0, numel) if place % self._world_size == self._rank else (0, 0)
         first, last = (numel * rank // self._world_size for rank in (self._rank, self._rank + 1))
         return first, last - first
 
-    def wanted(self, sources: dict[str, str]) -> list[WantedPart]:
-        """What this process loads: for each of these tensors, the name under which the checkpoint has it."""
+    def wanted(self, sources: dict[str, str]) -> list[WantedBox]:
+        """The boxes that this process loads; ``sources``: tensors by name, with their names in the checkpoint."""
         return [self._wanted(name, source) for name, source in sources.items()]
 
-    def _wanted(self, name: str, source: str) -> WantedPart:
+    def _wanted(self, name: str, source: str) -> WantedBox:
         tensor = self.tensors[name]
         shape = tuple(tensor.shape)
-        box = box_of_shard(tensor, name)[0] if is_sharded(tensor) else Box((0,) * len(shape), shape)
+        box = box_of_shard(tensor, name)[0] if is_sharded(tensor) else Box.whole(shape)
 
         def take(values: Tensor) -> None:
             with torch.no_grad():
                 held_part(tensor).detach().copy_(values.view(held_part(tensor).shape))
                 torch.autograd.graph.increment_version(tensor)
 
-        return WantedPart(f"{KIND}.{source}", shape, box, take)
+        return WantedBox(f"{KIND}.{source}", shape, box, take)
 
 
 def box_of_shard(tensor: Any, name: str) -> tuple[Box, bool]:
-    """Of a ``DTensor``, what this process has of it, and whether it is the first one that has that.
+    """The box of a ``DTensor`` that this process has, and whether it is the first process that has it.
 
     Raises:
-        CheckpointError: a placement that is no box.
+        CheckpointError: the local shard is not a box.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
-        raise CheckpointError(f"{name} is placed as {placements}: a sum that was not added up cannot be saved")
+        raise CheckpointError(f"{name} is placed as {placements}: a partial sum cannot be saved; reduce it first")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     here = mesh.get_coordinate()
     if here is None:
         return Box((0,) * tensor.ndim, (0,) * tensor.ndim), False
     first = all(place == 0 for place, placement in zip(here, placements, strict=True) if placement.is_replicate())
     if tuple(shape) != tuple(tensor._local_tensor.shape):
-        raise CheckpointError(f"{name} is placed as {placements} on {mesh}, which longshore cannot cut into boxes")
+        raise CheckpointError(f"{name} is placed as {placements} on {mesh}, which longshore cannot save as boxes")
     return Box(tuple(offset), tuple(shape)), first
 
 

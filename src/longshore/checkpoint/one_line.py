@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from longshore.checkpoint.background import Background
-from longshore.checkpoint.crew import Crew
 from longshore.checkpoint.folder import check_tag
 from longshore.checkpoint.loading import find
+from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import Content, Target, memory_for_snapshot, prepare, write
-from longshore.checkpoint.session import CLIENT_STATE, Selection, Session
+from longshore.checkpoint.saving import Background, Content, Target, memory_for_snapshot, prepare, write
+from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState
 from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.shards import is_sharded
@@ -73,24 +72,24 @@ def save(
     if not together and _rank() != 0:
         return root / tag
     with contextlib.ExitStack() as stack:
-        crew = stack.enter_context(_crew_of(together))
-        crew.together(lambda: _check_no_gradients(ours, "a checkpoint has no gradients, and {} would be lost: save"))
-        session = Session(model, ours, crew)
+        group = stack.enter_context(_group_of(together))
+        group.together(lambda: _check_no_gradients(ours, "a checkpoint has no gradients, and {} would be lost: save"))
+        session = TrainingState(model, ours, group)
         step = max((record.step for record in ours._core.records), default=0) if ours is not None else 0
-        memory_bytes = memory_for_snapshot(crew) if async_save else None
+        memory_bytes = memory_for_snapshot(group) if async_save else None
         values, run = {CLIENT_STATE: dict(state or {})}, _RUNS.setdefault(root, secrets.token_hex(8))
-        content = prepare(lambda: session.content(values, {}, step, run, memory_bytes=memory_bytes), crew)
+        content = prepare(lambda: session.content(values, {}, step, run, memory_bytes=memory_bytes), group)
         target = Target(root, tag, True, keep_last)
         if not async_save:
-            return write(content, target, crew)
-        _write_beside(content, target, crew, stack.pop_all())
+            return write(content, target, group)
+        _write_beside(content, target, group, stack.pop_all())
         return root / tag
 
 
-def _write_beside(content: Content, target: Target, crew: Crew, closing: contextlib.ExitStack) -> None:
+def _write_beside(content: Content, target: Target, group: RankGroup, closing: contextlib.ExitStack) -> None:
     def work() -> None:
         with closing:
-            write(content, target, crew)
+            write(content, target, group)
 
     def give_up() -> None:
         content.close()
@@ -133,9 +132,9 @@ def load(
     """
     wait_for_checkpoint()
     ours = _checked(optimizer)
-    with _crew_of(_together(model)) as crew:
-        crew.together(lambda: _check_no_gradients(ours, "{} would be stepped into what is loaded: load"))
-        whole = find(Path(load_dir).absolute(), tag, crew)
+    with _group_of(_together(model)) as group:
+        group.together(lambda: _check_no_gradients(ours, "{} would be stepped into what is loaded: load"))
+        whole = find(Path(load_dir).absolute(), tag, group)
         if whole is None:
             what = "nothing was loaded (where this is no first start, check the path)"
             warnings.warn(f"{load_dir} has no checkpoint; {what}", stacklevel=2)
@@ -144,7 +143,7 @@ def load(
         def look(values: Mapping[str, Any]) -> None:
             checked(values.get(CLIENT_STATE), dict, f"{whole.path}: {CLIENT_STATE}")
 
-        state = Session(model, ours, crew).load(whole, Selection(strict, ours is not None), look)[CLIENT_STATE]
+        state = TrainingState(model, ours, group).load(whole, Selection(strict, ours is not None), look)[CLIENT_STATE]
         if whole.run is not None:
             _RUNS[Path(load_dir).absolute()] = whole.run
         return state
@@ -156,9 +155,9 @@ def _check_no_gradients(optimizer: HostOptimizer | None, why: str) -> None:
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 
 
-def _crew_of(together: bool) -> contextlib.closing[Crew]:
+def _group_of(together: bool) -> contextlib.closing[RankGroup]:
     """All ranks, or this one alone."""
-    return contextlib.closing(Crew(twin_of(None, torch.device("cpu"), backend="gloo") if together else None))
+    return contextlib.closing(RankGroup(twin_of(None, torch.device("cpu"), backend="gloo") if together else None))
 
 
 def _together(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""An optimizer's state in a checkpoint: arrays by the parameter's name, and all that is a number in JSON."""
+"""An optimizer's state in a checkpoint: arrays as tensors by the parameter's name, everything else in JSON."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from longshore.checkpoint.boxes import Box
+from longshore.checkpoint.boxes import Box, SavedBox, WantedBox, boxes_in, saved_range, wanted_range
 from longshore.checkpoint.model_state import ModelState, box_of_shard
-from longshore.checkpoint.parts import SavedPart, WantedPart, boxes_in, saved_run, wanted_run
 from longshore.checkpoint.reading import checked
 from longshore.errors import CheckpointError
 from longshore.host import MASTER, PageSnapshot
@@ -30,14 +29,14 @@ def array_name(state: str, parameter: str) -> str:
 
 
 class OptimizerState:
-    """What of an optimizer is saved, and how it is put back.
+    """Saves and restores an optimizer.
 
     Args:
-        optimizer: of this process.
+        optimizer: this process's.
         model: has the parameters that it steps.
 
     Raises:
-        CheckpointError: it steps a parameter that the model does not have.
+        CheckpointError: the optimizer steps a parameter that the model does not have.
     """
 
     def __init__(self, optimizer: HostOptimizer, model: ModelState) -> None:
@@ -49,20 +48,20 @@ class OptimizerState:
             name = model.name_of(record.parameter)
             if name is None:
                 raise CheckpointError(
-                    f"the optimizer steps {record.name}, {list(record.shape)}, which is no parameter of the model that "
-                    "is saved; make it one (a module that has both as submodules)"
+                    f"the optimizer steps {record.name}, {list(record.shape)}, which is not a parameter of the saved "
+                    "model; save a module that has both as submodules"
                 )
             self.records[name] = record
 
     @property
     def kind(self) -> str:
-        """Which optimizer, in the words that a checkpoint has for it."""
+        """The name of the optimizer in a checkpoint."""
         return f"torch.{self._family.kind}" if isinstance(self._family, TorchFamily) else type(self.optimizer).__name__
 
     # -- saving ---------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
-        """All that is no array, for an encoder."""
+        """Everything but the arrays, as nested values."""
         names = {id(record.parameter): name for name, record in self.records.items()}
         groups = [
             {
@@ -83,33 +82,32 @@ class OptimizerState:
         }
         return {"kind": self.kind, "groups": groups, "parameters": parameters}
 
-    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedPart], PageSnapshot | None]:
-        """What this process writes, and, with ``memory_bytes``, the snapshot that it is read from.
+    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBox], PageSnapshot | None]:
+        """The boxes that this process writes, and with ``memory_bytes`` the snapshot that they are read from.
 
         Raises:
-            BrokenStateError: a step, or the loading of a checkpoint, ended half way.
+            BrokenStateError: a step, or the loading of a checkpoint, was interrupted.
         """
         store = self._store
         store.check_usable()
-        runs = [
+        ranges = [
             (record, array, name, key, boxes)
             for name, record in self.records.items()
             for array in _arrays_of(record)
-            for key, boxes, tells in self._runs(record, name)
-            if tells
+            for key, boxes, writes in self._ranges(record, name)
+            if writes
         ]
-        snapshot = (
-            None if memory_bytes is None else store.local.snapshot([(key, a) for _, a, _, key, _ in runs], memory_bytes)
-        )
+        keys = [(key, array) for _, array, _, key, _ in ranges]
+        snapshot = None if memory_bytes is None else store.local.snapshot(keys, memory_bytes)
         read = store.local.read_state if snapshot is None else snapshot.read_run
-        parts: list[SavedPart] = []
-        for record, array, name, key, boxes in runs:
+        found: list[SavedBox] = []
+        for record, array, name, key, boxes in ranges:
             values = functools.partial(read, key, array)
-            parts += saved_run(array_name(array, name), tuple(record.shape), boxes, torch.float32, values)
-        return parts, snapshot
+            found += saved_range(array_name(array, name), tuple(record.shape), boxes, torch.float32, values)
+        return found, snapshot
 
-    def _runs(self, record: ParameterRecord, name: str) -> list[tuple[int, list[Box], bool]]:
-        """What this process keeps the state of: for the store, in the whole parameter, and whether it tells of it."""
+    def _ranges(self, record: ParameterRecord, name: str) -> list[tuple[int, list[Box], bool]]:
+        """The ranges whose state this process has: the store's key, boxes of the parameter, whether it writes them."""
         shape = tuple(record.shape)
         if record.keeps_shard:
             box, first = box_of_shard(record.parameter, name)
@@ -117,24 +115,24 @@ class OptimizerState:
         slab = self._store.slab_of(record.index)
         numel = math.prod(shape if slab is None else slab.shape_in(shape))
         return [
-            (run.key, boxes_in(shape, slab, run.offset, run.numel), run.tells)
-            for run in self._store.owned(record.index, numel)
+            (owned.key, boxes_in(shape, slab, owned.offset, owned.numel), owned.tells)
+            for owned in self._store.owned(record.index, numel)
         ]
 
     # -- loading --------------------------------------------------------------
 
     def differences(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[str]:
-        """What of a saved optimizer does not fit, in words.
+        """Describe how a saved optimizer differs from this one, so that it cannot be loaded.
 
         Args:
             about: checked.
-            among: the parameters to load, by name, and what the checkpoint calls them.
+            among: the parameters to load, by name, with their names in the checkpoint.
         """
         if about["kind"] != self.kind:
-            return [f"the checkpoint is of {about['kind']}, and this optimizer is {self.kind}"]
+            return [f"the checkpoint was saved from {about['kind']}, and this optimizer is {self.kind}"]
         known = {*self._family.states, MASTER}
         found = [
-            f"{name} has the state {array}, which {self.kind} does not keep"
+            f"{name} has the state {array}, which {self.kind} does not have"
             for name, entry in about["parameters"].items()
             for array in entry["arrays"]
             if array not in known
@@ -150,11 +148,11 @@ class OptimizerState:
                 try:
                     self._family.check_group(self._merged(options[name], group))
                 except (ValueError, TypeError, KeyError) as error:
-                    found.append(f"the options of {name} in the checkpoint are none of {self.kind}: {error}")
+                    found.append(f"the options of {name} in the checkpoint are not valid for {self.kind}: {error}")
             if len(kinds) > 1:
                 found.append(
-                    f"parameter group {number} of this optimizer has {' and '.join(list(kinds.values())[:2])}, which "
-                    "have other options than each other in the checkpoint"
+                    f"parameter group {number} of this optimizer has {' and '.join(list(kinds.values())[:2])}, whose "
+                    "options differ from each other in the checkpoint"
                 )
         return found
 
@@ -163,46 +161,46 @@ class OptimizerState:
         return [names[id(parameter)] for parameter in group["params"]]
 
     def restore_groups(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
-        """Every group has the options that its parameters had."""
+        """Give every parameter group the options that its parameters had."""
         options = _options_by_name(about)
         for group in self.optimizer.param_groups:
             theirs = next((options[among[name]] for name in self._names(group) if name in among), None)
             if theirs is not None:
-                # In place: schedulers may hold the group.
+                # In place: schedulers may have a reference to the group.
                 group.update({**self._merged(theirs, group), "params": group["params"]})
 
     def _merged(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         return merged_group(theirs, group, self.optimizer.defaults, self._family)
 
     def clear(self) -> None:
-        """As if nothing had ever been stepped."""
+        """Reset the state, as if nothing had been stepped."""
         self.optimizer._core.begin_load()
         for record in self.records.values():
             clear_state(record, self._store)
 
     def abandon(self, failure: BaseException) -> None:
-        """Loading failed half way: the optimizer steps nothing until a whole state is loaded."""
+        """Mark the state as broken after a failed load: the optimizer does not step until a complete one is loaded."""
         self._store.broken = CheckpointError(f"{type(failure).__name__}: {failure}")
 
-    def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedPart]:
-        """What this process loads, and makes room for; arguments as for :meth:`differences`."""
+    def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBox]:
+        """The boxes that this process loads, after allocating state; arguments as for :meth:`differences`."""
         core = self.optimizer._core
         entries = {name: about["parameters"][source] for name, source in among.items() if source in about["parameters"]}
         core.have_states(self._store, {array for entry in entries.values() for array in entry["arrays"]})
-        parts: list[WantedPart] = []
+        found: list[WantedBox] = []
         for name, entry in entries.items():
             record = self.records[name]
             if record.index not in self._store:
                 core.make_room(record)
             for array in entry["arrays"]:
                 where = array_name(array, among[name])
-                for key, boxes, _ in self._runs(record, where):
+                for key, boxes, _ in self._ranges(record, where):
                     take = functools.partial(self._store.local.write_state, key, array)
-                    parts += wanted_run(where, tuple(record.shape), boxes, torch.float32, take)
-        return parts
+                    found += wanted_range(where, tuple(record.shape), boxes, torch.float32, take)
+        return found
 
     def restore_histories(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
-        """The arrays are there: what else belongs to each parameter."""
+        """Restore everything but the arrays, once these are loaded."""
         for name, source in among.items():
             entry = about["parameters"].get(source)
             if entry is None:
@@ -213,16 +211,16 @@ class OptimizerState:
             record.history = History(entry["step"], arrays - {MASTER}, scalars)
             record.has_state = entry["step"] > 0 or bool(arrays - {MASTER})
             record.has_master = MASTER in arrays
-            record.published = None  # compare with the parameter before the next step
+            record.published = None  # so that the parameter is compared before the next step
             if record.has_master and entry.get("published") is True:
                 record.mark_published()  # the parameter is its rounded master
 
 
 def checked_about(content: Any, where: str) -> dict[str, Any]:
-    """What :meth:`OptimizerState.about` returned, from a file that anybody may have written.
+    """Check the content of :meth:`OptimizerState.about`, from an untrusted file.
 
     Raises:
-        CheckpointError: it is something else; says what.
+        CheckpointError: it is damaged; says where.
     """
     about = checked(content, dict, where)
     checked(about.get("kind"), str, f"{where}: kind")
@@ -238,7 +236,7 @@ def checked_about(content: Any, where: str) -> dict[str, Any]:
             raise CheckpointError(f"{at} has made {entry['step']} steps, more than can be counted")
         for key, value in checked(entry.get("scalars"), dict, f"{at}: scalars").items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise CheckpointError(f"{at}: {key} is no number")
+                raise CheckpointError(f"{at}: {key} is not a number")
         for array in checked(entry.get("arrays"), list, f"{at}: arrays"):
             checked(array, str, f"{at}: an array")
     return about

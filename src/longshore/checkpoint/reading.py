@@ -1,4 +1,4 @@
-"""Reading files that anybody may have written."""
+"""Reads untrusted files."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 22
 _MOST_JSON_BYTES = 1 << 31
-"""More is a file with holes: it would take all memory before it turned out to be no JSON."""
+"""A larger file has holes: it would fill the memory before it turned out not to be JSON."""
 
 
 def open_regular(path: Path, writable: bool = False) -> io.FileIO:
-    """A file that is there, to read, not buffered.
+    """Open an existing file, unbuffered.
 
     Raises:
-        CheckpointError: no regular file.
+        CheckpointError: it is not a regular file.
         OSError: it cannot be opened.
     """
-    # A pipe would be waited for, and a device never ends.
+    # Opening a pipe would block, and a device never ends.
     handle = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise CheckpointError(f"{path} is no regular file")
+            raise CheckpointError(f"{path} is not a regular file")
         return io.FileIO(handle, "r+" if writable else "r")
     except BaseException:
         os.close(handle)
@@ -39,7 +39,7 @@ def open_regular(path: Path, writable: bool = False) -> io.FileIO:
 
 
 def is_file_name(name: str) -> bool:
-    """Of a file in a folder: no path, and nothing that the operating system would refuse."""
+    """Whether it is the name of a file in a folder: not a path, and accepted by the operating system."""
     if not name or name in (".", "..") or any(letter in "/\\\0" for letter in name):
         return False
     try:
@@ -49,11 +49,7 @@ def is_file_name(name: str) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        CheckpointError: no regular file, or no JSON.
-    """
+    """The content of a JSON file. Raises CheckpointError if it is not a regular file, or not JSON."""
     try:
         with open_regular(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -67,11 +63,11 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(text.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is no JSON ({error})") from error
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two entries of one name, some readers would take the first, and others the second."""
+    """An object without repeated names: some readers would take the first, and others the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has two entries of one name")
@@ -81,19 +77,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is no number that a float can be")
+        raise ValueError(f"{text[:20]} is out of the range of a float")
     return value
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is none of its numbers")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def checked(value: Any, kind: type[T], where: str) -> T:
-    """``value`` as what it has to be; true and false are no numbers, and numbers of a checkpoint are not negative.
+    """Return ``value`` if it is of ``kind``. Booleans are not numbers, and numbers of a checkpoint are not negative.
 
     Raises:
-        CheckpointError: it is something else; ``where`` names it.
+        CheckpointError: it is of another kind; ``where`` names it.
     """
     if not isinstance(value, kind) or (
         isinstance(value, int) and (isinstance(value, bool) or not 0 <= value < 1 << 63)
@@ -104,7 +100,7 @@ def checked(value: Any, kind: type[T], where: str) -> T:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal. Raises CheckpointError where it cannot be read."""
+    """SHA-256 of a file's content, in hexadecimal. Raises CheckpointError if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with open_regular(path) as file:

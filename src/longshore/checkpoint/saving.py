@@ -1,8 +1,11 @@
-"""Writing a checkpoint: every process its part, and then one of them gives it its name."""
+"""Writes a checkpoint: every rank its files into a draft, which the first rank then commits."""
 
 from __future__ import annotations
 
+import logging
 import platform
+import threading
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -13,39 +16,40 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.boxes import BoxSavePlanner, SavedBox
 from longshore.checkpoint.folder import Draft, prune
-from longshore.checkpoint.parts import PartSavePlanner, SavedPart
-from longshore.checkpoint.planned import planned, save_alone, words_of
+from longshore.checkpoint.rank_group import RankGroup, reason_of, run_planned, save_alone
 from longshore.checkpoint.storage import SafetensorsWriter
 from longshore.checkpoint.tensor_file import TensorFile, TensorHead, WrittenFile, write_json
 from longshore.checkpoint.values import Encoder
 from longshore.errors import CheckpointError
 from longshore.host import PageSnapshot, memory_for_speculation
 
+_LOGGER = logging.getLogger("longshore")
+
 STATE = "state"
-"""Of the file with what is the same on all ranks."""
+"""Stem of the files with values that are the same on all ranks."""
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
 def rank_file(rank: int) -> str:
-    """Of the files with what is one rank's own; without a suffix."""
+    """Stem of a rank's private files."""
     return f"rank-{rank:05d}"
 
 
 class Values(NamedTuple):
-    """Nested values as they are written: JSON, and tensors beside it."""
+    """Nested values as they are written: JSON and tensors."""
 
     content: Any
     tensors: dict[str, Tensor]
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Values:
-        """Copies: the values may change afterwards.
+        """Copy values, which may change afterwards.
 
         Raises:
-            CheckpointError: a value that a checkpoint cannot hold, by its key.
+            CheckpointError: a value that a checkpoint cannot contain, by its key.
         """
         encoder = Encoder(f"{STATE}.")
         content = {key: encoder.encode(value, key) for key, value in values.items()}
@@ -63,37 +67,38 @@ class Values(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a checkpoint is going to hold."""
+    """What a rank writes into a checkpoint.
 
-    parts: list[SavedPart]
-    """Of this process."""
+    Attributes:
+        boxes: this rank's.
+        shared: values that are the same on all ranks; the first rank's are written.
+        own: values of this rank.
+        configs: the model's JSON files by name: its configuration, and that of generation.
+        step: steps of the run.
+        run: its name.
+        snapshot: where optimizer state is read from; None: from the optimizer, which waits.
+    """
+
+    boxes: list[SavedBox]
     shared: Values
-    """The same on all ranks; the first one's are written."""
     own: Values
-    """Of this rank."""
     configs: Mapping[str, Any]
-    """JSON by the file's name: how the model is built, and how it generates, where it says so."""
     step: int
     run: str
     snapshot: PageSnapshot | None = None
-    """That parts are read from; None: they are read from what is trained, which waits."""
 
     def close(self) -> None:
-        """It has been written, or will not be."""
+        """Free copies, after writing or giving up."""
         if self.snapshot is not None:
             self.snapshot.close()
-            self.parts.clear()  # with copies of weights: an error's frames may hold this
+            self.boxes.clear()  # they have copies of weights, and an exception's frames may refer to this
 
 
-def prepare(make: Callable[[], Content], crew: Crew) -> Content:
-    """What each process of ``crew`` makes; where one fails, all raise."""
+def prepare(make: Callable[[], Content], group: RankGroup) -> Content:
+    """Make the content on each rank; if that fails on one, all raise."""
     made: list[Content] = []
-
-    def keep() -> None:
-        made.append(make())
-
     try:
-        crew.together(keep)
+        group.together(lambda: made.append(make()))
     except BaseException:
         for each in made:
             each.close()
@@ -101,14 +106,14 @@ def prepare(make: Callable[[], Content], crew: Crew) -> Content:
     return made[0]
 
 
-def memory_for_snapshot(crew: Crew) -> int:
-    """Of the host, in bytes, for pages that are stepped into while others are written; all have to call."""
-    machines = crew.gather(platform.node())
-    return memory_for_speculation() // machines.count(machines[crew.rank])
+def memory_for_snapshot(group: RankGroup) -> int:
+    """Bytes of host memory for a snapshot, divided among the machine's ranks; all ranks have to call."""
+    machines = group.gather(platform.node())
+    return memory_for_speculation() // machines.count(machines[group.rank])
 
 
 class Target(NamedTuple):
-    """Where a checkpoint goes."""
+    """Where a checkpoint is written."""
 
     root: Path
     tag: str
@@ -116,12 +121,12 @@ class Target(NamedTuple):
     keep_last: int | None = None
 
 
-def write(content: Content, target: Target, crew: Crew) -> Path:
-    """Save; all processes of ``crew`` have to call. Returns the checkpoint's folder.
+def write(content: Content, target: Target, group: RankGroup) -> Path:
+    """Write a checkpoint, atomically; all ranks of ``group`` have to call. Returns its folder.
 
     Raises:
-        CheckpointError: it could not be written; what was there before still is.
-        RankError: another process is gone.
+        CheckpointError: it could not be written; existing checkpoints are unchanged.
+        RankError: another rank has ended.
     """
     draft: list[Draft] = []
 
@@ -130,25 +135,25 @@ def write(content: Content, target: Target, crew: Crew) -> Path:
         return str(draft[0].path)
 
     try:
-        path = Path(crew.first(lambda: _explained(begin, target)))
-        written = crew.together(lambda: _explained(lambda: _write_own(content, path, crew), target))
-        writer = SafetensorsWriter(path, crew.rank, crew.world_size)
-        failed = f"{target.root / target.tag} could not be written (those that were there before still are)"
-        planner = PartSavePlanner(content.parts)
-        if crew.world_size == 1:
+        path = Path(group.first(lambda: _explained(begin, target)))
+        written = group.together(lambda: _explained(lambda: _write_own(content, path, group), target))
+        writer = SafetensorsWriter(path, group.rank, group.world_size)
+        failed = f"{target.root / target.tag} could not be written (existing checkpoints are unchanged)"
+        planner = BoxSavePlanner(content.boxes)
+        if group.world_size == 1:
             save_alone(writer, planner, failed)
         else:
-            planned(save, failed, crew, storage_writer=writer, planner=planner)
-        files = [file for each in crew.gather([*written, *writer.files]) for file in each]
+            run_planned(save, failed, group, storage_writer=writer, planner=planner)
+        files = [file for each in group.gather([*written, *writer.files]) for file in each]
         about = {
             "longshore": version("longshore"),
             "torch": str(torch.__version__),
             "step": content.step,
             "run": content.run,
-            "world_size": crew.world_size,
+            "world_size": group.world_size,
         }
 
-        crew.first(lambda: _explained(lambda: _commit(draft[0], files, about, target, content.run), target))
+        group.first(lambda: _explained(lambda: _commit(draft[0], files, about, target, content.run), target))
     except BaseException:
         for each in draft:
             each.discard()
@@ -164,22 +169,21 @@ def _commit(draft: Draft, files: list[WrittenFile], about: Mapping[str, Any], ta
         return
     try:
         prune(target.root, target.keep_last, run)
-    except OSError as error:  # the new one is whole
+    except OSError as error:  # the new one is complete
         warnings.warn(
-            f"older checkpoints in {target.root} could not be removed ({words_of(error)}): they stay "
-            "until you remove them",
+            f"older checkpoints in {target.root} could not be removed ({reason_of(error)}): remove them yourself",
             stacklevel=2,
         )
 
 
-def _write_own(content: Content, path: Path, crew: Crew) -> list[WrittenFile]:
+def _write_own(content: Content, path: Path, group: RankGroup) -> list[WrittenFile]:
     if not path.is_dir():
         raise CheckpointError(
             f"this rank does not see {path}, which rank 0 made: checkpoints have to be in a folder that all machines "
             "of the run share"
         )
-    written = content.own.write(path, rank_file(crew.rank))
-    if crew.rank == 0:
+    written = content.own.write(path, rank_file(group.rank))
+    if group.rank == 0:
         written += content.shared.write(path, STATE)
         written += [write_json(path / name, config) for name, config in content.configs.items()]
     return written
@@ -190,6 +194,59 @@ def _explained(work: Callable[[], Any], target: Target) -> Any:
         return work()
     except OSError as error:
         raise CheckpointError(
-            f"{target.root / target.tag} could not be written: {words_of(error)}; the checkpoints that were there "
-            "before still are"
+            f"{target.root / target.tag} could not be written: {reason_of(error)}; existing checkpoints are unchanged"
         ) from error
+
+
+class Background:
+    """Runs one task at a time on a thread. Its exception is logged at once, and raised by the next :meth:`wait`."""
+
+    def __init__(self) -> None:
+        self._done: threading.Event | None = None
+        """Set when the task ends. Thread.join() cannot be used: after Ctrl-C in it, the thread counts as ended."""
+        self._failure: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._done is not None and not self._done.is_set()
+
+    def start(self, work: Callable[[], object], what: str, give_up: Callable[[], None]) -> None:
+        """Start a task, after :meth:`wait` for the last one.
+
+        Args:
+            work: the task; a process that ends waits for it.
+            what: its description, for the log.
+            give_up: called instead, if no thread can be started.
+        """
+        assert self._done is None
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as failure:
+                # Its frames refer to the content.
+                traceback.clear_frames(failure.__traceback__)
+                self._failure = failure
+                _LOGGER.error("%s failed: %s", what, failure)
+            finally:
+                done.set()
+
+        thread = threading.Thread(target=run, name="longshore-checkpoint")
+        self._done = done
+        try:
+            thread.start()
+        except BaseException:
+            if thread.ident is None:  # otherwise it runs, and Ctrl-C interrupted start()
+                self._done = None
+                give_up()
+            raise
+
+    def wait(self) -> None:
+        """Wait for the task, and raise its exception, once. Ctrl-C ends the wait, not the task."""
+        if self._done is not None:
+            self._done.wait()
+            self._done = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -1,6 +1,6 @@
 """Storage for ``torch.distributed.checkpoint``: metadata in JSON, tensors in safetensors files, no pickle.
 
-A name of a tensor says which kind of file it goes into: what stands before its first dot.
+The part of a tensor's name before its first dot names the kind of file that it is written to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -36,8 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from longshore.checkpoint.boxes import Box
-from longshore.checkpoint.parts import names_of, stored
+from longshore.checkpoint.boxes import Box, stored, tensors_of
 from longshore.checkpoint.reading import checked, is_file_name, read_json
 from longshore.checkpoint.tensor_file import (
     DTYPE_NAMES,
@@ -54,15 +52,14 @@ METADATA = "metadata.json"
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 62
 _MOST_COMPARISONS = 1 << 10
-"""For each chunk of a tensor: what it takes to see that no two overlap. Nobody cuts tensors in so many ways."""
+"""Comparisons for each box of a tensor, to check that no two overlap. Real checkpoints need fewer."""
 
 
 class Location(NamedTuple):
-    """Where a chunk is."""
+    """Where a box is: a file, and the name of a tensor in it."""
 
     file: str
     tensor: str
-    """Its name in the file."""
 
 
 def _done(value: Any) -> Any:
@@ -72,18 +69,20 @@ def _done(value: Any) -> Any:
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes tensors, each process into files of its own, and the metadata of all of them.
+    """Writes tensors, each rank into its own files, and the metadata of all of them.
 
     Args:
-        path: a folder that is there. No file of a process's rank may be there yet.
+        path: an existing folder, without files of this rank.
         rank, world_size: of this process.
+
+    Attributes:
+        files: those that this rank has written.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> None:
         self.path = Path(path)
         self._suffix = f"-{rank:05d}-of-{world_size:05d}.safetensors"
         self.files: list[WrittenFile] = []
-        """That this process wrote."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -96,7 +95,7 @@ class SafetensorsWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
-                raise CheckpointError(f"{item.index.fqn} is no tensor, and this format would have to pickle it")
+                raise CheckpointError(f"{item.index.fqn} is not a tensor, and this format has no pickles")
             dtype_name(item.tensor_data.properties.dtype, item.index.fqn)
         return plan
 
@@ -107,7 +106,7 @@ class SafetensorsWriter(StorageWriter):
         by_kind: dict[str, dict[str, WriteItem]] = {}
         for item in plan.items:
             kind = item.index.fqn.partition(".")[0]
-            by_kind.setdefault(kind, {})[_chunk_name(item)] = item
+            by_kind.setdefault(kind, {})[_name_in_file(item)] = item
         results = []
         for kind, items in by_kind.items():
             heads = [_head(name, item) for name, item in items.items()]
@@ -124,15 +123,14 @@ class SafetensorsWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {result.index: result.storage_data for each in results for result in each}
         tensors = {}
-        for name, about in names_of(metadata).items():
-            chunks = []
-            for chunk in about.chunks:
-                file, tensor = places[MetadataIndex(name, chunk.offsets)]
-                chunks.append(
-                    {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "tensor": tensor}
-                )
+        for name, about in tensors_of(metadata).items():
+            boxes = [
+                {"offsets": list(box.offsets), "sizes": list(box.sizes), **where._asdict()}
+                for box in about.chunks
+                for where in [places[MetadataIndex(name, box.offsets)]]
+            ]
             dtype = DTYPE_NAMES[about.properties.dtype]
-            tensors[name] = {"dtype": dtype, "shape": list(about.size), "chunks": chunks}
+            tensors[name] = {"dtype": dtype, "shape": list(about.size), "chunks": boxes}
         self.files.append(write_json(self.path / METADATA, {"tensors": tensors}))
 
     @classmethod
@@ -143,7 +141,7 @@ class SafetensorsWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.path)
 
 
-def _chunk_name(item: WriteItem) -> str:
+def _name_in_file(item: WriteItem) -> str:
     assert item.tensor_data is not None
     if item.tensor_data.chunk.sizes == item.tensor_data.size:
         return item.index.fqn
@@ -156,17 +154,12 @@ def _head(name: str, item: WriteItem) -> TensorHead:
 
 
 class SafetensorsReader(StorageReader):
-    """Reads what :class:`SafetensorsWriter` wrote; of each file only what is asked for.
-
-    Args:
-        path: the folder.
-    """
+    """Reads the folder of a :class:`SafetensorsWriter`; of each file only what is asked for."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._metadata: Metadata | None = None
         self._sizes: dict[MetadataIndex, torch.Size] = {}
-        """Of the chunks that are to be read."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -175,11 +168,7 @@ class SafetensorsReader(StorageReader):
         self._sizes = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What tensors there are.
-
-        Raises:
-            CheckpointError: it is damaged, or says what cannot be.
-        """
+        """The metadata of all tensors. Raises CheckpointError if it is damaged or impossible."""
         if self._metadata is None:
             self._metadata = parsed_metadata(read_json(self.path / METADATA), str(self.path / METADATA))
         return self._metadata
@@ -194,10 +183,10 @@ class SafetensorsReader(StorageReader):
         return plans
 
     def check(self, plan: LoadPlan, metadata: Metadata) -> None:
-        """All that is going to be read is there, as the metadata say; only the files' heads are looked at.
+        """Check that everything that will be read agrees with the metadata, by reading only the files' headers.
 
         Raises:
-            CheckpointError: a file or a tensor is not there, or another one.
+            CheckpointError: a file or a tensor is missing, or has another shape or dtype.
         """
         self._metadata = metadata
         by_file: dict[str, dict[MetadataIndex, ReadItem]] = {}
@@ -233,12 +222,12 @@ class SafetensorsReader(StorageReader):
         return found[tuple(slice(start, start + length) for start, length in ends)]
 
     def _checked_slice(self, file: Any, names: frozenset[str], where: Location, item: ReadItem) -> Any:
-        """A tensor of a file, to be read in part."""
+        """A tensor of a file, of which parts can be read, after checking its shape and dtype."""
         assert self._metadata is not None
         name = item.storage_index.fqn
         about = stored(self._metadata, name)
         if item.storage_index not in self._sizes:
-            self._sizes.update({MetadataIndex(name, chunk.offsets): chunk.sizes for chunk in about.chunks})
+            self._sizes.update({MetadataIndex(name, box.offsets): box.sizes for box in about.chunks})
         sizes = self._sizes[item.storage_index]
         if where.tensor not in names:
             raise CheckpointError(f"{self.path / where.file} has no {where.tensor}, which {METADATA} names")
@@ -258,12 +247,12 @@ class SafetensorsReader(StorageReader):
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, mapped. Raises CheckpointError where it is none."""
+    """Map a safetensors file. Raises CheckpointError if it is not one."""
     from safetensors import SafetensorError, safe_open
 
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CheckpointError(f"{path} is no regular file")
+            raise CheckpointError(f"{path} is not a regular file")
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
@@ -275,11 +264,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def parsed_metadata(content: Any, where: str) -> Metadata:
-    """Metadata from JSON that anybody may have written.
-
-    Raises:
-        CheckpointError: naming the tensor, and what is wrong with it.
-    """
+    """Parse metadata from untrusted JSON. Raises CheckpointError with the tensor, and what is wrong with it."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Location] = {}
     for name, entry in checked(checked(content, dict, where).get("tensors"), dict, f"{where}: tensors").items():
@@ -287,25 +272,22 @@ def parsed_metadata(content: Any, where: str) -> Metadata:
         entry = checked(entry, dict, at)
         dtype = DTYPES.get(checked(entry.get("dtype"), str, f"{at}: dtype"))
         if dtype is None:
-            raise CheckpointError(f"{at} has the dtype {entry['dtype']!r}, which is none of safetensors")
+            raise CheckpointError(f"{at} has the dtype {entry['dtype']!r}, which safetensors does not have")
         shape = _numbers(entry.get("shape"), f"{at}: shape")
         if math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:
-            raise CheckpointError(f"{at} has a shape of more elements than any memory has")
+            raise CheckpointError(f"{at} has more elements than fit into any memory")
         boxes = []
-        for chunk in checked(entry.get("chunks"), list, f"{at}: chunks"):
-            chunk = checked(chunk, dict, f"{at}: chunks")
-            box = Box(_numbers(chunk.get("offsets"), f"{at}: offsets"), _numbers(chunk.get("sizes"), f"{at}: sizes"))
-            file, tensor = (checked(chunk.get(key), str, f"{at}: {key}") for key in ("file", "tensor"))
+        for stored_box in checked(entry.get("chunks"), list, f"{at}: chunks"):
+            found = checked(stored_box, dict, f"{at}: chunks")
+            box = Box(_numbers(found.get("offsets"), f"{at}: offsets"), _numbers(found.get("sizes"), f"{at}: sizes"))
+            file, tensor = (checked(found.get(key), str, f"{at}: {key}") for key in ("file", "tensor"))
             if not is_file_name(file):
-                raise CheckpointError(f"{at} is said to be in {file!r}, which is no name of a file")
+                raise CheckpointError(f"{at} is said to be in {file!r}, which is not a valid file name")
             places[MetadataIndex(name, box.offsets)] = Location(file, tensor)
             boxes.append(box)
         _check_boxes(shape, boxes, at)
-        tensors[name] = TensorStorageMetadata(
-            TensorProperties(dtype=dtype),
-            torch.Size(shape),
-            [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes],
-        )
+        chunks = [box.stored() for box in boxes]
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
     return Metadata(tensors, storage_data=places)
 
 
@@ -317,35 +299,35 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
 
 
 def _check_boxes(shape: Sequence[int], boxes: Sequence[Box], where: str) -> None:
-    """Together they are the tensor, and no two have an element in common."""
+    """Check that boxes cover the tensor, and no two overlap."""
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
-            raise CheckpointError(f"{where} has a chunk of other dimensions than its shape {list(shape)}")
+            raise CheckpointError(f"{where} has a box of other dimensions than its shape {list(shape)}")
         if any(start + size > whole for start, size, whole in zip(*box, shape, strict=True)):
-            raise CheckpointError(f"{where} has a chunk at {list(box.offsets)} that is beyond its shape {list(shape)}")
+            raise CheckpointError(f"{where} has a box at {list(box.offsets)} that is beyond its shape {list(shape)}")
     if sum(box.numel for box in boxes) != math.prod(shape):
-        raise CheckpointError(f"{where}: its chunks do not have as many elements as its shape {list(shape)}")
+        raise CheckpointError(f"{where}: its boxes do not have as many elements as its shape {list(shape)}")
     if len({box.offsets for box in boxes}) < len(boxes):
-        raise CheckpointError(f"{where} has two chunks that begin at the same element")
+        raise CheckpointError(f"{where} has two boxes that begin at the same element")
     if _some_overlap(shape, [box for box in boxes if box.numel > 0], where):
-        raise CheckpointError(f"{where} has chunks that overlap")
+        raise CheckpointError(f"{where} has boxes that overlap")
 
 
 def _some_overlap(shape: Sequence[int], boxes: Sequence[Box], where: str) -> bool:
-    """Whether boxes with as many elements as the shape, all within it, are something else than all of it."""
-    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] < size for box in boxes)]
-    if len(boxes) <= min(1 << len(cut), _MOST_COMPARISONS):
+    """Whether boxes overlap that have as many elements as the shape, and are all within it."""
+    divided = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] < size for box in boxes)]
+    if len(boxes) <= min(1 << len(divided), _MOST_COMPARISONS):
         return any(_overlap(one, other) for one, other in itertools.combinations(boxes, 2))
-    if 1 << len(cut) > _MOST_COMPARISONS:
-        raise CheckpointError(f"{where} has {len(boxes)} chunks, cut in {len(cut)} dimensions")
-    # Each element is in one box exactly if the mixed differences of "in how many boxes is it?" are those of the whole:
-    # at the corners of the boxes, with signs, what touches cancels. So it takes one pass over many chunks.
+    if 1 << len(divided) > _MOST_COMPARISONS:
+        raise CheckpointError(f"{where} has {len(boxes)} boxes, divided in {len(divided)} dimensions")
+    # Each element is in exactly one box if the mixed differences of the number of boxes at each element are those of
+    # the whole tensor: summed with signs at the corners, touching boxes cancel. That is one pass over all boxes.
     corners: Counter[tuple[int, ...]] = Counter()
     for box in boxes:
-        ends = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in cut]
+        ends = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in divided]
         for corner in itertools.product(*ends):
             corners[tuple(place for place, _ in corner)] += math.prod(sign for _, sign in corner)
-    whole = itertools.product(*(((0, 1), (shape[dim], -1)) for dim in cut))
+    whole = itertools.product(*(((0, 1), (shape[dim], -1)) for dim in divided))
     for corner in whole:
         corners[tuple(place for place, _ in corner)] -= math.prod(sign for _, sign in corner)
     return any(corners.values())

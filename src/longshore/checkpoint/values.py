@@ -1,7 +1,7 @@
-"""Nested values in a checkpoint: JSON, with tensors beside it. Nothing that is read is ever executed.
+"""Nested values in a checkpoint, as JSON and tensors. Reading them executes no code.
 
-JSON has no tuples, no infinities and only names as keys; schedulers and generators have. Those are written as an
-object with one key that begins with ``$``, and so is a dictionary that has such a key itself.
+JSON has no tuples, no infinities, and only strings as keys. These are written as an object with one key that begins
+with ``$``, and so is a dictionary that has such a key itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEEPEST = 64
 
 
 class Encoder:
-    """Values -> JSON, and the tensors that were in them.
+    """Encodes values as JSON, and collects their tensors.
 
     Args:
         prefix: of the tensors' names.
@@ -31,7 +31,7 @@ class Encoder:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self.tensors: dict[str, Tensor] = {}
-        """By the name that stands in their place; as they were given, and not copied."""
+        """By the names that replace them; not copied."""
 
     def encode(self, value: Any, where: str, depth: int = 0) -> Any:
         """What ``json`` takes.
@@ -47,7 +47,7 @@ class Encoder:
         if depth > _DEEPEST:
             raise CheckpointError(f"{where[:60]}... is nested deeper than {_DEEPEST} levels, or contains itself")
         if value is None or isinstance(value, (bool, int, str)):
-            # Subclasses (enums, NumPy's numbers) would come back as something else.
+            # Subclasses (enums, NumPy's numbers) would be loaded as another type.
             if type(value) in (type(None), bool, int, str):
                 return value
         elif type(value) is float:
@@ -60,9 +60,9 @@ class Encoder:
         elif isinstance(value, Mapping):
             return self._encode_items(value, where, depth)
         raise CheckpointError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint holds numbers, text, "
-            "lists, dictionaries and tensors only (a pickle could run whatever it likes when it is loaded); "
-            "save what you need of it as those (NumPy's: .item(), .tolist(), torch.from_numpy)"
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint can have only "
+            "numbers, text, lists, dictionaries and tensors (loading a pickle could run any code); "
+            "convert it to these (NumPy's: .item(), .tolist(), torch.from_numpy)"
         )
 
     def _encode_items(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
@@ -78,8 +78,8 @@ class Encoder:
         kind = type(value.detach())
         if kind is not Tensor or value.layout != torch.strided or value.is_meta:
             raise CheckpointError(
-                f"{where} is a {kind.__name__} ({value.layout}, {value.device}), and a checkpoint holds dense, plain "
-                "tensors; give what this rank has of it"
+                f"{where} is a {kind.__name__} ({value.layout}, {value.device}), and a checkpoint can have only dense, "
+                "plain tensors; give this rank's shard of it"
             )
         dtype_name(value.dtype, where)
         name = f"{self._prefix}{len(self.tensors)}"
@@ -88,10 +88,10 @@ class Encoder:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 0) -> Any:
-    """What :class:`Encoder` was given; ``tensor`` finds one by its name.
+    """Decode a value of :class:`Encoder`; ``tensor`` returns one by its name.
 
     Raises:
-        CheckpointError: no such value; ``where`` names it.
+        CheckpointError: it is not a valid value; ``where`` names it.
     """
     if depth > _DEEPEST:
         raise CheckpointError(f"{where} is nested deeper than {_DEEPEST} levels")
@@ -114,7 +114,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor], where: str, depth: int =
             items = {key: decode(entry, tensor, where, depth + 1) for key, entry in content}
             if len(items) == len(content):
                 return items
-    raise CheckpointError(f"{where} has an entry {special[0]!r} that is none of this format")
+    raise CheckpointError(f"{where} has an entry {special[0]!r} that is not in this format")
 
 
 def _is_item(entry: Any) -> bool:

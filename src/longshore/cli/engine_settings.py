@@ -1,26 +1,25 @@
 """``--stage`` and ``--config``: the command line and a DeepSpeed file as one configuration.
 
-What only one of the two says holds. What both say has to be the same. What
-neither says is the file's default (no clipping given means 1.0, no offload
-means none) where there is a file, and ``train``'s own otherwise; the optimizer
-and the schedule are the script's to choose, and so ``train``'s in both cases.
+A value that only one of the two gives is used; values that both give have to be
+equal. A value that neither gives has the file's default if there is a file (no
+clipping given means 1.0, no offload means none), and otherwise ``train``'s. The
+optimizer and the schedule have ``train``'s defaults in both cases.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from longshore.cli.failure import SettingsError
 from longshore.cli.settings import EngineSettings, TrainSettings
-from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, load_config
-from longshore.engine.config.batch import DEEPSPEED, Batch, Names, resolve
-from longshore.engine.config.problems import shown
+from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
+from longshore.engine.config.agreement import Statement, contradictions, put, settle
+from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, Names, resolve
+from longshore.engine.config.load import read_file
 from longshore.engine.config.reading import Reading
-from longshore.engine.config.source import read_file
 from longshore.engine.ranks import expected_world_size
 
 _TWIN = {
@@ -36,22 +35,22 @@ _TWIN = {
     "fp16": "fp16.enabled",
     "log_every": "steps_per_print",
 }
-"""What the command line and the file call the same thing. ``bf16`` and ``fp16`` are ``--dtype``."""
+"""Paths in the file by the command line's names. ``bf16`` and ``fp16`` are ``--dtype``."""
 
 _SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
-"""Whether tiles are stepped ahead at all; how much memory there is for it may be said beside it."""
+"""Whether tiles are stepped ahead at all; the memory for it is another key."""
 
 _BATCH = ("batch_size", "accumulation")
 
-_KIND = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""What ``--schedule`` would call a schedule of the file."""
+_SCHEDULES = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
+"""The names in a file of what ``--schedule`` takes."""
 
-_RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
-"""Where a schedule brings a learning rate of its own."""
+_RATES = tuple(f"scheduler.params.{name}" for name in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"))
+"""Where a schedule has a learning rate of its own."""
 
 
 def number_of_ranks() -> int:
-    """Of this run, whether they have met or not."""
+    """The number of ranks of this run, whether they have joined yet or not."""
     try:
         return expected_world_size()
     except ValueError as error:
@@ -61,12 +60,12 @@ def number_of_ranks() -> int:
 def with_engine(
     settings: TrainSettings, given: Mapping[str, Any], stage: int | None, file: Path | None
 ) -> TrainSettings:
-    """``settings`` as the engine will honour them, or unchanged where nobody asks for the engine.
+    """The settings with the engine's configuration; unchanged if neither ``--stage`` nor ``--config`` is given.
 
     Args:
         settings: with ``train``'s defaults where an option was not given.
         given: options that were given, by name.
-        stage, file: of ``--stage`` and ``--config``.
+        stage, file: values of ``--stage`` and ``--config``.
 
     Raises:
         SettingsError: one line with everything that is wrong.
@@ -84,20 +83,13 @@ def with_engine(
         raise SettingsError("--plain trains without longshore, and --stage and --config with its engine: leave one out")
     if settings.optimizer.release_gradients:
         raise SettingsError("--release-gradients is what --stage and --config do in any case: leave it out")
-    asked = _Asked(settings, given, stage)
+    line = _CommandLine(settings, given, stage)
     source = "the command line" if file is None else str(file)
     try:
-        data = {} if file is None else read_file(file)
-        # Without a file, train's own defaults are all that there is.
-        loaded = asked.load(data, asked.values() if file is None else asked.given_values())
+        loaded = line.load(file, source)
     except ConfigError as error:
-        raise SettingsError(_one_line(source, error)) from error
-    contradictions = asked.contradictions(data, loaded.config)
-    if contradictions:
-        raise SettingsError(
-            f"the command line contradicts {source}: {'; '.join(contradictions)}: change one, or leave the option out"
-        )
-    config = _resolved(loaded.config, asked, ranks, source)
+        raise SettingsError(_one_line(error)) from error
+    config = _resolved(loaded.config, given, ranks, source)
     in_step = config.stage < 2 and not config.overlap_comm
     if "speculation_memory" in given and config.speculation_memory and in_step and ranks > 1:
         raise SettingsError(
@@ -106,7 +98,7 @@ def with_engine(
         )
     if loaded.config.steps_per_print is not None:
         settings = replace(settings, loop=replace(settings.loop, log_every=loaded.config.steps_per_print))
-    notes = () if file is None else loaded.notes  # they are about what a file says
+    notes = () if file is None else loaded.notes  # notes are about the file
     return _agreeing(settings, EngineSettings(config, file, notes, loaded.config.loss_scaling is None))
 
 
@@ -118,21 +110,21 @@ def _check_without_engine(settings: TrainSettings) -> None:
         )
     if settings.optimizer.speculation_memory and not settings.optimizer.release_gradients:
         raise SettingsError(
-            "--speculation-memory is for stepping while backward brings gradients to the host, and they stay on the "
-            "device until the step: add --release-gradients, --stage or --config"
+            "--speculation-memory is for stepping while backward copies gradients to the host, and here they stay on "
+            "the device until the step: add --release-gradients, --stage or --config"
         )
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The command line, as a file would say it."""
+class _CommandLine:
+    """The command line, in the words of a file."""
 
     settings: TrainSettings
     given: Mapping[str, Any]
     stage: int | None
 
     def values(self) -> dict[str, Any]:
-        """By the names of ``_TWIN``, train's defaults included."""
+        """All values by the names of ``_TWIN``, train's defaults included."""
         loop, optimizer, dtype = self.settings.loop, self.settings.optimizer, self.settings.model.dtype
         return {
             "stage": 0 if self.stage is None else self.stage,
@@ -148,48 +140,60 @@ class _Asked:
             "log_every": loop.log_every,
         }
 
-    def given_values(self) -> dict[str, Any]:
-        """Only what the user gave."""
+    def _says(self, name: str, path: str, value: Any, fills: bool = False) -> Statement:
+        """What an option says about ``path``, with the option as the user wrote it."""
+        if name in ("bf16", "fp16"):
+            option = f"--dtype {self.settings.model.dtype}"
+        elif name == "offload":
+            option = "--offload" if self.settings.optimizer.offload else "--no-offload"
+        else:
+            option = f"--{name.replace('_', '-')} {self.given.get(name, self.values().get(name))}"
+        return Statement(path, value, option, "change one, or leave the option out", fills)
+
+    def statements(self, data: Mapping[str, Any], defaults: bool) -> Iterator[Statement]:
+        """Statements of the options that were given; with ``defaults`` of all of them."""
+        autocast = Reading(data, {}).values.get("torch_autocast.enabled")
         names = set(self.given) | ({"stage"} if self.stage is not None else set())
         names |= {"bf16", "fp16"} if "dtype" in names else set()
-        return {name: value for name, value in self.values().items() if name in names}
+        for name, value in self.values().items():
+            if defaults or name in names:
+                # Batch numbers have to multiply out: _resolved checks that by the names that the user wrote.
+                fills = name not in _BATCH and not (name in ("bf16", "fp16") and autocast)
+                yield self._says(name, _TWIN[name], value, fills)
+        if "dtype" in names and self.settings.model.dtype != "fp32":
+            yield self._says("bf16", "torch_autocast.enabled", False)
+        if "speculation_memory" in names:
+            ahead = bool(self.settings.optimizer.speculation_memory)
+            yield self._says("speculation_memory", _SUPER_OFFLOAD, ahead)
 
-    def spelled(self, name: str) -> str:
-        """As the user wrote it."""
-        if name in ("bf16", "fp16"):
-            return f"--dtype {self.settings.model.dtype}"
-        if name == "offload":
-            return "--offload" if self.settings.optimizer.offload else "--no-offload"
-        value = self.given.get(name, self.values().get(name))
-        return f"--{name.replace('_', '-')} {value}"
-
-    def load(self, data: Mapping[str, Any], values: Mapping[str, Any]) -> LoadedConfig:
-        """The file's content, and ``values`` where it says nothing.
+    def load(self, file: Path | None, source: str) -> LoadedConfig:
+        """The file's configuration, with the command line's values where it has none.
 
         Raises:
-            ConfigError: everything that is wrong with the file.
+            ConfigError: everything that is wrong with the file, or everything that the command line contradicts.
         """
-        said = Reading(data, {}).values
-        merged = copy.deepcopy(dict(data))
-        if merged.get("optimizer") is None:
-            defaults = self.values()
-            params = {name: defaults[name] for name in ("lr", "weight_decay")}
-            merged["optimizer"] = {"type": "AdamW", "params": params}
-            said = {**said, **{_TWIN[name]: value for name, value in params.items()}}
-        for name, value in values.items():
-            if name in _BATCH:
-                continue  # they have to multiply out, which _resolved looks at by the names that the user wrote
-            if _TWIN[name] not in said and not (name in ("bf16", "fp16") and said.get("torch_autocast.enabled")):
-                _put(merged, _TWIN[name], value)
-        if all(merged.get(name) in (None, "auto") for name in (DEEPSPEED.train, DEEPSPEED.micro)):
-            merged[DEEPSPEED.micro] = self.settings.loop.batch_size
-        if isinstance(merged.get("bf16"), dict):
-            # Else a note would say what happens to a norm that is no number. Training ends there, whatever it says.
-            _put(merged, "bf16.check_grad_overflow", False)
-        return load_config(merged, auto=self._auto())
+        data = {} if file is None else read_file(file)
+        if data.get("optimizer") is None:
+            params = {"lr": self.settings.optimizer.lr, "weight_decay": self.settings.optimizer.weight_decay}
+            data["optimizer"] = {"type": "AdamW", "params": params}
+        # Without a file, train's own defaults hold; with one, the file's.
+        problems = settle(data, self.statements(data, defaults=file is None))
+        if all(data.get(name) in (None, "auto") for name in (DEEPSPEED.train, DEEPSPEED.micro)):
+            data[DEEPSPEED.micro] = self.settings.loop.batch_size
+        if isinstance(data.get("bf16"), dict):
+            # Otherwise a note would say what happens to a norm that is not finite. Training ends there in any case.
+            put(data, "bf16.check_grad_overflow", False)
+        try:
+            loaded = load_config(data, auto=self._auto())
+        except ConfigError as error:
+            raise ConfigError(source, problems or error.problems) from None
+        problems += self._schedule_problems(loaded.config.scheduler)
+        if problems:
+            raise ConfigError(source, problems)
+        return loaded
 
     def _auto(self) -> dict[str, Any]:
-        """What a file left to others, by path."""
+        """Values by path for what the file leaves ``"auto"``."""
         return {
             **{_TWIN[name]: value for name, value in self.values().items()},
             "scheduler.params.warmup_min_lr": 0.0,
@@ -198,72 +202,44 @@ class _Asked:
             "scheduler.params.total_num_steps": self.settings.loop.steps,
         }
 
-    def contradictions(self, data: Mapping[str, Any], config: Config) -> list[str]:
-        """Options that say something else than the file, with both values."""
-        said = Reading(data, {}).values
-        found = [
-            self._both(name, _TWIN[name], said[_TWIN[name]])
-            for name, value in self.given_values().items()
-            if said.get(_TWIN[name], value) != value
-        ]
-        if "dtype" in self.given and self.settings.model.dtype != "fp32" and said.get("torch_autocast.enabled"):
-            found.append(self._both("bf16", "torch_autocast.enabled", True))
-        ahead = bool(self.settings.optimizer.speculation_memory)
-        if "speculation_memory" in self.given and said.get(_SUPER_OFFLOAD, ahead) != ahead:
-            found.append(self._both("speculation_memory", _SUPER_OFFLOAD, said[_SUPER_OFFLOAD]))
-        return found + self._of_schedule(config.scheduler)
-
-    def _of_schedule(self, scheduler: Any) -> list[str]:
-        """A schedule of the file stands for ``--schedule``, ``--warmup`` and, where it has a rate, ``--lr``."""
+    def _schedule_problems(self, scheduler: Any) -> list[Problem]:
+        """Contradictions with the file's schedule, which replaces ``--schedule``, ``--warmup`` and, if it has a
+        learning rate, ``--lr``."""
         if scheduler is None:
             return []
-        found = []
-        kind = _KIND.get(scheduler.type)
-        if self.given.get("schedule", kind) != kind:
-            found.append(self._both("schedule", "scheduler.type", scheduler.type))
-        warmup = getattr(scheduler, "warmup_num_steps", None)
-        if self.given.get("warmup", warmup) != warmup:
-            where = ("type", scheduler.type) if warmup is None else ("params.warmup_num_steps", warmup)
-            found.append(self._both("warmup", f"scheduler.{where[0]}", where[1]))
-        for name in _RATES:
-            rate = getattr(scheduler, name, None)
-            if rate is not None and self.given.get("lr", rate) != rate:
-                found.append(self._both("lr", f"scheduler.params.{name}", rate))
-        return found
-
-    def _both(self, name: str, path: str, value: Any) -> str:
-        return f"{self.spelled(name)}, but {path} = {shown(value)}"
+        params = {f"scheduler.params.{name}": value for name, value in scheduler.arguments().items()}
+        warmup = "scheduler.params.warmup_num_steps"
+        paths = {
+            "schedule": ["scheduler.type"],
+            "warmup": [warmup if params.get(warmup) is not None else "scheduler.type"],
+            "lr": [path for path in _RATES if params.get(path) is not None],
+        }
+        given = {name: self.given[name] for name in paths if name in self.given}
+        if "schedule" in given:
+            given["schedule"] = _SCHEDULES.get(given["schedule"])
+        statements = [self._says(name, path, value) for name, value in given.items() for path in paths[name]]
+        return contradictions({**params, "scheduler.type": scheduler.type}, statements)
 
 
-def _one_line(source: str, error: ConfigError) -> str:
+def _one_line(error: ConfigError) -> str:
     if len(error.problems) == 1:
-        return f"{source}: {error.problems[0]}"
+        return f"{error.source}: {error.problems[0]}"
     listed = "; ".join(f"({number}) {problem}" for number, problem in enumerate(error.problems, start=1))
-    return f"{source} has {len(error.problems)} problems: {listed}"
+    return f"{error.source} has {len(error.problems)} problems: {listed}"
 
 
-def _put(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set a value that is missing or "auto"; what is wrong on the way there has an error of its own."""
-    *sections, name = path.split(".")
-    for section in sections:
-        data = data[section] if data.get(section) is not None else data.setdefault(section, {})
-        if not isinstance(data, dict):
-            return
-    if data.get(name) in (None, "auto"):
-        data[name] = value
-
-
-def _resolved(config: Config, asked: _Asked, ranks: int, source: str) -> Config:
-    """With all three batch numbers, and with what a training run adds."""
+def _resolved(config: Config, options: Mapping[str, Any], ranks: int, source: str) -> Config:
+    """The configuration with all three batch numbers, and with what a training run adds."""
     micro, steps = config.micro_batch_size, config.gradient_accumulation_steps
-    options = {name: f"--{name.replace('_', '-')}" for name in _BATCH if name in asked.given}
     names = Names(
-        DEEPSPEED.train, options.get("batch_size", DEEPSPEED.micro), options.get("accumulation", DEEPSPEED.steps)
+        DEEPSPEED.train,
+        "--batch-size" if "batch_size" in options else DEEPSPEED.micro,
+        "--accumulation" if "accumulation" in options else DEEPSPEED.steps,
     )
-    given = Batch(
+    given = BatchNumbers(
         config.train_batch_size,
-        asked.given.get("batch_size") if micro is None else micro,
-        asked.given.get("accumulation") if steps is None else steps,
+        options.get("batch_size") if micro is None else micro,
+        options.get("accumulation") if steps is None else steps,
     )
     try:
         train, micro, steps = resolve(given, ranks, names)
@@ -275,16 +251,16 @@ def _resolved(config: Config, asked: _Asked, ranks: int, source: str) -> Config:
         "gradient_accumulation_steps": steps,
     }
     if not config.wall_clock_breakdown:
-        # Training prints a line of its own every so many steps; only the engine's has times.
+        # train prints its own line every so many steps; only the engine's has times.
         update["steps_per_print"] = None
     if config.loss_scaling is None and config.gradient_clipping is not None:
-        # A scale of 1 changes no number; with it a step whose norm is none is skipped, and training can say so.
+        # A scale of 1 changes no number; with it a step whose norm is not finite is skipped, and train reports it.
         update["loss_scaling"] = LossScaling(scale=1.0)
     return config.model_copy(update=update)
 
 
 def _agreeing(settings: TrainSettings, engine: EngineSettings) -> TrainSettings:
-    """The settings as the configuration has them, for the loop and for run.json."""
+    """The settings with the configuration's values, for the loop and for run.json."""
     config = engine.config
     micro, steps, train = config.micro_batch_size, config.gradient_accumulation_steps, config.train_batch_size
     assert micro is not None and steps is not None and train is not None and config.optimizer is not None

@@ -1,1 +1,1 @@
-"""Other people's names, for scripts that nobody wants to change."""
+"""Modules under other projects' names, for scripts that should run unchanged."""

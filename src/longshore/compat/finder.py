@@ -1,22 +1,76 @@
-"""``import deepspeed`` finds longshore, in this process."""
+"""Importing of DeepSpeed's modules: makes them from the table of names, and answers for ``import deepspeed``."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
-from longshore.compat.absent import HERE, NAME, advice, their_name
+HERE = "longshore.compat.deepspeed"
+NAME = "deepspeed"
+
+# longshore.compat.names is imported inside functions: it loads torch and the engine, and whoever only asks whether
+# there is a package named deepspeed should not wait for them.
+
+
+def fill(module: ModuleType) -> None:
+    """Put the names that the table has for it into a module, and import its submodules."""
+    from longshore.compat.names import PROVIDED
+
+    path = module.__name__.removeprefix(HERE).removeprefix(".")
+    vars(module).update(PROVIDED[path])
+    submodules = [each.rpartition(".")[2] for each in PROVIDED if each and each.rpartition(".")[0] == path]
+    for name in submodules:
+        importlib.import_module(f"{module.__name__}.{name}")
+    if not path:
+        vars(module)["dist"] = vars(module)["comm"]
+
+    def missing(name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name)
+        raise attribute_error(path, name)
+
+    vars(module)["__all__"] = sorted({name for name in PROVIDED[path] if not name.startswith("_")} | {*submodules})
+    vars(module)["__getattr__"] = missing
+
+
+def attribute_error(path: str, name: str) -> AttributeError:
+    """The error for a name that ``deepspeed.<path>`` does not have here; ``hasattr`` is false."""
+    what = f"{path}.{name}" if path else name
+    return AttributeError(_message(what), name=name)
+
+
+def _message(what: str) -> str:
+    from longshore.compat.names import advice
+
+    return f"longshore has no {NAME}.{what}: {advice(what)}"
+
+
+def _imported() -> bool:
+    """Whether an import statement is asking; :func:`importlib.util.find_spec` has to get None instead of an error."""
+    frame: Any = sys._getframe(2)  # the caller of find_spec()
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        if frame.f_code.co_name in ("_find_and_load", "_gcd_import", "_handle_fromlist"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _FromTable(Loader):
+    """Makes a submodule of :mod:`longshore.compat.deepspeed`."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__doc__ = f"``{module.__name__.removeprefix('longshore.compat.')}``, implemented by longshore."
+        fill(module)
 
 
 class _SameModule(Loader):
-    """Gives the module that there is: ``deepspeed.comm`` and ``longshore.compat.deepspeed.comm`` are one object."""
+    """Returns the existing module: ``deepspeed.comm`` and ``longshore.compat.deepspeed.comm`` are one object."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,16 +82,48 @@ class _SameModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import put another one there; the module was executed under its own
+        module.__spec__ = self._spec  # the import system has replaced it by the alias's
 
 
-class _StandIn(Distribution):
-    """What ``importlib.metadata`` says of ``deepspeed``."""
+class DeepSpeedFinder(MetaPathFinder):
+    """Finds the modules below one of the two names of the package, and raises for what is not there.
+
+    ``from package import name`` looks for a module of that name last, so that the error, which says what to use
+    instead, also covers missing names.
+
+    Args:
+        root: ``deepspeed``, or the name of the package here.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.root and not fullname.startswith(f"{self.root}."):
+            return None
+        below = fullname.removeprefix(self.root).removeprefix(".")
+        if below:
+            from longshore.compat.names import PROVIDED
+
+            if below not in PROVIDED:
+                if _imported():
+                    raise ModuleNotFoundError(_message(below), name=f"{NAME}.{below}")
+                return None
+        loader = _FromTable() if self.root == HERE else _SameModule(HERE + fullname.removeprefix(NAME))
+        return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        name = (context or DistributionFinder.Context()).name
+        return [_Metadata()] if name is not None and name.lower() == NAME == self.root else []
+
+
+class _Metadata(Distribution):
+    """The metadata of ``deepspeed`` that :mod:`importlib.metadata` finds."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
             return None
-        from longshore.compat.deepspeed.version import VERSION
+        from longshore.compat.names import VERSION
 
         return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\nSummary: longshore in its place\n"
 
@@ -45,82 +131,36 @@ class _StandIn(Distribution):
         return path
 
 
-class DeepSpeedFinder(MetaPathFinder):
-    """Answers for ``deepspeed`` and everything below it, before what is installed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """An import of a module of DeepSpeed's that is not here raises ModuleNotFoundError, with what to use."""
-        if fullname != NAME and not fullname.startswith(f"{NAME}."):
-            return None
-        ours = HERE + fullname.removeprefix(NAME)
-        found = importlib.util.find_spec(ours)
-        if found is None:
-            if _imported():
-                raise _not_found(fullname)
-            return None
-        spec = importlib.machinery.ModuleSpec(
-            fullname,
-            _SameModule(ours),
-            origin=found.origin,
-            is_package=found.submodule_search_locations is not None,
-        )
-        if spec.submodule_search_locations is not None:
-            spec.submodule_search_locations += found.submodule_search_locations or []
-        return spec
-
-    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
-        name = (context or DistributionFinder.Context()).name
-        return [_StandIn()] if name is not None and name.lower() == NAME else []
+def _finders(root: str) -> list[DeepSpeedFinder]:
+    return [each for each in sys.meta_path if isinstance(each, DeepSpeedFinder) and each.root == root]
 
 
-class _Advice(MetaPathFinder):
-    """The last to be asked: says what to use in place of a module or a name that is not in our package."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        # ``from package import name`` looks for a module of that name last, and Python's own words have no advice.
-        if fullname.startswith(f"{HERE}.") and _imported():
-            raise _not_found(their_name(fullname))
-
-
-def _imported() -> bool:
-    """Whether an import statement asks, and not :func:`importlib.util.find_spec`, which is to find nothing."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
-        if frame.f_code.co_name in ("_find_and_load", "_gcd_import", "_handle_fromlist"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _not_found(name: str) -> ModuleNotFoundError:
-    return ModuleNotFoundError(f"longshore has no {name}: {advice(name.removeprefix(f'{NAME}.'))}", name=name)
-
-
-def advise() -> None:
-    """Have ``from longshore.compat.deepspeed import X`` say what to use in place of ``X``."""
-    if not any(isinstance(finder, _Advice) for finder in sys.meta_path):
-        sys.meta_path.append(_Advice())
+def find_submodules() -> None:
+    """Have imports below :mod:`longshore.compat.deepspeed` answered from the table of names."""
+    if not _finders(HERE):
+        sys.meta_path.append(DeepSpeedFinder(HERE))
 
 
 def stand_in_for_deepspeed() -> None:
-    """From now on ``import deepspeed`` gives :mod:`longshore.compat.deepspeed` in this process.
+    """Make ``import deepspeed`` return :mod:`longshore.compat.deepspeed`, in this process.
 
-    What is installed is neither read nor changed.
+    An installed DeepSpeed is neither read nor changed.
 
     Raises:
         RuntimeError: DeepSpeed itself was imported already.
     """
     already = sys.modules.get(NAME)
     if already is not None and not already.__name__.startswith(HERE):
-        raise RuntimeError("deepspeed was imported already, from what is installed; stand in for it before")
-    if not any(isinstance(finder, DeepSpeedFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, DeepSpeedFinder())
+        raise RuntimeError(
+            "the installed deepspeed was imported already; call stand_in_for_deepspeed() before anything imports it"
+        )
+    if not _finders(NAME):
+        sys.meta_path.insert(0, DeepSpeedFinder(NAME))  # before what is installed
 
 
 def stand_aside() -> None:
     """Undo :func:`stand_in_for_deepspeed`."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, DeepSpeedFinder)]
+    for finder in _finders(NAME):
+        sys.meta_path.remove(finder)
     for name in [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]:
         del sys.modules[name]

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longshore.checkpoint.background import Background
-from longshore.checkpoint.crew import Crew
 from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.folder import WholeCheckpoint, check_tag
 from longshore.checkpoint.loading import find, read_values
+from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import Target, memory_for_snapshot, prepare, rank_file, write
-from longshore.checkpoint.session import CLIENT_STATE, Selection, Session
+from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
+from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError
@@ -48,7 +47,7 @@ class Checkpoints:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         # From the first time on.
-        self._crew: Crew | None = None
+        self._crew: RankGroup | None = None
         self._background = Background()
         self._run = secrets.token_hex(8)
         """Which run it is, also after it was resumed: what ``keep_last`` removes is its own."""
@@ -77,7 +76,7 @@ class Checkpoints:
         self._check_same(crew, "tag", tag)
         root = Path(save_dir).absolute()
         self._check_same(crew, "save_dir", str(root))
-        session = Session(engine.module, engine.optimizer, crew)
+        session = TrainingState(engine.module, engine.optimizer, crew)
         memory_bytes = memory_for_snapshot(crew) if async_save else None
         content = prepare(
             lambda: session.content(
@@ -147,7 +146,7 @@ class Checkpoints:
                 what = "nothing was loaded (where this is no first start, check the path)"
                 warnings.warn(f"{root} has no checkpoint; {what}", stacklevel=3)
             return None, None
-        session = Session(engine.module, engine.optimizer, crew)
+        session = TrainingState(engine.module, engine.optimizer, crew)
         looked: list[_Found] = []
 
         def look(values: Mapping[str, Any]) -> None:
@@ -159,7 +158,7 @@ class Checkpoints:
             crew.together(lambda: self._restore(whole, found, scheduler_states, crew))
         return whole.path, found.client
 
-    def _look(self, whole: WholeCheckpoint, values: Mapping[str, Any], crew: Crew, module_only: bool) -> _Found:
+    def _look(self, whole: WholeCheckpoint, values: Mapping[str, Any], crew: RankGroup, module_only: bool) -> _Found:
         """What is the engine's own, checked before anything changes. Raises CheckpointError."""
         where = str(whole.path)
         client = checked(values.get(CLIENT_STATE), dict, f"{where}: {CLIENT_STATE}")
@@ -184,7 +183,7 @@ class Checkpoints:
             check_random_states(checked(own["random"], dict, f"{where}: random"), self._engine.device)
         return _Found(state, own, client)
 
-    def _restore(self, whole: WholeCheckpoint, found: _Found, scheduler: bool, crew: Crew) -> None:
+    def _restore(self, whole: WholeCheckpoint, found: _Found, scheduler: bool, crew: RankGroup) -> None:
         engine, state = self._engine, found.state
         for name in _COUNTERS:
             setattr(engine, name, state[name])
@@ -207,17 +206,17 @@ class Checkpoints:
 
     # -- together -------------------------------------------------------------
 
-    def _met(self, loading: bool) -> Crew:
+    def _met(self, loading: bool) -> RankGroup:
         """All ranks are here; they can talk."""
         ranks = self._engine.ranks
         self._engine.optimizer._core.store.meet(loading)
         if self._crew is None:
             group = twin_of(ranks.group, ranks.device, backend="gloo") if ranks.world_size > 1 else None
-            self._crew = Crew(group)
+            self._crew = RankGroup(group)
         return self._crew
 
     @staticmethod
-    def _check_same(crew: Crew, name: str, value: Any) -> None:
+    def _check_same(crew: RankGroup, name: str, value: Any) -> None:
         said = crew.gather(value)
         if len(set(said)) > 1:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(map(repr, said))}")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.rank_group import RankGroup
 from longshore.engine.creation import on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.weight_files import WeightFiles, cast
@@ -144,7 +144,7 @@ def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: 
             _check_there(model)
 
     try:
-        Crew(ranks.group if ranks.world_size > 1 else None).together(look)
+        RankGroup(ranks.group if ranks.world_size > 1 else None).together(look)
     except BaseException:
         weights.close()
         raise

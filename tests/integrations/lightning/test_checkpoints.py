@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_an_error(tmp_path: Path) -> None:
         model=Net(), config={"optimizer": {"type": "AdamW"}, "train_batch_size": 1, "gradient_clipping": 0}
     ).engine
     engine.save_checkpoint(tmp_path / "other.ckpt", tag="checkpoint")
-    with pytest.raises(CheckpointError, match="none that a Trainer or Fabric saved"):
+    with pytest.raises(CheckpointError, match="was not saved by a Trainer or Fabric"):
         trainer(LongshoreStrategy()).fit(Net(), loader(), loader(1), ckpt_path=tmp_path / "other.ckpt")
     engine.destroy()
 

@@ -106,7 +106,7 @@ def test_the_model_first_and_its_optimizer_later(stage: int) -> None:
     assert_same(model, expected)
     with pytest.raises(ValueError, match=r"an optimizer already"):
         run.setup_optimizers(plain_adamw(wrapped.parameters()))
-    with pytest.raises(ValueError, match=r"in no model that fabric.setup_module\(\) was given"):
+    with pytest.raises(ValueError, match=r"no model that was given to fabric.setup_module\(\) has"):
         run.setup_optimizers(plain_adamw(network().parameters()))
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     run, model = fabric(FabricLongshoreStrategy()), network()
     wrapped, optimizer = run.setup(model, plain_adamw(model.parameters()))
     state = {"model": wrapped, "optimizer": optimizer}
-    with pytest.raises(TypeError, match=r"filter is for files"):
+    with pytest.raises(TypeError, match=r"filter applies to files"):
         run.save(tmp_path / "a", state, filter={"model": lambda *_: True})
     run.backward(wrapped(next(iter(loader()))).sum())
     with pytest.raises(CheckpointError, match=r"window"):
@@ -244,7 +244,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"2 models with their optimizers"):
         run.save(tmp_path / "a", {**state, "second": second, "stepper": stepper})
     run.save(tmp_path / "a", state)
-    with pytest.raises(ValueError, match=r"is a folder of a model and its optimizer"):
+    with pytest.raises(ValueError, match=r"is a folder with a model and its optimizer"):
         run.load(tmp_path / "a")
     with pytest.raises(ValueError, match=r"2 are to be loaded"):
         run.load(tmp_path / "a", {**state, "second": second})
@@ -261,7 +261,7 @@ def test_errors_say_what_to_call() -> None:
         run.backward(wrapped(next(iter(loader()))).sum(), model=wrapped)
     counting = FabricLongshoreStrategy(gradient_accumulation_steps=2)
     naming = FabricLongshoreStrategy({"optimizer": {"type": "AdamW"}})
-    with pytest.raises(longshore.ConfigError, match=r"by your loop with Fabric"):
+    with pytest.raises(longshore.ConfigError, match=r"contradicts your loop with Fabric"):
         fabric(counting).setup(other := network(), plain_adamw(other.parameters()))
     with pytest.raises(longshore.ConfigError, match=r"optimizer = .*fabric.setup"):
         fabric(naming).setup(other := network(), plain_adamw(other.parameters()))

@@ -20,7 +20,7 @@ import longshore
 from integrations.lightning.modules import Net, Stepping, fitted, loader, trainer
 from longshore.engine.config import LossScaling
 from longshore.integrations.lightning import FabricLongshoreStrategy, LongshoreStrategy
-from longshore.integrations.lightning.settings import Asked, Settings
+from longshore.integrations.lightning.settings import LightningArguments, StrategySettings
 
 AUTO = {
     "gradient_accumulation_steps": "auto",
@@ -84,9 +84,9 @@ def test_all_of_them_at_once() -> None:
     with pytest.raises(longshore.ConfigError) as caught:
         trainer(LongshoreStrategy(config), gradient_clip_val=1.0).fit(Net(), loader(), loader(1))
     assert [each.path for each in caught.value.problems] == [
-        "dtype",
         "gradient_accumulation_steps",
         "gradient_clipping",
+        "dtype",
     ]
 
 
@@ -133,8 +133,8 @@ def test_defaults() -> None:
 
 def test_the_loss_scale() -> None:
     def scaling(precision: str, config: Any = None, made: LossScaling | None = None) -> LossScaling | None:
-        asked = Asked("Trainer", precision, 1, accumulation=1, loss_scaling=made)
-        return Settings(config, {}).resolved(asked).config.loss_scaling
+        given = LightningArguments("Trainer", precision, 1, accumulation=1, loss_scaling=made)
+        return StrategySettings(config, {}).resolved(given).config.loss_scaling
 
     torchs, mine = LossScaling(window=2000, hysteresis=1), LossScaling(scale=128.0)
     assert scaling("32-true") is scaling("bf16-true") is None

@@ -162,30 +162,38 @@ def test_the_files_optimizer_and_schedule(tmp_path: Path) -> None:
             stage(2, train_micro_batch_size_per_gpu=4, gradient_clipping=2.0),
             {"max_grad_norm": 1.0},
             [
-                "train_micro_batch_size_per_gpu = 4: and TrainingArguments have 2 (per_device_train_batch_size)",
-                "gradient_clipping = 2.0: and TrainingArguments have 1.0 (max_grad_norm)",
+                "train_micro_batch_size_per_gpu = 4: contradicts TrainingArguments(per_device_train_batch_size=2)",
+                "gradient_clipping = 2.0: contradicts TrainingArguments(max_grad_norm=1.0)",
             ],
         ),
-        (stage(2, train_batch_size=3), {}, ["train_batch_size = 3: and TrainingArguments have 4 (per_device"]),
+        (
+            stage(2, train_batch_size=3),
+            {},
+            ["train_batch_size = 3: contradicts TrainingArguments(per_device_train", "_steps=2) x 1 rank(s) = 4"],
+        ),
         (
             stage(2, optimizer={"type": "AdamW", "params": {"lr": 1e-5}}),
             {},
-            ["optimizer.params.lr = 1e-05: and TrainingArguments have 0.01 (learning_rate)"],
+            ["optimizer.params.lr = 1e-05: contradicts TrainingArguments(learning_rate=0.01)"],
         ),
-        (stage(2, bf16={"enabled": True}), {}, ["bf16.enabled = true: and TrainingArguments have bf16=False, fp16="]),
+        (
+            stage(2, bf16={"enabled": True}),
+            {},
+            ["bf16.enabled = true: contradicts TrainingArguments(bf16=False, fp16="],
+        ),
         (
             stage(2, bf16={"enabled": False}),
             {"bf16": True},
-            ["bf16.enabled = false: and TrainingArguments have bf16=T"],
+            ["bf16.enabled = false: contradicts TrainingArguments(bf16=T"],
         ),
         (stage(2, zero_optimisation={}), {}, ["zero_optimisation"]),
         (
             longshore.Config(stage=2, micro_batch_size=8, gradient_clipping=1.0, autocast="bf16"),
             {},
             [
-                "micro_batch_size = 8: and TrainingArguments have 2",
-                "gradient_clipping = 1.0: and TrainingArguments have 0",
-                'autocast = "bf16": and TrainingArguments have bf16=False',
+                "micro_batch_size = 8: contradicts TrainingArguments(per_device_train_batch_size=2)",
+                "gradient_clipping = 1.0: contradicts TrainingArguments(max_grad_norm=0",
+                'autocast = "bf16": contradicts TrainingArguments(bf16=False',
             ],
         ),
     ],
@@ -335,7 +343,7 @@ def test_goes_on_from_a_plain_trainers_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
     with pytest.raises(longshore.errors.CheckpointError, match=r"neither a checkpoint of longshore nor optimizer\.pt"):
         train(Trainer, tmp_path, resume=str(tmp_path / "checkpoint-6"), num_train_epochs=2)
-    with pytest.raises(ValueError, match="has no whole checkpoint to go on from"):
+    with pytest.raises(ValueError, match="has no complete checkpoint to resume from"):
         train(Trainer, tmp_path / "nothing", resume=True)
 
 

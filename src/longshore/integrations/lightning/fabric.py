@@ -32,15 +32,15 @@ from longshore.integrations.lightning.precision import (
     clip,
     scaling_of,
 )
-from longshore.integrations.lightning.ranks import InRanks
-from longshore.integrations.lightning.settings import Asked, Settings
+from longshore.integrations.lightning.ranks import RankMethods
+from longshore.integrations.lightning.settings import LightningArguments, StrategySettings
 from longshore.optim import Offload
 
 
-class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
+class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
     """``Fabric(strategy=FabricLongshoreStrategy(stage=2))``; arguments as in :class:`LongshoreStrategy`.
 
-    Each ``optimizer.step()`` applies what ``fabric.backward`` brought since the last one.
+    Each ``optimizer.step()`` applies the gradients of every ``fabric.backward`` since the last step.
 
     Args:
         config, stage, offload_device, offload, wrap_policy, weights, fields: as in :class:`LongshoreStrategy`.
@@ -68,7 +68,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
         checkpoint_io: Any = None,
         precision: FabricPrecision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = InRanks._timeout,
+        timeout: timedelta | None = RankMethods._timeout,
         **fields: Any,
     ) -> None:
         super().__init__(
@@ -78,12 +78,12 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        # Fixed.
-        self.settings = Settings(config, {"stage": stage, "offload_device": offload_device, **fields})
+        # Set once.
+        self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
         self._extras = Extras(offload, wrap_policy, weights)
         self._backend = process_group_backend
         self._timeout = timeout
-        self._backward_sync_control = _NoSync()
+        self._backward_sync_control = _EngineNoSync()
         # Grow with each model that is set up.
         self._engines: list[Engine] = []
         self._models: list[ModelOnly] = []
@@ -102,7 +102,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
     def distributed_sampler_kwargs(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
     ) -> dict[str, Any] | None:
-        return super().distributed_sampler_kwargs if self.is_distributed else None  # None: a loader stays as it is
+        return super().distributed_sampler_kwargs if self.is_distributed else None  # None: loaders are not changed
 
     # -- models and optimizers ------------------------------------------------
 
@@ -114,7 +114,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
     def module_init_context(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, empty_init: bool | None = None
     ) -> Iterator[None]:
-        """Around the making of a model (``fabric.init_module``); at stage 3 the weights are on rank 0 alone."""
+        """Context for making a model (``fabric.init_module``); at stage 3 only rank 0 makes the weights."""
         made = creation(self.settings.stage, self._extras, self.root_device, empty_init)
         with made, self.precision.module_init_context():
             yield
@@ -138,12 +138,12 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
             if members & {id(parameter) for parameter in model.module.parameters()}:
                 if model.engine is not None:
                     raise ValueError("this model has an optimizer already; give one optimizer parameter groups instead")
-                model.make_way()
+                model.close_sharding()
                 engine = self._make_engine(model.module, [optimizer], None)
-                model.go_on_with(engine)
+                model.train_with(engine)
                 return engine.optimizer
         raise ValueError(
-            "the optimizer's parameters are in no model that fabric.setup_module() was given; set the model up first, "
+            "no model that was given to fabric.setup_module() has the optimizer's parameters; set the model up first, "
             "make the optimizer from its parameters after that, or call fabric.setup(model, optimizer)"
         )
 
@@ -163,7 +163,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
     def _resolved(self, has_optimizer: bool, has_scheduler: bool = False) -> Any:
         plugin = self.precision
         assert isinstance(plugin, FabricLongshorePrecision)
-        asked = Asked(
+        given = LightningArguments(
             by="Fabric",
             precision=plugin.precision,
             world_size=self.world_size if self.is_distributed else 1,
@@ -171,7 +171,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
             has_scheduler=has_scheduler,
             loss_scaling=scaling_of(plugin.inner),
         )
-        return self.settings.resolved(asked)
+        return self.settings.resolved(given)
 
     # -- the step -------------------------------------------------------------
 
@@ -189,8 +189,8 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
             return engine
         if len(self._engines) != 1:
             raise LongshoreError(
-                f"{len(self._engines)} models have an optimizer; call fabric.setup(model, optimizer) first, and "
-                "where there are several, say whose loss it is with fabric.backward(loss, model=model)"
+                f"{len(self._engines)} models have an optimizer; call fabric.setup(model, optimizer) first, and if "
+                "there are several, name the model of the loss with fabric.backward(loss, model=model)"
             )
         return self._engines[0]
 
@@ -199,10 +199,10 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
         if kwargs:
             raise TypeError(f"optimizer.step() takes a closure only with longshore, not {', '.join(kwargs)}")
         result = closure() if closure is not None else None
-        self._stepper_of(optimizer).step()
+        self._engine_of_optimizer(optimizer).step()
         return result
 
-    def _stepper_of(self, optimizer: Any) -> Engine:
+    def _engine_of_optimizer(self, optimizer: Any) -> Engine:
         for engine in self._engines:
             if engine.optimizer is optimizer:
                 return engine
@@ -217,7 +217,7 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip the next step; returns the norm over all ranks, float32, 0-dim, on the CPU."""
-        engine = self._stepper_of(optimizer)
+        engine = self._engine_of_optimizer(optimizer)
         if float(norm_type) != 2.0:
             raise ValueError(f"longshore clips the 2-norm, not norm_type={norm_type}; leave it out")
         norm = engine.optimizer.grad_norm()
@@ -231,15 +231,10 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         raise ValueError(BY_VALUE.format(f"{clip_val:g}"))
 
-    # -- between ranks --------------------------------------------------------
-
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._reduced(tensor, group, reduce_op)
-
     # -- checkpoints ----------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Whole weights; with shards all ranks have to call, and rank 0 keeps them."""
+        """Whole weights, gathered if they are sharded: then all ranks have to call, and rank 0 gets them."""
         return whole(_model_of(module).state_dict(), self.is_global_zero)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -252,11 +247,11 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
         storage_options: Any = None,
         filter: Any = None,
     ) -> None:
-        """A model with its optimizer: a folder, to which every rank writes its part. Without: one file.
+        """Save a model with its optimizer in a folder to which every rank writes its shards; without, in one file.
 
         Raises:
-            CheckpointError: between a backward and its step, or where it cannot be written.
-            ValueError, TypeError: two engines; what only a file can honour.
+            CheckpointError: between a backward and its step, or if it cannot be written.
+            ValueError, TypeError: two engines; arguments that apply only to a file.
         """
         path = Path(self.broadcast(path))
         engine = _only_engine(self._engines, state.values())
@@ -266,8 +261,8 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
         for name, value in (("storage_options", storage_options), ("filter", filter)):
             if value is not None:
                 raise TypeError(
-                    f"{name} is for files, and with its optimizer a model goes into a folder that the engine writes; "
-                    "leave it out, or save the model alone"
+                    f"{name} applies to files, and a model with its optimizer is saved in a folder that the engine "
+                    "writes; leave it out, or save the model alone"
                 )
         others = {key: value for key, value in state.items() if not _is_of(engine, value)}
         save_folder(engine, path, self._convert_stateful_objects_in_state(others, filter={}))
@@ -283,7 +278,9 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
         if not is_folder(path):
             return super().load_checkpoint(path, state, strict, weights_only)
         if not isinstance(state, dict):
-            raise ValueError(f"{path} is a folder of a model and its optimizer; fabric.load(path, {{'model': model}})")
+            raise ValueError(
+                f"{path} is a folder with a model and its optimizer; use fabric.load(path, {{'model': model}})"
+            )
         models = [value for value in state.values() if isinstance(value, nn.Module)]
         if len(models) != 1:
             raise ValueError(f"{path} has one model, and {len(models)} are to be loaded; pass one in state")
@@ -306,14 +303,14 @@ class FabricLongshoreStrategy(InRanks, FabricParallelStrategy):
         return rest
 
 
-class _NoSync(BackwardSyncControl):
+class _EngineNoSync(BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         engine = engine_of(module)
         return engine.no_sync() if enabled and engine is not None else contextlib.nullcontext()
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """What trains a model that Fabric set up."""
+    """The engine that trains a model that Fabric set up; None: it has no optimizer."""
     return module if isinstance(module, Engine) else module.engine if isinstance(module, ModelOnly) else None
 
 
@@ -332,7 +329,7 @@ def _only_engine(engines: Iterable[Engine], values: Iterable[Any]) -> Engine | N
     found = [each for each in found if any(isinstance(value, nn.Module) and _is_of(each, value) for value in listed)]
     if len(found) > 1:
         raise ValueError(
-            f"{len(found)} models with their optimizers are to be saved together, and each has a folder of its own; "
+            f"{len(found)} models with their optimizers were to be saved together, and each needs a folder of its own; "
             "call fabric.save() for each of them"
         )
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""Models on their way to an engine, to an evaluation without one, and to a file of whole weights."""
+"""What both strategies do with models: give them an engine, evaluate them without one, gather and load weights."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
-"""Callbacks of Lightning, by name: not every version has all."""
+"""Class names of Lightning's callbacks; not every version has both."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """Arguments of :func:`longshore.initialize` that no configuration holds."""
+    """Arguments of :func:`longshore.initialize` that are not part of a configuration."""
 
     offload: Offload | None = None
     wrap_policy: Any = None
@@ -43,13 +43,13 @@ class Extras:
 
 
 def only(optimizers: list[Any]) -> Any:
-    """The one optimizer that there is, or None. Raises ValueError where there are several."""
+    """The optimizer, or None. Raises ValueError if there are several."""
     if len(optimizers) > 1:
         names = ", ".join(type(each).__name__ for each in optimizers)
         raise ValueError(
             f"configure_optimizers() returned {len(optimizers)} optimizers ({names}), and an "
             "engine steps one; return one with a parameter group for each of them (groups may have their own lr, "
-            "betas and weight decay, and what got no gradient is left alone)"
+            "betas and weight decay, and parameters without a gradient are not stepped)"
         )
     return optimizers[0] if optimizers else None
 
@@ -57,15 +57,13 @@ def only(optimizers: list[Any]) -> Any:
 def make_engine(
     model: nn.Module, optimizer: Optimizer | None, loaded: LoadedConfig, extras: Extras, device: torch.device
 ) -> Engine:
-    """An engine on ``device``; the schedule that the configuration may name is left to the caller to step."""
+    """Make an engine on ``device``. A schedule that the configuration names is stepped by the caller."""
     made = initialize(
         model=model,
         optimizer=optimizer,
         config=loaded.config,
-        offload=extras.offload,
-        wrap_policy=extras.wrap_policy,
-        weights=extras.weights,
         device=device,
+        **vars(extras),
     )
     if made.engine.ranks.rank == 0:
         for note in loaded.notes:
@@ -74,7 +72,7 @@ def make_engine(
 
 
 def check_averaging(callbacks: Iterable[object]) -> None:
-    """Raises ValueError for callbacks that would average shards with the whole weights of a copy."""
+    """Raise ValueError for callbacks that would average shards with whole weights."""
     for callback in callbacks:
         if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
             raise ValueError(
@@ -83,23 +81,23 @@ def check_averaging(callbacks: Iterable[object]) -> None:
             )
 
 
-class Holder:
-    """A strategy, as the one whose engine takes the gradients of a module.
+class ModuleClaim:
+    """A strategy's claim to a module: only the engine of the last strategy that fitted it may take its gradients.
 
     Args:
-        close: lets go of its engine, if it has one.
+        close: a method of the strategy that destroys its engine, if it has one.
     """
 
-    _last: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Holder]]] = weakref.WeakKeyDictionary()
-    """Who made the last engine of a module."""
+    _last: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleClaim]]] = weakref.WeakKeyDictionary()
+    """The last claim to each module."""
 
     def __init__(self, close: Callable[[], None]) -> None:
-        # The strategy has this; a reference back would keep both, and an engine's memory, until they are collected.
+        # Weak: a cycle with the strategy would keep the engine's memory until the garbage collector runs.
         self._close = weakref.WeakMethod(close)
         self._lost = False
 
     def take(self, module: nn.Module) -> None:
-        """A fit begins; the engine of another strategy's fit, which stayed when it was over, lets go of the module."""
+        """Claim a module for a fit, and close the engine of another strategy that fitted it before."""
         found = self._last.get(module)
         former = None if found is None else found()
         if former is not None and former is not self:
@@ -111,39 +109,39 @@ class Holder:
         self._lost = False
 
     def check(self) -> None:
-        """Raises LongshoreError where another strategy took the module since."""
+        """Raise LongshoreError if another strategy has claimed the module since."""
         if self._lost:
             raise LongshoreError(
-                "another Trainer with longshore fitted this module since, and the optimizer's state is with that one; "
-                "save and step with it"
+                "another Trainer with longshore has fitted this module since, and has the optimizer's state; save and "
+                "step with that Trainer"
             )
 
 
 class ModelOnly(nn.Module):
-    """A model that was set up without an optimizer, which may come later.
+    """A model that was set up without an optimizer, which may follow later.
 
     Args:
         module: on its device.
-        sharded: what was made of it so that it can run without an engine, if it has shards.
+        sharded: its FSDP2 hooks, if it has shards, so that it can run without an engine.
     """
 
     def __init__(self, module: nn.Module, sharded: FullyShardedModel | None) -> None:
         super().__init__()
         self.module = module
         self._sharded = sharded
-        # Not as a submodule: the engine holds the same module.
+        # In a list, so that it is not a submodule: the engine contains the same module.
         self._engine: list[Engine] = []
 
     @property
     def engine(self) -> Engine | None:
         return self._engine[0] if self._engine else None
 
-    def make_way(self) -> None:
-        """An engine is about to be made for the model."""
+    def close_sharding(self) -> None:
+        """Close the model's sharding, before an engine is made for it."""
         if self._sharded is not None:
             self._sharded.close()
 
-    def go_on_with(self, engine: Engine) -> None:
+    def train_with(self, engine: Engine) -> None:
         self._engine[:] = [engine]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,9 +149,9 @@ class ModelOnly(nn.Module):
 
 
 def place(model: nn.Module, config: Config, extras: Extras, device: torch.device) -> ModelOnly:
-    """Put a model that is not trained on ``device``, with rank 0's weights; at stage 3 only this rank's shards.
+    """Put a model that is only evaluated on ``device``, with rank 0's weights; at stage 3 only this rank's shards.
 
-    All ranks have to call.
+    All ranks have to call it.
     """
     if is_fully_sharded(model):
         return ModelOnly(model, None)
@@ -168,10 +166,10 @@ def place(model: nn.Module, config: Config, extras: Extras, device: torch.device
 def creation(
     stage: int, extras: Extras, device: torch.device, uninitialized: bool | None
 ) -> Generator[None, None, None]:
-    """Around the making of a model: on ``device``; at stage 3 on the host of rank 0 alone, and nowhere where files
-    have the weights.
+    """Context for making a model on ``device``; at stage 3 on the host of rank 0 only, and if files have the weights,
+    without any.
 
-    ``uninitialized``: what would be drawn at random is not, for a model that is going to be loaded.
+    ``uninitialized``: skip random initialization, for a model that will be loaded.
     """
     from_files = extras.weights is not None
     with contextlib.ExitStack() as stack:
@@ -183,9 +181,9 @@ def creation(
 
 
 def whole(values: Any, keep: bool) -> Any:
-    """The same nested values with whole tensors, on the host, where there were shards; all ranks have to call.
+    """The same nested values with sharded tensors replaced by whole ones, on the host. All ranks have to call it.
 
-    ``keep``: false: empty ones in their places, for a rank that only helps to gather.
+    ``keep``: if False, put empty tensors in their place, on a rank that only takes part in gathering.
     """
 
     def gathered(value: Tensor) -> Tensor:
@@ -198,30 +196,32 @@ def whole(values: Any, keep: bool) -> Any:
 
 
 def load_whole(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """``load_state_dict`` of whole tensors (or of this model's own shards), also where parameters are sharded.
+    """Call ``load_state_dict`` with whole tensors (or this model's own shards), also if parameters are sharded.
 
     Raises:
-        RuntimeError: names or shapes that do not fit, as torch says it.
+        RuntimeError: names or shapes that do not fit, from torch.
     """
     own = model.state_dict()
-    model.load_state_dict({name: _cut(value, own.get(name)) for name, value in state_dict.items()}, strict=strict)
+    model.load_state_dict(
+        {name: _sharded_like(value, own.get(name)) for name, value in state_dict.items()}, strict=strict
+    )
 
 
-def _cut(value: Any, own: Any) -> Any:
-    """This rank's part of ``value``, where the model's own tensor is a part."""
+def _sharded_like(value: Any, own: Any) -> Any:
+    """This rank's shard of ``value``, if the model's own tensor is sharded."""
     if not (isinstance(value, Tensor) and isinstance(own, Tensor) and is_sharded(own)) or is_sharded(value):
         return value
     if value.shape != own.shape:
-        return value  # and load_state_dict() says so
+        return value  # load_state_dict() raises
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = own.device_mesh, own.placements  # pyright: ignore[reportAttributeAccessIssue]
-    # No rank sends anything: each has read the whole.
+    # Without communication: each rank has read the whole tensor.
     return distribute_tensor(value.to(own.device, own.dtype), mesh, placements, src_data_rank=None)
 
 
 def batch_size_of(trainer: Trainer) -> int | None:
-    """Of a loader that was passed to ``fit``; hooks that make one are not called for it."""
+    """The batch size of a loader that was passed to ``fit``; None for loaders that a hook makes."""
     source = trainer.fit_loop._data_source.instance
     size = getattr(source, "batch_size", None)
     return size if isinstance(size, int) and isinstance(source, torch.utils.data.DataLoader) else None

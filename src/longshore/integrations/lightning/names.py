@@ -1,8 +1,10 @@
 """The names of Lightning that are used here, from whichever of its packages the user has.
 
-``lightning`` has all of it; the older ``pytorch_lightning`` and ``lightning_fabric`` have the same as classes of their
-own, and each Trainer takes strategies of its own package only.
+``lightning`` has all of it. The older ``pytorch_lightning`` and ``lightning_fabric`` have the same modules with classes
+of their own, and each Trainer accepts strategies of its own package only.
 """
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 
 
 def _together() -> bool:
-    """Whether it is the one package: the one that the program has imported, or else the one that is there."""
+    """Whether to use ``lightning``: the program has imported it, or else it is installed."""
     if "lightning" not in sys.modules and ("pytorch_lightning" in sys.modules or find_spec("lightning") is None):
         if find_spec("pytorch_lightning") is None:
             raise ImportError("longshore.integrations.lightning needs Lightning: pip install 'longshore[lightning]'")
@@ -70,31 +72,3 @@ else:
     from pytorch_lightning.utilities import GradClipAlgorithmType as ClipAlgorithm
     from pytorch_lightning.utilities.model_helpers import is_overridden
     from pytorch_lightning.utilities.types import LRSchedulerConfig
-
-__all__ = [
-    "BackwardSyncControl",
-    "ClipAlgorithm",
-    "EmptyInit",
-    "FabricLauncher",
-    "FabricParallelStrategy",
-    "FabricPrecision",
-    "FabricRegistry",
-    "LRSchedulerConfig",
-    "LightningModule",
-    "LightningOptimizer",
-    "NoOptimizer",
-    "Sharded",
-    "Stateful",
-    "Trainer",
-    "TrainerFn",
-    "TrainerLauncher",
-    "TrainerParallelStrategy",
-    "TrainerPrecision",
-    "TrainerRegistry",
-    "backend_for",
-    "connect",
-    "is_overridden",
-    "rank_zero_only",
-    "reduced",
-    "reset_seed",
-]

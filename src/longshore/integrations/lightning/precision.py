@@ -1,4 +1,4 @@
-"""Lightning's precision plugins, with the engine where they would scale, clip or step."""
+"""Lightning's precision plugins, which leave scaling, clipping and stepping to the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -22,14 +22,17 @@ from longshore.integrations.lightning.names import (
 )
 from longshore.integrations.lightning.settings import PRECISIONS
 
+if TYPE_CHECKING:
+    from longshore.integrations.lightning.trainer import LongshoreStrategy
+
 BY_VALUE = (
-    "gradients are clipped by value ({}), and longshore clips their global norm only, which it measures exactly; "
+    "gradients were to be clipped by value ({}), and longshore clips only their global norm; "
     'use gradient_clip_algorithm="norm" (Trainer) or max_norm= (Fabric)'
 )
 
 
 def check_precision(plugin: FabricPrecision) -> None:
-    """Raises ValueError where the engine cannot train so."""
+    """Raise ValueError for a precision that the engine does not have."""
     if plugin.precision not in PRECISIONS:
         raise ValueError(
             f"precision={plugin.precision!r} is not supported by longshore, which has float32 masters and fp32, bf16 "
@@ -38,17 +41,17 @@ def check_precision(plugin: FabricPrecision) -> None:
 
 
 def scaling_of(plugin: FabricPrecision) -> LossScaling | None:
-    """The numbers of the plugin's ``GradScaler``; None: it has none.
+    """The settings of the plugin's ``GradScaler``; None: it has none.
 
     Raises:
-        ValueError: a scaler that the engine has no twin of.
+        ValueError: a scaler that the engine's loss scale cannot match.
     """
     scaler = getattr(plugin, "scaler", None)
     if scaler is None:
         return None
     first, growth, backoff = scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()
     if not scaler.is_enabled():
-        return None  # GradScaler looks for CUDA, and is off without it
+        return None  # GradScaler turns itself off where there is no CUDA
     if (growth, backoff) != (2.0, 0.5) or math.frexp(first)[0] != 0.5 or first < 1:
         raise ValueError(
             f"GradScaler(init_scale={first:g}, growth_factor={growth:g}, backoff_factor={backoff:g}): longshore's loss "
@@ -57,18 +60,8 @@ def scaling_of(plugin: FabricPrecision) -> LossScaling | None:
     return LossScaling(initial_scale_power=round(math.log2(first)), window=scaler.get_growth_interval(), hysteresis=1)
 
 
-class Stepper(Protocol):
-    """The Trainer's strategy, as its precision plugin sees it."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    def step_engine(self) -> None:
-        """Apply the window."""
-
-
-class _Forward:
-    """What happens to the model and in its forward, as the plugin that Lightning chose does it."""
+class _InnerPlugin:
+    """Base of both plugins: converts the model and its inputs with the plugin that Lightning chose."""
 
     inner: Any
 
@@ -91,22 +84,22 @@ class _Forward:
         self.inner.teardown()
 
 
-class LongshorePrecision(_Forward, TrainerPrecision):
-    """Of a Trainer.
+class LongshorePrecision(_InnerPlugin, TrainerPrecision):
+    """The precision plugin of a Trainer.
 
     Args:
         inner: the plugin that Lightning chose; its ``GradScaler`` is not used.
-        stepper: has the engine, and steps it.
+        strategy: has the engine, and steps it.
 
     Raises:
         ValueError: a precision that the engine does not have.
     """
 
-    def __init__(self, inner: TrainerPrecision, stepper: Stepper) -> None:
+    def __init__(self, inner: TrainerPrecision, strategy: LongshoreStrategy) -> None:
         check_precision(inner)
         self.inner = inner
         self.precision = inner.precision
-        self._stepper = stepper
+        self._strategy = strategy
 
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
@@ -114,7 +107,7 @@ class LongshorePrecision(_Forward, TrainerPrecision):
             yield
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        engine = self._stepper.engine
+        engine = self._strategy.engine
         if is_overridden("backward", model):
             model.backward(engine.scale(tensor), *args, **kwargs)
         else:
@@ -125,7 +118,7 @@ class LongshorePrecision(_Forward, TrainerPrecision):
             raise TypeError(f"optimizer.step() takes a closure only with longshore, not {', '.join(kwargs)}")
         result = closure()
         self._after_closure(model, optimizer)
-        self._stepper.step_engine()
+        self._strategy.step_engine()
         return result
 
     def clip_gradients(
@@ -135,11 +128,11 @@ class LongshorePrecision(_Forward, TrainerPrecision):
             return
         if gradient_clip_algorithm == ClipAlgorithm.VALUE:
             raise ValueError(BY_VALUE.format(f"{clip_val:g}"))
-        clip(self._stepper.engine, float(clip_val))
+        clip(self._strategy.engine, float(clip_val))
 
 
-class FabricLongshorePrecision(_Forward, FabricPrecision):
-    """Of a Fabric; see :class:`LongshorePrecision`."""
+class FabricLongshorePrecision(_InnerPlugin, FabricPrecision):
+    """The precision plugin of a Fabric; see :class:`LongshorePrecision`."""
 
     def __init__(self, inner: FabricPrecision) -> None:
         check_precision(inner)
@@ -151,7 +144,7 @@ class FabricLongshorePrecision(_Forward, FabricPrecision):
 
 
 def backward(engine: Engine, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-    """One backward of the engine's window; whatever else ``Tensor.backward`` takes goes there."""
+    """Run one backward of the engine's window; arguments that only ``Tensor.backward`` has are passed to it."""
     if not args and set(kwargs) <= {"retain_graph"} and tensor.numel() == 1:
         engine.backward(tensor, retain_graph=bool(kwargs.get("retain_graph")), scale_wrt_gas=False)
     else:
@@ -159,10 +152,10 @@ def backward(engine: Engine, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def clip(engine: Engine, max_norm: float) -> None:
-    """Clip the next step, unless the configuration does so to the same norm.
+    """Clip the next step, unless the configuration clips to the same norm already.
 
     Raises:
-        LongshoreError: it clips to another one.
+        LongshoreError: the configuration clips to another norm.
     """
     configured = engine.gradient_clipping()
     if configured is None:

@@ -1,4 +1,4 @@
-"""Processes: what a strategy of several of them has to say, alike for the Trainer and for Fabric."""
+"""Processes and collectives of both strategies, the Trainer's and Fabric's."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshore.engine.ranks import DEFAULT_TIMEOUT
-from longshore.integrations.lightning.names import (
-    backend_for,
-    connect,
-    rank_zero_only,
-    reduced,
-    reset_seed,
-)
+from longshore.integrations.lightning.names import backend_for, connect, rank_zero_only, reduced, reset_seed
 
 
-class InRanks:
-    """Base of both strategies, before Lightning's ``ParallelStrategy``.
+class RankMethods:
+    """Base of both strategies, before Lightning's ``ParallelStrategy``, whose attributes it uses (``self: Any``).
 
-    One device needs no process group, and gets none. What is not here (``self: Any``) is Lightning's.
+    One device needs no process group, and gets none.
     """
 
     _backend: str | None = None
@@ -45,7 +39,7 @@ class InRanks:
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes  # which is what Fabric sets
+        self._num_nodes = num_nodes  # Fabric sets it
 
     @property
     def is_distributed(self) -> bool:
@@ -53,11 +47,11 @@ class InRanks:
 
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
-        """Of all machines."""
+        """Arguments of a ``DistributedSampler`` for the ranks of all machines."""
         return {"num_replicas": self.num_processes * self.num_nodes, "rank": self.global_rank}
 
     def _configure_launcher(self: Any) -> None:
-        # Where a launcher has started this process, Lightning's checks that there are as many as it was told.
+        # If a launcher started this process, Lightning's launcher checks the number of processes.
         if self.is_distributed or self.cluster_environment.creates_processes_externally:
             self._launcher = self._launcher_kind(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -69,13 +63,13 @@ class InRanks:
             vars(rank_zero_only)["rank"] = environment.global_rank()
 
     _set_world_ranks = set_world_ranks
-    """As Fabric calls it."""
+    """Fabric's name for it."""
 
     def setup_environment(self: Any) -> None:
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
         if self.is_distributed:
-            reset_seed()  # as DDP does, and a strategy of one device does not
+            reset_seed()  # as DDP does; strategies of one device do not
             self._backend = self._backend or backend_for(self.root_device)
             device = None if self.root_device.type == "cpu" else self.root_device
             connect(self.cluster_environment, self._backend, timeout=self._timeout, device_id=device)
@@ -91,5 +85,8 @@ class InRanks:
         dist.broadcast_object_list(box, src)
         return box[0]
 
-    def _reduced(self, value: Any, group: Any, reduce_op: Any) -> Any:
-        return reduced(value, group, reduce_op=reduce_op) if isinstance(value, Tensor) else value
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return reduced(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    all_reduce = reduce
+    """Fabric's name for it."""

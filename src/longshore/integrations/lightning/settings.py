@@ -1,15 +1,17 @@
-"""One configuration from two places: what the user gave to the strategy, and what Lightning was told."""
+"""One configuration from two sources, the strategy's own and Lightning's, which must not contradict each other."""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
-from longshore.engine.config.source import read_file
+from longshore.engine.config.agreement import Statement, contradictions, put, settle, settle_config
+from longshore.engine.config.load import read_file
 
 PRECISIONS: Mapping[str, tuple[str | None, str | None]] = {
     "32-true": ("fp32", None),
@@ -23,22 +25,23 @@ PRECISIONS: Mapping[str, tuple[str | None, str | None]] = {
 _SCALED = ("16-true", "16-mixed")
 _SCALER = LossScaling(window=2000, hysteresis=1)
 """The first scale, window and patience of torch's ``GradScaler``, which Lightning uses."""
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_BATCH, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+_STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 
 
 @dataclass(frozen=True)
-class Asked:
+class LightningArguments:
     """What Lightning was told.
 
     Attributes:
         by: ``Trainer`` or ``Fabric``, for messages.
-        precision: of Lightning.
+        precision: Lightning's.
         world_size: number of ranks.
         accumulation: ``accumulate_grad_batches``; None: the user's own loop decides.
         clipping: ``gradient_clip_val``; None: none.
-        micro_batch_size: of the loader, where it is known.
-        has_optimizer, has_scheduler: ``configure_optimizers`` returned one.
-        loss_scaling: of a ``GradScaler`` that the user made; None: none was made.
+        micro_batch_size: the loader's, if it is known.
+        has_optimizer, has_scheduler: whether ``configure_optimizers`` returned one.
+        loss_scaling: settings of a ``GradScaler`` that the user made; None: none was made.
     """
 
     by: str
@@ -51,18 +54,38 @@ class Asked:
     has_scheduler: bool = False
     loss_scaling: LossScaling | None = None
 
+    def statements(self) -> Iterator[Statement]:
+        """Values that the configuration may give too."""
+        if self.accumulation is None:
+            loop, advice = (
+                f"your loop with {self.by}, in which every optimizer.step() is applied",
+                "leave it out, or set it to 1",
+            )
+        else:
+            loop, advice = f"{self.by}(accumulate_grad_batches={self.accumulation})", "leave it out, or make them agree"
+        yield Statement(_STEPS, self.accumulation or 1, loop, advice)
+        if self.clipping is not None:
+            argument = f"{self.by}(gradient_clip_val={self.clipping:g})"
+            yield Statement(_CLIPPING, self.clipping, argument, "give it in one place")
+        if self.micro_batch_size is not None:
+            argument = f"the DataLoader, whose batch_size is {self.micro_batch_size}"
+            yield Statement(_MICRO, self.micro_batch_size, argument, "leave it out, or make them agree", False)
 
-class Settings:
-    """What the user gave to the strategy.
+
+class StrategySettings:
+    """The configuration that the user gave to the strategy.
 
     Args:
         config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. None: ``fields``.
-        fields: of :class:`longshore.Config`. Where they do not say otherwise, stage 2 with the optimizer on the host.
+        fields: of :class:`longshore.Config`; by default stage 2 with the optimizer on the host.
+
+    Attributes:
+        stage: of ZeRO.
 
     Raises:
-        ConfigError: fields that there are not, with the nearest; all that is wrong in a file, but what Lightning
-            decides.
-        TypeError, ValueError: a configuration of another type; one and fields too.
+        ConfigError: unknown fields, with the nearest name; everything that is wrong in a file, except what depends on
+            Lightning's arguments.
+        TypeError, ValueError: a configuration of another type; ``config`` together with ``fields``.
     """
 
     def __init__(
@@ -74,36 +97,27 @@ class Settings:
                 f"the configuration is given twice: as config= and as {', '.join(given)}; put it all into one of them"
             )
         self._source = "Config"
-        self._data: Mapping[str, Any] | None = None
-        self._config: Config | None = None
+        self._config: Config | dict[str, Any]
         if config is None:
             self._config = Config(**{"stage": 2, "offload_device": "cpu", **given})
         elif isinstance(config, Config):
             self._config = config
         elif isinstance(config, Mapping):
-            self._source, self._data = "config", config
+            self._source, self._config = "config", dict(config)
         elif isinstance(config, (str, os.PathLike)):
-            self._source, self._data = str(config), read_file(Path(config))
+            self._source, self._config = str(config), read_file(Path(config))
         else:
-            raise TypeError(f"config is a path, a dict or a longshore.Config, not {type(config).__name__}")
-        self.stage = self._load(None).config.stage
+            raise TypeError(f"config must be a path, a dict or a longshore.Config, not {type(config).__name__}")
+        self.stage = self._load(LightningArguments("Trainer", "32-true", 1), None)[0].config.stage
 
-    def resolved(self, asked: Asked) -> LoadedConfig:
+    def resolved(self, given: LightningArguments) -> LoadedConfig:
         """The engine's configuration, for a model that Lightning has put into its dtype.
 
         Raises:
-            ConfigError: everything that contradicts what Lightning was told, with both values.
+            ConfigError: everything that contradicts Lightning's arguments, with both values.
         """
-        loaded = self._load(asked)
-        problems = [*self._batch_problems(asked), *_problems(loaded.config, asked, self._data is not None)]
-        steps = self._given("gradient_accumulation_steps")
-        wanted = asked.accumulation or 1
-        if steps is not None and steps != wanted:
-            problems.append(_steps_problem(steps, asked))
-        clip = self._given("gradient_clipping")
-        if clip is not None and asked.clipping is not None and float(clip) != float(asked.clipping):
-            what = f"contradicts {asked.by}(gradient_clip_val={asked.clipping:g}); give it in one place"
-            problems.append(Problem("gradient_clipping", what, clip))
+        loaded, problems = self._load(given, given.world_size)
+        problems += _decided_by_lightning(loaded.config, given, isinstance(self._config, dict))
         if problems:
             raise ConfigError(self._source, problems)
         update: dict[str, Any] = {
@@ -111,105 +125,73 @@ class Settings:
             "dtype": None,
             "autocast": None,
             "cast_inputs": False,
-            "gradient_clipping": loaded.config.gradient_clipping if asked.clipping is None else asked.clipping,
-            "loss_scaling": self._loss_scaling(loaded.config, asked),
+            "loss_scaling": self._loss_scaling(loaded.config, given),
         }
         return LoadedConfig(loaded.config.model_copy(update=update), loaded.notes)
 
-    def _given(self, name: str) -> Any:
-        """A value that the user wrote, or None."""
-        if self._config is not None:
-            return getattr(self._config, name)
-        assert self._data is not None
-        value = self._data.get(name)
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    def _load(self, given: LightningArguments, world_size: int | None) -> tuple[LoadedConfig, list[Problem]]:
+        """Load with Lightning's values where the configuration has none; also returns what contradicts them.
 
-    def _load(self, asked: Asked | None) -> LoadedConfig:
-        """With the numbers that Lightning has; None: as far as it can be read without them."""
-        world_size = None if asked is None else asked.world_size
-        steps = self._given("gradient_accumulation_steps") or (asked and (asked.accumulation or 1))
-        micro = (asked and asked.micro_batch_size) or 1
-        if self._config is not None:
-            filled = {"gradient_accumulation_steps": steps}
+        ``world_size``: None: as far as that can be done without it.
+        """
+        micro = given.micro_batch_size or 1
+        if isinstance(self._config, Config):
+            fields, problems = settle_config(self._config, given.statements())
             if self._config.train_batch_size is None and self._config.micro_batch_size is None:
-                filled["micro_batch_size"] = micro
-            return load_config(self._config.model_copy(update=filled), world_size=world_size)
-        assert self._data is not None
-        data = dict(self._data)
-        if data.get("gradient_accumulation_steps") in (None, "auto"):
-            data["gradient_accumulation_steps"] = steps
-        if data.get("gradient_clipping") in (None, "auto"):
-            data["gradient_clipping"] = 0
-        if all(data.get(name) in (None, "auto") for name in _BATCH_KEYS):
-            data[_BATCH_KEYS[1]] = micro
+                fields["micro_batch_size"] = micro
+            return load_config(self._config.model_copy(update=fields), world_size=world_size), problems
+        data = copy.deepcopy(self._config)
+        problems = settle(data, given.statements())
+        put(data, _CLIPPING, 0)
+        if all(data.get(name) in (None, "auto") for name in (_BATCH, _MICRO)):
+            data[_MICRO] = micro
         try:
-            return load_config(data, auto=_filled_in(asked), world_size=world_size)
+            return load_config(data, auto=_auto_precision(given.precision), world_size=world_size), problems
         except ConfigError as error:
-            raise ConfigError(self._source, error.problems) from None
+            raise ConfigError(self._source, (world_size and problems) or error.problems) from None
 
-    def _batch_problems(self, asked: Asked) -> list[Problem]:
-        name = "micro_batch_size" if self._config is not None else _BATCH_KEYS[1]
-        given = self._given(name)
-        if given is None or asked.micro_batch_size in (None, given):
-            return []
-        return [Problem(name, f"contradicts the DataLoader, whose batch_size is {asked.micro_batch_size}", given)]
-
-    def _loss_scaling(self, config: Config, asked: Asked) -> LossScaling | None:
-        if asked.precision not in _SCALED:
+    def _loss_scaling(self, config: Config, given: LightningArguments) -> LossScaling | None:
+        if given.precision not in _SCALED:
             return config.loss_scaling
-        explicit = self._config is None or "loss_scaling" in self._config.model_fields_set
+        explicit = isinstance(self._config, dict) or "loss_scaling" in self._config.model_fields_set
         configured = config.loss_scaling if explicit else None
-        return configured or asked.loss_scaling or _SCALER
+        return configured or given.loss_scaling or _SCALER
 
 
-def _filled_in(asked: Asked | None) -> dict[str, Any]:
-    """What ``"auto"`` means where a file leaves the precision to Lightning."""
-    dtype, autocast = PRECISIONS["32-true" if asked is None else asked.precision]
-    names = {"fp16": "float16", "bf16": "bfloat16"}
-    enabled = {f"{name}.enabled": dtype == name for name in names}
+def _auto_precision(precision: str) -> dict[str, Any]:
+    """What ``"auto"`` means in a file that leaves the precision to Lightning."""
+    dtype, autocast = PRECISIONS[precision]
     return {
-        **enabled,
+        "fp16.enabled": dtype == "fp16",
+        "bf16.enabled": dtype == "bf16",
         "torch_autocast.enabled": autocast is not None,
-        "torch_autocast.dtype": names[autocast or "bf16"],
+        "torch_autocast.dtype": autocast or "bf16",
     }
 
 
-def _steps_problem(steps: int, asked: Asked) -> Problem:
-    if asked.accumulation is None:
-        what = f"is decided by your loop with {asked.by}: every optimizer.step() applies; leave it out, or set it to 1"
-    else:
-        what = (
-            f"contradicts {asked.by}(accumulate_grad_batches={asked.accumulation}), which decides; leave it out, or "
-            "make them agree"
-        )
-    return Problem("gradient_accumulation_steps", what, steps)
-
-
-def _problems(config: Config, asked: Asked, from_file: bool) -> list[Problem]:
-    """What of the configuration is Lightning's to say, and says something else."""
-    problems = []
-    dtype, autocast = PRECISIONS[asked.precision]
-    for name, found, wanted in (("dtype", config.dtype, dtype), ("autocast", config.autocast, autocast)):
-        # Absent is whatever Lightning says.
-        if found is not None and found != wanted:
-            what = (
-                f"contradicts {asked.by}(precision={asked.precision!r}), which decides"
-                f"{' (it is the default)' if asked.precision == '32-true' else ''}: leave it out, "
-                f"or pass precision={_precision_of(config)!r}"
-            )
-            path = {"dtype": f"{found}.enabled", "autocast": "torch_autocast.dtype"}[name] if from_file else name
-            problems.append(Problem(path, what, found))
-    for name, there in (("optimizer", asked.has_optimizer), ("scheduler", asked.has_scheduler)):
+def _decided_by_lightning(config: Config, given: LightningArguments, from_file: bool) -> list[Problem]:
+    """Problems with what Lightning decides, whatever the configuration says: precision, optimizer, schedule, loader."""
+    dtype, autocast = PRECISIONS[given.precision]
+    pair = (config.dtype or "fp32", config.autocast)
+    other = next((name for name, each in PRECISIONS.items() if each == pair), "32-true")
+    default = " (the default)" if given.precision == "32-true" else ""
+    argument = f"{given.by}(precision={given.precision!r}){default}, which decides"
+    says = Statement("", None, argument, f"leave it out, or pass precision={other!r}")
+    statements = []
+    # A dtype that the configuration does not give is whatever Lightning says.
+    if config.dtype is not None:
+        path = f"{config.dtype}.enabled" if from_file else "dtype"
+        statements.append((says._replace(path=path, value=dtype), config.dtype))
+    if config.autocast is not None:
+        path = "torch_autocast.dtype" if from_file else "autocast"
+        statements.append((says._replace(path=path, value=autocast), config.autocast))
+    problems = [problem for each, found in statements for problem in contradictions({each.path: found}, [each])]
+    for name, passed in (("optimizer", given.has_optimizer), ("scheduler", given.has_scheduler)):
         chosen = getattr(config, name)
-        if chosen is not None and there:
-            where = "configure_optimizers()" if asked.by == "Trainer" else "fabric.setup()"
+        if chosen is not None and passed:
+            where = "configure_optimizers()" if given.by == "Trainer" else "fabric.setup()"
             problems.append(Problem(name, f"is given twice: here and to {where}; keep one", chosen.type))
     if config.drop_last:
-        what = "is for a loader that the engine makes, and with Lightning you do: DataLoader(drop_last=True)"
+        what = "applies to a loader made by the engine, and with Lightning you make it: use DataLoader(drop_last=True)"
         problems.append(Problem("dataloader_drop_last" if from_file else "drop_last", what, True))
     return problems
-
-
-def _precision_of(config: Config) -> str:
-    wanted = (config.dtype or "fp32", config.autocast)
-    return next((name for name, pair in PRECISIONS.items() if pair == wanted), "32-true")

@@ -27,7 +27,7 @@ from longshore.integrations.lightning.checkpoints import (
 )
 from longshore.integrations.lightning.models import (
     Extras,
-    Holder,
+    ModuleClaim,
     batch_size_of,
     check_averaging,
     creation,
@@ -49,32 +49,32 @@ from longshore.integrations.lightning.names import (
     is_overridden,
 )
 from longshore.integrations.lightning.precision import BY_VALUE, LongshorePrecision, scaling_of
-from longshore.integrations.lightning.ranks import InRanks
-from longshore.integrations.lightning.settings import Asked, Settings
+from longshore.integrations.lightning.ranks import RankMethods
+from longshore.integrations.lightning.settings import LightningArguments, StrategySettings
 from longshore.optim import Offload
 
 
-class LongshoreStrategy(InRanks, TrainerParallelStrategy):
+class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
     """``Trainer(strategy=LongshoreStrategy(stage=2))``: sharded and offloaded, with the weights of the plain Trainer.
 
-    Fields of :class:`longshore.Config` may be given by name. Without any, and without a ``config``, it is stage 2
-    with the optimizer's state in host memory.
+    Fields of :class:`longshore.Config` may be given by name. The default, without any and without a ``config``, is
+    stage 2 with the optimizer's state in host memory.
 
     Args:
-        config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. What the Trainer decides
-            (batches to accumulate, clipping, precision) may be left out or ``"auto"`` there.
-        stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
+        config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. Values that the Trainer
+            decides (batches to accumulate, clipping, precision) may be left out or ``"auto"``.
+        stage: what is sharded: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
         offload_device: ``"cpu"`` or ``"none"``: where optimizer state lives and is stepped.
         offload, wrap_policy, weights: as in :func:`longshore.initialize`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's own
             strategies. ``checkpoint_io`` writes weights-only files; folders are the engine's.
         process_group_backend: by default nccl for CUDA, gloo for the CPU.
         timeout: of the process group.
-        fields: others of :class:`longshore.Config`.
+        fields: other fields of :class:`longshore.Config`.
 
     Raises:
-        ConfigError: at once for what is wrong by itself; when the Trainer starts for what contradicts it, with both
-            values.
+        ConfigError: at once for a configuration that is wrong by itself; when the Trainer starts for one that
+            contradicts its arguments, with both values.
     """
 
     strategy_name = "longshore"
@@ -95,7 +95,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         checkpoint_io: Any = None,
         precision_plugin: TrainerPrecision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = InRanks._timeout,
+        timeout: timedelta | None = RankMethods._timeout,
         **fields: Any,
     ) -> None:
         super().__init__(
@@ -105,21 +105,21 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        # Fixed.
-        self.settings = Settings(config, {"stage": stage, "offload_device": offload_device, **fields})
+        # Set once.
+        self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
         self._extras = Extras(offload, wrap_policy, weights)
         self._backend = process_group_backend
         self._timeout = timeout
         # Change with each call of the Trainer.
         self._engine: Engine | None = None
-        self._holder = Holder(self._close)
+        self._claim = ModuleClaim(self._close)
         self._handed_out: Any = None
-        """The state_dict that hooks may change before it is saved or loaded."""
+        """The state dict that was given to hooks, which may change it before it is saved or loaded."""
         self._restored = False
-        """Whether the checkpoint that is being loaded brought the optimizer's state itself."""
+        """Whether the engine has loaded the optimizer's state from the checkpoint."""
         self._random: dict[str, Any] | None = None
-        """What random numbers began with in the checkpoint."""
-        # Of one batch.
+        """Random states of the checkpoint that was loaded."""
+        # Changes with each batch.
         self._accumulating = False
 
     # -- precision ------------------------------------------------------------
@@ -141,9 +141,9 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the fit that is under way, or of the last one."""
+        """The engine of the current fit, or of the last one."""
         if self._engine is None:
-            self._holder.check()
+            self._claim.check()
             raise LongshoreError("there is no engine before trainer.fit() has called configure_optimizers()")
         return self._engine
 
@@ -152,25 +152,25 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if not fitting and self._engine is not None and self._engine.module is self.lightning_module:
-            self.model = self._engine  # it has the shards, and gathers them
+            self.model = self._engine  # which gathers the shards
             return
         self._close()
         if fitting and self._layer_sync is not None and self.is_distributed:
             self._layer_sync.apply(self.lightning_module)  # Trainer(sync_batchnorm=True)
         module = self.precision_plugin.convert_module(self.lightning_module)
         if fitting:
-            self._holder.take(self.lightning_module)
+            self._claim.take(self.lightning_module)
             self.setup_optimizers(trainer)
         else:
             self._reset_optimizers_and_schedulers()
-            # Steps of an evaluation go through its forward, which is where FSDP2 gathers what is sharded.
+            # Evaluation steps call its forward, in which FSDP2 gathers the shards.
             self.model = place(module, self._resolved(trainer).config, self._extras, self.root_device)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         assert self.lightning_module is not None
         self._reset_optimizers_and_schedulers()
         with warnings.catch_warnings():
-            # The configuration may name one.
+            # The configuration may name an optimizer.
             warnings.filterwarnings("ignore", message=".*configure_optimizers` returned `None`")
             super().setup_optimizers(trainer)
         if self.settings.stage == 3 and self.is_distributed:
@@ -191,7 +191,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         self.optimizers = [engine.optimizer]
         self.model = engine
         if self.lightning_module.automatic_optimization:
-            # The Trainer says which batch is the last of its window, also where an epoch ends before it is full.
+            # The Trainer says which batch is the window's last, also where an epoch ends before the window is full.
             engine.set_gradient_accumulation_boundary(True)
 
     def _resolved(self, trainer: Trainer, has_optimizer: bool = False) -> LoadedConfig:
@@ -199,10 +199,10 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         assert isinstance(plugin, LongshorePrecision)
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == ClipAlgorithm.VALUE:
             raise ValueError(BY_VALUE.format(f"{trainer.gradient_clip_val:g}"))
-        # A hook of the user's clips when it likes, and as it likes.
+        # A hook of the user's decides itself whether and how to clip.
         clips = trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", module)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        asked = Asked(
+        given = LightningArguments(
             by="Trainer",
             precision=plugin.precision,
             world_size=self.world_size if self.is_distributed else 1,
@@ -213,7 +213,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
             has_scheduler=bool(self.lr_scheduler_configs),
             loss_scaling=scaling_of(plugin.inner),
         )
-        return self.settings.resolved(asked)
+        return self.settings.resolved(given)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -222,7 +222,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
             yield
 
     def model_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
-        """Around the making of a model outside of ``configure_model``; ``Trainer.init_module`` enters it."""
+        """Context for making a model outside of ``configure_model``; ``Trainer.init_module`` enters it."""
         return self.tensor_init_context(empty_init)
 
     def model_to_device(self) -> None:
@@ -235,11 +235,11 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         assert self.lightning_module is not None
         random, self._random = self._random, None
         trainer = self.lightning_module.trainer
-        for callback in trainer.checkpoint_callbacks:  # resumed, it forgot that it saved this step: not in mid-window
+        for callback in trainer.checkpoint_callbacks:  # a resumed one would save this step again, in mid-window
             vars(callback)["_last_global_step_saved"] = trainer.global_step
         loop = trainer.fit_loop
         if random is not None and 0 < loop.epoch_loop.batch_progress.current.ready < loop.max_batches:
-            # In the middle of an epoch: its loader was begun again, and drew a seed that the run had drawn before.
+            # In the middle of an epoch its loader is started again, and draws a seed that the run had drawn before.
             restore_random_states(random, self.root_device)
 
     @contextlib.contextmanager
@@ -261,7 +261,7 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         engine.set_gradient_accumulation_boundary(not self._accumulating)
 
     def step_engine(self) -> None:
-        """Clip, step and publish what the window holds; nothing where it holds nothing."""
+        """Clip, step and publish the window; does nothing if it is empty."""
         engine, module = self.engine, self.lightning_module
         if module is not None and module.automatic_optimization:
             engine.set_gradient_accumulation_boundary(True)  # also where the last batch had no backward
@@ -271,15 +271,15 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
     def grad_norm(self) -> Tensor:
         """The 2-norm of the window's gradients over all ranks: float32, 0-dim, on the CPU. All ranks have to call.
 
-        In ``on_before_optimizer_step`` it is what ``lightning.pytorch.utilities.grad_norm`` cannot give, since
-        gradients are not in ``.grad``.
+        Use it in ``on_before_optimizer_step`` in place of ``lightning.pytorch.utilities.grad_norm``, which does not
+        work because gradients are not in ``.grad``.
         """
         return self.engine.optimizer.grad_norm()
 
     def _evaluate(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         if self.settings.stage < 3:
             return step(*args, **kwargs)
-        # What FSDP2 gathers in inference mode could not be used in the next training step.
+        # Parameters that FSDP2 gathers in inference mode could not be used in the next training step.
         with torch.inference_mode(False), torch.no_grad():
             return step(*args, **kwargs)
 
@@ -292,9 +292,6 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().predict_step, *args, **kwargs)
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._reduced(tensor, group, reduce_op)
-
     # -- checkpoints ----------------------------------------------------------
 
     @property
@@ -306,26 +303,26 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
         return not self._restored
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's; at stage 3 with this rank's shards in it, of which a weights-only file gets the whole."""
+        """The module's state dict; at stage 3 with this rank's shards, which a weights-only file gets gathered."""
         self._handed_out = super().lightning_module_state_dict()
         return dict(self._handed_out)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return {}  # the engine saves it, each rank its part
+        return {}  # the engine saves it, each rank its shards
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """With the optimizer: a folder, to which every rank writes its part. Weights only: one file, as Lightning's.
+        """Save a folder to which every rank writes its shards; or, for weights only, one file as Lightning's.
 
         Raises:
-            CheckpointError: in the middle of an accumulation window, or where it cannot be written.
+            CheckpointError: in the middle of an accumulation window, or if it cannot be written.
         """
         path, handed_out = Path(self.broadcast(filepath)), self._handed_out
         self._handed_out = None
         if "optimizer_states" not in checkpoint or self._engine is None:
             if "optimizer_states" in checkpoint:
-                self._holder.check()
+                self._claim.check()
             super().save_checkpoint(whole(checkpoint, self.is_global_zero), path, storage_options)
             return
         if storage_options is not None:
@@ -342,12 +339,12 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
             return
         steps = module.trainer.accumulate_grad_batches
         if module.trainer.interrupted and module.automatic_optimization and steps == 1:
-            engine.zero_grad()  # of a batch that was not finished, and is taken again
+            engine.zero_grad()  # gradients of an unfinished batch, which is run again
             return
         raise CheckpointError(
-            "a checkpoint has no gradients, and those of the window under way would be lost, so a run that goes on "
-            f"from it would not be this one: accumulate_grad_batches is {steps}, and no step was made since the last "
-            "batch; save after a step (ModelCheckpoint(every_n_train_steps=...), or val_check_interval a multiple of "
+            "a checkpoint has no gradients, and those of the current accumulation window would be lost, so a resumed "
+            f"run would differ: accumulate_grad_batches is {steps}, and no step was made since the last batch; save "
+            "after a step (ModelCheckpoint(every_n_train_steps=...), or val_check_interval a multiple of "
             "accumulate_grad_batches), or weights only"
         )
 
@@ -387,7 +384,8 @@ class LongshoreStrategy(InRanks, TrainerParallelStrategy):
     # -- the end --------------------------------------------------------------
 
     def teardown(self) -> None:
-        """The engine stays, for ``trainer.save_checkpoint``, ``test`` and ``predict``, until the next ``fit``."""
+        """Release everything but the engine, which ``save_checkpoint``, ``test`` and ``predict`` use until the next
+        ``fit``."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

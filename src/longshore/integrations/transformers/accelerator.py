@@ -1,4 +1,4 @@
-"""What the Trainer's accelerator and optimizer do where the engine does it."""
+"""The Trainer's accelerator and optimizer, replaced by ones that call the engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from longshore.engine import Engine
 
 
 class EngineAccelerator(Accelerator):
-    """An ``Accelerator`` whose model is an engine: it scales, reduces and clips itself.
+    """An ``Accelerator`` whose model is an engine, which scales, reduces and clips itself.
 
-    Made of the accelerator that the Trainer made, by :meth:`take_over`: the Trainer leaves no place for one of ours.
+    The Trainer cannot be given one, so that :meth:`take_over` converts the accelerator that it made.
     """
 
     _engine: Engine
@@ -26,8 +26,8 @@ class EngineAccelerator(Accelerator):
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, engine: Engine) -> EngineAccelerator:
-        """From now on ``accelerator`` is one of these."""
-        # Nothing but methods differs, so that all that it holds stays valid.
+        """Convert an accelerator, in place."""
+        # Only methods differ, so that its attributes stay valid.
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator._engine = engine
@@ -36,7 +36,7 @@ class EngineAccelerator(Accelerator):
         return accelerator
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """One backward of the window; the last one where gradients are synchronized. The Trainer divided the loss."""
+        """Run one backward of the window, the last one if gradients are synchronized. The Trainer divided the loss."""
         self._engine.set_gradient_accumulation_boundary(self.sync_gradients)
         self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
 
@@ -44,7 +44,7 @@ class EngineAccelerator(Accelerator):
         """The norm before clipping: float32, 0-dim. With a finite ``max_norm`` the step clips, and fills it in.
 
         Raises:
-            ValueError: ``max_norm`` is not what the engine clips to, or the norm is another one.
+            ValueError: ``max_norm`` is not the engine's, or ``norm_type`` is not 2.
         """
         if norm_type != 2:
             raise ValueError(f"longshore clips the 2-norm, not norm_type={norm_type}")
@@ -57,13 +57,13 @@ class EngineAccelerator(Accelerator):
         return self._pending_norm
 
     def check_clipping(self) -> None:
-        """Before a step: it would clip, so that somebody has to have asked for it."""
+        """Raise ValueError before a step that would clip although nobody asked for it."""
         clip = self._engine.config.gradient_clipping
         if clip is not None and self._pending_norm is None:
             raise _clipped_otherwise("nothing", clip)
 
     def stepped(self) -> None:
-        """The engine's step is over."""
+        """Fill in the norm, after the engine's step."""
         norm = self._engine.get_global_grad_norm()
         if self._pending_norm is not None and norm is not None:
             self._pending_norm.fill_(norm)
@@ -71,7 +71,7 @@ class EngineAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Nothing: at which backward gradients are reduced is the stage's business."""
+        """Does nothing: the stage decides at which backward gradients are reduced."""
         yield
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -89,11 +89,11 @@ def _clipped_otherwise(asked: str, clip: float | None) -> ValueError:
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """What the Trainer steps: ``step()`` is the engine's, with clipping and the overflow check.
+    """The optimizer that the Trainer steps: ``step()`` is the engine's, with clipping and the overflow check.
 
     Args:
-        engine: of this rank.
-        accelerator: told before and after each step.
+        engine: this rank's.
+        accelerator: called before and after each step.
     """
 
     _is_accelerate_prepared = True

@@ -22,7 +22,7 @@ from longshore.engine import Config, Engine, initialize
 from longshore.engine.schedules import make_schedule
 from longshore.errors import CheckpointError
 from longshore.integrations.transformers.accelerator import EngineAccelerator, EngineOptimizer
-from longshore.integrations.transformers.settings import Settings
+from longshore.integrations.transformers.settings import TrainerSettings
 from longshore.optim import Offload
 
 _TAG = "longshore"
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrainerMixin:
-    """What makes a trainer on top of ``transformers.Trainer`` one of ours: put it first among the base classes.
+    """Puts the engine into a subclass of ``transformers.Trainer``, as the first base class.
 
     ``class Sft(TrainerMixin, trl.SFTTrainer): pass``
 
@@ -40,14 +40,14 @@ class TrainerMixin:
         config: a DeepSpeed JSON file, the same as a dictionary, or a :class:`longshore.Config`. Values that are
             ``"auto"`` or left out come from ``TrainingArguments``. None: ZeRO-2 with the optimizer on the host.
         weights: a safetensors file or a folder of them, for a model made under ``longshore.Init(empty=True)``.
-        offload: settings of the host side beyond the configuration's, as for :func:`longshore.initialize`.
+        offload: settings of the host side in addition to the configuration, as for :func:`longshore.initialize`.
         args, kwargs: the trainer's own.
 
     Attributes:
-        engine: from the beginning of training on; None before.
+        engine: None before training begins.
 
     Raises:
-        ConfigError: the configuration is wrong, or contradicts ``TrainingArguments``; shows both.
+        ConfigError: the configuration is wrong, or contradicts ``TrainingArguments``; shows both values.
         ValueError: an argument that cannot be honoured, by name.
     """
 
@@ -67,7 +67,7 @@ class TrainerMixin:
         self._longshore_schedule: Any = None
         super().__init__(*args, **kwargs)
 
-    # What the Trainer's class has, for the type checker.
+    # Attributes of transformers.Trainer, for the type checker.
     args: Any
     model: Any
     model_wrapped: Any
@@ -80,20 +80,20 @@ class TrainerMixin:
     state: Any
 
     def _base(self) -> Any:
-        """The trainer below this class."""
+        """The trainer's own methods, below this class."""
         return super()
 
     # -- before training ------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         _refuse(self.args)
-        # Everything that is wrong is said before the model moves anywhere.
+        # Report everything that is wrong before the model is moved.
         settings = self._settings()
         sharded = settings.config.stage == 3 and self.args.world_size > 1
         if sharded and self.args.load_best_model_at_end and self.args.save_only_model:
             raise ValueError(
                 "at stage 3 on several ranks load_best_model_at_end=True loads what the engine saved, and "
-                "save_only_model=True leaves that out; leave out one of the two"
+                "save_only_model=True does not save that; leave out one of the two"
             )
         if self.args.process_index == 0:
             for note in settings.notes:
@@ -108,15 +108,15 @@ class TrainerMixin:
         self._base().create_accelerator_and_postprocess()
         _refuse_plugins(self.accelerator)
 
-    def _settings(self) -> Settings:
-        return Settings(self._longshore_config, self.args, self.args.world_size)
+    def _settings(self) -> TrainerSettings:
+        return TrainerSettings(self._longshore_config, self.args, self.args.world_size)
 
     @property
     def _in_shards(self) -> bool:
         return self.engine is not None and self.engine.config.stage == 3 and self.engine.ranks.world_size > 1
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # The engine does it, for what is sharded after it was sharded.
+        # The engine moves the model; if it is sharded, after that.
         if self.args.world_size == 1 or self._settings().config.stage < 3:
             if any(parameter.is_meta for parameter in model.parameters()):
                 return
@@ -125,7 +125,7 @@ class TrainerMixin:
     # -- the engine -----------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The engine's, made at the first call for a model."""
+        """The engine's optimizer; the engine is made at the first call for a model."""
         mine = isinstance(self.optimizer, EngineOptimizer) and self.engine is not None
         if mine and self.engine is not None and self.engine.module is self.model:
             return self.optimizer
@@ -160,20 +160,20 @@ class TrainerMixin:
             offload=self._longshore_offload,
             weights=self._longshore_weights,
         ).engine
-        # The Trainer steps the schedule, once for each step that was applied.
+        # The Trainer steps the schedule, once for each applied step.
         self.lr_scheduler, engine.lr_scheduler = engine.lr_scheduler, None
         self.engine = engine
         self.accelerator = EngineAccelerator.take_over(self.accelerator, engine)
         self.optimizer = EngineOptimizer(engine, self.accelerator)
 
     def _keep_shifting(self) -> None:
-        """The Trainer knows by the name of the model's class whether labels are shifted where they are smoothed, and
-        ``fully_shard`` gives the model a class of another name."""
+        """Keep the label smoother shifting labels: the Trainer decides that by the name of the model's class, which
+        ``fully_shard`` changes."""
         if self.label_smoother is not None and self.model._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            self.label_smoother = _Shifting(self.label_smoother)
+            self.label_smoother = _ShiftingSmoother(self.label_smoother)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Parameters with weight decay and without, as the Trainer divides them."""
+        """Parameter groups with and without weight decay, as the Trainer makes them."""
         decayed = set(self._base().get_decay_parameter_names(self.model))
         trainable = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
         groups: list[dict[str, Any]] = [
@@ -183,7 +183,7 @@ class TrainerMixin:
         return [group for group in groups if group["params"]]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The configuration's schedule, or that of the arguments."""
+        """The configuration's schedule, or the arguments'."""
         named = self._settings().scheduler(num_training_steps) if self.lr_scheduler is None else None
         if named is None:
             return self._base().create_scheduler(num_training_steps, optimizer)
@@ -196,7 +196,7 @@ class TrainerMixin:
         if training:
             self.create_optimizer()
         elif self.engine is None and self._settings().config.stage == 3 and self.args.world_size > 1:
-            self.create_optimizer()  # no rank can hold the whole model, so that it is sharded to be evaluated too
+            self.create_optimizer()  # a rank may not have memory for the whole model, so that evaluation shards it too
         if self.engine is not None and self.engine.module is self.model:
             return self.engine
         return self._base()._wrap_model(model, training, dataloader)
@@ -204,30 +204,30 @@ class TrainerMixin:
     # -- checkpoints ----------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As ``transformers.Trainer.train``; ``True`` goes on from the newest checkpoint that is whole."""
+        """As ``transformers.Trainer.train``; ``True`` resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _newest_whole(Path(self.args.output_dir))
+            resume_from_checkpoint = _newest_complete(Path(self.args.output_dir))
         elif resume_from_checkpoint and not (Path(resume_from_checkpoint) / _STATE).is_file():
             raise ValueError(
-                f"{resume_from_checkpoint} is no whole checkpoint of a Trainer: it has no {_STATE}; give a folder "
-                "checkpoint-N, or True for the newest one that is whole"
+                f"{resume_from_checkpoint} is not a complete checkpoint of a Trainer: it has no {_STATE}; give a "
+                "folder checkpoint-N, or True for the newest complete one"
             )
         return self._base().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         engine = self._running()
         if self.control.should_training_stop:
-            engine.zero_grad()  # of backwards after the last step, which nothing will step
+            engine.zero_grad()  # gradients after the last step, which will not be stepped
         elif engine.in_window:
             raise CheckpointError(
                 f"a checkpoint was to be saved after step {self.state.global_step} in the middle of accumulation: the "
-                "data ended there, or a callback asked for it; a checkpoint has no gradients, so that a run that goes "
-                'on from it would lose them. Use save_strategy="steps", and have callbacks ask in on_step_end'
+                "data ended there, or a callback asked for it; a checkpoint has no gradients, so that a resumed run "
+                'would lose them. Use save_strategy="steps", and have callbacks ask in on_step_end'
             )
         self._base()._save_checkpoint(model, trial)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._running().zero_grad()  # likewise
+        self._running().zero_grad()  # gradients after the last step
         return self._base()._finalize_training(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -237,7 +237,7 @@ class TrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # The engine's part has the weights too; without one it is the plain Trainer's, which has only these.
+        # The engine's checkpoint includes the weights. A plain Trainer's checkpoint has none of the engine's.
         if not _has_engine_part(resume_from_checkpoint):
             self._base()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -251,14 +251,14 @@ class TrainerMixin:
             engine.optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
         else:
             raise CheckpointError(
-                f"{folder} has neither a checkpoint of longshore nor {_OPTIMIZER}, so training would begin anew on "
+                f"{folder} has neither a checkpoint of longshore nor {_OPTIMIZER}, so training would start again from "
                 "its weights; load those into the model, and leave resume_from_checkpoint out"
             )
         if (folder / _SCHEDULER).is_file():
             self.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """The engine's checkpoint has the loss scale."""
+        """Does nothing: the engine's checkpoint includes the loss scale."""
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -268,7 +268,7 @@ class TrainerMixin:
             self._base()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As ``transformers.Trainer.save_model``; all ranks have to call."""
+        """As ``transformers.Trainer.save_model``; all ranks have to call it."""
         if not self._in_shards:
             return self._base().save_model(output_dir, _internal_call)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -288,12 +288,12 @@ class TrainerMixin:
 class Trainer(TrainerMixin, transformers.Trainer):
     """``transformers.Trainer`` on ZeRO-1, 2 or 3 with the optimizer on the host.
 
-    Takes what ``transformers.Trainer`` takes, and what :class:`TrainerMixin` adds.
+    Takes the arguments of ``transformers.Trainer`` and those of :class:`TrainerMixin`.
     """
 
 
-class _Shifting:
-    """A label smoother of a causal language model."""
+class _ShiftingSmoother:
+    """A label smoother that shifts labels, for causal language models."""
 
     def __init__(self, smoother: Callable[..., torch.Tensor]) -> None:
         self._smoother = smoother
@@ -310,14 +310,14 @@ _INSTEAD = {
     "fp16_full_eval": "the model cannot be cast while it is trained; evaluate a copy",
     "bf16_full_eval": "the model cannot be cast while it is trained; evaluate a copy",
 }
-"""Arguments that would have something else shard or cast the model, and what to do."""
+"""Arguments that would have another library shard or cast the model, and what to do instead."""
 
 
 def _refuse(args: Any) -> None:
     for name, instead in _INSTEAD.items():
         value = getattr(args, name, None)
         if value:
-            raise ValueError(f"TrainingArguments({name}={value!r}) is not for longshore's Trainer: {instead}")
+            raise ValueError(f"TrainingArguments({name}={value!r}) is not supported by longshore's Trainer: {instead}")
 
 
 def _refuse_plugins(accelerator: Any) -> None:
@@ -334,12 +334,12 @@ def _has_engine_part(checkpoint: str) -> bool:
 
 
 def _is_adapter(model: nn.Module) -> bool:
-    """A PEFT model, whose frozen weights are elsewhere."""
+    """Whether it is a PEFT model, whose frozen weights are saved elsewhere."""
     return hasattr(model, "peft_config") and hasattr(model, "base_model")
 
 
-def _newest_whole(output_dir: Path) -> str:
-    """The newest ``checkpoint-N`` that was written to its end; a kill leaves half ones.
+def _newest_complete(output_dir: Path) -> str:
+    """The newest complete ``checkpoint-N``; a killed run may leave incomplete ones.
 
     Raises:
         ValueError: there is none.
@@ -356,5 +356,5 @@ def _newest_whole(output_dir: Path) -> str:
                 WholeCheckpoint(path / _TAG)
             return str(path)
         except (OSError, ValueError, CheckpointError) as error:
-            _log.warning("%s is passed over: it is not whole (%s)", path, error)
-    raise ValueError(f"{output_dir} has no whole checkpoint to go on from; leave resume_from_checkpoint out to begin")
+            _log.warning("%s is skipped: it is incomplete (%s)", path, error)
+    raise ValueError(f"{output_dir} has no complete checkpoint to resume from; leave resume_from_checkpoint out")

@@ -1,27 +1,28 @@
-"""``deepspeed.accelerator.real_accelerator``: CUDA, or the CPU where there is none."""
+"""``deepspeed.accelerator``: CUDA, or the CPU where there is none."""
 
 from __future__ import annotations
 
 import os
 import resource
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.compat.absent import attribute_error, getter
+from longshore.compat.finder import attribute_error
 
 _ONE_KIB = 1024
 
 
 class DeepSpeedAccelerator:
-    """CUDA where there is some, and the CPU elsewhere, as longshore chooses."""
+    """The kind of device that the run trains on: CUDA if there is any, otherwise the CPU."""
 
     def __init__(self) -> None:
         self._cuda = torch.cuda.is_available()
 
     def __getattr__(self, name: str) -> Any:
-        raise attribute_error(f"{__name__.rpartition('.')[0]}", name)
+        raise attribute_error("accelerator", name)
 
     # -- devices --------------------------------------------------------------
 
@@ -38,16 +39,16 @@ class DeepSpeedAccelerator:
         return torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int) -> None:
-        """Nothing on the CPU, of which there is one."""
+        """Choose the CUDA device; does nothing on the CPU."""
         if self._cuda:
             torch.cuda.set_device(device_index)
 
     def current_device(self) -> int:
-        """Its number; on the CPU the rank's place on its machine, as in DeepSpeed."""
+        """The device's number; on the CPU the rank's number on its machine, as in DeepSpeed."""
         return torch.cuda.current_device() if self._cuda else int(os.environ.get("LOCAL_RANK", "0"))
 
     def current_device_name(self) -> str:
-        """What ``.to()`` takes."""
+        """The current device's name, as ``Tensor.to()`` takes it."""
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
@@ -64,7 +65,7 @@ class DeepSpeedAccelerator:
         return tensor.device.type == self.device_name()
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """As it is on the CPU, where nothing is copied."""
+        """Pin the tensor; returns it unchanged on the CPU, where nothing is copied to a device."""
         return tensor.pin_memory() if self._cuda else tensor
 
     # -- random numbers -------------------------------------------------------
@@ -97,23 +98,23 @@ class DeepSpeedAccelerator:
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """That a model can train in."""
+        """Dtypes that a model can train in."""
         return [torch.float32, torch.float16] + [torch.bfloat16] * self.is_bf16_supported()
 
     # -- memory ---------------------------------------------------------------
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes; on the CPU those that the process has."""
+        """Bytes allocated; on the CPU, bytes resident in the process."""
         if self._cuda:
             return torch.cuda.memory_allocated(device_index)
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes, the most so far."""
+        """Peak of :meth:`memory_allocated`, in bytes."""
         if self._cuda:
             return torch.cuda.max_memory_allocated(device_index)
-        # The system counts the two at different times.
+        # The kernel updates the peak later than the current figure.
         return max(self.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _ONE_KIB)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
@@ -123,7 +124,7 @@ class DeepSpeedAccelerator:
         return torch.cuda.max_memory_reserved(device_index) if self._cuda else self.max_memory_allocated()
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device, or of the machine."""
+        """Bytes of memory of the device, or on the CPU of the machine."""
         if self._cuda:
             return torch.cuda.get_device_properties(self.device(device_index)).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -133,24 +134,14 @@ class DeepSpeedAccelerator:
             torch.cuda.empty_cache()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """The CPU's peak is the system's, and stays."""
+        """Reset the peak; does nothing on the CPU, whose peak the system counts."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(device_index)
 
     reset_max_memory_allocated = reset_peak_memory_stats
 
 
-_ACCELERATOR: list[DeepSpeedAccelerator] = []
-
-
+@cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The same object every time."""
-    if not _ACCELERATOR:
-        _ACCELERATOR.append(DeepSpeedAccelerator())
-    return _ACCELERATOR[0]
-
-
-__all__ = ["DeepSpeedAccelerator", "get_accelerator"]
-__path__: list[str] = []
-
-__getattr__ = getter(__name__)
+    """The accelerator of this process; the same object at every call."""
+    return DeepSpeedAccelerator()

@@ -1,4 +1,4 @@
-"""A model and its optimizer, and the checkpoint that they go into or come out of."""
+"""The state of a model and its optimizer: content for a checkpoint, and loading from one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from longshore.checkpoint.crew import Crew
+from longshore.checkpoint.boxes import tensors_of
 from longshore.checkpoint.folder import WholeCheckpoint
-from longshore.checkpoint.loading import check_parts, load_parts, read_values
+from longshore.checkpoint.loading import check_boxes, load_boxes, read_values
 from longshore.checkpoint.model_state import KIND, ModelState
 from longshore.checkpoint.optimizer_state import OptimizerState, checked_about
-from longshore.checkpoint.parts import names_of
+from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.reading import checked
 from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE, Content, Values
 from longshore.checkpoint.storage import SafetensorsReader
@@ -23,41 +23,39 @@ from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
 
 MODEL, OPTIMIZER, CLIENT_STATE = "model", "optimizer", "client_state"
-"""Keys of what is shared; but for the first two they are the caller's."""
+"""Keys of the shared values; the caller may have others."""
 _SHOWN = 20
 
 
 class Selection(NamedTuple):
-    """What of a checkpoint is loaded."""
+    """What to load. ``strict``: raise if something does not fit; otherwise it is skipped, with a warning."""
 
     strict: bool = True
-    """Raise where it does not fit; otherwise what does not is skipped, with a warning."""
     optimizer: bool = True
 
 
 class _Fit(NamedTuple):
-    """How a checkpoint fits a model."""
+    """Tensors to load by name, with their names in the checkpoint; and what does not fit."""
 
     sources: dict[str, str]
-    """For each tensor that is loaded, the name of the one in the checkpoint."""
     differences: list[str]
 
 
-class Session:
-    """What this process saves and loads.
+class TrainingState:
+    """A model and its optimizer, as this rank saves and loads them.
 
     Args:
-        model: with its parameters where they are stepped.
+        model: after its parameters were moved, converted and sharded.
         optimizer: steps them; None: only the model.
-        crew: who does the same.
+        group: the ranks that save and load together.
 
     Raises:
-        CheckpointError: the optimizer steps what the model does not have.
+        CheckpointError: the optimizer steps a parameter that the model does not have.
     """
 
-    def __init__(self, model: nn.Module, optimizer: HostOptimizer | None, crew: Crew) -> None:
-        self._crew = crew
-        self._model = ModelState(model, crew.rank, crew.world_size)
+    def __init__(self, model: nn.Module, optimizer: HostOptimizer | None, group: RankGroup) -> None:
+        self._group = group
+        self._model = ModelState(model, group.rank, group.world_size)
         self._optimizer = None if optimizer is None else OptimizerState(optimizer, self._model)
 
     # -- saving ---------------------------------------------------------------
@@ -71,19 +69,19 @@ class Session:
         exclude_frozen: bool = False,
         memory_bytes: int | None = None,
     ) -> Content:
-        """What a checkpoint is going to hold now.
+        """The content of a checkpoint of the current state.
 
         Args:
             shared: nested values of the caller, the same on all ranks.
-            own: those of this rank.
-            step: of the run.
-            run: which run it is.
+            own: nested values of this rank.
+            step: steps of the run.
+            run: its name.
             exclude_frozen: leave frozen parameters out.
-            memory_bytes: of the host, for training to go on before it is written: weights are copied, and the
-                optimizer's state is kept page by page. None: training waits until it is.
+            memory_bytes: host memory that may be used so that training can continue before the checkpoint is written:
+                weights are copied, and the optimizer's state is copied when it is stepped. None: training waits.
 
         Raises:
-            CheckpointError: a value that a checkpoint cannot hold, by its key.
+            CheckpointError: a value that a checkpoint cannot contain, by its key.
         """
         model = self._model
         left_out = model.frozen() if exclude_frozen else frozenset()
@@ -94,19 +92,19 @@ class Session:
             "parameters": [name for name in names if isinstance(model.tensors[name], nn.Parameter)],
             "extra_state": model.extra_state(),
         }
-        parts = model.saved(names)
+        boxes = model.saved(names)
         if memory_bytes is not None:
-            parts = [part.copied() for part in parts]
+            boxes = [each.copied() for each in boxes]
         values: dict[str, Any] = {MODEL: about, OPTIMIZER: None, **shared}
         snapshot = None
         if self._optimizer is not None:
             values[OPTIMIZER] = self._optimizer.about()
         written, own_written = Values.of(values), Values.of(own)
-        configs = _configs_of(model.model) if self._crew.rank == 0 else {}  # which writes them
+        configs = _configs_of(model.model) if self._group.rank == 0 else {}
         if self._optimizer is not None:
             states, snapshot = self._optimizer.saved(memory_bytes)
-            parts += states
-        return Content(parts, written, own_written, configs, step, run, snapshot)
+            boxes += states
+        return Content(boxes, written, own_written, configs, step, run, snapshot)
 
     # -- loading --------------------------------------------------------------
 
@@ -116,15 +114,15 @@ class Session:
         selection: Selection,
         look: Callable[[Mapping[str, Any]], None] = lambda values: None,
     ) -> dict[str, Any]:
-        """Load; all processes of the crew have to call. Returns the values that :meth:`content` was given as shared.
+        """Load a checkpoint; all ranks have to call. Returns the values that :meth:`content` was given as shared.
 
         Args:
             whole: verified.
-            selection: what of it.
+            selection: what to load.
             look: checks those values before anything changes.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or does not fit, with all that does not; nothing was loaded.
+            CheckpointError: the checkpoint is damaged or does not fit, with all differences; nothing was loaded.
         """
 
         reader = SafetensorsReader(whole.path)
@@ -134,23 +132,23 @@ class Session:
             look(found[0])
             return found
 
-        values, fit, about = self._crew.together(compare)
+        values, fit, about = self._group.together(compare)
         self._complain(whole, fit.differences, selection.strict)
-        parts = self._model.wanted(fit.sources)
+        boxes = self._model.wanted(fit.sources)
         among = self._among(fit)
         state = self._optimizer
         if state is not None and about is not None:
-            parts += self._crew.together(lambda: state.wanted(about, among))
+            boxes += self._group.together(lambda: state.wanted(about, among))
 
-        check_parts(reader, parts, self._crew)
+        check_boxes(reader, boxes, self._group)
         if state is None or about is None:
-            load_parts(reader, parts, self._crew)
-            self._crew.together(whole.check_unchanged)
+            load_boxes(reader, boxes, self._group)
+            self._group.together(whole.check_unchanged)
         else:
             try:
-                self._crew.together(state.clear)
-                load_parts(reader, parts, self._crew)
-                self._crew.together(whole.check_unchanged)
+                self._group.together(state.clear)
+                load_boxes(reader, boxes, self._group)
+                self._group.together(whole.check_unchanged)
                 state.restore_histories(about, among)
                 state.restore_groups(about, among)
             except BaseException as failure:
@@ -185,14 +183,14 @@ class Session:
         return values, fit, about
 
     def _among(self, fit: _Fit) -> dict[str, str]:
-        """The parameters whose optimizer state is loaded, and what the checkpoint calls them."""
+        """The parameters whose optimizer state is loaded, with their names in the checkpoint."""
         records = {} if self._optimizer is None else self._optimizer.records
         return {name: fit.sources[name] for name in records if name in fit.sources}
 
     def _fit(self, reader: SafetensorsReader, about: Mapping[str, Any]) -> _Fit:
         saved = {
             name.removeprefix(f"{KIND}."): entry
-            for name, entry in names_of(reader.read_metadata()).items()
+            for name, entry in tensors_of(reader.read_metadata()).items()
             if name.startswith(f"{KIND}.")
         }
         sources: dict[str, str] = {}
@@ -241,25 +239,25 @@ class Session:
                 f"{whole.path} does not fit; nothing was loaded. strict=False loads what fits. Differences: "
                 f"{len(differences)}\n{said}"
             )
-        if self._crew.rank == 0:
-            warnings.warn(f"{whole.path} fits in part; what does not is skipped, or cast\n{said}", stacklevel=4)
+        if self._group.rank == 0:
+            warnings.warn(f"{whole.path} fits only partly; the rest is skipped, or cast\n{said}", stacklevel=4)
 
 
 def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The configurations of a model that has them as transformers has them, by the names of their files."""
+    """The configurations of a model that has them as in transformers, by the names of their files."""
     content = _content_of(getattr(model, "config", None), CONFIG)
     if content is None:
         return {}
     if "model_type" in content and not content.get("architectures"):
         name = type(getattr(model, "_orig_mod", model)).__name__
-        # fully_shard makes a class of its own.
+        # fully_shard gives the model a class with this prefix.
         content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
     generation = _content_of(getattr(model, "generation_config", None), GENERATION_CONFIG)
     return {CONFIG: content} if generation is None else {CONFIG: content, GENERATION_CONFIG: generation}
 
 
 def _content_of(config: Any, file: str) -> dict[str, Any] | None:
-    """What goes into the file; None, with a warning, where JSON cannot hold it: a checkpoint is whole without."""
+    """The content of the file; None, with a warning, if it is not valid JSON: a checkpoint is complete without it."""
     to_json = getattr(config, "to_json_string", None)
     if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
         return None
@@ -269,7 +267,8 @@ def _content_of(config: Any, file: str) -> dict[str, Any] | None:
         json.dumps(content, allow_nan=False)
     except (TypeError, ValueError) as error:
         warnings.warn(
-            f"the checkpoint has no {file}: {type(config).__name__} has what JSON cannot hold ({error})", stacklevel=2
+            f"the checkpoint has no {file}: {type(config).__name__} has values that are not JSON ({error})",
+            stacklevel=2,
         )
         return None
     return content if isinstance(content, dict) else None

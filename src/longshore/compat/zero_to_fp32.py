@@ -1,4 +1,4 @@
-"""``deepspeed.utils.zero_to_fp32``: whole float32 weights of a checkpoint, of longshore's or of DeepSpeed's."""
+"""``deepspeed.utils.zero_to_fp32``: whole float32 weights of a checkpoint, longshore's or DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from torch import Tensor, nn
 
 from longshore.byte_sizes import parse_byte_size
-from longshore.compat.absent import getter
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -19,21 +18,21 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """A state dict of whole float32 weights (masters) on the CPU; tied ones are one tensor under all their names.
 
     Args:
-        checkpoint_dir: what was given to ``save_checkpoint``.
+        checkpoint_dir: the folder that was given to ``save_checkpoint``.
         tag: None: the latest.
-        exclude_frozen_parameters: leave those out.
+        exclude_frozen_parameters: leave frozen parameters out.
         lazy_mode: refused; ``convert_zero_checkpoint_to_fp32_state_dict`` needs memory for one tensor at a time.
 
     Raises:
-        CheckpointError: it is not there, damaged, or has not all of the model.
+        CheckpointError: the checkpoint is missing or damaged, or does not have the whole model.
         ValueError: ``lazy_mode``, or no tag.
     """
-    from longshore.checkpoint.whole_model import whole_state_dict
+    from longshore.checkpoint.export import whole_state_dict
 
     if lazy_mode:
         raise ValueError(
-            "lazy_mode is not done; convert_zero_checkpoint_to_fp32_state_dict(..., safe_serialization=True) needs "
-            "memory for one tensor at a time"
+            "lazy_mode is not supported; use convert_zero_checkpoint_to_fp32_state_dict(..., safe_serialization=True), "
+            "which needs memory for one tensor at a time"
         )
     return whole_state_dict(checkpoint_dir, tag, exclude_frozen_parameters)
 
@@ -41,7 +40,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load those weights into a model, which goes to the CPU, as in DeepSpeed; returns it."""
+    """Load the whole float32 weights into a model, moved to the CPU as in DeepSpeed; returns the model."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -56,7 +55,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write those weights into a folder that is new or empty.
+    """Write the whole float32 weights into a folder that is new or empty.
 
     Args:
         checkpoint_dir, tag, exclude_frozen_parameters: as in :func:`get_fp32_state_dict_from_zero_checkpoint`.
@@ -66,7 +65,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         safe_serialization: write safetensors.
 
     Raises:
-        ValueError: a size that is none, or frozen parameters left out of safetensors.
+        ValueError: ``max_shard_size`` is not a valid size.
     """
     from longshore.engine.weight_files import save_weights
 
@@ -79,15 +78,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, True)
         save_weights(state, output_dir, "model.safetensors")
         return
-    _export(checkpoint_dir, output_dir, max_bytes, tag)
-
-
-def _export(source: str | os.PathLike[str], out: str | os.PathLike[str], max_bytes: int, tag: str | None) -> None:
     import torch
 
     from longshore.checkpoint.export import export
 
-    export(source, out, max_bytes, torch.float32, tag=tag)
+    export(checkpoint_dir, output_dir, max_bytes, torch.float32, tag=tag)
 
 
 def _bytes(size: str | int | None) -> int:
@@ -97,13 +92,3 @@ def _bytes(size: str | int | None) -> int:
         return parse_byte_size(size)
     except ValueError as error:
         raise ValueError(f"max_shard_size: {error}") from error
-
-
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-]
-__path__: list[str] = []
-
-__getattr__ = getter(__name__)

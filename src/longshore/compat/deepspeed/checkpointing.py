@@ -1,9 +1,0 @@
-"""``deepspeed.checkpointing``: activation checkpointing."""
-
-from longshore.checkpointing import checkpoint, configure, is_configured, reset
-from longshore.compat.absent import getter
-
-__all__ = ["checkpoint", "configure", "is_configured", "reset"]
-__path__: list[str] = []
-
-__getattr__ = getter(__name__)

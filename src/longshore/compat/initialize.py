@@ -1,0 +1,147 @@
+"""``deepspeed.initialize`` and ``deepspeed.init_distributed``, on longshore's engine."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.optim import Optimizer
+
+from longshore import engine as own
+from longshore.compat.zero import policy_for
+from longshore.engine import Config
+from longshore.engine.config.load import read_file
+from longshore.engine.ranks import DEFAULT_TIMEOUT, join
+from longshore.engine.setup import Initialized
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> Initialized:
+    """:func:`longshore.initialize`, with DeepSpeed's choice where a script says something twice.
+
+    An optimizer or a scheduler that is passed replaces the one that the configuration names, with a warning;
+    ``model_parameters`` are ignored where an optimizer is passed. Afterwards there is a process group, for one rank
+    too, since scripts use ``torch.distributed`` without asking.
+
+    Raises:
+        ConfigError, ValueError, TypeError: as :func:`longshore.initialize`.
+    """
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    config, args = _read_config(args, config, config_params)
+    config = _without(config, "optimizer", "optimizer=", optimizer)
+    config = _without(config, "scheduler", "lr_scheduler=", lr_scheduler)
+    if isinstance(optimizer, Optimizer):
+        model_parameters = None
+    return own.initialize(
+        args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        config=config,
+        mesh_param=mesh_param,
+        wrap_policy=policy_for(model, config),
+    )
+
+
+def _read_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:
+    """The content of the one configuration that was given, and no ``args``. If none or several were given, they are
+    returned as they are, for :func:`longshore.initialize` to refuse."""
+    from_args = getattr(args, "deepspeed_config", None)
+    given = [each for each in (config, config_params, from_args) if each is not None]
+    if len(given) != 1:
+        return config if config is not None else config_params, args
+    (only,) = given
+    if isinstance(only, (str, os.PathLike)):
+        only = read_file(Path(only))
+    return only, None
+
+
+def _without(config: Any, section: str, argument: str, given: Any) -> Any:
+    """The configuration without a section that the argument replaces."""
+    if given is None or isinstance(config, Config) or not isinstance(config, Mapping) or not config.get(section):
+        return config
+    warnings.warn(
+        f"the configuration names {'an' if section == 'optimizer' else 'a'} {section}, and {argument} is passed, which "
+        "is used, as in DeepSpeed; remove one of them",
+        stacklevel=3,
+    )
+    return {key: value for key, value in config.items() if key != section}
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the ranks, however they were started. Does nothing if there is a process group already.
+
+    One rank without a launcher gets a process group of its own, as under DeepSpeed's launcher.
+
+    Args:
+        dist_backend: default: nccl for CUDA, gloo for the CPU; nccl where there is no CUDA means gloo.
+        auto_mpi_discovery, verbose: accepted; launchers are always looked for, and nothing is printed.
+        distributed_port: of rank 0, where no launcher names one.
+        timeout: of each collective.
+        init_method, rank, world_size: as in ``torch.distributed.init_process_group``, in place of a launcher.
+        dist_init_required: False: the script makes the group itself.
+        config: refused; it switches on the logging of communication.
+
+    Raises:
+        ValueError: variables that contradict each other, or ``config``.
+        RendezvousError: the other ranks did not come in time.
+    """
+    if config is not None:
+        raise ValueError("init_distributed(config=...) would log communication; use torch.profiler, and leave it out")
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    if dist_backend == "nccl" and not torch.cuda.is_available():
+        dist_backend = "gloo"  # DeepSpeed's accelerator names the backend, whatever the script was written for
+    if init_method not in (None, "env://") or rank >= 0 or world_size > 0:
+        dist.init_process_group(dist_backend, init_method, timeout, world_size, rank)
+        return
+    own.init_distributed(dist_backend, distributed_port=distributed_port, timeout=timeout)
+    if not dist.is_initialized():
+        backend = dist_backend or ("nccl" if join().device.type == "cuda" else "gloo")
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def get_world_group() -> dist.ProcessGroup | None:
+    """The process group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_local_rank() -> int:
+    """The rank's number on its machine."""
+    return join().local_rank

@@ -1,0 +1,261 @@
+"""``deepspeed.zero``: models that no rank has to keep whole, and modules that stage 3 gathers whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from longshore.engine import Config, Init
+from longshore.engine.model_sharding import units_of
+from longshore.sharding import gather
+
+
+class ZeroInit:
+    """:class:`longshore.Init` with DeepSpeed's arguments: parameters are made on rank 0, and ``initialize()`` gives
+    each rank its shard. Nested uses do nothing more.
+
+    Args:
+        module: refused; build the model inside.
+        data_parallel_group: all ranks, or None.
+        mem_efficient_linear, pin_memory: accepted; they change no result.
+        remote_device: None, ``"none"`` or ``"cpu"``.
+        config_dict_or_path, config: accepted; ``initialize()`` reads the configuration.
+        enabled: False does nothing.
+        dtype: default dtype inside, as by ``torch.set_default_dtype``; ``initialize()`` casts to the configuration's.
+        mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: refused.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: True is refused.
+
+    Raises:
+        ValueError: an argument that cannot be honoured, by name.
+        RankError: at the end, where another rank failed inside.
+    """
+
+    _depth = 0
+
+    def __init__(
+        self,
+        module: Any = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        refused = {
+            "module": module,
+            "mpu": mpu,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights or None,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights or None,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "param_swapper": param_swapper,
+        }
+        for name, value in refused.items():
+            if enabled and value is not None:
+                what = "build the model inside the with" if name == "module" else "leave it out"
+                raise ValueError(f"zero.Init(): longshore does not support {name}; {what}")
+        if enabled and str(remote_device or "none") not in ("none", "cpu"):
+            raise ValueError(
+                f"zero.Init(): remote_device must be None or 'cpu', not {remote_device!r}; parameters are in the "
+                "device's memory"
+            )
+        if enabled and data_parallel_group is not None:
+            _check_all(data_parallel_group)
+        self._enabled = enabled
+        self._dtype = dtype
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> ZeroInit:
+        with contextlib.ExitStack() as stack:
+            if self._enabled:
+                if ZeroInit._depth == 0:
+                    stack.enter_context(Init())
+                ZeroInit._depth += 1
+                stack.callback(_leave)
+                if self._dtype is not None:
+                    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                    torch.set_default_dtype(self._dtype)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+
+
+def _leave() -> None:
+    ZeroInit._depth -= 1
+
+
+def _check_all(group: Any) -> None:
+    if dist.is_initialized() and dist.get_world_size(group) != dist.get_world_size():
+        raise ValueError(
+            f"zero.Init(): data_parallel_group has {dist.get_world_size(group)} of {dist.get_world_size()} ranks; "
+            "longshore shards over all of them"
+        )
+
+
+class GatheredParameters:
+    """:func:`longshore.gather` with DeepSpeed's arguments, also for parameters made in ``zero.Init``.
+
+    Before ``initialize()`` those exist on rank 0 only: rank 0 may write to them, and the other ranks have shapes
+    without values.
+
+    Args:
+        params: a parameter, or several.
+        modifier_rank: the rank whose writes are sent to all ranks afterwards; None: nobody writes.
+        fwd_module: refused; it registers external parameters.
+        enabled: False does nothing.
+
+    Raises:
+        ValueError: an argument that cannot be honoured, or a writer other than rank 0 before ``initialize()``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Tensor,
+        modifier_rank: int | None = None,
+        fwd_module: Any = None,
+        enabled: bool = True,
+    ) -> None:
+        if fwd_module is not None and enabled:
+            raise ValueError(
+                "GatheredParameters(): longshore does not register external parameters; leave fwd_module out"
+            )
+        self._params = [params] if isinstance(params, Tensor) else list(params)
+        self._writer = modifier_rank
+        self._enabled = enabled
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        if not self._enabled or self._before_initialize():
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(gather(self._params, self._writer))
+            self._stack = stack.pop_all()
+
+    def _before_initialize(self) -> bool:
+        if self._writer is None or not dist.is_initialized() or dist.get_world_size() == 1:
+            return any(each.is_meta for each in self._params)
+        without_values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(without_values, any(each.is_meta for each in self._params))
+        if any(without_values) and self._writer != 0:
+            raise ValueError(
+                f"GatheredParameters(modifier_rank={self._writer}): before initialize() only rank 0 has the weights "
+                "of a model that was made in zero.Init; write on rank 0"
+            )
+        return any(without_values)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+
+
+# -- modules that stage 3 gathers whole -----------------------------------------------------------------------------
+
+_LEAVES: WeakSet[nn.Module] = WeakSet()
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Have stage 3 gather each module of these classes whole; to be called before ``initialize()``.
+
+    Args:
+        model: its submodules are searched.
+        leaf_module_classes: classes, or their names with or without the module's.
+        raise_if_not_found: raise ValueError if there is none.
+
+    Returns:
+        The modules.
+    """
+    found = _of_classes(
+        model.modules(), leaf_module_classes, raise_if_not_found, "set_z3_leaf_modules() found no module"
+    )
+    _LEAVES.update(found)
+    return found
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Undo :func:`set_z3_leaf_modules`."""
+    leaves, failure = get_z3_leaf_modules(model), "unset_z3_leaf_modules() found no leaf"
+    found = _of_classes(leaves, leaf_module_classes, raise_if_not_found, failure)
+    for module in found:
+        _LEAVES.discard(module)
+    return found
+
+
+def _of_classes(modules: Iterable[nn.Module], classes: Iterable[type | str], check: bool, failure: str) -> list[Any]:
+    wanted = list(classes)
+    found = [module for module in modules if any(_is_of(module, each) for each in wanted)]
+    if not found and check:
+        raise ValueError(f"{failure} of {', '.join(map(str, wanted))} in the model")
+    return found
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The model's modules that are set as leaves."""
+    return [module for module in model.modules() if module in _LEAVES]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether the module was set as a leaf."""
+    return model in _LEAVES
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Set or unset one module as a leaf."""
+    if flag:
+        _LEAVES.add(model)
+    else:
+        _LEAVES.discard(model)
+
+
+def policy_for(model: Any, config: Any) -> Callable[[str, nn.Module], bool] | None:
+    """The wrap policy for a model with leaves: the leaves, and the configuration's units that are not inside one.
+    None if there are no leaves, or nothing is sharded."""
+    leaves = get_z3_leaf_modules(model) if isinstance(model, nn.Module) else []
+    stage, policy = _stage_and_policy(config)
+    if not leaves or stage != 3:
+        return None
+    inside = {id(module) for leaf in leaves for module in leaf.modules()}
+    units = {id(unit) for unit in units_of(model, policy)} - inside | {id(leaf) for leaf in leaves}
+    return lambda _, module: id(module) in units
+
+
+def _stage_and_policy(config: Any) -> tuple[Any, Any]:
+    if isinstance(config, Config):
+        return config.stage, config.wrap_policy
+    if not isinstance(config, Mapping):
+        return None, None
+    zero, own = config.get("zero_optimization"), config.get("longshore")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    policy = own.get("wrap_policy", "auto") if isinstance(own, Mapping) else "auto"
+    return stage, policy
+
+
+def _is_of(module: nn.Module, wanted: type | str) -> bool:
+    kind = type(module)
+    if isinstance(wanted, str):
+        return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return isinstance(module, wanted)
