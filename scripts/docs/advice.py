@@ -177,7 +177,6 @@ SECTIONS = (
             "engine/setup.py",
             "engine/creation.py",
             "engine/data.py",
-            "engine/given_schedule.py",
             "engine/schedules.py",
             "engine/optimizers.py",
             "engine/weight_files.py",

@@ -12,11 +12,11 @@ import longshore
 from longshore.engine.config import Config, CsvConfig, LossScaling, TensorBoardConfig, WandbConfig
 from longshore.engine.config.keys import Treatment
 from longshore.engine.config.optimizers import OPTIMIZERS
-from longshore.engine.config.page import sentence
 from longshore.engine.config.schedulers import SCHEDULERS
 from longshore.engine.config.table import TABLE, TARGETS
 from longshore.engine.config.values import kind_of
 from scripts.docs.docstrings import without_roles
+from scripts.docs.keys_page import sentence
 
 INTRODUCTION = """\
 # Config, its fields

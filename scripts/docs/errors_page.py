@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 import longshore.errors
-from longshore.engine.config.page import sentence
 from scripts.docs.advice import BY_CLASS, BY_FAMILY, INSTRUCTION, SECTIONS, Section
 from scripts.docs.config_page import one_line
+from scripts.docs.keys_page import sentence
 from scripts.docs.messages import Message, messages
 
 INTRODUCTION = """\

@@ -17,10 +17,10 @@ from typing import Any
 from longshore.cli.failure import SettingsError
 from longshore.cli.settings import STAGES, EngineSettings, TrainSettings
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, load_config
+from longshore.engine.config.base import shown
 from longshore.engine.config.batch import DEEPSPEED, Batch, Names, resolve
-from longshore.engine.config.problems import shown
+from longshore.engine.config.load import read_file
 from longshore.engine.config.reading import Reading
-from longshore.engine.config.source import read_file
 from longshore.engine.ranks import expected_world_size
 
 _TWIN = {

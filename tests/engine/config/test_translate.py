@@ -185,7 +185,7 @@ def test_all_problems_at_once() -> None:
         ),
         (
             {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10}}},
-            "scheduler.params.total_num_steps = 10",
+            "scheduler.params: total_num_steps 10",
             "below warmup_num_steps, which is 1000",
         ),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype", "is missing"),

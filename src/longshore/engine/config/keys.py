@@ -36,7 +36,6 @@ class Key:
         what: honoured: what it does; accepted: why it cannot change results;
             refused: what to do instead.
         field: the field of ``Config`` that takes the value, if it is taken as it is.
-        test: ``path::test`` that shows it, for honoured keys.
         harmless: for refused keys, the values that are fine.
         absent_when_auto: the value ``"auto"`` means that the key is left out.
         takes_auto: ``"auto"`` is a value of this key, and not for another program to fill in.
@@ -53,7 +52,6 @@ class Key:
     kind: Kind
     what: str
     field: str = ""
-    test: str = ""
     harmless: tuple[object, ...] = ()
     absent_when_auto: bool = False
     takes_auto: bool = False
@@ -81,12 +79,17 @@ def joined(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
 
 
-def honoured(section: str, name: str, kind: Kind, what: str, test: str, field: str = "", **more: Any) -> Key:
-    return Key(section, name, Treatment.HONOURED, kind, what, field=field, test=test, **more)
+def honoured(section: str, name: str, kind: Kind, what: str, field: str = "", **more: Any) -> Key:
+    return Key(section, name, Treatment.HONOURED, kind, what, field=field, **more)
 
 
 def accepted(section: str, name: str, kind: Kind, what: str, **more: Any) -> Key:
     return Key(section, name, Treatment.ACCEPTED, kind, what, **more)
+
+
+def each_accepted(section: str, names: str, kind: Kind, what: str) -> list[Key]:
+    """Rows for several keys, separated by spaces, that are accepted for the same reason."""
+    return [accepted(section, name, kind, what) for name in names.split()]
 
 
 def refused(section: str, name: str, kind: Kind, harmless: tuple[object, ...], what: str, **more: Any) -> Key:

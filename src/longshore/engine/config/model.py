@@ -6,11 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from longshore.engine.config.base import FrozenModel
+from longshore.engine.config.base import ConfigError, FrozenModel, Problem
 from longshore.engine.config.batch import Batch, check_world_size, resolve
-from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.config.optimizers import OptimizerConfig
-from longshore.engine.config.problems import ConfigError, Problem
 from longshore.engine.config.schedulers import SchedulerConfig
 from longshore.engine.config.values import (
     AT_LEAST_0,
@@ -18,11 +16,13 @@ from longshore.engine.config.values import (
     DEVICE,
     DTYPE,
     FRACTION,
+    LOSS_SCALE,
     LOW_DTYPE,
     POSITIVE,
     SCALE_POWER,
     SPECULATION_MEMORY,
     STAGE,
+    TEXT,
     WRAP_POLICY,
     Items,
     checked,
@@ -34,6 +34,32 @@ CPU_SET = Items(AT_LEAST_0)
 _Count = Annotated[int, checked(AT_LEAST_1)]
 _MaybeCount = Annotated[int | None, checked(AT_LEAST_1)]
 _MaybePositive = Annotated[float | None, checked(POSITIVE)]
+
+
+_Text = Annotated[str, checked(TEXT)]
+_MaybeText = Annotated[str | None, checked(TEXT)]
+
+
+class TensorBoardConfig(FrozenModel):
+    """TensorBoard's event files in ``output_path/job_name``."""
+
+    output_path: _Text = "runs"
+    job_name: _Text = "longshore"
+
+
+class WandbConfig(FrozenModel):
+    """A run of Weights & Biases, or the one that is active already. ``team`` is its entity."""
+
+    project: _MaybeText = None
+    team: _MaybeText = None
+    group: _MaybeText = None
+
+
+class CsvConfig(FrozenModel):
+    """``metrics.csv`` in ``output_path/job_name``: a row a step."""
+
+    output_path: _Text = "runs"
+    job_name: _Text = "longshore"
 
 
 class LossScaling(FrozenModel):
@@ -48,12 +74,12 @@ class LossScaling(FrozenModel):
         min_scale: the scale never falls below this.
     """
 
-    scale: _MaybePositive = None
+    scale: Annotated[float | None, checked(LOSS_SCALE)] = None
     initial_scale_power: Annotated[int, checked(SCALE_POWER)] = 16
     window: _Count = 1000
     hysteresis: _Count = 2
     consecutive_hysteresis: bool = False
-    min_scale: Annotated[float, checked(POSITIVE)] = 1.0
+    min_scale: Annotated[float, checked(LOSS_SCALE)] = 1.0
 
     @model_validator(mode="after")
     def _starts_above_the_minimum(self) -> LossScaling:

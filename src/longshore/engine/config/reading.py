@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from longshore.engine.config.base import NOTHING, Problem
 from longshore.engine.config.keys import Key, Treatment, joined
-from longshore.engine.config.problems import NOTHING, Problem
 from longshore.engine.config.table import KEYS, OLD_SECTIONS, SECTIONS, unknown
 from longshore.engine.config.values import WrongValueError
 

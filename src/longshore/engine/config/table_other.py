@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longshore.engine.config.keys import Key, accepted, honoured, refused
+from longshore.engine.config.keys import Key, accepted, each_accepted, honoured, refused
 from longshore.engine.config.values import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -11,84 +11,76 @@ from longshore.engine.config.values import (
     NOT_NEGATIVE,
     TEXT,
     Block,
-    Choice,
     Integer,
     Items,
+    OneOf,
 )
 
-_LOGGING = "tests/engine/test_logging.py::"
-_MONITORS = "tests/engine/test_monitoring.py::"
-_FILES = {"output_path": "The folder; `runs` where it is left out.", "job_name": "A folder in it; `longshore`."}
-_OFF = "Read only when the section is enabled, which is refused."
+_FILES = {"output_path": "The folder. Default: `runs`.", "job_name": "A folder in it. Default: `longshore`."}
+_OFF = "DeepSpeed reads it when the section is enabled, which longshore refuses."
 _MONITOR = "log loss, engine.get_lr() and engine.get_global_grad_norm() from your loop; set enabled to false"
-_CHECKPOINTS = "it is a way of saving that longshore does not have; leave it out"
+_CHECKPOINTS = "longshore does not save this way; leave it out"
 
 # fmt: off
 # One row is one key; the formatter would make ten lines of it.
 
 LOGGING: tuple[Key, ...] = (
-    honoured("", "steps_per_print", AT_LEAST_1, "A line on rank 0 every so many steps. Left out: none.",
-             f"{_LOGGING}test_steps_per_print", "steps_per_print", absent_when_auto=True),
+    honoured("", "steps_per_print", AT_LEAST_1, "Rank 0 prints a line every so many steps. Default: never.",
+             "steps_per_print", absent_when_auto=True),
     honoured("", "wall_clock_breakdown", BOOLEAN, "That line has the times of forward, backward and step.",
-             f"{_LOGGING}test_wall_clock_breakdown", "wall_clock_breakdown"),
-    honoured("", "dump_state", BOOLEAN, "`engine.explain()` is printed on rank 0 when the engine is made.",
-             f"{_LOGGING}test_dump_state", "dump_state"),
+             "wall_clock_breakdown"),
+    honoured("", "dump_state", BOOLEAN, "Rank 0 prints `engine.explain()` when the engine is made.",
+             "dump_state"),
     refused("", "memory_breakdown", BOOLEAN, (False,), "call engine.explain(), which has the bytes by kind"),
-    accepted("", "log_level", TEXT, "What DeepSpeed's own logger prints."),
+    accepted("", "log_level", TEXT, "It sets what DeepSpeed's own logger prints."),
     *(
-        honoured(section, "enabled", BOOLEAN, f"Rank 0's numbers of every step go to {where}.",
-                 f"{_MONITORS}test_{section}")
+        honoured(section, "enabled", BOOLEAN, f"Rank 0 writes the metrics of every step to {where}.")
         for section, where in (("tensorboard", "TensorBoard"), ("wandb", "Weights & Biases"),
                                ("csv_monitor", "`metrics.csv`"))
     ),
     *(
-        honoured(section, name, TEXT, what, f"{_MONITORS}test_{section}")
+        honoured(section, name, TEXT, what)
         for section, rows in (
             ("tensorboard", _FILES),
             ("csv_monitor", _FILES),
-            ("wandb", {"project": "Of the run.", "team": "Its entity.", "group": "Of the run."}),
+            ("wandb", {"project": "The run's project.", "team": "The run's entity.", "group": "The run's group."}),
         )
         for name, what in rows.items()
     ),
     refused("comet", "enabled", BOOLEAN, (False,), _MONITOR),
-    *(
-        accepted("comet", name, TEXT, _OFF)
-        for name in ("project", "workspace", "api_key", "experiment_name", "experiment_key", "mode")
-    ),
+    *each_accepted("comet", "project workspace api_key experiment_name experiment_key mode", TEXT, _OFF),
     accepted("comet", "samples_log_interval", AT_LEAST_1, _OFF),
     accepted("comet", "online", BOOLEAN, _OFF),
     refused("flops_profiler", "enabled", BOOLEAN, (False,), "use torch.utils.flop_counter; set enabled to false"),
     accepted("flops_profiler", "recompute_fwd_factor", NOT_NEGATIVE, _OFF),
-    accepted("flops_profiler", "profile_step", AT_LEAST_0, _OFF),
+    *each_accepted("flops_profiler", "profile_step top_modules", AT_LEAST_0, _OFF),
     accepted("flops_profiler", "module_depth", Integer(-1), _OFF),
-    accepted("flops_profiler", "top_modules", AT_LEAST_0, _OFF),
     accepted("flops_profiler", "detailed", BOOLEAN, _OFF),
     accepted("flops_profiler", "output_file", TEXT, _OFF),
     refused("comms_logger", "enabled", BOOLEAN, (False,), "use torch.profiler; set enabled to false"),
-    accepted("comms_logger", "verbose", BOOLEAN, _OFF),
-    accepted("comms_logger", "prof_all", BOOLEAN, _OFF),
-    accepted("comms_logger", "debug", BOOLEAN, _OFF),
+    *each_accepted("comms_logger", "verbose prof_all debug", BOOLEAN, _OFF),
     accepted("comms_logger", "prof_ops", Items(TEXT), _OFF),
-    accepted("timers.throughput", "enabled", BOOLEAN, "It measures; steps_per_print prints what longshore measures."),
-    accepted("timers.throughput", "synchronized", BOOLEAN, "It measures."),
+    accepted("timers.throughput", "enabled", BOOLEAN, "It only measures, as steps_per_print does here."),
+    accepted("timers.throughput", "synchronized", BOOLEAN, "It only measures."),
 )
 
 OTHER: tuple[Key, ...] = (
-    accepted("", "vocabulary_size", AT_LEAST_1, "DeepSpeed warns by it, and does nothing else with it."),
-    accepted("", "disable_python_gc", BOOLEAN, "When Python collects garbage; longshore leaves that alone."),
-    accepted("", "seq_parallel_communication_data_type", DTYPE, "Read with sequence parallelism only."),
-    accepted("", "use_data_before_expert_parallelism", BOOLEAN, "Read with expert parallelism only."),
+    accepted("", "vocabulary_size", AT_LEAST_1, "DeepSpeed uses it for a warning only."),
+    accepted("", "disable_python_gc", BOOLEAN, "It switches Python's garbage collector, which longshore leaves alone."),
+    accepted("", "seq_parallel_communication_data_type", DTYPE, "DeepSpeed reads it with sequence parallelism only."),
+    accepted("", "use_data_before_expert_parallelism", BOOLEAN, "DeepSpeed reads it with expert parallelism only."),
     refused("", "sequence_parallel_size", AT_LEAST_1, (1,), "longshore shards data-parallel ranks only; leave it out"),
-    accepted("", "pipeline", Block({}), "Read for a PipelineModule only, which is no model for longshore."),
-    accepted("", "aio", Block({}), "Read with NVMe only, which is refused."),
+    accepted("", "pipeline", Block({}), "DeepSpeed reads it for a PipelineModule, which longshore does not train."),
+    accepted("", "aio", Block({}), "DeepSpeed reads it with NVMe only, which longshore refuses."),
     refused("", "graph_harvesting", BOOLEAN, (False,), "capture graphs of the model in your code; leave it out"),
-    accepted("checkpoint", "tag_validation", Choice(("Ignore", "Warn", "Fail")),
-             "Names of checkpoints that differ over ranks are an error in any case."),
+    accepted("checkpoint", "tag_validation", OneOf(("Ignore", "Warn", "Fail")),
+             "Checkpoint names that differ between ranks are always an error."),
     refused("checkpoint", "load_universal", BOOLEAN, (False,), _CHECKPOINTS),
     refused("checkpoint", "use_node_local_storage", BOOLEAN, (False,), _CHECKPOINTS),
-    accepted("checkpoint", "checkpoint_serialization", BOOLEAN, "How files of DeepSpeed's are written."),
-    accepted("checkpoint", "writer", Block({}), "How files of DeepSpeed's are written."),
-    accepted("checkpoint.parallel_write", "pipeline_stage", BOOLEAN, "Read with pipeline parallelism only."),
+    accepted("checkpoint", "checkpoint_serialization", BOOLEAN, "It sets how DeepSpeed writes its files."),
+    accepted("checkpoint", "writer", Block({}), "It sets how DeepSpeed writes its files."),
+    accepted("checkpoint.parallel_write", "pipeline_stage", BOOLEAN,
+             "DeepSpeed reads it with pipeline parallelism only."),
     *(
         refused("", name, Block(), (), f"{what}; remove the section, or set enabled to false")
         for name, what in (
@@ -126,4 +118,4 @@ NOT_KEYS: dict[str, str] = {
     "max_grad_norm": "the key is gradient_clipping, at the top of the file",
     "lr": "a learning rate is optimizer.params.lr",
 }
-"""What people write that no version ever read, with what to do."""
+"""Names that people write although no version ever read them, with what to do."""

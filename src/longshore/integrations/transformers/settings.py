@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longshore.engine.config import Config, ConfigError, Problem, SchedulerConfig, load_config
-from longshore.engine.config.source import read_file
+from longshore.engine.config.load import read_file
 
 _ABSENT: Any = object()
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")

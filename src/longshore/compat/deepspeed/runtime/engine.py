@@ -16,7 +16,7 @@ from longshore.compat.deepspeed.comm import init_distributed
 from longshore.compat.leaves import policy_for
 from longshore.engine import Config, Engine, add_config_arguments
 from longshore.engine import initialize as _initialize
-from longshore.engine.config.source import read_file
+from longshore.engine.config.load import read_file
 from longshore.engine.setup import Initialized
 from longshore.optim.host_optimizer import HostOptimizer
 

@@ -1,22 +1,18 @@
-"""``docs/deepspeed_config.md``, generated from the table.
-
-``python -m longshore.engine.config.page > docs/deepspeed_config.md``
-"""
+"""``docs/deepspeed_config.md``: every key of a DeepSpeed file, from the tables of ``longshore.engine.config``."""
 
 from __future__ import annotations
-
-import sys
 
 from longshore.engine.config.keys import Key, Treatment
 from longshore.engine.config.names import quoted
 from longshore.engine.config.optimizers import REFUSED_OPTIMIZERS
 from longshore.engine.config.table import NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE
-from longshore.engine.config.values import Block, Choice
+from longshore.engine.config.values import Block, OneOf
+from scripts.docs.key_tests import TESTS
 
 _INTRODUCTION = """\
 # DeepSpeed configuration files
 
-<!-- Generated: python -m longshore.engine.config.page > docs/deepspeed_config.md -->
+<!-- Generated: python -m scripts.docs -->
 
 `longshore.initialize(config=...)` takes a DeepSpeed JSON file, the same as a dict, or a `longshore.Config`. A file is
 translated into a `Config`; every key of it is in one of three classes:
@@ -67,7 +63,7 @@ def _section(section: str, keys: list[Key]) -> str:
 
 def _row(key: Key) -> str:
     of = f" ({', '.join(key.of)})" if key.of else ""
-    test = f"`{key.test}`" if key.test else ""
+    test = f"`{TESTS[key.path]}`" if key.path in TESTS else ""
     what = f"{_values(key)} {sentence(key.what)}".strip()
     return f"| `{key.name}`{of} | {key.treatment.value} | {what} | {test} |".replace("  ", " ")
 
@@ -103,13 +99,9 @@ def _lists() -> str:
     lines += [
         f"| `{key.path}` | {_json(value)} | {why} |"
         for key in TABLE
-        if isinstance(key.kind, Choice) and key.name != "type"
+        if isinstance(key.kind, OneOf) and key.name != "type"
         for value, why in key.kind.refused.items()
     ]
     lines += ["", "## What is no key", "", "| name | what to do |", "|---|---|"]
     lines += [f"| `{name}` | {what} |" for name, what in NOT_KEYS.items()]
     return "\n".join([*lines, ""])
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())
