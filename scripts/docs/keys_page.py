@@ -23,7 +23,7 @@ translated into a `Config`; every key of it is in one of three classes:
   to do.
 
 Unknown keys are errors with the nearest known one, and all problems of a file are reported at once. `null` means that
-the key is left out, except where a line says otherwise. `true` is no number, `"5"` is no number, and 5e8 is an integer.
+the key is left out, except where a line says otherwise. `true` and `"5"` are not numbers, and 5e8 is an integer.
 The keys are those of DeepSpeed 0.19 with the older names that files still have.
 
 **`"auto"`** is for the program that fills a file in: `load_config(..., auto={{"optimizer.params.lr": 1e-4}})` resolves
@@ -77,7 +77,7 @@ def sentence(text: str) -> str:
 
 
 def _values(key: Key) -> str:
-    """What its values are; for a refused key, those that are fine."""
+    """Describe its values; for a refused key, those that are fine."""
     if key.treatment is not Treatment.REFUSED:
         return "" if isinstance(key.kind, Block) else sentence(key.kind.says())
     if isinstance(key.kind, Block):
@@ -102,6 +102,6 @@ def _lists() -> str:
         if isinstance(key.kind, OneOf) and key.name != "type"
         for value, why in key.kind.refused.items()
     ]
-    lines += ["", "## What is no key", "", "| name | what to do |", "|---|---|"]
+    lines += ["", "## Names that are not keys", "", "| name | what to do |", "|---|---|"]
     lines += [f"| `{name}` | {what} |" for name, what in NOT_KEYS.items()]
     return "\n".join([*lines, ""])

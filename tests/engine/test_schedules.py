@@ -251,7 +251,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         make_schedule("OneCycle", wrong, optimizer)
     for line in (
         'cycle_min_lr = "1e-4": must be a number of at least 0',
-        'cycle_mx_lr = 1.0: is no field of OneCycleConfig; did you mean "cycle_max_lr"?',
+        'cycle_mx_lr = 1.0: is not a field of OneCycleConfig; did you mean "cycle_max_lr"?',
         "cycle_max_lr: is missing, and has no default; set it",
         "cycle_min_mom = [0.1, 1.0]: must be a number of at least 0 and below 1, or a list, each",
         "cycle_first_step_size = 0: must be an integer of at least 1",

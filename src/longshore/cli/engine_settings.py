@@ -18,7 +18,7 @@ from longshore.cli.failure import SettingsError
 from longshore.cli.settings import STAGES, EngineSettings, TrainSettings
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, load_config
 from longshore.engine.config.base import shown
-from longshore.engine.config.batch import DEEPSPEED, Batch, Names, resolve
+from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, Names, resolve
 from longshore.engine.config.load import read_file
 from longshore.engine.config.reading import Reading
 from longshore.engine.ranks import expected_world_size
@@ -262,7 +262,7 @@ def _resolved(config: Config, asked: _Asked, ranks: int, source: str) -> Config:
     names = Names(
         DEEPSPEED.train, options.get("batch_size", DEEPSPEED.micro), options.get("accumulation", DEEPSPEED.steps)
     )
-    given = Batch(
+    given = BatchNumbers(
         config.train_batch_size,
         asked.given.get("batch_size") if micro is None else micro,
         asked.given.get("accumulation") if steps is None else steps,

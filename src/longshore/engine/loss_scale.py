@@ -24,7 +24,7 @@ class LossScaleError(LongshoreError):
 
 
 class LossScale(ABC):
-    """What the loss is multiplied with, and gradients are divided by."""
+    """Factor by which the loss is multiplied and gradients are divided."""
 
     skips_overflow: bool
     """Whether a step with infinite or NaN gradients is skipped. Without a scaler they are applied, as torch does."""

@@ -32,7 +32,7 @@ class Schedule(LRScheduler):
 
     Raises:
         ConfigError: a ValueError with all that is wrong with the parameters.
-        TypeError: more values than parameters, one that is given twice, or something that is no optimizer.
+        TypeError: more values than parameters, one that is given twice, or an ``optimizer`` of another type.
     """
 
     def __init__(self, optimizer: Optimizer, *values: Any, **params: Any) -> None:
@@ -78,7 +78,7 @@ class Schedule(LRScheduler):
         As in torch, the optimizer's own rates and betas come with the optimizer's state, not from here.
 
         Raises:
-            ValueError: other keys, another number of groups, or a count that is no count.
+            ValueError: other keys, another number of groups, or a count that is not a whole number of steps.
         """
         count, base_lrs = _checked_state(state_dict, len(self.base_lrs))
         if base_lrs is not None:
@@ -116,7 +116,7 @@ def make_schedule(config: ScheduleConfig, optimizer: Optimizer) -> Schedule:
 
     Raises:
         ConfigError: it does not fit the optimizer's groups.
-        TypeError: ``optimizer`` is no optimizer.
+        TypeError: ``optimizer`` is not a torch optimizer.
     """
     given = {name: getattr(config, name) for name in config.model_fields_set if name != "type"}
     return _CLASSES[config.type](optimizer, **given)
@@ -150,7 +150,7 @@ def _configured(name: str, values: tuple[Any, ...], params: dict[str, Any]) -> S
 
 
 def _group_problems(config: ScheduleConfig, optimizer: Optimizer) -> list[Problem]:
-    """What only shows beside the optimizer: lists of another length than its groups, momentum that is not there."""
+    """Find lists of another length than the optimizer's groups, and momentum in groups without betas."""
     count = len(optimizer.param_groups)
     problems = [
         Problem(name, f"lists {len(value)} values, and the optimizer has {count} groups: give one for each", value)
@@ -213,7 +213,7 @@ def adopt_schedule(given: Any, optimizer: Optimizer, client: Optimizer | None) -
 
 
 def change_over(schedule: Any, optimizer: Optimizer, client: Optimizer | None) -> None:
-    """A scheduler that was built on ``client``, and those inside it, drive ``optimizer`` from now on.
+    """Let a scheduler that was built on ``client``, and those inside it, drive ``optimizer`` from now on.
 
     Raises:
         ValueError: one on any other optimizer.
@@ -232,7 +232,7 @@ def change_over(schedule: Any, optimizer: Optimizer, client: Optimizer | None) -
 
 
 def _holders(schedule: Any, seen: set[int]) -> Iterator[tuple[Any, str]]:
-    """Where a scheduler, and those inside it (in a chain, behind a warmup), keep their optimizer."""
+    """Find the attributes in which a scheduler, and those inside it (a chain, a warmup), keep their optimizer."""
     if id(schedule) in seen:
         return
     seen.add(id(schedule))

@@ -10,12 +10,12 @@ from longshore.engine.config.keys import Key, Treatment
 from longshore.engine.config.values import (
     Block,
     Boolean,
+    Budget,
     Dtype,
     Either,
     Integer,
     Items,
     Kind,
-    Memory,
     Number,
     OneOf,
     String,
@@ -44,7 +44,7 @@ def values_of(kind: Kind) -> st.SearchStrategy[Any]:
     if isinstance(kind, Dtype):
         names = {"fp32": "torch.float32", "bf16": "bfloat16", "fp16": "half"}
         return st.sampled_from([*kind.options, *(names[option] for option in kind.options)])
-    if isinstance(kind, Memory):
+    if isinstance(kind, Budget):
         sizes = st.sampled_from(["auto", "Auto", "25%", "100 %", "8GiB", "1.5e9 B", 0])
         return sizes | st.integers(1024, LARGE)
     if isinstance(kind, String):

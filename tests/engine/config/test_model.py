@@ -30,7 +30,7 @@ def test_everything_that_is_wrong_at_once() -> None:
     assert [problem.path for problem in caught.value.problems] == [
         "stagee", "stage", "offload_device", "reduce_bucket_numel", "overlap_comm", "threads"
     ]  # fmt: skip
-    assert 'is no field of Config; did you mean "stage"?' in str(caught.value)
+    assert 'is not a field of Config; did you mean "stage"?' in str(caught.value)
     assert "must be one of 0, 1, 2" in str(caught.value)
 
 

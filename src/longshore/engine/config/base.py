@@ -1,4 +1,4 @@
-"""What all models of the configuration share, and all that is wrong with one, as one error."""
+"""Base classes of the configuration's models, and the error that lists everything wrong with a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Nothing:
 
 
 NOTHING: Any = _Nothing()
-"""There is no value: something is missing."""
+"""Stands for a value that is missing."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class FrozenModel(BaseModel):
 
     @classmethod
     def _unknown(cls, name: str) -> str:
-        return f"is no field of {cls.__name__}{nearest(name, cls.model_fields)}"
+        return f"is not a field of {cls.__name__}{nearest(name, cls.model_fields)}"
 
 
 def _problem(details: Any) -> Problem:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longshore.engine.config.base import ConfigError, Problem
-from longshore.engine.config.batch import DEEPSPEED, Batch, check_without_ranks, check_world_size, resolve
+from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, check_without_ranks, check_world_size, resolve
 from longshore.engine.config.model import Config
 from longshore.engine.config.reading import Reading
 from longshore.engine.config.table import TABLE, TARGETS
@@ -47,17 +47,16 @@ def load_config(
 
     Args:
         config: path of a JSON file, a dict, or a ``Config``, which is taken as it is.
-        auto: values for keys that are ``"auto"``, by dotted path
-            (``{"optimizer.params.lr": 1e-4}``); others are not looked at.
-        world_size: ranks. When given, the batch numbers of the result are all
-            set; otherwise see :meth:`Config.resolved`.
+        auto: values for keys that are ``"auto"``, by dotted path (``{"optimizer.params.lr": 1e-4}``); others are not
+            looked at.
+        world_size: ranks. When given, the batch numbers of the result are all set; otherwise see
+            :meth:`Config.resolved`.
         needs_optimizer: nobody passes an optimizer, so this has to name one.
 
     Raises:
-        ConfigError: a ValueError with everything that is wrong, each with its
-            path, its value and what to do.
+        ConfigError: a ValueError with everything that is wrong, each with its path, its value and what to do.
         TypeError: ``config`` is none of the three.
-        ValueError: ``world_size`` is no number of ranks.
+        ValueError: ``world_size`` is not a number of ranks.
     """
     if world_size is not None:
         check_world_size(world_size)
@@ -113,7 +112,7 @@ def _batch_fields(reading: Reading, data: Mapping[Any, Any], world_size: int | N
     """The batch numbers, all three when the number of ranks is known."""
     if any(reading.has_problem(name) for name in DEEPSPEED):
         return {}
-    given = Batch(*(reading.values.get(name) for name in DEEPSPEED))
+    given = BatchNumbers(*(reading.values.get(name) for name in DEEPSPEED))
     if given.train is None and given.micro is None:
         state = '"auto", and not filled in' if "auto" in (data.get(DEEPSPEED.train), data.get(DEEPSPEED.micro)) else ""
         what = f"is {state or 'missing'}, and so is {DEEPSPEED.micro}; set one of them"
@@ -146,15 +145,15 @@ def _object(pairs: list[tuple[str, Any]]) -> _Object:
 
 
 def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON; write a number or leave the key out")
+    raise ValueError(f"{name} is not a number in JSON; write a number or leave the key out")
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ConfigError: the file is missing or unreadable, is not JSON (with line
-            and column), is not an object, or has a key twice.
+        ConfigError: the file is missing or unreadable, is not JSON (with line and column), is not an object, or has a
+            key twice.
     """
 
     def refuse(what: str) -> ConfigError:
@@ -188,7 +187,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def _repeated(value: Any, path: str) -> list[Problem]:
     found: list[Problem] = []
     if isinstance(value, _Object):
-        what = "stands there more than once; keep one"
+        what = "is given more than once; keep one"
         found += [Problem(f"{path}{name}", what) for name in value.repeated]
         for name, inner in value.items():
             found += _repeated(inner, f"{path}{name}.")

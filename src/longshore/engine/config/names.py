@@ -1,4 +1,4 @@
-"""What somebody may have meant by a name that does not exist."""
+"""Guesses at which known name is meant by an unknown one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "min_lr_ratio": ("cos_min_ratio",),
     "offload_optimizer": ("offload_device",),
 }
-"""What other libraries say, in lower case, and our names for it, which string distance would miss or mistake."""
+"""Names in other libraries, in lower case, and ours, which string distance would miss or mistake."""
 
 
 def quoted(value: object) -> str:

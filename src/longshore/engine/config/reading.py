@@ -87,7 +87,7 @@ class Reading:
     def _old_section(self, data: Mapping[Any, Any], name: str, value: Any) -> None:
         new = OLD_SECTIONS[name]
         if new in data:
-            self.problem(name, f"is the old name of {new}, which stands there too; remove {name}")
+            self.problem(name, f"is the old name of {new}, which is given too; remove {name}")
         else:
             self.notes.append(f"{name} is an old name; it is read as {new}")
             self._enter(value, new)
@@ -123,7 +123,7 @@ class Reading:
             if new is None:
                 self.notes.append(f"{key.path} is an old name; this value of it says nothing, and it can go")
             elif key.renamed in self.values:
-                self.problem(key.path, f"is an old name of {key.renamed}, which stands there too; remove one", value)
+                self.problem(key.path, f"is an old name of {key.renamed}, which is given too; remove one", value)
             else:
                 self.values[key.renamed] = new
                 self.notes.append(f"{key.path} is an old name; it is read as {key.renamed} = {new}")

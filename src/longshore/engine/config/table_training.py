@@ -162,7 +162,7 @@ _WITHOUT = {
     "cycle_second_step_size": "the first",
     "cycle_second_stair_count": "the first",
 }
-"""What None, the default, stands for."""
+"""Meanings of the default None."""
 _NEEDS_STEPS = dict.fromkeys(("decay_lr_rate", "decay_mom_rate"), " Other than 0 it needs decay_step_size.")
 _NO_NULL = {
     "warmup_max_lr": "null means the default in one schedule and the group's own in the other; give a number, or leave "

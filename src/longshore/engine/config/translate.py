@@ -1,4 +1,4 @@
-"""What is more than copying a value: precision, clipping, optimizer and schedule."""
+"""Fields of ``Config`` that take more than copying a value: precision, clipping, offload, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longshore.engine.config.reading import Reading
 from longshore.engine.config.schedulers import SCHEDULERS
 
 DEEPSPEED_CLIPPING = 1.0
-"""What a DeepSpeed file without ``gradient_clipping`` means (its version 0.19)."""
+"""DeepSpeed 0.19's default of ``gradient_clipping``."""
 
 _TORCH_SCALER = LossScaling(window=2000, hysteresis=1)
 """As ``torch.amp.GradScaler``, which DeepSpeed uses under fp16 autocast."""

@@ -1,4 +1,4 @@
-"""What a value of a configuration may be: one definition for files, for ``Config`` and for the page."""
+"""Kinds of configuration values: one definition for files, for ``Config`` and for the documentation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kind(ABC):
 
     @abstractmethod
     def says(self) -> str:
-        """What the value must be, to follow "must be"."""
+        """Describe legal values, to follow "must be"."""
 
     @abstractmethod
     def check(self, value: object) -> Any:
@@ -209,7 +209,7 @@ class String(Kind):
 
 
 @dataclass(frozen=True)
-class Memory(Kind):
+class Budget(Kind):
     """A budget of memory: a percentage, bytes, or ``"auto"``."""
 
     def says(self) -> str:
@@ -266,8 +266,7 @@ class Block(Kind):
     """A section that is judged as a whole: does it switch anything on?
 
     Attributes:
-        switches: dotted names inside the section, with the values that mean off.
-            None: only an empty section is off.
+        switches: dotted names inside the section, with the values that mean off. None: only an empty section is off.
         on_when_absent: the section is on unless a switch says otherwise.
     """
 
@@ -334,8 +333,8 @@ STATIC_SCALE = Number(minimum=0, maximum=LARGEST_SCALE)
 PER_GROUP = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
 """One for all parameter groups, or a list with one for each."""
 WRAP_POLICY = Either((OneOf(("auto",)), Integer(1, of="elements"), Items(TEXT)))
-"""What is gathered as a whole at stage 3."""
-SPECULATION_MEMORY = Memory()
+"""Modules that are gathered as a whole at stage 3."""
+SPECULATION_MEMORY = Budget()
 """100 % is what a spare for every tile takes."""
 
 Choice = OneOf
