@@ -99,7 +99,7 @@ def _lists() -> str:
     lines += [
         f"| `{key.path}` | {_json(value)} | {why} |"
         for key in TABLE
-        if isinstance(key.kind, OneOf) and key.name != "type"
+        if isinstance(key.kind, OneOf) and key.path != "optimizer.type"
         for value, why in key.kind.refused.items()
     ]
     lines += ["", "## Names that are not keys", "", "| name | what to do |", "|---|---|"]

@@ -61,7 +61,7 @@ class Reading:
             return
         if path == "zero_optimization" and isinstance(value, bool):
             self.values["zero_optimization.stage"] = int(value)
-            self.notes.append(f"zero_optimization as true or false is old: it is read as stage {int(value)}")
+            self.notes.append(f"zero_optimization as true or false is an old spelling; it is read as stage {int(value)}")
         elif not isinstance(value, Mapping):
             self.problem(path, "must be a section: an object, in braces", value)
         elif path in NAMED:
@@ -121,7 +121,7 @@ class Reading:
         for key, value in self._old:
             new = key.new_value(value)
             if new is None:
-                self.notes.append(f"{key.path} is an old name; this value of it says nothing, and it can go")
+                self.notes.append(f"{key.path} is an old name; this value has no effect; remove it")
             elif key.renamed in self.values:
                 self.problem(key.path, f"is an old name of {key.renamed}, which is given too; remove one", value)
             else:

@@ -114,10 +114,8 @@ def monitor_fields(reading: Reading) -> dict[str, Any]:
 
 def wrap_fields(reading: Reading) -> dict[str, Any]:
     """``wrap_policy``, which says what stage 3 gathers."""
-    policy, stage = (
-        reading.values.get("longshore.wrap_policy", "auto"),
-        reading.values.get("zero_optimization.stage", 0),
-    )
+    policy = reading.values.get("longshore.wrap_policy", "auto")
+    stage = reading.values.get("zero_optimization.stage", 0)
     if policy == "auto" or stage == 3:
         return {}
     if not reading.has_problem("zero_optimization.stage"):
