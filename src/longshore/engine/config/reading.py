@@ -61,7 +61,7 @@ class Reading:
             return
         if path == "zero_optimization" and isinstance(value, bool):
             self.values["zero_optimization.stage"] = int(value)
-            self.notes.append(f"zero_optimization as true or false is an old spelling; it is read as stage {int(value)}")
+            self.notes.append(f"zero_optimization as true or false is old; it is read as stage {int(value)}")
         elif not isinstance(value, Mapping):
             self.problem(path, "must be a section: an object, in braces", value)
         elif path in NAMED:
