@@ -119,7 +119,8 @@ def make_schedule(config: ScheduleConfig, optimizer: Optimizer) -> Schedule:
         TypeError: ``optimizer`` is not a torch optimizer.
     """
     given = {name: getattr(config, name) for name in config.model_fields_set if name != "type"}
-    return _CLASSES[config.type](optimizer, **given)
+    name = next(name for name, kind in SCHEDULERS.items() if isinstance(config, kind))
+    return _CLASSES[name](optimizer, **given)
 
 
 def _configured(name: str, values: tuple[Any, ...], params: dict[str, Any]) -> ScheduleConfig:
