@@ -63,9 +63,8 @@ def test_loss_scaling() -> None:
 def test_named() -> None:
     with pytest.raises(ConfigError, match="total_num_steps: is missing"):
         WarmupCosineLRConfig()  # type: ignore[call-arg]
-    config = Config(
-        optimizer=AdamWConfig(betas=[0.8, 0.9]), scheduler=WarmupCosineLRConfig(total_num_steps=5, warmup_num_steps=2)
-    )  # type: ignore
+    schedule = WarmupCosineLRConfig(total_num_steps=5, warmup_num_steps=2)
+    config = Config(optimizer=AdamWConfig(betas=[0.8, 0.9]), scheduler=schedule)  # type: ignore
     assert config.optimizer is not None and config.optimizer.arguments()["betas"] == (0.8, 0.9)
     assert config.scheduler is not None and config.scheduler.arguments()["total_num_steps"] == 5
 

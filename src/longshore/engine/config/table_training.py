@@ -180,7 +180,9 @@ def _schedule_keys() -> Iterator[Key]:
     for name, by_schedule in fields.items():
         kind = kind_of(next(iter(by_schedule.values())).metadata)
         assert kind is not None, name
-        what = _defaults(name, by_schedule) + _NEEDS_STEPS.get(name, "")
+        what = _defaults(name, by_schedule)
+        if name in _NEED_STEPS:
+            what += " Other than 0 it needs decay_step_size."
         yield honoured(_S, name, kind, what, of=tuple(by_schedule), null=_NO_NULL.get(name, ""))
 
 
