@@ -163,7 +163,7 @@ _WITHOUT = {
     "cycle_second_stair_count": "the first",
 }
 """Meanings of the default None."""
-_NEEDS_STEPS = dict.fromkeys(("decay_lr_rate", "decay_mom_rate"), " Other than 0 it needs decay_step_size.")
+_NEED_STEPS = ("decay_lr_rate", "decay_mom_rate")
 _NO_NULL = {
     "warmup_max_lr": "null means the default in one schedule and the group's own in the other; give a number, or leave "
     "it out"
