@@ -1,1 +1,1 @@
-"""What of docs/ is generated, and what mkdocs needs besides: ``python -m scripts.docs`` writes it all."""
+"""Generators of pages in docs/, and hooks for mkdocs; ``python -m scripts.docs`` writes the pages."""

@@ -30,7 +30,7 @@ BY_CLASS = {
     "IllegalTransitionError": "report it",
     "LongshoreError": "as it says",
 }
-"""Of each class that users catch."""
+"""How to go on, by the class that users catch."""
 
 _DAMAGED = (
     "Take another checkpoint: `load_checkpoint` without a tag passes over one that is damaged, `longshore inspect DIR "
@@ -42,6 +42,14 @@ _NOT_OURS = (
 )
 _OTHER_MODEL = "Load it into the model and optimizer that were saved, or with strict=False what fits."
 _AS_TRAINED = "Save it with the engine's save_checkpoint or longshore.save, and load that."
+
+RULE = re.compile(
+    r"(?:\b(?:is|are|takes?|has|have|needs|expected) |\bmust (?:be )?)(?P<rule>(?!«).+?),? (?:not|and is|and are) «"
+)
+"""A message that says what a value must be and what was found: ``x is a number of bytes, not «x»``."""
+
+RULE_IS_A_VALUE = re.compile(r"(?:an?|the|one|None|true|text|parameters|float\w+|[\d'«])\b|'|model=", re.IGNORECASE)
+"""A rule that names the value; any other says what the value must be like."""
 
 BY_FAMILY = [
     (r"^IllegalTransitionError", "It is a bug in longshore: please report it."),
@@ -88,7 +96,21 @@ BY_FAMILY = [
     (r"does not fit; nothing was loaded", _OTHER_MODEL),
     (r"the checkpoint has no|in the checkpoint, not «|elements are missing in the checkpoint", _OTHER_MODEL),
     (r"is damaged|no regular file|is nested deeper than|no manifest|which «.*» names|names twice", _DAMAGED),
-    (r"must be|, not «|and is «|and are «|it must be|and they are «", "Give a value of that kind."),
+    (
+        r"^ConfigError: must be (a )?JSON",
+        "Write one JSON object in UTF-8: names and strings in double quotes, no comments, no comma after the last.",
+    ),
+    (r"^WrongValueError", "Write such a value; [the list of keys](deepspeed_config.md) says what each key takes."),
+    (r"^ValueError: speculation_memory", 'Give `"auto"`, `"25%"`, `"8GiB"` or an integer number of bytes.'),
+    (r"must not be negative", "Give a value that is not negative."),
+    (r"wrap_policy counts", "Give a number of elements, at least 1."),
+    (r"Optimizer or makes one", "Give a torch.optim.Optimizer, or a function that makes one."),
+    (r"device is where the optimizer's state is", "Give 'cpu' or 'none'."),
+    (r"takes a closure only", "Call it without arguments, or with a closure."),
+    (
+        r"must be «dtype»|=True needs|must be from 1 to|numel is at least",
+        "Change what it names so that it is as it says.",
+    ),
     (
         r"every rank has to|have to run the same|the ranks do different things",
         "Mend the loop so that every rank does the same; then `zero_grad()` on every rank.",
@@ -176,7 +198,6 @@ SECTIONS = (
             "engine/setup.py",
             "engine/creation.py",
             "engine/data.py",
-            "engine/given_schedule.py",
             "engine/schedules.py",
             "engine/optimizers.py",
             "engine/weight_files.py",

@@ -12,11 +12,11 @@ import longshore
 from longshore.engine.config import Config, CsvConfig, LossScaling, TensorBoardConfig, WandbConfig
 from longshore.engine.config.keys import Treatment
 from longshore.engine.config.optimizers import OPTIMIZERS
-from longshore.engine.config.page import sentence
 from longshore.engine.config.schedulers import SCHEDULERS
 from longshore.engine.config.table import TABLE, TARGETS
 from longshore.engine.config.values import kind_of
 from scripts.docs.docstrings import without_roles
+from scripts.docs.keys_page import sentence
 
 INTRODUCTION = """\
 # Config, its fields
@@ -99,7 +99,7 @@ VARIABLES = {
         "tests/optim/test_hostile_use.py",
     ),
 }
-"""Of the environment; ``test_generated.py`` compares them with those that the source reads."""
+"""Environment variables; ``test_pages.py`` compares them with those that the source reads."""
 
 
 def page() -> str:
@@ -136,14 +136,14 @@ def one_line(text: str | None) -> str:
 
 
 def attributes_of(kind: type) -> dict[str, str]:
-    """What the section ``Attributes:`` of a docstring says of each name."""
+    """Texts by name in the section ``Attributes:`` of a docstring."""
     section = (kind.__doc__ or "").partition("Attributes:")[2].partition("\n\n")[0]
     entries = re.split(r"\n        (?=\w+:)|\n    (?=\w+:)", section)
     return {name.strip(): one_line(what) for name, colon, what in (each.partition(":") for each in entries) if colon}
 
 
 def keys_of_fields() -> dict[str, tuple[str, ...]]:
-    """Of each field of ``Config`` the keys of a DeepSpeed file that it is read from."""
+    """Keys of a DeepSpeed file by the field of ``Config`` that is read from them."""
     found = {name: (path,) for name, path in TARGETS.items() if name in Config.model_fields}
     for key in TABLE:
         # A key may have an older name, which TARGETS has last.

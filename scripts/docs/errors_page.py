@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 import longshore.errors
-from longshore.engine.config.page import sentence
-from scripts.docs.advice import BY_CLASS, BY_FAMILY, INSTRUCTION, SECTIONS, Section
+from scripts.docs.advice import BY_CLASS, BY_FAMILY, INSTRUCTION, RULE, RULE_IS_A_VALUE, SECTIONS, Section
 from scripts.docs.config_page import one_line
+from scripts.docs.keys_page import sentence
 from scripts.docs.messages import Message, messages
 
 INTRODUCTION = """\
@@ -108,6 +108,10 @@ def split(message: Message) -> tuple[str, str]:
     for pattern, what in BY_FAMILY:
         if re.search(pattern, f"{message.kind}: {text}"):
             return text, what
+    rule = RULE.search(text)
+    if rule is not None:
+        like = "" if RULE_IS_A_VALUE.match(rule["rule"]) else "a value that is "
+        return text, sentence(_plain(f"Give {like}{rule['rule']}"))
     what = section_of(message).otherwise
     if not what:
         raise UnknownAdviceError(

@@ -6,8 +6,7 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 
-import longshore.engine.config.page
-from scripts.docs import config_page, errors_page, pictures, tile_table
+from scripts.docs import config_page, errors_page, keys_page, pictures, tile_table
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -24,7 +23,7 @@ def levels() -> list[set[str]]:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "configuration.md": config_page.page,
-    "deepspeed_config.md": longshore.engine.config.page.page,
+    "deepspeed_config.md": keys_page.page,
     "errors.md": errors_page.page,
     "how_it_works.md": lambda: tile_table.filled((DOCS / "how_it_works.md").read_text()),
     "pictures/gradient.svg": pictures.life_of_a_gradient,

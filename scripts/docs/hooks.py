@@ -1,4 +1,4 @@
-"""What mkdocs does to the pages besides: see ``hooks`` in mkdocs.yml."""
+"""Changes that mkdocs makes to the pages: see ``hooks`` in mkdocs.yml."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def messages_of(path: Path) -> Iterator[Message]:
 
 
 def texts(node: ast.expr) -> list[str]:
-    """What an expression may say: more than one text where it has alternatives."""
+    """Texts that an expression may give: several if it has alternatives."""
     if isinstance(node, ast.Constant):
         return [str(node.value)]
     if isinstance(node, ast.JoinedStr):

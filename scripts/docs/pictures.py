@@ -163,7 +163,7 @@ _HELD = {
 
 
 def stages() -> str:
-    """What each of two ranks holds at each stage."""
+    """Picture of the tensors that each of two ranks keeps at each stage."""
     parts = []
     for stage in range(4):
         left = 175 + 150 * stage

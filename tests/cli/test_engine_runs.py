@@ -15,6 +15,7 @@ from cli.conftest import MICRO_MODEL, MICRO_RUN, WRITTEN
 from cli.rank_cases import command
 
 from longshore.cli.model import load_transformers
+from longshore.engine.config import WarmupDecayLRConfig
 from longshore.engine.schedules import make_schedule
 
 CLIPPING = ["--clip", "0.5"]
@@ -181,7 +182,7 @@ class TestFile:
         rates = [record["lr"] for record in run.metrics("train")]
         parameter = torch.nn.Parameter(torch.zeros(16))
         optimizer = torch.optim.AdamW([parameter], lr=1e-3)
-        schedule, expected = make_schedule("WarmupDecayLR", params, optimizer), []
+        schedule, expected = make_schedule(WarmupDecayLRConfig(**params), optimizer), []
         for _ in rates:
             expected.append(optimizer.param_groups[0]["lr"])
             optimizer.step()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import longshore
 from compat.scripts.toy import Net, batch, samples, seeded_net
+from longshore.engine.config import WarmupDecayLRConfig
 from longshore.engine.schedules import make_schedule
 from longshore.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
@@ -97,7 +98,7 @@ def several_engines(out: str) -> None:
         optimizer=longshore.AdamW(critic_net.parameters(), lr=2e-3, weight_decay=0.01),
         config=longshore.Config(stage=1, micro_batch_size=4),
         lr_scheduler=lambda optimizer: make_schedule(
-            "WarmupDecayLR", {"total_num_steps": 8, "warmup_max_lr": 2e-3, "warmup_num_steps": 2}, optimizer
+            WarmupDecayLRConfig(total_num_steps=8, warmup_max_lr=2e-3, warmup_num_steps=2), optimizer
         ),
     ).engine
     losses = []

@@ -29,6 +29,7 @@ from torch import nn
 import longshore
 import longshore.compat.deepspeed as deepspeed
 from compat.zero_cases import Experts, Mixture, leaves, made_inside_init
+from longshore.engine.config import WarmupLRConfig
 from longshore.engine.schedules import make_schedule
 
 BATCH = {"train_batch_size": 1, "gradient_clipping": 0.0}
@@ -218,7 +219,7 @@ def test_schedules_are_classes() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     mine = WarmupLR(optimizer, 0.1, 0.5, warmup_num_steps=4)
     assert mine.last_batch_iteration == -1 and optimizer.param_groups[0]["lr"] == 0.1
-    named = make_schedule("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 4}, optimizer)
+    named = make_schedule(WarmupLRConfig(warmup_min_lr=0.1, warmup_max_lr=0.5, warmup_num_steps=4), optimizer)
     assert isinstance(named, WarmupLR) and not isinstance(named, OneCycle)
     optimizer.step()
     for _ in range(3):
@@ -232,7 +233,7 @@ def test_schedules_are_classes() -> None:
         WarmupLR(optimizer, 0.1, warmup_min_lr=0.1)
     with pytest.raises(TypeError, match="5 parameters"):
         WarmupLR(optimizer, *range(6))
-    with pytest.raises(ValueError, match=r"last_batch_iteration: must be -1.*load_state_dict"):
+    with pytest.raises(ValueError, match=r"last_batch_iteration = 3: must be -1.*load_state_dict"):
         WarmupLR(optimizer, last_batch_iteration=3)
 
 

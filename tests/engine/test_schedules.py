@@ -15,13 +15,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 import longshore
-from longshore.engine.schedules import (
-    REQUIRED,
-    SCHEDULES,
-    TORCH_SCHEDULES,
-    make_schedule,
-    schedule_problems,
-)
+from longshore.engine import schedules
+from longshore.engine.config import ConfigError, load_config
+from longshore.engine.config.schedulers import SCHEDULERS
+from longshore.engine.schedules import Schedule
 
 LRS = (1e-2, 3e-3)
 
@@ -29,6 +26,13 @@ LRS = (1e-2, 3e-3)
 def optimizer_with(lrs: tuple[Any, ...] = LRS, kind: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
     groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in lrs]
     return kind(groups, lr=1.0, **options)
+
+
+def make_schedule(name: str, params: dict[str, Any], optimizer: Any) -> Schedule:
+    """As a script that builds the class, and as a configuration: both are the same."""
+    made = getattr(schedules, name)(optimizer, **params)
+    assert made.state_dict() == schedules.make_schedule(SCHEDULERS[name](**params), optimizer).state_dict()
+    return made
 
 
 def walk(name: str, params: dict[str, Any], steps: int, lrs: tuple[Any, ...] = LRS) -> list[list[float]]:
@@ -145,7 +149,7 @@ def test_one_cycle_leaves_momentum_alone_when_asked_or_when_there_is_none() -> N
     sgd = optimizer_with(kind=torch.optim.SGD, momentum=0.7)
     make_schedule("OneCycle", ONE_CYCLE, sgd)
     assert [group["momentum"] for group in sgd.param_groups] == [0.7, 0.7]
-    with pytest.raises(ValueError, match="cycle_momentum: is true, and SGD has groups without betas: set it to false"):
+    with pytest.raises(ValueError, match="cycle_momentum = true: SGD has groups without betas: set it to false"):
         make_schedule("OneCycle", {**ONE_CYCLE, "cycle_momentum": True}, sgd)
 
 
@@ -163,7 +167,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_saved_state_goes_on_as_if_never_stopped(name: str) -> None:
     whole = walk(name, CASES[name], 12)
     assert len({lrs[0] for lrs in whole}) > 3
@@ -226,9 +230,10 @@ def test_it_drives_our_optimizer() -> None:
     assert moved == pytest.approx([0.0, 0.0, 0.25], abs=1e-6)
 
 
-def test_a_run_that_ends_within_its_warmup_is_said() -> None:
-    with pytest.warns(UserWarning, match="total_num_steps=5 is less than warmup_num_steps=9"):
-        make_schedule("WarmupDecayLR", {"total_num_steps": 5, "warmup_num_steps": 9}, optimizer_with())
+@pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_run_that_ends_within_its_warmup_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="total_num_steps 5 is below warmup_num_steps, which is 9"):
+        make_schedule(name, {"total_num_steps": 5, "warmup_num_steps": 9}, optimizer_with())
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -236,72 +241,72 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         "cycle_min_lr": "1e-4",
         "cycle_mx_lr": 1.0,
         "cycle_min_mom": [0.1, 1.0],
-        "cycle_max_mom": [0.1, 0.2, 0.3],
         "cycle_first_step_size": 0,
         "cycle_momentum": 1,
         "decay_step_size": math.inf,
         "last_batch_iteration": 7,
     }
     optimizer = optimizer_with()
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - each part is looked for below
+    with pytest.raises(ConfigError) as caught:
         make_schedule("OneCycle", wrong, optimizer)
-    for part in (
-        "params.cycle_min_lr: must be a finite number at least 0, and is '1e-4' (str)",
-        "params.cycle_mx_lr: is no parameter of OneCycle; did you mean 'cycle_max_lr'?",
-        "params.cycle_max_lr: is missing",
-        "params.cycle_min_mom: [1] must be a finite number at least 0 and below 1, and is 1.0 (float)",
-        "params.cycle_max_mom: lists 3 values, and the optimizer has 2 groups",
-        "params.cycle_first_step_size: must be a finite number above 0, and is 0 (int)",
-        "params.cycle_momentum: must be true or false, and is 1 (int)",
-        "params.decay_step_size: must be a finite number at least 0, and is inf (float)",
-        "params.last_batch_iteration: must be -1, and is 7 (int): to go on in the middle",
+    for line in (
+        'cycle_min_lr = "1e-4": must be a number of at least 0',
+        'cycle_mx_lr = 1.0: is not a field of OneCycleConfig; did you mean "cycle_max_lr"?',
+        "cycle_max_lr: is missing, and has no default; set it",
+        "cycle_min_mom = [0.1, 1.0]: must be a number of at least 0 and below 1, or a list, each",
+        "cycle_first_step_size = 0: must be an integer of at least 1",
+        "cycle_momentum = 1: must be true or false",
+        "decay_step_size = Infinity: must be an integer of at least 0",
+        "last_batch_iteration = 7: must be -1: to go on in the middle",
     ):
-        assert part in str(caught.value)
+        assert line in str(caught.value)
+    assert str(caught.value).startswith("OneCycle has 8 problems:")
     assert [group["lr"] for group in optimizer.param_groups] == list(LRS)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_lists_have_one_value_for_each_group(by_name: bool) -> None:
+    params = {**ONE_CYCLE, "cycle_max_mom": [0.1, 0.2, 0.3]}
+    made = SCHEDULERS["OneCycle"](**params)
+    make = schedules.make_schedule if by_name else lambda _, optimizer: schedules.OneCycle(optimizer, **params)
+    with pytest.raises(ConfigError, match=r"cycle_max_mom = .*lists 3 values, and the optimizer has 2 groups"):
+        make(made, optimizer_with())
 
 
 @pytest.mark.parametrize(
     ("name", "params", "path", "words"),
     [
-        ("warmup_lr", {}, "type", "did you mean 'WarmupLR'"),
-        (None, {}, "type", "known are 'LRRangeTest', 'OneCycle'"),
-        ("LambdaLR", {}, "type", "it takes a function: pass the scheduler itself"),
-        ("ReduceLROnPlateau", {}, "type", "takes a metric"),
-        ("WarmupLR", ["warmup_num_steps"], "params", "must be a table"),
-        ("WarmupLR", {"warmup_type": "cosine"}, "params.warmup_type", "'log' or 'linear'"),
-        ("WarmupLR", {"warmup_num_steps": True}, "params.warmup_num_steps", "an integer of at least 1"),
-        ("WarmupLR", {"warmup_num_steps": 2.5}, "params.warmup_num_steps", "an integer of at least 1"),
-        ("WarmupLR", {"warmup_max_lr": "auto"}, "params.warmup_max_lr", "'auto'"),
-        ("WarmupCosineLR", {}, "params.total_num_steps", "is missing, and WarmupCosineLR needs it"),
-        ("CosineAnnealingLR", {}, "params.T_max", "is missing"),
-        ("CosineAnnealingLR", {"T_max": 3, "eta_mn": 1}, "params.eta_mn", "did you mean 'eta_min'"),
-        ("CosineAnnealingLR", {"T_max": "3"}, "params.T_max", "'3'"),
-        ("StepLR", {"step_size": 1, "last_epoch": 3}, "params.last_epoch", "is no parameter"),
+        ("WarmupLR", {"warmup_type": "cosine"}, "warmup_type", 'one of "log", "linear"'),
+        ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps", "an integer of at least 1"),
+        ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps", "an integer of at least 1"),
+        ("WarmupLR", {"warmup_max_lr": "auto"}, "warmup_max_lr", "a number of at least 0"),
+        ("WarmupCosineLR", {}, "total_num_steps", "is missing"),
+        ("OneCycle", {**ONE_CYCLE, "decay_mom_rate": -0.1}, "(all fields)", "would never decay"),
+        ("OneCycle", {**ONE_CYCLE, "last_batch_iteration": True}, "last_batch_iteration", "must be -1"),
     ],
 )
-def test_problems_are_found_without_an_optimizer(name: Any, params: Any, path: str, words: str) -> None:
-    ((found, problem),) = schedule_problems(name, params)
-    assert found == path and words in problem
-    with pytest.raises(ValueError, match=r"scheduler\." + path):
+def test_one_problem(name: str, params: Any, path: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         make_schedule(name, params, optimizer_with())
+    (problem,) = caught.value.problems
+    assert problem.path == path and words in problem.what
 
 
-def test_torchs_schedulers_are_known_by_name() -> None:
-    assert {"CosineAnnealingLR", "StepLR", "OneCycleLR", "LinearLR"} <= TORCH_SCHEDULES
-    assert not TORCH_SCHEDULES & {"LRScheduler", "LambdaLR", "Optimizer"}
-    optimizer = optimizer_with()
-    schedule = make_schedule("StepLR", {"step_size": 2, "gamma": 0.5}, optimizer)
-    assert type(schedule) is torch.optim.lr_scheduler.StepLR
-    with pytest.raises(ValueError, match=r"torch's CyclicLR refused .*mode"):
-        make_schedule("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0, "mode": "x"}, optimizer)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("warmup_lr", 'did you mean "WarmupLR"'),
+        (None, "is missing"),
+        ("LambdaLR", r"torch's included, construct it and pass it as initialize\(lr_scheduler=\.\.\.\)"),
+        ("CosineAnnealingLR", "torch's included, construct it"),
+        ("ReduceLROnPlateau", "takes a metric"),
+    ],
+)
+def test_other_schedules_of_a_configuration_are_refused(name: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"scheduler\.type.*{words}"):
+        load_config({"train_batch_size": 1, "scheduler": {"type": name, "params": {}}})
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, not list"):
         make_schedule("WarmupLR", {}, [])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_default_passes_its_own_check(name: str) -> None:
-    for setting in SCHEDULES[name].values():
-        assert setting.default is REQUIRED or setting.check(setting.default) is None

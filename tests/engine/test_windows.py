@@ -188,7 +188,7 @@ def test_the_train_batch_size_changes_the_accumulation() -> None:
         engine.set_train_batch_size(12)
         assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (12, 4)
         assert engine.gradient_accumulation_steps() == 3
-        with pytest.raises(ValueError, match=r"13 is no multiple of 4 .*; 12 and 16 are"):
+        with pytest.raises(ValueError, match=r"13 is not a multiple of 4 .*; 12 and 16 are"):
             engine.set_train_batch_size(13)
         for size in (3, 0, True, 8.0):
             with pytest.raises(ValueError, match="train_batch_size is a multiple of 4"):

@@ -1,4 +1,4 @@
-"""The three numbers that multiply out, while training changes one of them."""
+"""Batch sizes of a running engine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,21 @@ class BatchSizes:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def with_accumulation_steps(self, steps: int) -> BatchSizes:
-        """Raises ValueError where that is no count."""
+        """Return the sizes with another number of backwards a step.
+
+        Raises:
+            ValueError: ``steps`` is not an integer of at least 1.
+        """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"gradient_accumulation_steps is a number of backwards, at least 1, not {steps!r}")
         return replace(self, accumulation_steps=steps)
 
     def with_micro_batch_size(self, micro_batch_size: int) -> BatchSizes:
-        """Raises ValueError where that is no number of samples."""
+        """Return the sizes with another number of samples a backward.
+
+        Raises:
+            ValueError: ``micro_batch_size`` is not an integer of at least 1.
+        """
         if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
             raise ValueError(f"the micro batch size is a number of samples, at least 1, not {micro_batch_size!r}")
         return replace(self, micro_batch_size=micro_batch_size)
@@ -42,7 +50,7 @@ class BatchSizes:
         """Accumulation steps that make up this train batch size.
 
         Raises:
-            ValueError: it is no multiple of the samples of one backward on all ranks.
+            ValueError: it is not a multiple of the samples of one backward on all ranks.
         """
         unit = self.micro_batch_size * self.world_size
         if isinstance(train_batch_size, bool) or not isinstance(train_batch_size, int) or train_batch_size < unit:
@@ -53,7 +61,7 @@ class BatchSizes:
         if train_batch_size % unit:
             below = train_batch_size // unit * unit
             raise ValueError(
-                f"train_batch_size {train_batch_size} is no multiple of {unit} (micro batch {self.micro_batch_size} x "
-                f"{self.world_size} ranks); {below} and {below + unit} are"
+                f"train_batch_size {train_batch_size} is not a multiple of {unit} (micro batch {self.micro_batch_size} "
+                f"x {self.world_size} ranks); {below} and {below + unit} are"
             )
         return train_batch_size // unit

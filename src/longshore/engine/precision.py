@@ -18,7 +18,7 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 @dataclass(frozen=True)
 class Precision:
-    """What is cast where.
+    """Dtypes to cast to.
 
     Attributes:
         parameters: dtype of floating parameters; None: as they are.

@@ -20,9 +20,8 @@ from longshore.engine.binding import Binding, bind
 from longshore.engine.config import Config, LoadedConfig, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
-from longshore.engine.given_schedule import adopt_schedule
 from longshore.engine.host_cpus import host_cpus
-from longshore.engine.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.model_sharding import (
     WrapPolicy,
     check_already_sharded,
@@ -36,7 +35,7 @@ from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.engine.same_setup import check_same_parameters, check_same_setup, neighbours_of
-from longshore.engine.schedules import make_schedule
+from longshore.engine.schedules import adopt_schedule, make_schedule
 from longshore.engine.scripts import with_port
 from longshore.engine.weights import Weights, first_weights
 from longshore.host import memory_for_speculation
@@ -131,7 +130,7 @@ def initialize(
         register(made)
         if sharded is not None:
             sharded.when_gathered(made._core.look_again)
-        engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings), binding)
+        engine = Engine(model, made, settings, ranks, precision, make_loss_scale(settings.loss_scaling), binding)
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
         engine.training_dataloader = _loader(training_data, settings, data_parallel(ranks, sharded), collate_fn)
         undo.pop_all()
@@ -276,26 +275,11 @@ def _discard_left_over(optimizer: HostOptimizer) -> None:
         )
 
 
-def _loss_scale(config: Config) -> LossScale:
-    scaling = config.loss_scaling
-    if scaling is None:
-        return NoLossScale()
-    if scaling.scale is not None:
-        return StaticLossScale(scaling.scale)
-    return DynamicLossScale(
-        scaling.initial_scale_power,
-        scaling.window,
-        scaling.hysteresis,
-        scaling.consecutive_hysteresis,
-        scaling.min_scale,
-    )
-
-
 def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimizer | None) -> Any:
     if given is None:
         if config.scheduler is None:
             return None
-        return make_schedule(config.scheduler.type, config.scheduler.arguments(), optimizer)
+        return make_schedule(config.scheduler, optimizer)
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
     return adopt_schedule(given, optimizer, client)

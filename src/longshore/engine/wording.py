@@ -1,4 +1,4 @@
-"""How refusals are worded: the nearest known name, and what a value is in a user's words."""
+"""Parts of error messages: the nearest known name, and a value with its type."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def shown(value: Any) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """An int that is no bool: JSON's ``true`` must not pass for 1."""
+    """Whether ``value`` is an int and not a bool: JSON's ``true`` must not pass for 1."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """An int or a float, and no bool."""
+    """Whether ``value`` is an int or a float, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Where an optimizer keeps its state, and how it uses the host."""
+"""Where an optimizer keeps its state, and how it uses the host's memory and threads."""
 
 from __future__ import annotations
 
@@ -58,30 +58,24 @@ class Offload(Placement):
     """Where masters and moments are, and settings of the host side. None of them changes a bit of the result.
 
     Attributes:
-        device: ``"cpu"``: in host memory, stepped there; ``"none"``: where the
-            parameters are, stepped there, and nothing is copied. On CUDA the
-            latter needs Triton. For CPU parameters the two are the same.
-        tile_numel: elements a tile: the unit that is copied, stepped and copied
-            back. Default: 4 Mi, which is 8 MiB of bfloat16 and some 300
-            microseconds of a PCIe 4 link; 16 Mi where nothing is copied, since
-            a call for each tile is then all that smaller ones bring.
-        threads: host threads that step; default: what ``longshore launch``
-            granted, or else one for each CPU that the process may use, whatever
-            ``OMP_NUM_THREADS`` says.
+        device: ``"cpu"``: in host memory, stepped there; ``"none"``: where the parameters are, stepped there, and
+            nothing is copied. On CUDA the latter needs Triton. For CPU parameters the two are the same.
+        tile_numel: elements a tile: the unit that is copied, stepped and copied back. Default: 4 Mi, which is 8 MiB of
+            bfloat16 and some 300 microseconds of a PCIe 4 link; 16 Mi where nothing is copied, since a call for each
+            tile is then all that smaller ones bring.
+        threads: host threads that step; default: what ``longshore launch`` granted, or else one for each CPU that the
+            process may use, whatever ``OMP_NUM_THREADS`` says.
         cpu_set: logical CPUs that those threads may run on; default: any.
-        transfer: how bytes move; default: by the parameters' device. Tests pass
-            a :class:`~longshore.transfer.SimulatedTransfer`. With
-            ``device="none"`` nothing moves: a simulated device keeps the state.
-        speculation_memory: host memory for stepping tiles while backward still
-            runs (with ``release_gradients=True`` and in engines): a percentage
-            (``"100%"`` is a spare for every tile, nearly as much memory as the
-            optimizer's state itself), a size (``"8GiB"``), an integer number
-            of bytes, or ``"auto"``: as much as helps, at most a quarter of what
-            is free when it is made, after the first step. 0: none.
-        ratio: the share of the elements whose state is on the host, with
-            ``device="cpu"``. The others, whose gradients come last, keep theirs
-            on the device and are stepped there, while the host steps its own.
-            For CPU parameters both are the same memory.
+        transfer: how bytes move; default: by the parameters' device. Tests pass a
+            :class:`~longshore.transfer.SimulatedTransfer`. With ``device="none"`` nothing moves: a simulated device
+            keeps the state.
+        speculation_memory: host memory for stepping tiles while backward still runs (with ``release_gradients=True``
+            and in engines): a percentage (``"100%"`` is a spare for every tile, nearly as much memory as the
+            optimizer's state itself), a size (``"8GiB"``), an integer number of bytes, or ``"auto"``: as much as helps,
+            at most a quarter of what is free when it is made, after the first step. 0: none.
+        ratio: the share of the elements whose state is on the host, with ``device="cpu"``. The others, whose gradients
+            come last, keep theirs on the device and are stepped there, while the host steps its own. For CPU parameters
+            both are the same memory.
     """
 
     tile_numel: int | None = None
@@ -135,7 +129,7 @@ class Offload(Placement):
         return self.transfer or transfer_for(device)
 
     def kernels_for(self, device: torch.device) -> Kernels:
-        """What steps parameters on ``device``, where their state is.
+        """Make the kernels that step parameters on ``device``, where their state is.
 
         Raises:
             ValueError: settings of the host's steps where it makes none.

@@ -10,15 +10,15 @@ from longshore.engine.config.keys import Key, Treatment
 from longshore.engine.config.values import (
     Block,
     Boolean,
-    Choice,
+    Budget,
     Dtype,
     Either,
     Integer,
     Items,
     Kind,
-    Memory,
     Number,
-    Text,
+    OneOf,
+    String,
 )
 
 LARGE = 10**12
@@ -39,15 +39,15 @@ def values_of(kind: Kind) -> st.SearchStrategy[Any]:
             exclude_min=kind.above is not None,
             exclude_max=kind.below is not None,
         )
-    if isinstance(kind, Choice):
+    if isinstance(kind, OneOf):
         return st.sampled_from(kind.options).flatmap(_in_any_case)
     if isinstance(kind, Dtype):
         names = {"fp32": "torch.float32", "bf16": "bfloat16", "fp16": "half"}
         return st.sampled_from([*kind.options, *(names[option] for option in kind.options)])
-    if isinstance(kind, Memory):
+    if isinstance(kind, Budget):
         sizes = st.sampled_from(["auto", "Auto", "25%", "100 %", "8GiB", "1.5e9 B", 0])
         return sizes | st.integers(1024, LARGE)
-    if isinstance(kind, Text):
+    if isinstance(kind, String):
         return st.text(max_size=5)
     if isinstance(kind, Items):
         return st.lists(values_of(kind.of), min_size=kind.count or 0, max_size=kind.count or 3)

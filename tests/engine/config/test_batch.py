@@ -1,4 +1,4 @@
-"""Batch arithmetic."""
+"""BatchNumbers arithmetic."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.engine.config import Config, ConfigError
-from longshore.engine.config.batch import DEEPSPEED, Batch, check_without_ranks, resolve
+from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, check_without_ranks, resolve
 
 SMALL = st.integers(1, 12)
 
 
 @given(SMALL, SMALL, SMALL, st.tuples(st.booleans(), st.booleans(), st.booleans()))
 def test_whatever_is_left_out_follows(micro: int, steps: int, ranks: int, given_: tuple[bool, bool, bool]) -> None:
-    whole = Batch(micro * steps * ranks, micro, steps)
-    left = Batch(*(number if keep else None for number, keep in zip(whole, given_, strict=True)))
+    whole = BatchNumbers(micro * steps * ranks, micro, steps)
+    left = BatchNumbers(*(number if keep else None for number, keep in zip(whole, given_, strict=True)))
     found = resolve(left, ranks)
     assert found.train == (found.micro or 0) * (found.steps or 0) * ranks
     assert all(number is None or number == result for number, result in zip(left, found, strict=True))
@@ -26,24 +26,24 @@ def test_whatever_is_left_out_follows(micro: int, steps: int, ranks: int, given_
 
 
 def test_what_is_assumed() -> None:
-    assert resolve(Batch(None, None, None), 4) == (4, 1, 1)
-    assert resolve(Batch(8, None, None), 4) == (8, 2, 1)
-    assert resolve(Batch(None, 3, None), 4) == (12, 3, 1)
+    assert resolve(BatchNumbers(None, None, None), 4) == (4, 1, 1)
+    assert resolve(BatchNumbers(8, None, None), 4) == (8, 2, 1)
+    assert resolve(BatchNumbers(None, 3, None), 4) == (12, 3, 1)
 
 
 @given(st.integers(1, 60), SMALL | st.none(), SMALL | st.none(), SMALL)
 def test_every_change_that_an_error_proposes_works(
     train: int, micro: int | None, steps: int | None, ranks: int
 ) -> None:
-    numbers = Batch(train, micro, steps)
+    numbers = BatchNumbers(train, micro, steps)
     try:
         resolve(numbers, ranks)
         return
     except ValueError as error:
         text = str(error)
     proposals = 0
-    for field, name in zip(Batch._fields, ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"),
-                           strict=True):  # fmt: skip
+    names = ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+    for field, name in zip(BatchNumbers._fields, names, strict=True):
         found = re.search(rf"(?:change|, or) {name} to (\d+)(?: or (\d+))?", text)
         for number in found.groups() if found else ():
             if number is not None:
@@ -54,24 +54,24 @@ def test_every_change_that_an_error_proposes_works(
 
 def test_the_words() -> None:
     with pytest.raises(ValueError, match="is not") as caught:
-        resolve(Batch(12, 2, 2), 2, DEEPSPEED)
+        resolve(BatchNumbers(12, 2, 2), 2, DEEPSPEED)
     assert str(caught.value) == (
         "must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, and 12 is not "
         "train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 2 x 2 ranks = 8; change train_batch_size to 8, "
         "or train_micro_batch_size_per_gpu to 3, or gradient_accumulation_steps to 3"
     )
-    with pytest.raises(ValueError, match="10 is no multiple of 4 ranks = 4; change train_batch_size to 8 or 12"):
-        resolve(Batch(10, None, None), 4)
+    with pytest.raises(ValueError, match="10 is not a multiple of 4 ranks = 4; change train_batch_size to 8 or 12"):
+        resolve(BatchNumbers(10, None, None), 4)
     with pytest.raises(ValueError, match="change train_batch_size to 10 or 15, or micro_batch_size to 4"):
-        resolve(Batch(12, 5, None), 1)
+        resolve(BatchNumbers(12, 5, None), 1)
     with pytest.raises(ValueError, match="a number of ranks, at least 1, not 0"):
-        resolve(Batch(1, 1, 1), 0)
+        resolve(BatchNumbers(1, 1, 1), 0)
 
 
 def test_before_the_ranks_are_known() -> None:
-    check_without_ranks(Batch(8, 2, 2))
-    with pytest.raises(ValueError, match="9 is no multiple of micro_batch_size 2 x gradient_accumulation_steps 2"):
-        check_without_ranks(Batch(9, 2, 2))
+    check_without_ranks(BatchNumbers(8, 2, 2))
+    with pytest.raises(ValueError, match="9 is not a multiple of micro_batch_size 2 x gradient_accumulation_steps 2"):
+        check_without_ranks(BatchNumbers(9, 2, 2))
 
 
 def test_resolved() -> None:

@@ -30,7 +30,7 @@ def test_everything_that_is_wrong_at_once() -> None:
     assert [problem.path for problem in caught.value.problems] == [
         "stagee", "stage", "offload_device", "reduce_bucket_numel", "overlap_comm", "threads"
     ]  # fmt: skip
-    assert 'is no field of Config; did you mean "stage"?' in str(caught.value)
+    assert 'is not a field of Config; did you mean "stage"?' in str(caught.value)
     assert "must be one of 0, 1, 2" in str(caught.value)
 
 
@@ -63,7 +63,8 @@ def test_loss_scaling() -> None:
 def test_named() -> None:
     with pytest.raises(ConfigError, match="total_num_steps: is missing"):
         WarmupCosineLRConfig()  # type: ignore[call-arg]
-    config = Config(optimizer=AdamWConfig(betas=[0.8, 0.9]), scheduler=WarmupCosineLRConfig(total_num_steps=5))  # type: ignore
+    schedule = WarmupCosineLRConfig(total_num_steps=5, warmup_num_steps=2)
+    config = Config(optimizer=AdamWConfig(betas=[0.8, 0.9]), scheduler=schedule)  # type: ignore
     assert config.optimizer is not None and config.optimizer.arguments()["betas"] == (0.8, 0.9)
     assert config.scheduler is not None and config.scheduler.arguments()["total_num_steps"] == 5
 

@@ -10,26 +10,16 @@ import pytest
 from longshore.engine.config import Config
 from longshore.engine.config.keys import Key, Treatment
 from longshore.engine.config.optimizers import OPTIMIZERS
-from longshore.engine.config.page import page
 from longshore.engine.config.schedulers import SCHEDULERS
 from longshore.engine.config.table import KEYS, TABLE, TARGETS, names_in
 from longshore.engine.config.values import Block
+from scripts.docs.key_tests import TESTS
 
 ROOT = Path(__file__).parents[3]
 
 
 def identity(key: Key) -> str:
     return key.path
-
-
-def test_the_page_is_generated() -> None:
-    assert (ROOT / "docs" / "deepspeed_config.md").read_text() == page(), (
-        "run: python -m longshore.engine.config.page > docs/deepspeed_config.md"
-    )
-
-
-def named_tests() -> list[str]:
-    return sorted({key.test for key in TABLE if key.treatment is Treatment.HONOURED})
 
 
 def exists(test: str) -> bool:
@@ -42,7 +32,8 @@ def exists(test: str) -> bool:
 
 
 def test_what_is_honoured_has_a_test_that_shows_it() -> None:
-    missing = [test for test in named_tests() if not exists(test)]
+    assert {*TESTS} == {key.path for key in TABLE if key.treatment is Treatment.HONOURED}
+    missing = [test for test in sorted({*TESTS.values()}) if not exists(test)]
     assert missing == []
 
 
@@ -50,7 +41,6 @@ def test_rows_are_unique_and_whole() -> None:
     assert len(KEYS) == len(TABLE)
     for key in TABLE:
         assert key.what, key.path
-        assert bool(key.test) == (key.treatment is Treatment.HONOURED), key.path
         if key.treatment is Treatment.REFUSED and not isinstance(key.kind, Block):
             # What switches it off is a value that it may have.
             assert all(key.is_harmless(key.kind.check(value)) for value in key.harmless), key.path

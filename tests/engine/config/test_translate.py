@@ -66,7 +66,7 @@ def test_checkpoint_activations_is_no_key(section: str) -> None:
         load_config(file)
     (problem,) = caught.value.problems
     assert problem.path == f"{section}.checkpoint_activations".lstrip(".")
-    assert f'"checkpoint_activations" is no key of {section or "the file"}' in problem.what
+    assert f'"checkpoint_activations" is not a key of {section or "the file"}' in problem.what
     assert "longshore.checkpointing" in problem.what and "remove the key" in problem.what
 
 
@@ -90,7 +90,7 @@ def test_checkpoint_activations_is_no_key(section: str) -> None:
 )
 def test_names_of_other_libraries_are_known(section: str, kind: str, given: str, meant: str) -> None:
     said = refusal(**{section: {"type": kind, "params": {given: 1}}})
-    assert f'{section}.params.{given} = 1: "{given}" is no key of' in said
+    assert f'{section}.params.{given} = 1: "{given}" is not a key of' in said
     assert f'did you mean "{meant}"?' in said
 
 
@@ -121,7 +121,7 @@ def test_all_problems_at_once() -> None:
     }
     assert found["zero_optimization.reduce_bucket_size"].value == "5e8"
     for line in (
-        'devise = "cpu": "devise" is no key of zero_optimization.offload_optimizer; did you mean "device"?',
+        'devise = "cpu": "devise" is not a key of zero_optimization.offload_optimizer; did you mean "device"?',
         "zero_optimization.stage = 4: must be one of 0, 1, 2",
         'zero_optimization.reduce_bucket_size = "5e8": must be an integer of at least 1',
         'optimizer.type = "Muon": is not supported: it looks at shapes',
@@ -137,14 +137,14 @@ def test_all_problems_at_once() -> None:
 @pytest.mark.parametrize(
     "file, where, what",
     [
-        ({"fp16": {"stage": 2}}, "fp16.stage", "no key of fp16, but of zero_optimization; move it there"),
-        ({"offload_optimizer": {}}, "offload_optimizer", "no key of the file's top level, but of zero_optimization;"),
+        ({"fp16": {"stage": 2}}, "fp16.stage", "not a key of fp16, but of zero_optimization; move it there"),
+        ({"offload_optimizer": {}}, "offload_optimizer", "not a key of the file's top level, but of zero_opt"),
         ({"optimizer": {"type": "SGD", "params": {"betas": [0, 0]}}}, "params.betas", "Adam and AdamW and Lion"),
         ({"wobble": 1}, "wobble", "nor of any other section; remove it"),
         (
             {"zero_optimization": {"super_offload": True}},  # "cpu_offload" is near
             "super_offload",
-            "no key of zero_optimization, but of zero_optimization.offload_optimizer; move it there",
+            "not a key of zero_optimization, but of zero_optimization.offload_optimizer; move it there",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"speculation_memory": "auto"}}},  # "pin_memory" is near
@@ -185,7 +185,7 @@ def test_all_problems_at_once() -> None:
         ),
         (
             {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10}}},
-            "scheduler.params.total_num_steps = 10",
+            "scheduler.params: total_num_steps 10",
             "below warmup_num_steps, which is 1000",
         ),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype", "is missing"),
@@ -205,7 +205,7 @@ def test_all_problems_at_once() -> None:
         ({"elasticity": {"enabled": 0}}, "elasticity", "is not supported"),  # 0 is not false
         ({"gradient_clipping": 10**400}, "gradient_clipping", "must be a number"),
         ({"aip": 1}, "aip", 'did you mean "aio" or "amp"?'),
-        ({"gradient_accumulation_steps": 3}, "train_batch_size", "8 is no multiple of gradient_accumulation_steps 3"),
+        ({"gradient_accumulation_steps": 3}, "train_batch_size", "is not a multiple of gradient_accumulation_steps 3"),
         (  # one problem, not also one that the key is missing
             {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
             "scheduler.params.total_num_steps",
@@ -296,7 +296,7 @@ def test_auto() -> None:
     assert (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps) == (8, 2, 1)
     assert (config.dtype, config.gradient_clipping, config.reduce_bucket_numel) == ("bf16", 0.5, 1000)
     assert config.optimizer == AdamWConfig(lr=1e-4, betas=(0.8, 0.9), weight_decay=0.0)
-    with pytest.raises(ConfigError, match=r'auto\[.*"learning_rate" is no key'):
+    with pytest.raises(ConfigError, match=r'auto\[.*"learning_rate" is not a key'):
         load_config(file, auto={**auto, "learning_rate": 1})
     with pytest.raises(ConfigError, match="must be a number of at least 0"):
         load_config(file, auto={**auto, "optimizer.params.lr": "fast"})
@@ -319,8 +319,8 @@ def test_old_names() -> None:
     assert "read as stage 1" in load(zero_optimization=True).notes[0]
     assert load(zero_optimization={"cpu_offload": False}).config.offload_device == "none"
     both = {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
-    assert "stands there too" in refusal(zero_optimization=both)
-    assert "stands there too" in refusal(bf16={"enabled": True}, bfloat16={"enabled": True})
+    assert "is given too" in refusal(zero_optimization=both)
+    assert "is given too" in refusal(bf16={"enabled": True}, bfloat16={"enabled": True})
 
 
 @pytest.mark.parametrize("named", ["fp32", "float32", "FP32", "torch.float32", torch.float32])

@@ -1,8 +1,8 @@
 """The configuration: one typed model, and the DeepSpeed file translated into it at the edge."""
 
+from longshore.engine.config.base import ConfigError, Problem
 from longshore.engine.config.load import LoadedConfig, load_config
-from longshore.engine.config.model import Config, LossScaling
-from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
+from longshore.engine.config.model import Config, CsvConfig, LossScaling, TensorBoardConfig, WandbConfig
 from longshore.engine.config.optimizers import (
     AdagradConfig,
     AdamConfig,
@@ -11,7 +11,6 @@ from longshore.engine.config.optimizers import (
     OptimizerConfig,
     SGDConfig,
 )
-from longshore.engine.config.problems import ConfigError, Problem
 from longshore.engine.config.schedulers import (
     LRRangeTestConfig,
     OneCycleConfig,

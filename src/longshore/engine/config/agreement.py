@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from longshore.engine.config.base import Problem
 from longshore.engine.config.model import Config
-from longshore.engine.config.problems import Problem
 from longshore.engine.config.reading import Reading
 from longshore.engine.config.table import TARGETS
 

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 
-class Batch(NamedTuple):
+class BatchNumbers(NamedTuple):
     """Samples a step, samples a backward on one rank, backwards a step. None: not given."""
 
     train: int | None
@@ -15,7 +15,7 @@ class Batch(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What the three numbers are called where the user wrote them."""
+    """Names of the three numbers in the user's file or arguments."""
 
     train: str
     micro: str
@@ -26,7 +26,7 @@ OURS = Names("train_batch_size", "micro_batch_size", "gradient_accumulation_step
 DEEPSPEED = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def resolve(given: Batch, world_size: int, names: Names = OURS) -> Batch:
+def resolve(given: BatchNumbers, world_size: int, names: Names = OURS) -> BatchNumbers:
     """All three numbers from those that are given; without any, one sample a backward and one backward a step.
 
     Raises:
@@ -36,7 +36,7 @@ def resolve(given: Batch, world_size: int, names: Names = OURS) -> Batch:
     train, micro, steps = given
     if train is None:
         micro, steps = micro or 1, steps or 1
-        return Batch(micro * steps * world_size, micro, steps)
+        return BatchNumbers(micro * steps * world_size, micro, steps)
     if micro is None:
         steps = steps or 1
         micro, rest = divmod(train, steps * world_size)
@@ -46,7 +46,7 @@ def resolve(given: Batch, world_size: int, names: Names = OURS) -> Batch:
         rest = train - micro * steps * world_size
     if rest:
         raise ValueError(_does_not_multiply(given, world_size, names))
-    return Batch(train, micro, steps)
+    return BatchNumbers(train, micro, steps)
 
 
 def check_world_size(world_size: int) -> None:
@@ -55,8 +55,8 @@ def check_world_size(world_size: int) -> None:
         raise ValueError(f"world_size is a number of ranks, at least 1, not {world_size!r}")
 
 
-def check_without_ranks(given: Batch, names: Names = OURS) -> None:
-    """What can be said before the number of ranks is known.
+def check_without_ranks(given: BatchNumbers, names: Names = OURS) -> None:
+    """Check the numbers before the number of ranks is known.
 
     Raises:
         ValueError: no number of ranks makes the numbers multiply out.
@@ -67,7 +67,7 @@ def check_without_ranks(given: Batch, names: Names = OURS) -> None:
         raise ValueError(_does_not_multiply(given, None, names))
 
 
-def _does_not_multiply(given: Batch, world_size: int | None, names: Names) -> str:
+def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names) -> str:
     """The rule, what was found, and every one-number change that mends it. ``world_size`` None: not known yet."""
     train, micro, steps = given
     assert train is not None
@@ -77,7 +77,7 @@ def _does_not_multiply(given: Batch, world_size: int | None, names: Names) -> st
     if world_size is not None:
         said.append(f"{world_size} rank{'s' if world_size > 1 else ''}")
     exact = len(factors) == 2 and world_size is not None
-    relation = "is not" if exact else "is no multiple of"
+    relation = "is not" if exact else "is not a multiple of"
     fits = [product] if exact else _around(train, product)
     ways = [f"{names.train} to {' or '.join(map(str, fits))}"]
     for name, number in factors:

@@ -1,7 +1,7 @@
-"""Every key of a DeepSpeed configuration file, and what becomes of it.
+"""Rows of the table of all keys of a DeepSpeed configuration file.
 
-The table is data: ``table_*.py`` hold the rows, this module says what a row is
-and finds them. ``docs/deepspeed_config.md`` is generated from it.
+The rows are in ``table.py``, ``table_training.py`` and ``table_zero.py``;
+``docs/deepspeed_config.md`` is generated from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from longshore.engine.config.values import Block, Kind, same
 
 
 class Treatment(Enum):
-    """What longshore does with a key."""
+    """How longshore treats a key."""
 
     HONOURED = "honoured"
     """It does what it says, and a test shows it."""
@@ -33,17 +33,14 @@ class Key:
         name: the key in it.
         treatment: one of the three classes.
         kind: what its values are.
-        what: honoured: what it does; accepted: why it cannot change results;
-            refused: what to do instead.
+        what: honoured: what it does; accepted: why it cannot change results; refused: what to do instead.
         field: the field of ``Config`` that takes the value, if it is taken as it is.
-        test: ``path::test`` that shows it, for honoured keys.
         harmless: for refused keys, the values that are fine.
         absent_when_auto: the value ``"auto"`` means that the key is left out.
         takes_auto: ``"auto"`` is a value of this key, and not for another program to fill in.
         of: optimizer or schedule types that have this parameter; () for all.
         renamed: this is an old name, and the path here is the new one.
-        values: for an old name, values of the new key by those of the old one;
-            None: the old value is simply dropped.
+        values: for an old name, values of the new key by those of the old one; None: the old value is simply dropped.
         null: why null is refused; otherwise null means that the key is left out.
     """
 
@@ -53,7 +50,6 @@ class Key:
     kind: Kind
     what: str
     field: str = ""
-    test: str = ""
     harmless: tuple[object, ...] = ()
     absent_when_auto: bool = False
     takes_auto: bool = False
@@ -81,12 +77,17 @@ def joined(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
 
 
-def honoured(section: str, name: str, kind: Kind, what: str, test: str, field: str = "", **more: Any) -> Key:
-    return Key(section, name, Treatment.HONOURED, kind, what, field=field, test=test, **more)
+def honoured(section: str, name: str, kind: Kind, what: str, field: str = "", **more: Any) -> Key:
+    return Key(section, name, Treatment.HONOURED, kind, what, field=field, **more)
 
 
 def accepted(section: str, name: str, kind: Kind, what: str, **more: Any) -> Key:
     return Key(section, name, Treatment.ACCEPTED, kind, what, **more)
+
+
+def each_accepted(section: str, names: str, kind: Kind, what: str) -> list[Key]:
+    """Rows for several keys, separated by spaces, that are accepted for the same reason."""
+    return [accepted(section, name, kind, what) for name in names.split()]
 
 
 def refused(section: str, name: str, kind: Kind, harmless: tuple[object, ...], what: str, **more: Any) -> Key:

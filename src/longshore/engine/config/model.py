@@ -6,11 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from longshore.engine.config.base import FrozenModel
-from longshore.engine.config.batch import Batch, check_world_size, resolve
-from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
+from longshore.engine.config.base import ConfigError, FrozenModel, Problem
+from longshore.engine.config.batch import BatchNumbers, check_world_size, resolve
 from longshore.engine.config.optimizers import OptimizerConfig
-from longshore.engine.config.problems import ConfigError, Problem
 from longshore.engine.config.schedulers import SchedulerConfig
 from longshore.engine.config.values import (
     AT_LEAST_0,
@@ -18,11 +16,13 @@ from longshore.engine.config.values import (
     DEVICE,
     DTYPE,
     FRACTION,
+    LOSS_SCALE,
     LOW_DTYPE,
     POSITIVE,
     SCALE_POWER,
     SPECULATION_MEMORY,
     STAGE,
+    TEXT,
     WRAP_POLICY,
     Items,
     checked,
@@ -36,6 +36,32 @@ _MaybeCount = Annotated[int | None, checked(AT_LEAST_1)]
 _MaybePositive = Annotated[float | None, checked(POSITIVE)]
 
 
+_Text = Annotated[str, checked(TEXT)]
+_MaybeText = Annotated[str | None, checked(TEXT)]
+
+
+class TensorBoardConfig(FrozenModel):
+    """TensorBoard's event files in ``output_path/job_name``."""
+
+    output_path: _Text = "runs"
+    job_name: _Text = "longshore"
+
+
+class WandbConfig(FrozenModel):
+    """A run of Weights & Biases, or the one that is active already. ``team`` is its entity."""
+
+    project: _MaybeText = None
+    team: _MaybeText = None
+    group: _MaybeText = None
+
+
+class CsvConfig(FrozenModel):
+    """``metrics.csv`` in ``output_path/job_name``: a row a step."""
+
+    output_path: _Text = "runs"
+    job_name: _Text = "longshore"
+
+
 class LossScaling(FrozenModel):
     """How the loss is scaled before backward. An overflow skips the step on all ranks.
 
@@ -43,17 +69,17 @@ class LossScaling(FrozenModel):
         scale: a static scale; None: dynamic, by what follows.
         initial_scale_power: the first scale is two to this power.
         window: steps without an overflow after which the scale doubles.
-        hysteresis: overflows that are borne before the scale halves.
+        hysteresis: overflows before the scale halves.
         consecutive_hysteresis: a step without an overflow refills the hysteresis.
         min_scale: the scale never falls below this.
     """
 
-    scale: _MaybePositive = None
+    scale: Annotated[float | None, checked(LOSS_SCALE)] = None
     initial_scale_power: Annotated[int, checked(SCALE_POWER)] = 16
     window: _Count = 1000
     hysteresis: _Count = 2
     consecutive_hysteresis: bool = False
-    min_scale: Annotated[float, checked(POSITIVE)] = 1.0
+    min_scale: Annotated[float, checked(LOSS_SCALE)] = 1.0
 
     @model_validator(mode="after")
     def _starts_above_the_minimum(self) -> LossScaling:
@@ -66,64 +92,55 @@ class LossScaling(FrozenModel):
 
 
 class Config(FrozenModel):
-    """What the engine does. Every field is honoured; there are no others.
+    """Settings of the engine.
 
     Attributes:
-        train_batch_size: samples a step, over all ranks. None, for any of the
-            three batch numbers: it follows from the others (:meth:`resolved`).
+        train_batch_size: samples a step, over all ranks. None, for any of the three batch numbers: it follows from the
+            others (:meth:`resolved`).
         micro_batch_size: samples a backward, on one rank.
         gradient_accumulation_steps: backwards a step.
         drop_last: the loader leaves out the last batch if it is not full.
         stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
-        offload_device: where optimizer state lives and is stepped.
-        reduce_bucket_numel: elements whose gradients are reduced together;
-            at stages 2 and 3 with ``overlap_comm`` half of them, so that one
-            half fills while the other is on its way; at stage 3 no more than
-            what is gathered together.
+        offload_device: where optimizer state is kept and stepped, as ``device`` in :class:`longshore.Offload`.
+        reduce_bucket_numel: elements whose gradients are reduced together; at stages 2 and 3 with ``overlap_comm`` half
+            of them, so that one half fills while the other is on its way; at stage 3 no more than is gathered
+            together.
         allgather_bucket_numel: elements that are gathered together.
         overlap_comm: reduce while backward runs. The same bits either way.
-        wrap_policy: at stage 3, the modules that are gathered as a whole: the
-            transformer blocks (``"auto"``), those of the named classes, or
-            those with at least so many elements.
-        tile_numel: elements that are copied and stepped at a time. None: 4 Mi
-            with a GPU, 16 Mi without.
-        threads: host threads that step. None: one for each CPU that the
-            process may use.
+        wrap_policy: at stage 3, the modules that are gathered as a whole: the transformer blocks (``"auto"``), those of
+            the named classes, or those with at least so many elements.
+        tile_numel: elements that are copied and stepped at a time. None: 4 Mi with a GPU, 16 Mi without.
+        threads: host threads that step. None: one for each CPU that the process may use.
         cpu_set: logical CPUs that those threads may run on. None: any.
-        cpu_share: host threads run on this share, from 0 (one CPU) to 1, of the
-            CPUs that this process may use: the last ones. ``cpu_set`` names them instead.
-        speculation_memory: host memory for stepping tiles while backward still
-            runs, as in :class:`longshore.Offload`; needs ``offload_device`` cpu.
-        offload_ratio: the share of the optimizer's state that is on the host,
-            as ``ratio`` in :class:`longshore.Offload`; needs ``offload_device`` cpu.
-        dtype: parameters are cast to it when the engine is made; buffers keep
-            theirs. None: parameters stay as they are. Masters are float32.
+        cpu_share: host threads run on this share, from 0 (one CPU) to 1, of the CPUs that this process may use: the
+            last ones. ``cpu_set`` names them instead.
+        speculation_memory: host memory for stepping tiles while backward still runs, as in :class:`longshore.Offload`;
+            needs ``offload_device`` cpu.
+        offload_ratio: the share of the optimizer's state that is on the host, as ``ratio`` in
+            :class:`longshore.Offload`; needs ``offload_device`` cpu.
+        dtype: parameters are cast to it when the engine is made; buffers keep theirs. None: parameters stay as they
+            are. Masters are float32.
         autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
-        loss_scaling: None: the loss is not scaled, and NaN and infinity are
-            applied as torch applies them. When not given: dynamic with fp16
-            (``dtype`` or ``autocast``), otherwise None.
+        loss_scaling: None: the loss is not scaled, and NaN and infinity are applied as torch applies them. When not
+            given: dynamic with fp16 (``dtype`` or ``autocast``), otherwise None.
         cast_inputs: floating inputs of forward are cast to ``dtype``.
-        communication_dtype: dtype of gradients on the wire. None: their own;
-            they are summed in float32, so that nothing is rounded in between.
-        accumulation_dtype: dtype in which several ranks add backwards on the
-            device before they reduce (stages 0 and 1, ``no_sync()``). What is
-            added on the host is added in float32.
+        communication_dtype: dtype in which gradients are sent. None: their own; they are summed in float32, so that
+            nothing is rounded in between.
+        accumulation_dtype: dtype in which several ranks add backwards on the device before they reduce (stages 0 and 1,
+            ``no_sync()``). The host always adds in float32.
         gradient_clipping: largest global L2 norm; None: no clipping.
-        prescale_gradients: gradients are divided by the number of ranks before
-            they are summed, not after.
-        gradient_predivide_factor: gradients are divided by it before they are
-            summed, and by ranks / factor after.
+        prescale_gradients: gradients are divided by the number of ranks before they are summed, not after.
+        gradient_predivide_factor: gradients are divided by it before they are summed, and by ranks / factor after.
         optimizer: by name; None: ``initialize(optimizer=...)`` brings one.
         scheduler: by name; None: ``initialize(lr_scheduler=...)``, or none.
-        tensorboard: rank 0's numbers of every step go there: loss, learning
-            rate, norm, times, bandwidths, hit rate, memory. None: they do not.
-        wandb: they go to Weights & Biases.
-        csv_monitor: they go to a CSV file.
-        steps_per_print: a line on rank 0 every so many steps; None: never.
+        tensorboard: rank 0 writes the metrics of every step there: loss, learning rate, norm, times, bandwidths, hit
+            rate, memory. None: it does not.
+        wandb: rank 0 writes them to Weights & Biases.
+        csv_monitor: rank 0 writes them to a CSV file.
+        steps_per_print: rank 0 prints a line every so many steps; None: never.
         wall_clock_breakdown: that line has the times of forward, backward and step.
-        dump_state: ``explain()`` is printed on rank 0 when the engine is made.
-        cpu_checkpointing: ``longshore.checkpointing`` keeps saved activations
-            in host memory.
+        dump_state: rank 0 prints ``explain()`` when the engine is made.
+        cpu_checkpointing: ``longshore.checkpointing`` keeps saved activations in host memory.
 
     Raises:
         ConfigError: a ValueError that names every wrong field.
@@ -215,15 +232,14 @@ class Config(FrozenModel):
     def resolved(self, world_size: int) -> Config:
         """This configuration with all three batch numbers, for ``world_size`` ranks.
 
-        Without a train batch size, ``micro_batch_size`` and
-        ``gradient_accumulation_steps`` are 1 where they are not given.
+        Without a train batch size, ``micro_batch_size`` and ``gradient_accumulation_steps`` are 1 where they are not
+        given.
 
         Raises:
-            ConfigError: the numbers do not multiply out; says which of the
-                three to change, and to what.
-            ValueError: ``world_size`` is no number of ranks.
+            ConfigError: the numbers do not multiply out; says which of the three to change, and to what.
+            ValueError: ``world_size`` is not a number of ranks.
         """
-        given = Batch(self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps)
+        given = BatchNumbers(self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps)
         check_world_size(world_size)
         try:
             train, micro, steps = resolve(given, world_size)

@@ -1,41 +1,25 @@
-"""What somebody may have meant by a name that does not exist."""
+"""Guesses at which known name is meant by an unknown one."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-ALIASES: dict[str, tuple[str, ...]] = {
-    "learning_rate": ("lr", "warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"),
-    "base_lr": ("lr", "warmup_max_lr", "cycle_min_lr", "lr_range_test_min_lr"),
-    "max_lr": ("lr", "warmup_max_lr", "cycle_max_lr"),
-    "min_lr": ("warmup_min_lr", "cycle_min_lr", "lr_range_test_min_lr"),
-    "epsilon": ("eps",),
-    "adam_epsilon": ("eps",),
-    "wd": ("weight_decay",),
-    "decay": ("weight_decay",),
-    "beta": ("betas",),
-    "beta1": ("betas",),
-    "beta2": ("betas",),
-    "adam_beta1": ("betas",),
-    "adam_beta2": ("betas",),
-    "warmup": ("warmup_num_steps",),
-    "warmup_steps": ("warmup_num_steps",),
-    "warmup_iters": ("warmup_num_steps",),
-    "warmup_ratio": ("warmup_num_steps",),
-    "num_warmup_steps": ("warmup_num_steps",),
-    "steps": ("total_num_steps",),
-    "num_steps": ("total_num_steps",),
-    "max_steps": ("total_num_steps",),
-    "total_steps": ("total_num_steps",),
-    "train_steps": ("total_num_steps",),
-    "training_steps": ("total_num_steps",),
-    "num_training_steps": ("total_num_steps",),
-    "t_max": ("total_num_steps",),
-    "min_lr_ratio": ("cos_min_ratio",),
-    "offload_optimizer": ("offload_device",),
+_OTHER_NAMES = {
+    ("lr", "warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"): "learning_rate",
+    ("lr", "warmup_max_lr", "cycle_min_lr", "lr_range_test_min_lr"): "base_lr",
+    ("lr", "warmup_max_lr", "cycle_max_lr"): "max_lr",
+    ("warmup_min_lr", "cycle_min_lr", "lr_range_test_min_lr"): "min_lr",
+    ("cos_min_ratio",): "min_lr_ratio",
+    ("eps",): "epsilon adam_epsilon",
+    ("weight_decay",): "wd decay",
+    ("betas",): "beta beta1 beta2 adam_beta1 adam_beta2",
+    ("warmup_num_steps",): "warmup warmup_steps warmup_iters warmup_ratio num_warmup_steps",
+    ("total_num_steps",): "steps num_steps max_steps total_steps train_steps training_steps num_training_steps t_max",
+    ("offload_device",): "offload_optimizer",
 }
-"""What other libraries say, in lower case, and our names for it, which string distance would miss or mistake."""
+ALIASES = {other: ours for ours, others in _OTHER_NAMES.items() for other in others.split()}
+"""Names in other libraries, in lower case, and ours, which string distance would miss or mistake."""
 
 
 def quoted(value: object) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from longshore.engine.config.base import NOTHING, Problem
 from longshore.engine.config.keys import Key, Treatment, joined
-from longshore.engine.config.problems import NOTHING, Problem
 from longshore.engine.config.table import KEYS, OLD_SECTIONS, SECTIONS, unknown
 from longshore.engine.config.values import WrongValueError
 
@@ -61,7 +61,7 @@ class Reading:
             return
         if path == "zero_optimization" and isinstance(value, bool):
             self.values["zero_optimization.stage"] = int(value)
-            self.notes.append(f"zero_optimization as true or false is old: it is read as stage {int(value)}")
+            self.notes.append(f"zero_optimization as true or false is old; it is read as stage {int(value)}")
         elif not isinstance(value, Mapping):
             self.problem(path, "must be a section: an object, in braces", value)
         elif path in NAMED:
@@ -87,7 +87,7 @@ class Reading:
     def _old_section(self, data: Mapping[Any, Any], name: str, value: Any) -> None:
         new = OLD_SECTIONS[name]
         if new in data:
-            self.problem(name, f"is the old name of {new}, which stands there too; remove {name}")
+            self.problem(name, f"is the old name of {new}, which is given too; remove {name}")
         else:
             self.notes.append(f"{name} is an old name; it is read as {new}")
             self._enter(value, new)
@@ -121,9 +121,9 @@ class Reading:
         for key, value in self._old:
             new = key.new_value(value)
             if new is None:
-                self.notes.append(f"{key.path} is an old name; this value of it says nothing, and it can go")
+                self.notes.append(f"{key.path} is an old name; this value has no effect; remove it")
             elif key.renamed in self.values:
-                self.problem(key.path, f"is an old name of {key.renamed}, which stands there too; remove one", value)
+                self.problem(key.path, f"is an old name of {key.renamed}, which is given too; remove one", value)
             else:
                 self.values[key.renamed] = new
                 self.notes.append(f"{key.path} is an old name; it is read as {key.renamed} = {new}")

@@ -1,20 +1,18 @@
-"""What is more than copying a value: precision, clipping, optimizer and schedule."""
+"""Fields of ``Config`` that take more than copying a value: precision, clipping, offload, optimizer and schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from longshore.engine.config.base import FrozenModel, NamedModel
-from longshore.engine.config.model import LossScaling
-from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
+from longshore.engine.config.base import ConfigError, FrozenModel, NamedModel
+from longshore.engine.config.model import CsvConfig, LossScaling, TensorBoardConfig, WandbConfig
 from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS
-from longshore.engine.config.problems import ConfigError
 from longshore.engine.config.reading import Reading
 from longshore.engine.config.schedulers import SCHEDULERS
 
 DEEPSPEED_CLIPPING = 1.0
-"""What a DeepSpeed file without ``gradient_clipping`` means (its version 0.19)."""
+"""DeepSpeed 0.19's default of ``gradient_clipping``."""
 
 _TORCH_SCALER = LossScaling(window=2000, hysteresis=1)
 """As ``torch.amp.GradScaler``, which DeepSpeed uses under fp16 autocast."""
@@ -116,10 +114,8 @@ def monitor_fields(reading: Reading) -> dict[str, Any]:
 
 def wrap_fields(reading: Reading) -> dict[str, Any]:
     """``wrap_policy``, which says what stage 3 gathers."""
-    policy, stage = (
-        reading.values.get("longshore.wrap_policy", "auto"),
-        reading.values.get("zero_optimization.stage", 0),
-    )
+    policy = reading.values.get("longshore.wrap_policy", "auto")
+    stage = reading.values.get("zero_optimization.stage", 0)
     if policy == "auto" or stage == 3:
         return {}
     if not reading.has_problem("zero_optimization.stage"):
@@ -175,7 +171,7 @@ def offload_fields(reading: Reading) -> dict[str, Any]:
 def named_fields(reading: Reading) -> dict[str, Any]:
     """``optimizer`` and ``scheduler``."""
     fields: dict[str, Any] = {}
-    for section, build in (("optimizer", _optimizer), ("scheduler", _scheduler)):
+    for section in ("optimizer", "scheduler"):
         kind = reading.values.get(f"{section}.type")
         # What is wrong with a parameter is said already; without it others would seem to be missing.
         if kind is None or reading.has_problem(f"{section}.params"):
@@ -183,7 +179,9 @@ def named_fields(reading: Reading) -> dict[str, Any]:
         start = f"{section}.params."
         params = {path.removeprefix(start): value for path, value in reading.values.items() if path.startswith(start)}
         try:
-            fields[section] = build(kind, params, reading)
+            fields[section] = (
+                _optimizer(kind, params, reading) if section == "optimizer" else SCHEDULERS[kind](**params)
+            )
         except ConfigError as error:
             for problem in error.problems:
                 path = f"{section}.params" + ("" if problem.path.startswith("(") else f".{problem.path}")
@@ -201,13 +199,3 @@ def _optimizer(kind: str, params: dict[str, Any], reading: Reading) -> NamedMode
                 "false for Adam's, or the type to AdamW to say that this is meant"
             )
     return OPTIMIZERS[kind](**{**defaults, **params})
-
-
-def _scheduler(kind: str, params: dict[str, Any], reading: Reading) -> NamedModel:
-    model = SCHEDULERS[kind](**params)
-    steps = params.get("total_num_steps")
-    warmup = getattr(model, "warmup_num_steps", 0)
-    if steps is not None and steps < warmup:
-        what = f"is below warmup_num_steps, which is {warmup}, so that nothing would be left to decay; change one"
-        reading.problem("scheduler.params.total_num_steps", what, steps)
-    return model

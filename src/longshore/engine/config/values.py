@@ -1,4 +1,4 @@
-"""What a value of a configuration may be: one definition for files, for ``Config`` and for the page."""
+"""Kinds of configuration values: one definition for files, for ``Config`` and for the documentation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kind(ABC):
 
     @abstractmethod
     def says(self) -> str:
-        """What the value must be, to follow "must be"."""
+        """Describe legal values, to follow "must be"."""
 
     @abstractmethod
     def check(self, value: object) -> Any:
@@ -141,7 +141,7 @@ class Number(Kind):
 
 
 @dataclass(frozen=True)
-class Choice(Kind):
+class OneOf(Kind):
     """One of a few; strings in any case.
 
     Attributes:
@@ -198,7 +198,7 @@ class Dtype(Kind):
 
 
 @dataclass(frozen=True)
-class Text(Kind):
+class String(Kind):
     def says(self) -> str:
         return "a string"
 
@@ -209,7 +209,7 @@ class Text(Kind):
 
 
 @dataclass(frozen=True)
-class Memory(Kind):
+class Budget(Kind):
     """A budget of memory: a percentage, bytes, or ``"auto"``."""
 
     def says(self) -> str:
@@ -266,8 +266,7 @@ class Block(Kind):
     """A section that is judged as a whole: does it switch anything on?
 
     Attributes:
-        switches: dotted names inside the section, with the values that mean off.
-            None: only an empty section is off.
+        switches: dotted names inside the section, with the values that mean off. None: only an empty section is off.
         on_when_absent: the section is on unless a switch says otherwise.
     """
 
@@ -311,7 +310,7 @@ def same(left: object, right: object) -> bool:
 
 
 BOOLEAN = Boolean()
-TEXT = Text()
+TEXT = String()
 AT_LEAST_0 = Integer(0)
 AT_LEAST_1 = Integer(1)
 NOT_NEGATIVE = Number(minimum=0)
@@ -321,15 +320,22 @@ BETA = Number(minimum=0, below=1)
 BETAS = Items(BETA, 2)
 DTYPE = Dtype()
 LOW_DTYPE = Dtype(("bf16", "fp16"))
-STAGE = Choice((0, 1, 2, 3))
-DEVICE = Choice(
+STAGE = OneOf((0, 1, 2, 3))
+DEVICE = OneOf(
     ("none", "cpu"), {"nvme": 'optimizer state on NVMe is not kept by longshore; use "cpu", whose state is sharded'}
 )
 SCALE_POWER = Integer(0, 127)
-"""Two to this power is a float32."""
+LARGEST_SCALE = 2.0**127
+"""Losses are scaled in float32, in which the next power of two is infinite."""
+LOSS_SCALE = Number(above=0, maximum=LARGEST_SCALE)
+STATIC_SCALE = Number(minimum=0, maximum=LARGEST_SCALE)
+"""0: dynamic."""
 PER_GROUP = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
 """One for all parameter groups, or a list with one for each."""
-WRAP_POLICY = Either((Choice(("auto",)), Integer(1, of="elements"), Items(TEXT)))
-"""What is gathered as a whole at stage 3."""
-SPECULATION_MEMORY = Memory()
+WRAP_POLICY = Either((OneOf(("auto",)), Integer(1, of="elements"), Items(TEXT)))
+"""Modules that are gathered as a whole at stage 3."""
+SPECULATION_MEMORY = Budget()
 """100 % is what a spare for every tile takes."""
+
+Choice = OneOf
+"""The name by which ``optimizers.py`` still knows it."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
+from longshore.engine.config.model import CsvConfig, TensorBoardConfig, WandbConfig
 
 
 class Writer(ABC):

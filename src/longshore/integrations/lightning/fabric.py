@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longshore.engine import Config, Engine
-from longshore.engine.given_schedule import change_over
+from longshore.engine.schedules import change_over
 from longshore.errors import LongshoreError
 from longshore.integrations.lightning.checkpoints import is_folder, load_into_engine, load_into_model, save_folder
 from longshore.integrations.lightning.models import Extras, ModelOnly, creation, load_whole, make_engine, place, whole

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from longshore.engine import Config, Engine
 from longshore.engine.config import LoadedConfig
-from longshore.engine.given_schedule import change_over
 from longshore.engine.random_states import random_states, restore_random_states
+from longshore.engine.schedules import change_over
 from longshore.errors import CheckpointError, LongshoreError
 from longshore.integrations.lightning.checkpoints import (
     is_folder,

@@ -188,7 +188,7 @@ class TrainerMixin:
         if named is None:
             return self._base().create_scheduler(num_training_steps, optimizer)
         assert self.engine is not None
-        self.lr_scheduler = make_schedule(named.type, named.arguments(), self.engine.optimizer)
+        self.lr_scheduler = make_schedule(named, self.engine.optimizer)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 

@@ -1,22 +1,18 @@
-"""``docs/deepspeed_config.md``, generated from the table.
-
-``python -m longshore.engine.config.page > docs/deepspeed_config.md``
-"""
+"""``docs/deepspeed_config.md``: every key of a DeepSpeed file, from the tables of ``longshore.engine.config``."""
 
 from __future__ import annotations
-
-import sys
 
 from longshore.engine.config.keys import Key, Treatment
 from longshore.engine.config.names import quoted
 from longshore.engine.config.optimizers import REFUSED_OPTIMIZERS
 from longshore.engine.config.table import NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE
-from longshore.engine.config.values import Block, Choice
+from longshore.engine.config.values import Block, OneOf
+from scripts.docs.key_tests import TESTS
 
 _INTRODUCTION = """\
 # DeepSpeed configuration files
 
-<!-- Generated: python -m longshore.engine.config.page > docs/deepspeed_config.md -->
+<!-- Generated: python -m scripts.docs -->
 
 `longshore.initialize(config=...)` takes a DeepSpeed JSON file, the same as a dict, or a `longshore.Config`. A file is
 translated into a `Config`; every key of it is in one of three classes:
@@ -27,7 +23,7 @@ translated into a `Config`; every key of it is in one of three classes:
   to do.
 
 Unknown keys are errors with the nearest known one, and all problems of a file are reported at once. `null` means that
-the key is left out, except where a line says otherwise. `true` is no number, `"5"` is no number, and 5e8 is an integer.
+the key is left out, except where a line says otherwise. `true` and `"5"` are not numbers, and 5e8 is an integer.
 The keys are those of DeepSpeed 0.19 with the older names that files still have.
 
 **`"auto"`** is for the program that fills a file in: `load_config(..., auto={{"optimizer.params.lr": 1e-4}})` resolves
@@ -67,7 +63,7 @@ def _section(section: str, keys: list[Key]) -> str:
 
 def _row(key: Key) -> str:
     of = f" ({', '.join(key.of)})" if key.of else ""
-    test = f"`{key.test}`" if key.test else ""
+    test = f"`{TESTS[key.path]}`" if key.path in TESTS else ""
     what = f"{_values(key)} {sentence(key.what)}".strip()
     return f"| `{key.name}`{of} | {key.treatment.value} | {what} | {test} |".replace("  ", " ")
 
@@ -81,7 +77,7 @@ def sentence(text: str) -> str:
 
 
 def _values(key: Key) -> str:
-    """What its values are; for a refused key, those that are fine."""
+    """Describe its values; for a refused key, those that are fine."""
     if key.treatment is not Treatment.REFUSED:
         return "" if isinstance(key.kind, Block) else sentence(key.kind.says())
     if isinstance(key.kind, Block):
@@ -103,13 +99,9 @@ def _lists() -> str:
     lines += [
         f"| `{key.path}` | {_json(value)} | {why} |"
         for key in TABLE
-        if isinstance(key.kind, Choice) and key.name != "type"
+        if isinstance(key.kind, OneOf) and key.path != "optimizer.type"
         for value, why in key.kind.refused.items()
     ]
-    lines += ["", "## What is no key", "", "| name | what to do |", "|---|---|"]
+    lines += ["", "## Names that are not keys", "", "| name | what to do |", "|---|---|"]
     lines += [f"| `{name}` | {what} |" for name, what in NOT_KEYS.items()]
     return "\n".join([*lines, ""])
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())
