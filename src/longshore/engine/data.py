@@ -143,8 +143,7 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     drop_last: bool = False,
     num_workers: int = 0,
-    seed: int = 0,
-    shuffle: bool = True,
+    seed: int | None = 0,
 ) -> TrainingLoader[Any]:
     """The loader of ``training_data`` for one rank.
 
@@ -158,20 +157,21 @@ def make_loader(
         collate_fn: list of samples -> batch; by default torch's.
         drop_last: leave out a last batch with fewer samples (the configuration's ``dataloader_drop_last``).
         num_workers: processes that read ahead.
-        seed: of the order.
-        shuffle: False: samples come in their order.
+        seed: seed of the shuffled order; None: samples come in their order.
 
     Raises:
         TypeError: what is no dataset, a stream with several ranks, arguments of another type.
         ValueError: sizes below 1, no samples, or no batch that is full when the others are dropped.
     """
-    _check_numbers(micro_batch_size, drop_last, num_workers, seed)
+    _check_numbers(micro_batch_size, drop_last, num_workers, 0 if seed is None else seed)
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn is a function from a list of samples to a batch, not {shown(collate_fn)}")
     _check_data(training_data, ranks)
     order: _Order | None = None
     if not isinstance(training_data, IterableDataset):
-        sampler = DistributedSampler(training_data, ranks.world_size, ranks.rank, shuffle=shuffle, seed=seed)
+        sampler = DistributedSampler(
+            training_data, ranks.world_size, ranks.rank, shuffle=seed is not None, seed=seed or 0
+        )
         order = _Order(sampler)
         if drop_last and len(sampler) < micro_batch_size:
             raise ValueError(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,39 @@ def join(
         torch.cuda.set_device(place)  # nccl takes the current device for its own
     _initialise(backend, launch, limit)
     return Ranks(launch.rank, launch.world_size, launch.local_rank, place, dist.group.WORLD, True)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    **ignored: Any,
+) -> None:
+    """Join the other ranks now rather than in ``initialize()``, which then finds the process group.
+
+    Args:
+        dist_backend: of torch.distributed; default: nccl for CUDA, gloo for the CPU.
+        auto_mpi_discovery: accepted; launchers are always detected.
+        distributed_port: port of rank 0, where no launcher names one.
+        verbose: accepted; nothing is printed.
+        timeout: of each collective.
+
+    Raises:
+        ValueError: launcher variables that contradict each other, or an argument that is not supported.
+        RendezvousError: the other ranks did not come in time.
+    """
+    if ignored:
+        raise ValueError(f"init_distributed() does not support {', '.join(sorted(ignored))}; leave it out")
+    join(backend=dist_backend, timeout=timeout, environ=with_port(distributed_port))
+
+
+def with_port(port: int | None) -> dict[str, str] | None:
+    """The environment with a port of rank 0, for several ranks whose launcher names none; None: as it is."""
+    if port is None or "WORLD_SIZE" not in os.environ:
+        return None
+    return {"MASTER_PORT": str(port), **os.environ}
 
 
 def expected_world_size(environ: Mapping[str, str] | None = None) -> int:

@@ -1,11 +1,9 @@
-"""All ranks are set up alike, or it is an error before anything is trained (law 11)."""
+"""Checks, before anything is trained, that all ranks are set up alike (law 11)."""
 
 from __future__ import annotations
 
 import hashlib
-import platform
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,14 +12,13 @@ from torch import nn
 from longshore.engine.config import Config
 from longshore.engine.ranks import Ranks
 from longshore.errors import RankError
-from longshore.kernels import usable_cpus
 from longshore.optim.host_optimizer import HostOptimizer
 
 _DIGEST_BYTES = 16
 
 
 def check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """The model's parameters and buffers, and the configuration, are the same on all ranks; all have to call.
+    """Check that model and configuration are the same on all ranks; all have to call.
 
     Raises:
         RankError: says what differs, and on which ranks.
@@ -30,17 +27,17 @@ def check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     parts = {
-        "configuration": _digest(f"{name}={value!r}" for name, value in config.model_dump().items()),
-        "model": _digest(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
-        "choice of trainable parameters": _digest(name for name, tensor in tensors if tensor.requires_grad),
+        "configuration": digest(f"{name}={value!r}" for name, value in config.model_dump().items()),
+        "model": digest(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
+        "choice of trainable parameters": digest(name for name, tensor in tensors if tensor.requires_grad),
     }
     _compare(parts, ranks, "build the same model and give initialize() the same configuration")
 
 
 def check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
-    """The optimizer has the same parameters in the same order on all ranks; all have to call.
+    """Check that the optimizer has the same parameters in the same order on all ranks; all have to call.
 
-    Buckets are filled in that order: another one, as ``set(model.parameters())`` has, would add up gradients of
+    Buckets are filled in that order: another one, as ``set(model.parameters())`` gives, would add up gradients of
     different parameters.
 
     Raises:
@@ -50,7 +47,7 @@ def check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
         return
     lines = (f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer.records)
     sizes = (str(len(group["params"])) for group in optimizer.param_groups)
-    parts = {"order of the optimizer's parameters": _digest(lines), "division into groups": _digest(sizes)}
+    parts = {"order of the optimizer's parameters": digest(lines), "division into groups": digest(sizes)}
     _compare(parts, ranks, "give its optimizer the same parameters in the same order (a list, never a set) and groups")
 
 
@@ -65,34 +62,13 @@ def _compare(parts: Mapping[str, bytes], ranks: Ranks, duty: str) -> None:
             )
 
 
-class Neighbours(NamedTuple):
-    """Ranks of one machine, this one among them."""
-
-    on_machine: int
-    on_cpus: int
-    """Those that may use the same CPUs: a launcher may have given each its own."""
-    place: int
-    """Of this rank among the latter, from 0."""
-
-
-def neighbours_of(ranks: Ranks) -> Neighbours:
-    """Who shares this machine's memory and CPUs; all have to call."""
-    if ranks.world_size == 1:
-        return Neighbours(1, 1, 0)
-    rows = bytes_of_all_ranks(_digest([platform.node()]) + _digest(map(str, usable_cpus())), ranks)
-    machine = rows[ranks.rank][:_DIGEST_BYTES]
-    sharing = [rank for rank, row in enumerate(rows) if row == rows[ranks.rank]]
-    on_machine = sum(row[:_DIGEST_BYTES] == machine for row in rows)
-    return Neighbours(on_machine, len(sharing), sharing.index(ranks.rank))
-
-
 def bytes_of_all_ranks(mine: bytes, ranks: Ranks) -> list[bytes]:
-    """What each rank gives, as many bytes on all, by rank; all have to call."""
+    """Gather equally many bytes from each rank, by rank; all have to call."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(ranks.device)
     rows = [torch.empty_like(sent) for _ in range(ranks.world_size)]
     dist.all_gather(rows, sent, group=ranks.group)
     return [bytes(row.tolist()) for row in rows]
 
 
-def _digest(lines: Iterable[str]) -> bytes:
+def digest(lines: Iterable[str]) -> bytes:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()

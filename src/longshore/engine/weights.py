@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,8 @@ from longshore.checkpoint.crew import Crew
 from longshore.engine.creation import on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.weight_files import WeightFiles, cast
-from longshore.optim.parameters import flat
+from longshore.errors import ParameterError
+from longshore.optim.parameters import ParameterRecord, flat
 from longshore.optim.shards import held_part
 
 if TYPE_CHECKING:
@@ -197,6 +200,24 @@ def with_memory(model: nn.Module, device: torch.device) -> None:
     """Memory, of whatever content, for a sharded model's parameters that have none."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model._apply(lambda tensor: _empty(tensor, device) if tensor.is_meta else tensor)
+
+
+@torch.no_grad()
+def leaves_as_is(module: nn.Module, records: Iterable[ParameterRecord], convert: Callable[[Tensor], Tensor]) -> bool:
+    """Whether ``convert``, as ``nn.Module._apply`` gets it, returns every parameter and buffer itself.
+
+    Raises:
+        ParameterError: it would change a parameter of ``records``, which an optimizer steps; nothing was converted.
+    """
+    for record in records:
+        found = convert(record.parameter)
+        if (found.dtype, found.device) != (record.dtype, record.device):
+            raise ParameterError(
+                f"the engine steps {record.name} as {record.dtype} on {record.device}, and this would make it "
+                f"{found.dtype} on {found.device}; set fp16 or bf16 in the configuration, or convert and move the "
+                "model before initialize() (engine.destroy() ends this engine)"
+            )
+    return all(convert(tensor) is tensor for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
