@@ -8,11 +8,9 @@ threads.
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +19,6 @@ import torch
 from longshore.engine.config import Config
 from longshore.engine.launch import detect
 from longshore.engine.ranks import Ranks
-from longshore.engine.same_setup import bytes_of_all_ranks, digest
 from longshore.machine import (
     BoundThreads,
     RankBinding,
@@ -43,29 +40,41 @@ from longshore.machine import (
 )
 
 _LOGGER = logging.getLogger("longshore")
-_MESSAGE_BYTES = 4096
 _LEAST_CORES = 4
 """Fewest cores of a rank. With fewer, a CPU that another rank leaves idle is worth more than locality."""
 
 
+class Neighbours(NamedTuple):
+    """Ranks of one machine, including this one."""
+
+    on_machine: int = 1
+    on_cpus: int = 1
+    """Those that may use the same CPUs; a launcher may have given each its own."""
+    place: int = 0
+    """Index of this rank among the latter."""
+
+
+@dataclass
 class Binding:
     """The CPUs on which a rank's threads run.
 
     Attributes:
         text: one line with the CPUs and the reason.
         host_threads: number of threads of the host step; None: not chosen here.
+        threads: what the engine bound; None: nothing.
+        neighbours: who shares the machine's memory and CPUs.
     """
 
-    def __init__(self, text: str, host_threads: int | None = None, threads: BoundThreads | None = None) -> None:
-        self.text = text
-        self.host_threads = host_threads
-        self._threads = threads
+    text: str
+    host_threads: int | None = None
+    threads: BoundThreads | None = None
+    neighbours: Neighbours = field(default_factory=Neighbours)
 
     def release(self) -> None:
         """Move threads back to where they were before the engine bound them; a second call does nothing."""
-        if self._threads is not None:
-            self._threads.release()
-            self._threads = None
+        if self.threads is not None:
+            self.threads.release()
+            self.threads = None
 
 
 @dataclass(frozen=True)
@@ -106,13 +115,16 @@ def bind(config: Config, ranks: Ranks, environ: Mapping[str, str], root: Path = 
     launched = binding_of(environ)
     topology = read_topology(root)
     mine = _situation(config, ranks, environ, topology, root)
-    rows = [mine] if ranks.world_size == 1 else _of_all(mine, ranks)
+    here = {rank: row for rank, row in enumerate(ranks.gather(mine)) if row.machine == mine.machine}
+    sharing = [rank for rank, row in here.items() if row.cpus == mine.cpus]
     if launched is not None:
         binding = Binding(_as_launched(launched), launched.host_threads)
     else:
-        neighbours = [rank for rank, row in enumerate(rows) if row.machine == mine.machine]
-        place = neighbours.index(ranks.rank if len(rows) > 1 else 0)
-        binding = _own(plan_or_refusal([rows[rank] for rank in neighbours], place, topology, root))
+        place = list(here).index(ranks.rank)
+        binding = _own(plan_or_refusal(list(here.values()), place, topology, root))
+    if binding.threads is not None:
+        sharing = [ranks.rank]
+    binding.neighbours = Neighbours(len(here), len(sharing), sharing.index(ranks.rank))
     _LOGGER.info("rank %d: %s", ranks.rank, binding.text)
     return binding
 
@@ -170,26 +182,24 @@ def _as_launched(launched: RankBinding) -> str:
 
 
 def _situation(config: Config, ranks: Ranks, environ: Mapping[str, str], topology: Topology, root: Path) -> Situation:
-    machine = machine_identity(root)
-    wanted = binding_wanted(environ)
-    refusal = _refusal(config, ranks, environ, topology, wanted)
-    if refusal:
-        return Situation(machine, refusal)
     cpus = [cpu.number for cpu in topology.cpus]
+    machine, asked = machine_identity(root), binding_wanted(environ)
+    refusal = _refusal(config, ranks, environ, topology, asked)
+    if refusal:
+        return Situation(machine, refusal, cpus=cpu_list(cpus))
     occupied = {cpu for each in cpus_of_other_ranks(cpus).values() for cpu in each}
     device, visible = ("cpu", None, None), ()
     if ranks.device.type == "cuda":
         address = pci_address(torch.cuda.get_device_properties(ranks.device))
         device, visible = (str(ranks.device), address, numa_node_of(address, root)), tuple(visible_gpus().values())
-    return Situation(
-        machine, "", bool(wanted), cpu_list(cpus), cpu_list(occupied), torch.get_num_threads(), device, visible
-    )
+    threads = torch.get_num_threads()
+    return Situation(machine, "", bool(asked), cpu_list(cpus), cpu_list(occupied), threads, device, visible)
 
 
-def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology: Topology, wanted: bool | None) -> str:
+def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology: Topology, asked: bool | None) -> str:
     if binding_of(environ) is not None:
         return "longshore launch started it"
-    if wanted is False:
+    if asked is False:
         return "LONGSHORE_BIND=0"
     if ranks.device.type != "cpu" and config.offload_optimizer != "cpu":
         return "no host thread steps"
@@ -197,48 +207,13 @@ def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology:
         return f"cpu_set names CPU {cpu_list(config.cpu_set)}"
     try:
         launcher = detect(environ).launcher
-    except ValueError:  # join() took ranks from the process group that was there
+    except ValueError:  # join() took the ranks of a process group that existed
         launcher = "none"
     if launcher == "none":
         return "no launcher started it, so other processes may need CPUs"
     if topology.narrowed:
         return f"something gave it CPU {cpu_list(cpu.number for cpu in topology.cpus)} already"
     return ""
-
-
-def _of_all(mine: Situation, ranks: Ranks) -> list[Situation]:
-    text = json.dumps(asdict(mine)).encode()
-    if len(text) > _MESSAGE_BYTES:
-        text = json.dumps(asdict(Situation(mine.machine, "it has more CPUs or GPUs than can be told"))).encode()
-    rows = []
-    for row in bytes_of_all_ranks(text.ljust(_MESSAGE_BYTES), ranks):
-        content = json.loads(row)
-        content["device"], content["visible"] = tuple(content["device"]), tuple(content["visible"])
-        rows.append(Situation(**content))
-    return rows
-
-
-# -- host threads ------------------------------------------------------------------
-
-
-class Neighbours(NamedTuple):
-    """Ranks of one machine, including this one."""
-
-    on_machine: int
-    on_cpus: int
-    """Those that may use the same CPUs; a launcher may have given each its own."""
-    place: int
-    """Index of this rank among the latter."""
-
-
-def neighbours_of(ranks: Ranks) -> Neighbours:
-    """Find the ranks that share this machine's memory and CPUs; all have to call."""
-    if ranks.world_size == 1:
-        return Neighbours(1, 1, 0)
-    machine = digest([platform.node()])
-    rows = bytes_of_all_ranks(machine + digest(map(str, usable_cpus())), ranks)
-    sharing = [rank for rank, row in enumerate(rows) if row == rows[ranks.rank]]
-    return Neighbours(sum(row.startswith(machine) for row in rows), len(sharing), sharing.index(ranks.rank))
 
 
 class HostCpus(NamedTuple):

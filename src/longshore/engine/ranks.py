@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from longshore.engine.launch import Launch, detect
 from longshore.engine.wording import did_you_mean, is_number
 from longshore.errors import LongshoreError
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _BACKEND_OF = {"cuda": "nccl", "cpu": "gloo"}
@@ -48,6 +50,14 @@ class Ranks:
     device: torch.device
     group: dist.ProcessGroup | None
     owns_group: bool
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, which can be pickled; all have to call."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def close(self) -> None:
         """Destroy the process group if :func:`join` made it; again, or after someone else did, is nothing."""

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longshore.engine.access import register
-from longshore.engine.activation_checkpointing import CheckpointingSettings, install, is_configured
-from longshore.engine.binding import Binding, bind, host_cpus, neighbours_of
+from longshore.engine.activation_checkpointing import install, is_configured
+from longshore.engine.binding import Binding, bind, host_cpus
 from longshore.engine.config import Config, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
@@ -170,7 +170,7 @@ def _place(
     if path is not None or not sharded:
         weights.place(model, ranks, parameters=not in_shards)
     if settings.cpu_checkpointing and not is_configured():
-        install(CheckpointingSettings(cpu_checkpointing=True))
+        install(cpu_checkpointing=True)
     return precision, weights
 
 
@@ -227,7 +227,7 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     place, ahead = config.offload_optimizer, config.speculation_memory
     if place == "none" and ranks.device.type != "cpu":
         return Offload(config.tile_numel, config.threads, config.cpu_set, device=place)
-    neighbours = neighbours_of(ranks)
+    neighbours = binding.neighbours
     if ahead == "auto" and neighbours.on_machine > 1:
         ahead = memory_for_speculation() // neighbours.on_machine
     cpus = host_cpus(config, neighbours, binding.host_threads)
