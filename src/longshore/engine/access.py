@@ -1,7 +1,7 @@
-"""Reading and writing full float32 values of a parameter, wherever they are.
+"""Functions that read and write full float32 values of a parameter, wherever its state is.
 
-With several ranks every function has to be called by all of them, in the same
-order, with the same parameter; each of them gets, or gives, the whole.
+With several ranks every function has to be called by all of them, in the same order, with the same parameter; each rank
+gets, or gives, the whole tensor.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from longshore.host import MASTER
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.parameters import ParameterRecord, flat
 
-# Which optimizer steps a parameter: neither is kept alive by it.
+# The optimizer that steps a parameter. Neither is kept alive by this entry.
 _STEPPED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def register(optimizer: HostOptimizer) -> None:
-    """Make the parameters of an engine's optimizer known here."""
+    """Make the parameters of an engine's optimizer accessible here."""
     reference = weakref.ref(optimizer)
     for record in optimizer.records:
         _STEPPED_BY[record.parameter] = reference
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The master: float32, on the CPU, in the parameter's shape; None for a parameter that no engine steps."""
+    """Return the master: float32, on the CPU, in the parameter's shape; None for a parameter that no engine steps."""
     found = _find(param)
     if found is None:
         return None
@@ -58,7 +58,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """``exp_avg``, ``exp_avg_sq``, ... : float32, on the CPU, in the parameter's shape; None before the first step.
+    """Return ``exp_avg`` or the like: float32, on the CPU, in the parameter's shape; None before the first step.
 
     Raises:
         ValueError: a name that the optimizer does not have.
@@ -84,9 +84,9 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The gradient of this window so far, reduced over the ranks: float32, on the CPU; None where there is none.
+    """Return the gradient of this window so far, reduced over the ranks: float32, on the CPU; None if there is none.
 
-    It is what ``step()`` would use, without unscaling and clipping.
+    ``step()`` would use these values, after unscaling and clipping.
     """
     found = _find(param)
     if found is None:
@@ -128,7 +128,7 @@ def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
 
 
 def _gathered(param: Tensor) -> weakref.ref[HostOptimizer] | None:
-    """Between forward and backward FSDP2 has what it gathered stand in the model, in place of the parameter."""
+    """Find a gathered parameter, which FSDP2 puts in the place of the model's between forward and backward."""
     optimizers = {id(alive): reference for reference in _STEPPED_BY.values() if (alive := reference()) is not None}
     for reference in optimizers.values():
         optimizer = reference()
@@ -140,7 +140,7 @@ def _gathered(param: Tensor) -> weakref.ref[HostOptimizer] | None:
 def _found(param: Tensor) -> tuple[HostOptimizer, ParameterRecord]:
     found = _find(param)
     if found is None:
-        raise ValueError("no engine steps this tensor: it is not a parameter that longshore.initialize() was given")
+        raise ValueError("no engine steps this tensor: it is not a parameter that was passed to longshore.initialize()")
     return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,30 +46,34 @@ class BatchInfo(NamedTuple):
     gradient_accumulation_steps: int
 
 
+class CallableFloat(float):
+    """A number that returns itself when called: DeepSpeed's engine has a method ``loss_scale()``."""
+
+    def __call__(self) -> float:
+        return float(self)
+
+
+T = TypeVar("T")
+
+
+def _configured(read: Callable[[Config], T]) -> Callable[[Any], T]:
+    """A method without arguments that returns what the configuration says."""
+    return lambda self: read(self._config)
+
+
+@dataclass(frozen=True)
 class DeepSpeedNames:
     """Attributes and methods of DeepSpeed's engine that :class:`longshore.Engine` passes on to here.
 
     They belong to the engine's interface: ``engine.save_16bit_model(...)``, ``engine.get_batch_info()``.
-
-    Args:
-        module, optimizer, config, ranks, loss_scaling, window: the engine's.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: HostOptimizer,
-        config: Config,
-        ranks: Ranks,
-        loss_scaling: LossScale,
-        window: Window,
-    ) -> None:
-        self._module = module
-        self._optimizer = optimizer
-        self._config = config
-        self._ranks = ranks
-        self._loss_scaling = loss_scaling
-        self._window = window
+    _module: nn.Module
+    _optimizer: HostOptimizer
+    _config: Config
+    _ranks: Ranks
+    _loss_scaling: LossScale
+    _window: Window
 
     # -- weights --------------------------------------------------------------
 
@@ -160,9 +165,11 @@ class DeepSpeedNames:
         return [group.get("betas", group.get("momentum")) for group in self._optimizer.param_groups]
 
     @property
-    def cur_scale(self) -> float:
-        """The loss scale."""
-        return self._loss_scaling.value
+    def loss_scale(self) -> CallableFloat:
+        """The factor of losses before backward, 1.0 without a scaler; it may also be called."""
+        return CallableFloat(self._loss_scaling.value)
+
+    cur_scale = loss_scale
 
     @property
     def local_rank(self) -> int:
@@ -216,46 +223,20 @@ class DeepSpeedNames:
     def scheduler_params(self) -> dict[str, Any] | None:
         return None if self._config.scheduler is None else dict(self._config.scheduler.arguments())
 
-    def fp16_enabled(self) -> bool:
-        """Whether parameters or autocast are fp16."""
-        return "fp16" in (self._config.dtype, self._config.autocast)
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
-        return self._config.dtype == "bf16"
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts to overflows."""
-        return self._config.loss_scaling is not None and self._config.loss_scaling.scale is None
-
-    def zero_optimization(self) -> bool:
-        return self._config.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        return self._config.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self._config.stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self._config.stage >= 3
-
-    def zero_cpu_offload(self) -> bool:
-        return self._config.offload_optimizer == "cpu"
-
-    def gradient_clipping(self) -> float | None:
-        """The largest global norm; None: no clipping."""
-        return self._config.gradient_clipping
-
-    def gradient_predivide_factor(self) -> float:
-        return self._config.gradient_predivide_factor
-
-    def wall_clock_breakdown(self) -> bool:
-        return self._config.wall_clock_breakdown
-
-    def steps_per_print(self) -> int | None:
-        """Steps between printed lines; None: none are printed."""
-        return self._config.steps_per_print
+    fp16_enabled = _configured(lambda config: "fp16" in (config.dtype, config.autocast))
+    bfloat16_enabled = _configured(lambda config: config.dtype == "bf16")
+    dynamic_loss_scale = _configured(
+        lambda config: config.loss_scaling is not None and config.loss_scaling.scale is None
+    )
+    gradient_clipping = _configured(lambda config: config.gradient_clipping)
+    gradient_predivide_factor = _configured(lambda config: config.gradient_predivide_factor)
+    zero_optimization_stage = _configured(lambda config: config.stage)
+    zero_optimization = _configured(lambda config: config.stage > 0)
+    zero_optimization_partition_gradients = _configured(lambda config: config.stage >= 2)
+    zero_optimization_partition_weights = _configured(lambda config: config.stage >= 3)
+    zero_cpu_offload = _configured(lambda config: config.offload_optimizer == "cpu")
+    wall_clock_breakdown = _configured(lambda config: config.wall_clock_breakdown)
+    steps_per_print = _configured(lambda config: config.steps_per_print)
 
     # -- data -----------------------------------------------------------------
 
@@ -293,3 +274,7 @@ class DeepSpeedNames:
         return make_loader(
             dataset, size, self._ranks, collate_fn, self._config.drop_last, num_local_io_workers or 0, seed
         )
+
+
+PASSED_ON = frozenset(name for name in vars(DeepSpeedNames) if not name.startswith("__"))
+"""Names of :class:`DeepSpeedNames` that are the engine's."""

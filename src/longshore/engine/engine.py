@@ -16,7 +16,7 @@ from longshore.engine.batch_sizes import BatchSizes
 from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints
 from longshore.engine.config import Config
-from longshore.engine.deepspeed_names import INSTEAD, DeepSpeedNames
+from longshore.engine.deepspeed_names import INSTEAD, PASSED_ON, DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import LossScale
 from longshore.engine.monitoring import Reports, StepFigures
@@ -26,13 +26,6 @@ from longshore.engine.weights import leaves_as_is
 from longshore.engine.window import Window
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.host_optimizer import HostOptimizer
-
-
-class CallableFloat(float):
-    """A number that returns itself when called: DeepSpeed's engine has a method ``loss_scale()``."""
-
-    def __call__(self) -> float:
-        return float(self)
 
 
 class Engine(nn.Module):
@@ -53,7 +46,6 @@ class Engine(nn.Module):
         binding: Binding,
     ) -> None:
         super().__init__()
-        # Fixed.
         self.module = module
         self.optimizer = optimizer
         self.config = config
@@ -61,7 +53,7 @@ class Engine(nn.Module):
         self.loss_scaling = loss_scale
         self.binding = binding
         self._precision = precision
-        # Set once, by initialize().
+        # Set by initialize().
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         # Change with every step.
@@ -91,7 +83,7 @@ class Engine(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {INSTEAD[name]}")
-        if name in vars(DeepSpeedNames):
+        if name in PASSED_ON:
             return getattr(self.__dict__["_deepspeed"], name)
         try:
             return super().__getattr__(name)
@@ -135,7 +127,7 @@ class Engine(nn.Module):
             The loss as it was differentiated, without the loss scale.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"engine.backward() takes a loss of one element, not {found}; reduce it, with mean() say")
         self._check_alive()
         window, optimizer = self._window, self.optimizer
@@ -337,11 +329,6 @@ class Engine(nn.Module):
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    @property
-    def loss_scale(self) -> CallableFloat:
-        """The factor of losses before backward, 1.0 without a scaler; it may also be called."""
-        return CallableFloat(self.loss_scaling.value)
 
     @property
     def device(self) -> torch.device:

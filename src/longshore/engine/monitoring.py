@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib.util
+import itertools
 import logging
 import os
 import resource
@@ -15,9 +16,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -51,12 +52,12 @@ class StepFigures(NamedTuple):
 
 
 class Reports:
-    """What rank 0 reports of its steps: the printed line, and the numbers for writers.
+    """Reports the steps of rank 0, as a printed line and as numbers for writers.
 
     Args:
         every: steps between two lines; None: no lines.
-        timed: whether the line has the times of forward, backward and step. On CUDA measuring them waits for the
-            device, and slows training.
+        timed: the line has the times of forward, backward and step. On CUDA they wait for the device, which slows
+            training.
         monitor: takes the numbers; None: nobody does.
     """
 
@@ -69,14 +70,15 @@ class Reports:
     @classmethod
     def wanted(cls, config: Config, ranks: Ranks, optimizer: HostOptimizer) -> Reports | None:
         """The reports that the configuration asks for, on rank 0."""
-        makers: list[tuple[Callable[[Any], Writer], Any]] = [
-            (TensorBoardWriter, config.tensorboard),
-            (WandbWriter, config.wandb),
-            (CsvWriter, config.csv_monitor),
-        ]
         if ranks.rank != 0:
             return None
-        writers = [make(section) for make, section in makers if section is not None]
+        writers: list[Writer] = []
+        if config.tensorboard is not None:
+            writers.append(TensorBoardWriter(config.tensorboard))
+        if config.wandb is not None:
+            writers.append(WandbWriter(config.wandb))
+        if config.csv_monitor is not None:
+            writers.append(CsvWriter(config.csv_monitor))
         if not writers and config.steps_per_print is None:
             return None
         monitor = Monitor(writers, optimizer, ranks.device) if writers else None
@@ -138,19 +140,6 @@ class Reports:
 # -- the numbers of a step ---------------------------------------------------------
 
 
-class HostFigures(NamedTuple):
-    """What the host's threads did since the last reading; None where there was nothing of the kind."""
-
-    state_bytes_per_second: float | None
-    """State that was read and written, while passes over it ran."""
-    gradient_bytes: int
-    """Copied to the host."""
-    parameter_bytes: int
-    """Copied to the device."""
-    hit_rate: float | None
-    """Share of the tiles stepped ahead, and decided on, that were kept."""
-
-
 class Meter(Recorder):
     """Adds up what a store tells its recorder, from any thread."""
 
@@ -164,16 +153,22 @@ class Meter(Recorder):
         self._copied = {"copy to host": 0, "publish": 0}
         self._verdicts = {KEPT: 0, REDONE: 0, DROPPED: 0}
 
-    def take(self) -> HostFigures:
-        """Return what was counted since the last call."""
+    def take(self, step_s: float) -> dict[str, float | None]:
+        """Return what was counted since the last call, ``step_s`` seconds ago; None where nothing was.
+
+        Bytes of state per second count the time in which a pass over it ran; the hit rate is the share of tiles
+        stepped ahead, and decided on, that were kept.
+        """
         with self._lock:
             decided = sum(self._verdicts.values())
-            figures = HostFigures(
-                1e9 * self._pass_bytes / self._pass_ns if self._pass_ns and self._pass_bytes else None,
-                self._copied["copy to host"],
-                self._copied["publish"],
-                self._verdicts[KEPT] / decided if decided else None,
-            )
+            figures = {
+                "Bandwidth/host_bytes_per_s": 1e9 * self._pass_bytes / max(1, self._pass_ns)
+                if self._pass_bytes
+                else None,
+                "Bandwidth/to_host_bytes_per_s": self._copied["copy to host"] / step_s,
+                "Bandwidth/to_device_bytes_per_s": self._copied["publish"] / step_s,
+                "Speculation/hit_rate": self._verdicts[KEPT] / decided if decided else None,
+            }
             self._clear()
         return figures
 
@@ -232,18 +227,13 @@ class Monitor:
                 writer.write(step.samples, values)
             except Exception as error:
                 self._writers.remove(writer)
-                _log.warning(
-                    "%s failed (%s: %s) and gets no more numbers; training goes on",
-                    writer.name,
-                    type(error).__name__,
-                    error,
-                )
+                what = f"{writer.name} failed ({type(error).__name__}: {error})"
+                _log.warning("%s and gets no more numbers; training goes on", what)
 
     def _values(self, step: StepFigures) -> dict[str, float | None]:
         """Name the numbers, the first three as DeepSpeed does; None stands for a number that does not exist."""
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
-        host = self._meter.take()
         loss = float(torch.stack([each.float().reshape(()) for each in self.losses]).mean()) if self.losses else None
         cuda = self._device.type == "cuda"
         return {
@@ -254,10 +244,7 @@ class Monitor:
             "Train/Samples/skipped_steps": step.skipped,
             "Time/step_s": step_s,
             "Time/exposed_s": step.exposed_s,
-            "Bandwidth/host_bytes_per_s": host.state_bytes_per_second,
-            "Bandwidth/to_host_bytes_per_s": host.gradient_bytes / step_s,
-            "Bandwidth/to_device_bytes_per_s": host.parameter_bytes / step_s,
-            "Speculation/hit_rate": host.hit_rate,
+            **self._meter.take(step_s),
             "Memory/host_bytes": sum(self._optimizer.host_bytes().values()),
             "Memory/process_bytes": _process_bytes(),
             "Memory/device_bytes": torch.cuda.memory_allocated(self._device) if cuda else None,
@@ -374,15 +361,13 @@ class CsvWriter(Writer):
 
     def _opened(self, columns: list[str]) -> TextIO:
         """Open the file for appending; one with other columns is renamed first, to a name with a number."""
-        if self._path.exists():
-            with open(self._path, newline="") as former:
-                header = next(csv.reader(former), None)
-            if header != columns:
-                number = 1
-                while (aside := self._path.with_name(f"metrics.{number}.csv")).exists():
-                    number += 1
-                self._path.rename(aside)
         begins = not self._path.exists()
+        if not begins:
+            with open(self._path, newline="") as former:
+                begins = next(csv.reader(former), None) != columns
+            if begins:
+                names = (self._path.with_name(f"metrics.{number}.csv") for number in itertools.count(1))
+                self._path.rename(next(name for name in names if not name.exists()))
         file = open(self._path, "a", newline="")  # noqa: SIM115  (closed by close())
         if begins:
             csv.writer(file).writerow(columns)

@@ -1,4 +1,4 @@
-"""The ranks of a run: joined from what the launcher left, or from the process group that is already there."""
+"""The ranks of a run, joined by the launcher's variables, or taken from a process group that exists already."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _LOCAL_RANK_NAMES = (
 
 
 class RendezvousError(LongshoreError):
-    """The ranks did not meet in time: one did not start, died, or looks elsewhere."""
+    """The ranks did not meet in time: one did not start, died, or uses another address."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the run's.
+    """This process among the ranks of its run.
 
     Attributes:
-        rank, world_size: the place in the run.
-        local_rank: the place on this machine.
+        rank, world_size: index and number of ranks in the run.
+        local_rank: index on this machine.
         device: where this rank trains.
         group: the process group, or ``None`` for one rank that needs none.
         owns_group: whether :func:`join` made it, so that :meth:`close` destroys it.
@@ -60,7 +60,7 @@ class Ranks:
         return values
 
     def close(self) -> None:
-        """Destroy the process group if :func:`join` made it; again, or after someone else did, is nothing."""
+        """Destroy the process group if :func:`join` made it and it still exists."""
         if self.owns_group and dist.is_initialized() and dist.group.WORLD is self.group:
             dist.destroy_process_group()
 
@@ -71,23 +71,22 @@ def join(
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     environ: Mapping[str, str] | None = None,
 ) -> Ranks:
-    """Join the other ranks, however this process was started.
+    """Join the other ranks, whichever launcher started this process.
 
-    A process group that is already initialised is used and stays its maker's. Otherwise the
-    variables of torchrun, Open MPI, PMI or Slurm say who this is (:mod:`longshore.engine.launch`);
-    where there are none, this is one rank, and no process group is made.
+    A process group that is already initialised is used, and is not destroyed here. Otherwise the variables of torchrun,
+    Open MPI, PMI or Slurm identify this rank (:mod:`longshore.engine.launch`); without any, this is the only rank, and
+    no process group is made.
 
     Args:
         backend: of torch.distributed; by default nccl for CUDA, gloo for the CPU.
-        device: where this rank trains; by default the local rank's CUDA device if there is CUDA,
-            else the CPU. It is made the current one.
-        timeout: how long to wait for the other ranks here, and later in each collective; a
-            timedelta, or seconds.
+        device: where this rank trains; by default the local rank's CUDA device if there is CUDA, else the CPU. It is
+            made the current one.
+        timeout: for meeting the other ranks, and later for each collective; a timedelta, or seconds.
         environ: in place of the process's environment.
 
     Raises:
-        ValueError: variables that are half set or contradict each other; a device or a backend that
-            is not there, or that do not go together.
+        ValueError: variables that are partly set or contradict each other; a device or a backend that does not exist,
+            or that do not fit each other.
         TypeError: a device, a backend or a timeout of another type.
         RendezvousError: the other ranks did not come in time.
     """
@@ -147,13 +146,10 @@ def with_port(port: int | None) -> dict[str, str] | None:
 
 
 def expected_world_size(environ: Mapping[str, str] | None = None) -> int:
-    """How many ranks :func:`join` will find; known before they meet.
-
-    Args:
-        environ: in place of the process's environment.
+    """Return the number of ranks that :func:`join` will find.
 
     Raises:
-        ValueError: variables that are half set or contradict each other.
+        ValueError: variables that are partly set or contradict each other.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
@@ -161,7 +157,7 @@ def expected_world_size(environ: Mapping[str, str] | None = None) -> int:
 
 
 def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapping[str, str]) -> Ranks:
-    """The process group that someone else initialised; what it says comes before any variable."""
+    """Take the process group that someone else initialised, whatever the variables say."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = str(dist.get_backend_config())
     if backend is not None and not _backends(backend) <= _backends(found):
@@ -198,7 +194,7 @@ def _checked_timeout(timeout: timedelta | float) -> timedelta:
 
 
 def _backends(config: str) -> set[str]:
-    """``{"gloo", "nccl"}`` of ``"cpu:gloo,cuda:nccl"``."""
+    """Return ``{"gloo", "nccl"}`` for ``"cpu:gloo,cuda:nccl"``."""
     return {part.rpartition(":")[2].strip() for part in config.lower().split(",")}
 
 
@@ -211,7 +207,7 @@ def _check_backend(backend: str) -> None:
 
 
 def _check_fits(config: str, device: torch.device, what: str) -> None:
-    """Refuse nccl alone for the CPU, which would fail at the first collective."""
+    """Reject nccl alone for the CPU, which would fail at the first collective."""
     of_device = [part.partition(":") for part in config.lower().split(",")]
     serves = {right if colon else left for left, colon, right in of_device if not colon or left == device.type}
     if not serves or (device.type == "cpu" and serves == {"nccl"}):
