@@ -27,6 +27,8 @@ BY_CLASS = {
     "again from a checkpoint",
     "CheckpointError": "what was there before still is; take another checkpoint (`longshore inspect DIR --verify`)",
     "ConfigError": "mend every line that it lists",
+    "LossScaleError": "look for NaN or infinity in the data and the loss, or lower the learning rate",
+    "RendezvousError": "start all ranks, with an address and a port that all of them reach",
     "IllegalTransitionError": "report it",
     "LongshoreError": "as it says",
 }
@@ -183,9 +185,7 @@ SECTIONS = (
             "engine/weights.py",
             "engine/same_setup.py",
             "engine/loss_scale.py",
-            "engine/conversion.py",
             "engine/precision.py",
-            "engine/host_cpus.py",
             "engine/model_sharding.py",
             "engine/batch_sizes.py",
             "engine/",
@@ -205,7 +205,6 @@ SECTIONS = (
         (
             "engine/launch.py",
             "engine/ranks.py",
-            "engine/scripts.py",
             "machine/",
             "sharding/agreement.py",
             "sharding/lane.py",
