@@ -183,7 +183,6 @@ SECTIONS = (
             "engine/optimizers.py",
             "engine/weight_files.py",
             "engine/weights.py",
-            "engine/same_setup.py",
             "engine/loss_scale.py",
             "engine/precision.py",
             "engine/model_sharding.py",

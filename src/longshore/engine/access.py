@@ -10,21 +10,18 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from longshore.host import MASTER
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.parameters import ParameterRecord, flat
 
-# The optimizer that steps a parameter. Neither is kept alive by this entry.
-_STEPPED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_OPTIMIZERS: list[weakref.ref[HostOptimizer]] = []
+"""The optimizers of all engines, which are not kept alive here."""
 
 
 def register(optimizer: HostOptimizer) -> None:
     """Make the parameters of an engine's optimizer accessible here."""
-    reference = weakref.ref(optimizer)
-    for record in optimizer.records:
-        _STEPPED_BY[record.parameter] = reference
+    _OPTIMIZERS[:] = [reference for reference in _OPTIMIZERS if reference() is not None] + [weakref.ref(optimizer)]
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
@@ -117,23 +114,13 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
     if not isinstance(param, Tensor):
         raise TypeError(f"expected a parameter, not {type(param).__name__}")
-    reference = _STEPPED_BY.get(param) or _gathered(param)
-    optimizer = reference() if reference is not None else None
-    if optimizer is None:
-        return None
-    optimizer.store.check_usable()
-    return optimizer, next(
-        record for record in optimizer.records if param is record.parameter or param is record.leaf()
-    )
-
-
-def _gathered(param: Tensor) -> weakref.ref[HostOptimizer] | None:
-    """Find a gathered parameter, which FSDP2 puts in the place of the model's between forward and backward."""
-    optimizers = {id(alive): reference for reference in _STEPPED_BY.values() if (alive := reference()) is not None}
-    for reference in optimizers.values():
+    for reference in reversed(_OPTIMIZERS):
         optimizer = reference()
-        if optimizer is not None and any(param is record.leaf() for record in optimizer.records):
-            return reference
+        for record in optimizer.records if optimizer is not None else ():
+            # Between forward and backward FSDP2 puts what it gathered, the leaf, in the place of the parameter.
+            if optimizer is not None and (param is record.parameter or param is record.leaf()):
+                optimizer.store.check_usable()
+                return optimizer, record
     return None
 
 

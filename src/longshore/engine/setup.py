@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -34,9 +35,9 @@ from longshore.engine.monitoring import check_installed
 from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES, Precision
 from longshore.engine.ranks import Ranks, expected_world_size, join, with_port
-from longshore.engine.same_setup import check_same_parameters, check_same_setup
 from longshore.engine.schedules import make_schedule
 from longshore.engine.weights import Weights, first_weights
+from longshore.errors import RankError
 from longshore.host import memory_for_speculation
 from longshore.optim import Offload
 from longshore.optim.host_optimizer import HostOptimizer
@@ -83,11 +84,10 @@ def initialize(
     Args:
         args: may carry ``deepspeed_config``, a path, where ``config`` is not given.
         model: moved to this rank's device and cast as the configuration says; stays the same object.
-        optimizer: longshore's, an elementwise one of torch, or a function from parameters to one. None: the
-            configuration's.
+        optimizer: longshore's, an elementwise one of torch, or a function from parameters to one. None: as configured.
         model_parameters: parameters or groups for that optimizer; None: all that are trainable.
         training_data: a dataset, for the third result.
-        lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: the configuration's.
+        lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: as configured.
         distributed_port: port of rank 0, where no launcher names one.
         mpu: model parallelism; rejected.
         dist_init_required: False: the process group has to exist already.
@@ -98,8 +98,7 @@ def initialize(
         offload: settings of the host side beyond the configuration's (tests pass a simulated transfer).
         wrap_policy: at stage 3, which modules are gathered whole: ``"auto"``, names of classes, a number of elements,
             or a function of name and module. None: the configuration's ``longshore.wrap_policy``.
-        weights: safetensors, a file or folder, for a model that may be on the meta device. None: those of rank 0's
-            model.
+        weights: safetensors, a file or folder, for a model that may be on the meta device. None: rank 0's model's.
         device: where this rank trains. None: the local rank's CUDA device if there is CUDA, else the CPU.
 
     Returns:
@@ -109,13 +108,12 @@ def initialize(
         ConfigError: everything that is wrong with the configuration, at once.
         ValueError, TypeError: arguments that are not supported, by name.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
-    _refuse_model_parallelism(mpu=mpu, mesh_param=mesh_param)
+    model = _checked_model(model, mpu, mesh_param)
     chosen = _chosen_config(args, config, config_params)
     environ = _environ(distributed_port, dist_init_required)
     # Before the ranks meet: they would wait for each other only to hear of a mistake in a file.
-    loaded = load_config(chosen, world_size=_data_ranks(model, environ), needs_optimizer=optimizer is None)
+    data_ranks = max(1, expected_world_size(environ) // tensor_parallel_size(model))
+    loaded = load_config(chosen, world_size=data_ranks, needs_optimizer=optimizer is None)
     check_installed(loaded.config)
     ranks, settings = join(device=device, environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
@@ -130,12 +128,12 @@ def initialize(
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
         engine = Engine(model, made, settings, ranks, precision, _loss_scale(settings), binding)
-        engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
+        engine.lr_scheduler = schedule = _schedule(lr_scheduler, settings, made, client)
         engine.training_dataloader = _loader(training_data, settings, data_parallel(ranks, sharded), collate_fn)
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
-    return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
+    return Initialized(engine, made, engine.training_dataloader, schedule)
 
 
 def _begin(
@@ -150,11 +148,6 @@ def _begin(
     return binding
 
 
-def _data_ranks(model: nn.Module, environ: Mapping[str, str] | None) -> int:
-    """Number of ranks that run different batches, as the configuration counts them."""
-    return max(1, expected_world_size(environ) // tensor_parallel_size(model))
-
-
 def _place(
     model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None
 ) -> tuple[Precision, Weights]:
@@ -164,7 +157,7 @@ def _place(
     sharded = check_already_sharded(model, settings, ranks, precision)
     if not sharded:
         precision.convert(model)
-    check_same_setup(model, settings, ranks)
+    _check_same_setup(model, settings, ranks)
     in_shards = sharded or (settings.stage == 3 and ranks.world_size > 1)
     weights = first_weights(model, path, ranks, in_shards)
     if path is not None or not sharded:
@@ -174,10 +167,13 @@ def _place(
     return precision, weights
 
 
-def _refuse_model_parallelism(**arguments: Any) -> None:
-    for name, value in arguments.items():
+def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
+    return model
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -250,7 +246,7 @@ def _loader(data: Any, config: Config, ranks: Ranks, collate_fn: Callable[[list[
 
 def _prepare(optimizer: HostOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
     """Check and connect a new optimizer. No window begins with gradients of another loop (law 2)."""
-    check_same_parameters(optimizer, ranks)
+    _check_same_parameters(optimizer, ranks)
     left = [record for record in optimizer.records if record.parameter.grad is not None]
     for record in left:
         record.parameter.grad = None
@@ -288,6 +284,58 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimize
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
     return adopt_schedule(given, optimizer, client)
+
+
+# -- the same on all ranks (law 11) ------------------------------------------------
+
+
+def _check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
+    """Check that model and configuration are the same on all ranks; all have to call.
+
+    Raises:
+        RankError: says what differs, and on which ranks.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    parts = {
+        "configuration": _digest(f"{name}={value!r}" for name, value in config.model_dump().items()),
+        "model": _digest(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
+        "choice of trainable parameters": _digest(name for name, tensor in tensors if tensor.requires_grad),
+    }
+    _check_same(parts, ranks, "build the same model and give initialize() the same configuration")
+
+
+def _check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
+    """Check that the optimizer has the same parameters in the same order on all ranks; all have to call.
+
+    Buckets are filled in that order: another one, as ``set(model.parameters())`` gives, would add up gradients of
+    different parameters.
+
+    Raises:
+        RankError: names the ranks that differ.
+    """
+    lines = (f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer.records)
+    sizes = (str(len(group["params"])) for group in optimizer.param_groups)
+    parts = {"order of the optimizer's parameters": _digest(lines), "division into groups": _digest(sizes)}
+    _check_same(
+        parts, ranks, "give its optimizer the same parameters in the same order (a list, never a set) and groups"
+    )
+
+
+def _check_same(parts: Mapping[str, bytes], ranks: Ranks, duty: str) -> None:
+    rows = ranks.gather(parts)
+    for what in parts:
+        differing = [rank for rank, row in enumerate(rows) if row[what] != rows[0][what]]
+        if differing:
+            raise RankError(
+                f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to {duty}"
+            )
+
+
+def _digest(lines: Iterable[str]) -> bytes:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+
+
+# -- scripts -----------------------------------------------------------------------
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
