@@ -49,7 +49,7 @@ class Neighbours(NamedTuple):
 
     on_machine: int = 1
     on_cpus: int = 1
-    """Those that may use the same CPUs; a launcher may have given each its own."""
+    """Number of ranks that may use the same CPUs; a launcher may have given each its own."""
     place: int = 0
     """Index of this rank among the latter."""
 
@@ -79,7 +79,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class Situation:
-    """What one rank tells the others about its machine.
+    """Information that one rank gives the others about its machine.
 
     Attributes:
         machine: the same for all ranks of one machine.

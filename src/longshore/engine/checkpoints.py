@@ -42,7 +42,7 @@ class _Found(NamedTuple):
 
 
 class Resumable(Protocol):
-    """What an engine has, and a checkpoint saves or restores, besides its accumulation steps."""
+    """Attributes of an engine that checkpoints save and restore, besides its accumulation steps."""
 
     module: nn.Module
     optimizer: HostOptimizer

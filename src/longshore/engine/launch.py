@@ -73,6 +73,7 @@ _SLURM = _Family(
     "Slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ("SLURM_PROCID",)
 )
 _FAMILIES = (_RANK, _OPEN_MPI, _PMI, _SLURM)
+LOCAL_RANK_NAMES = tuple(name for family in _FAMILIES for name in family.local_rank)
 
 
 def detect(environ: Mapping[str, str]) -> Launch:

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepFigures(NamedTuple):
-    """What an engine knows of a step that was applied or skipped.
+    """Figures of a step that was applied or skipped.
 
     ``rates`` are those of the step, one for each parameter group, and not of the next one. ``exposed_s`` is the time
     that training waited in ``step()``.
@@ -54,22 +54,36 @@ class StepFigures(NamedTuple):
 class Reports:
     """Reports the steps of rank 0, as a printed line and as numbers for writers.
 
+    A writer that fails is left out from then on, with a warning: training goes on.
+
     Args:
-        every: steps between two lines; None: no lines.
-        timed: the line has the times of forward, backward and step. On CUDA they wait for the device, which slows
-            training.
-        monitor: takes the numbers; None: nobody does.
+        config: with ``wall_clock_breakdown`` the line has the times of forward, backward and step. On CUDA they wait
+            for the device, which slows training.
+        writers: what writes the numbers.
+        optimizer: the engine's, whose store and memory are measured for writers.
+        device: of this rank.
     """
 
-    def __init__(self, every: int | None, timed: bool, monitor: Monitor | None) -> None:
-        self._every = every
-        self._timed = timed and every is not None
-        self._monitor = monitor
+    def __init__(
+        self, config: Config, writers: Sequence[Writer], optimizer: HostOptimizer, device: torch.device
+    ) -> None:
+        self._every = config.steps_per_print
+        self._timed = config.wall_clock_breakdown and self._every is not None
+        self._writers = list(writers)
+        self._optimizer = optimizer
+        self._device = device
+        self._meter = Meter()
+        if writers:
+            optimizer.store.add_recorder(self._meter)
         self._seconds: dict[str, float] = defaultdict(float)
+        """Time of forward, backward and step since the last line."""
+        self._losses: list[Tensor] = []
+        """Losses of the window, as the user gave them."""
+        self._last = time.perf_counter()
 
     @classmethod
     def wanted(cls, config: Config, ranks: Ranks, optimizer: HostOptimizer) -> Reports | None:
-        """The reports that the configuration asks for, on rank 0."""
+        """Return the reports that the configuration asks for, on rank 0."""
         if ranks.rank != 0:
             return None
         writers: list[Writer] = []
@@ -79,10 +93,7 @@ class Reports:
             writers.append(WandbWriter(config.wandb))
         if config.csv_monitor is not None:
             writers.append(CsvWriter(config.csv_monitor))
-        if not writers and config.steps_per_print is None:
-            return None
-        monitor = Monitor(writers, optimizer, ranks.device) if writers else None
-        return cls(config.steps_per_print, config.wall_clock_breakdown, monitor)
+        return cls(config, writers, optimizer, ranks.device) if writers or config.steps_per_print is not None else None
 
     @contextlib.contextmanager
     def timing(self, part: str) -> Iterator[None]:
@@ -101,24 +112,23 @@ class Reports:
 
     def add_loss(self, loss: Tensor) -> None:
         """Take a loss of the window, as the user gave it."""
-        if self._monitor is not None:
-            self._monitor.losses.append(loss.detach())
+        if self._writers:
+            self._losses.append(loss.detach())
 
     def discard(self) -> None:
         """Forget the losses of a window that the engine did not step."""
-        if self._monitor is not None:
-            self._monitor.losses.clear()
+        self._losses.clear()
 
     def due(self, number: int) -> bool:
         """Whether :meth:`step` would report this step."""
-        return self._monitor is not None or (self._every is not None and number % self._every == 0)
+        return bool(self._writers) or (self._every is not None and number % self._every == 0)
 
     def step(self, step: StepFigures) -> None:
         """Report a step that was applied or skipped."""
         if self._every is not None and step.number % self._every == 0:
             self._print(step, self._every)
-        if self._monitor is not None:
-            self._monitor.write(step)
+        if self._writers:
+            self._write(step)
 
     def _print(self, step: StepFigures, every: int) -> None:
         rates = ", ".join(f"{rate:.4g}" for rate in step.rates)
@@ -132,12 +142,45 @@ class Reports:
         self._seconds.clear()
         print(line, flush=True)
 
+    def _write(self, step: StepFigures) -> None:
+        values = self._values(step)
+        self._losses.clear()
+        for writer in list(self._writers):
+            try:
+                writer.write(step.samples, values)
+            except Exception as error:
+                self._writers.remove(writer)
+                what = f"{writer.name} failed ({type(error).__name__}: {error})"
+                _log.warning("%s and gets no more numbers; training goes on", what)
+
+    def _values(self, step: StepFigures) -> dict[str, float | None]:
+        """Name the numbers, the first three as DeepSpeed does; None stands for a number that does not exist."""
+        now = time.perf_counter()
+        step_s, self._last = now - self._last, now
+        loss = float(torch.stack([each.float().reshape(()) for each in self._losses]).mean()) if self._losses else None
+        cuda = self._device.type == "cuda"
+        return {
+            "Train/Samples/train_loss": loss,
+            "Train/Samples/lr": step.rates[0] if step.rates else None,
+            "Train/Samples/loss_scale": step.loss_scale,
+            "Train/Samples/grad_norm": step.norm,
+            "Train/Samples/skipped_steps": step.skipped,
+            "Time/step_s": step_s,
+            "Time/exposed_s": step.exposed_s,
+            **self._meter.take(step_s),
+            "Memory/host_bytes": sum(self._optimizer.host_bytes().values()),
+            "Memory/process_bytes": _process_bytes(),
+            "Memory/device_bytes": torch.cuda.memory_allocated(self._device) if cuda else None,
+        }
+
     def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-
-
-# -- the numbers of a step ---------------------------------------------------------
+        """End the writers' files."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            try:
+                writer.close()
+            except Exception as error:
+                _log.warning("%s could not end its files: %s: %s", writer.name, type(error).__name__, error)
 
 
 class Meter(Recorder):
@@ -196,67 +239,6 @@ class Meter(Recorder):
         target = handle.target
         with self._lock:
             self._copied[name] += target.numel() * target.element_size()
-
-
-class Monitor:
-    """Measures this rank's steps and passes the numbers to writers.
-
-    A writer that fails is left out from then on, with a warning: training goes on.
-
-    Args:
-        writers: what writes the numbers.
-        optimizer: the engine's, whose store and memory are measured.
-        device: of this rank.
-    """
-
-    def __init__(self, writers: Sequence[Writer], optimizer: HostOptimizer, device: torch.device) -> None:
-        self._writers = list(writers)
-        self._optimizer = optimizer
-        self._device = device
-        self._meter = Meter()
-        optimizer.store.add_recorder(self._meter)
-        self.losses: list[Tensor] = []
-        """Of the window, as the user gave them."""
-        self._last = time.perf_counter()
-
-    def write(self, step: StepFigures) -> None:
-        values = self._values(step)
-        self.losses.clear()
-        for writer in list(self._writers):
-            try:
-                writer.write(step.samples, values)
-            except Exception as error:
-                self._writers.remove(writer)
-                what = f"{writer.name} failed ({type(error).__name__}: {error})"
-                _log.warning("%s and gets no more numbers; training goes on", what)
-
-    def _values(self, step: StepFigures) -> dict[str, float | None]:
-        """Name the numbers, the first three as DeepSpeed does; None stands for a number that does not exist."""
-        now = time.perf_counter()
-        step_s, self._last = now - self._last, now
-        loss = float(torch.stack([each.float().reshape(()) for each in self.losses]).mean()) if self.losses else None
-        cuda = self._device.type == "cuda"
-        return {
-            "Train/Samples/train_loss": loss,
-            "Train/Samples/lr": step.rates[0] if step.rates else None,
-            "Train/Samples/loss_scale": step.loss_scale,
-            "Train/Samples/grad_norm": step.norm,
-            "Train/Samples/skipped_steps": step.skipped,
-            "Time/step_s": step_s,
-            "Time/exposed_s": step.exposed_s,
-            **self._meter.take(step_s),
-            "Memory/host_bytes": sum(self._optimizer.host_bytes().values()),
-            "Memory/process_bytes": _process_bytes(),
-            "Memory/device_bytes": torch.cuda.memory_allocated(self._device) if cuda else None,
-        }
-
-    def close(self) -> None:
-        writers, self._writers = self._writers, []
-        for writer in writers:
-            try:
-                writer.close()
-            except Exception as error:
-                _log.warning("%s could not end its files: %s: %s", writer.name, type(error).__name__, error)
 
 
 def _process_bytes() -> int:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from longshore.engine.launch import Launch, detect
+from longshore.engine.launch import LOCAL_RANK_NAMES, Launch, detect
 from longshore.engine.wording import did_you_mean, is_number
 from longshore.errors import LongshoreError
 
@@ -19,13 +19,6 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _BACKEND_OF = {"cuda": "nccl", "cpu": "gloo"}
-_LOCAL_RANK_NAMES = (
-    "LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-    "SLURM_LOCALID",
-)
 
 
 class RendezvousError(LongshoreError):
@@ -174,7 +167,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapp
 
 
 def _local_rank_of_group(rank: int, environ: Mapping[str, str]) -> int:
-    for name in _LOCAL_RANK_NAMES:
+    for name in LOCAL_RANK_NAMES:
         if environ.get(name, "").isdigit():
             return int(environ[name])
     # Whoever initialised the group without a launcher chose the device before.
