@@ -222,21 +222,13 @@ def _no_split(model: nn.Module) -> frozenset[str]:
     return frozenset(found & {type(module).__name__ for module in model.modules()})
 
 
-def _repeated(model: nn.Module, holders: _Holders) -> list[nn.Module]:
+def _repeated(module: nn.Module, holders: _Holders) -> list[nn.Module]:
     """Return members of lists that have several of one class; of nested ones the outer members."""
     units: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        children = list(module.children())
-        kinds = [type(child) for child in children]
-        for child, kind in zip(children, kinds, strict=True):
-            repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds.count(kind) > 1
-            if repeats and _stands_alone(child, holders):
-                units.append(child)
-            else:
-                visit(child)
-
-    visit(model)
+    kinds = [type(child) for child in module.children()] if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+    for child in module.children():
+        is_unit = kinds.count(type(child)) > 1 and _stands_alone(child, holders)
+        units += [child] if is_unit else _repeated(child, holders)
     return units
 
 
