@@ -140,6 +140,7 @@ class Engine(nn.Module):
             with self._timing("backward"):
                 self._times_scale(divided).backward(retain_graph=retain_graph)
         except BaseException as error:
+            window.failed = True
             failure = GradientError(
                 f"a backward of this window failed ({type(error).__name__}: {error}); "
                 "call engine.zero_grad() to discard the window and go on"
@@ -147,8 +148,8 @@ class Engine(nn.Module):
             failure.__cause__ = error
             raise
         finally:
-            window.end_backward(optimizer.gradients_arrived, failed=failure is not None)
             optimizer.store.end_backward(failure)
+            window.end_backward(optimizer.gradients_arrived, succeeded=failure is None)
         if self._reports is not None:
             self._reports.add_loss(loss)
         self.micro_steps += 1

@@ -68,11 +68,10 @@ class Window:
         self._raw = self._raw or arrived > self._arrived
         return self._raw
 
-    def end_backward(self, arrived: int, failed: bool) -> None:
+    def end_backward(self, arrived: int, succeeded: bool) -> None:
         """Count an ``engine.backward()``, whose gradients are among the ``arrived`` ones of the window."""
         self._arrived = arrived
-        self.failed = self.failed or failed
-        self.backwards += not failed
+        self.backwards += succeeded
 
     # -- the step -------------------------------------------------------------
 
