@@ -1,4 +1,4 @@
-"""The engine: one model trained by several ranks, with the configuration and the calls that people have."""
+"""The engine, which trains one model on several ranks, with DeepSpeed's configuration files and calls."""
 
 from longshore.engine.config import Config, ConfigError
 from longshore.engine.creation import Init

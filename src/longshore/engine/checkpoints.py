@@ -317,7 +317,7 @@ class Checkpoints:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(map(repr, said))}")
 
     def close(self) -> None:
-        """Raise the error of a save that was under way."""
+        """Wait for a save that is under way, and release the group. Raises the error of the save."""
         try:
             self.wait()
         finally:
