@@ -259,7 +259,7 @@ def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if has_hooks(parameter):
             raise ValueError(
-                f"parameter {name} has a hook on its gradient, which arrives in another tensor where parameters are "
+                f"parameter {name} has a hook on its gradient, which comes in another tensor where parameters are "
                 "sharded; hook the module (register_full_backward_hook), or use stage 2"
             )
 
