@@ -27,6 +27,8 @@ BY_CLASS = {
     "again from a checkpoint",
     "CheckpointError": "what was there before still is; take another checkpoint (`longshore inspect DIR --verify`)",
     "ConfigError": "mend every line that it lists",
+    "LossScaleError": "look for NaN or infinity in the data and the loss, or lower the learning rate",
+    "RendezvousError": "start all ranks, with an address and a port that all of them reach",
     "IllegalTransitionError": "report it",
     "LongshoreError": "as it says",
 }
@@ -202,11 +204,8 @@ SECTIONS = (
             "engine/optimizers.py",
             "engine/weight_files.py",
             "engine/weights.py",
-            "engine/same_setup.py",
             "engine/loss_scale.py",
-            "engine/conversion.py",
             "engine/precision.py",
-            "engine/host_cpus.py",
             "engine/model_sharding.py",
             "engine/batch_sizes.py",
             "engine/",
@@ -226,7 +225,6 @@ SECTIONS = (
         (
             "engine/launch.py",
             "engine/ranks.py",
-            "engine/scripts.py",
             "machine/",
             "sharding/agreement.py",
             "sharding/collective_thread.py",

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from longshore.checkpoint.one_line import save as save
     from longshore.checkpoint.one_line import wait_for_checkpoint as wait_for_checkpoint
     from longshore.engine import Config, ConfigError, Engine, Init, add_config_arguments, init_distributed, initialize
+    from longshore.engine.loss_scale import LossScaleError
+    from longshore.engine.ranks import RendezvousError
     from longshore.errors import (
         BrokenStateError,
         CheckpointError,
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
         RankError,
     )
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, Offload
+    from longshore.optim.client import from_client as from_client
     from longshore.sharding import gather as gather
     from longshore.tracing import annotate, trace
     from longshore.transfer import SimulatedTransfer
@@ -41,12 +44,15 @@ __all__ = [
     "Init",
     "Lion",
     "LongshoreError",
+    "LossScaleError",
     "Offload",
     "ParameterError",
     "RankError",
+    "RendezvousError",
     "SimulatedTransfer",
     "add_config_arguments",
     "annotate",
+    "from_client",
     "gather",
     "init_distributed",
     "initialize",
@@ -69,6 +75,8 @@ _HOMES = {
         "init_distributed",
         "initialize",
     ),
+    "longshore.engine.loss_scale": ("LossScaleError",),
+    "longshore.engine.ranks": ("RendezvousError",),
     "longshore.errors": (
         "BrokenStateError",
         "CheckpointError",
@@ -79,13 +87,14 @@ _HOMES = {
         "RankError",
     ),
     "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
+    "longshore.optim.client": ("from_client",),
     "longshore.sharding": ("gather",),
     "longshore.tracing": ("annotate", "trace"),
     "longshore.transfer": ("SimulatedTransfer",),
 }
 _MODULES = ("checkpointing", "utils")  # used as longshore.checkpointing, without an import of their own
-_INSTEAD = {  # of names that a DeepSpeed script has
-    "zero": "of deepspeed.zero there are longshore.Init for Init, and longshore.gather for GatheredParameters",
+_INSTEAD = {  # for names that a DeepSpeed script uses
+    "zero": "deepspeed.zero.Init is longshore.Init, and deepspeed.zero.GatheredParameters is longshore.gather",
     "DeepSpeedEngine": "the engine's class is longshore.Engine",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

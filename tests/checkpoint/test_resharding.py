@@ -72,7 +72,7 @@ def test_what_other_ranks_cannot_have_is_said(two_ranks: Ranks, three_ranks: Ran
     assert said[0] == [
         f"{repeated}: the last 4 come again",
         f"{where} was saved by 2 ranks, and these are 3: random numbers (dropout) and the split of batches over ranks "
-        "are not those of that run; all else is",
+        "differ from that run; everything else is the same",
     ]
     assert said[1:] == [[f"{repeated}: the last 4 come again"]] * 2
     assert two_ranks(cases.warned, Setting(1), str(tmp_path)) == [[], []]

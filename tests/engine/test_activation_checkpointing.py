@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import longshore
 from longshore.checkpointing import checkpoint, configure, held_host_bytes, is_configured, reset
-from longshore.engine import activation_checkpointing, host_inputs
-from longshore.engine.activation_checkpointing import CANNOT_CHANGE_RESULTS, section_problems
-from longshore.engine.host_inputs import HostInput
+from longshore.engine import activation_checkpointing
+from longshore.engine.activation_checkpointing import CANNOT_CHANGE_RESULTS, HostInput, section_problems
 
 
 @pytest.fixture(autouse=True)
@@ -309,7 +308,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ds\.json is not JSON: .*line 1"):
         configure(None, path)
     path.write_text("[]")
-    with pytest.raises(ValueError, match=r"ds\.json must hold a JSON object"):
+    with pytest.raises(ValueError, match=r"ds\.json must contain a JSON object"):
         configure(None, path)
     with pytest.raises(FileNotFoundError):
         configure(None, tmp_path / "none.json")
@@ -336,7 +335,7 @@ def test_on_cuda_the_copies_are_pinned_and_device_memory_is_freed() -> None:
         out = x * 1
         for block in blocks:
             out = wrap(block, out)
-        pinned.extend(packed._host.is_pinned() for packed in host_inputs._held)
+        pinned.extend(packed._host.is_pinned() for packed in activation_checkpointing._alive)
         out.square().sum().backward()
         grads = [x.grad, *(parameter.grad for block in blocks for parameter in block.parameters())]
         for block in blocks:

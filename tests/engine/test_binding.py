@@ -22,9 +22,7 @@ import longshore
 from engine import binding_cases
 from engine.files import file, started, train, without
 from longshore.engine import binding
-from longshore.engine.binding import Situation, plan_or_refusal
-from longshore.engine.host_cpus import host_cpus
-from longshore.engine.same_setup import Neighbours
+from longshore.engine.binding import Neighbours, Situation, host_cpus, plan_or_refusal
 from longshore.kernels import HostKernels
 from longshore.machine import (
     BoundThreads,

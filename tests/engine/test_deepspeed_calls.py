@@ -11,7 +11,7 @@ from torch import nn
 
 import longshore
 from engine.deepspeed_call_cases import started, train, whole_weights
-from longshore.engine.deepspeed_calls import INSTEAD
+from longshore.engine.deepspeed_names import INSTEAD
 
 
 @pytest.fixture

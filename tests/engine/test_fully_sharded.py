@@ -234,7 +234,7 @@ def test_parameters_from_before_are_empty(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "what, says",
     [
-        ("scalar", "ValueError: parameter temperature is a single number, which FSDP2 cannot shard; give it the shape"),
+        ("scalar", "ValueError: parameter temperature has no dimension, and FSDP2 cannot shard it; give it the shape"),
         ("class", "ValueError: wrap_policy names Blok, and the model has no module of that class"),
         ("stage", "ValueError: wrap_policy is for stage 3, and the stage is 2; leave it out"),
         (

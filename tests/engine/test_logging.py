@@ -70,7 +70,7 @@ def test_nothing_is_printed_where_nothing_is_asked_for(capsys: pytest.CaptureFix
 def test_wall_clock_breakdown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part's time is a mean over the steps of the line, and begins anew after it."""
     now = [0.0]
-    monkeypatch.setattr("longshore.engine.timers.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("longshore.engine.monitoring.time.perf_counter", lambda: now[0])
     model = small_model()
     model[0].register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 0.010))
     model[3].bias.register_hook(lambda _: now.__setitem__(0, now[0] + 0.020))

@@ -14,7 +14,7 @@ from ranks import Ranks
 from torch import nn
 
 import longshore
-from longshore.engine.monitoring import writers
+from longshore.engine import monitoring
 
 NAMES = {
     "Train/Samples/train_loss",
@@ -215,7 +215,7 @@ def test_a_writer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writers.CsvWriter, "write", full)
+    monkeypatch.setattr(monitoring.CsvWriter, "write", full)
     section = {"enabled": True, "output_path": str(tmp_path)}
     with caplog.at_level(logging.WARNING, logger="longshore"):
         engine, _ = train(config_with(csv_monitor=section))

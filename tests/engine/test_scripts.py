@@ -35,5 +35,5 @@ def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_not_done_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="does not do init_method"):
+    with pytest.raises(ValueError, match="does not support init_method"):
         longshore.init_distributed(init_method="env://")

@@ -12,9 +12,8 @@ import longshore
 from engine import speculation_cases
 from engine.files import assert_same, file, started, train, without
 from longshore.engine import ConfigError
+from longshore.engine.binding import Neighbours, host_cpus
 from longshore.engine.config import load_config
-from longshore.engine.host_cpus import host_cpus
-from longshore.engine.same_setup import Neighbours
 from longshore.kernels import HostKernels, usable_cpus
 
 AHEAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
@@ -111,7 +110,7 @@ def test_the_share_of_the_cpus(
     share: float | None, place: int, on_cpus: int, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those that this rank has for itself, the last ones; several ranks have parts that do not meet."""
-    monkeypatch.setattr("longshore.engine.host_cpus.usable_cpus", lambda: list(range(8)))
+    monkeypatch.setattr("longshore.engine.binding.usable_cpus", lambda: list(range(8)))
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
     if share is not None:
         zero["offload_optimizer"] |= {"cpuadam_cores_perc": share}

@@ -60,7 +60,7 @@ def test_weights_are_read(
             "has not the weights of this model: blocks.1.up.weight is [7, 5] and the model's is [4, 3], bl",
         ),
         ("buffer", "buffer positions is on the meta device, and "),
-        ("no folder", "there is no file and no folder nowhere to read weights from"),
+        ("no folder", "there is no file or folder nowhere to read weights from"),
         ("dtype", "embedding.weight is I8 and the model's is torch.float32"),
         ("no path", "TypeError: "),
         ("broken", "b.safetensors cannot be read as safetensors: "),
@@ -74,7 +74,7 @@ def test_refused(what: str, says: str, two_ranks: Ranks, tmp_path: Path) -> None
 
 def test_weights_that_one_rank_lacks(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks(cases.refused, "one rank", str(tmp_path))
-    says = "there is no file and no folder nowhere to read weights from; names on a hub are not fetched: give a folder"
+    says = "there is no file or folder nowhere to read weights from; models on a hub are not fetched: give a folder"
     assert first == f"FileNotFoundError: rank 1: {says}"
     assert second == f"FileNotFoundError: {says}"
 

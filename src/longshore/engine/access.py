@@ -1,7 +1,7 @@
-"""Reading and writing full float32 values of a parameter, wherever they are.
+"""Functions that read and write full float32 values of a parameter, wherever its state is.
 
-With several ranks every function has to be called by all of them, in the same
-order, with the same parameter; each of them gets, or gives, the whole.
+With several ranks every function has to be called by all of them, in the same order, with the same parameter; each rank
+gets, or gives, the whole tensor.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from longshore.host import MASTER
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.parameters import ParameterRecord, flat
 
-# Which optimizer steps a parameter: neither is kept alive by it.
-_STEPPED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_OPTIMIZERS: list[weakref.ref[HostOptimizer]] = []
+"""The optimizers of all engines, which are not kept alive here."""
 
 
 def register(optimizer: HostOptimizer) -> None:
-    """Make the parameters of an engine's optimizer known here."""
-    reference = weakref.ref(optimizer)
-    for record in optimizer._core.records:
-        _STEPPED_BY[record.parameter] = reference
+    """Make the parameters of an engine's optimizer accessible here."""
+    _OPTIMIZERS[:] = [reference for reference in _OPTIMIZERS if reference() is not None] + [weakref.ref(optimizer)]
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The master: float32, on the CPU, in the parameter's shape; None for a parameter that no engine steps."""
+    """Return the master: float32, on the CPU, in the parameter's shape; None for a parameter that no engine steps."""
     found = _find(param)
     if found is None:
         return None
@@ -60,7 +57,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """``exp_avg``, ``exp_avg_sq``, ... : float32, on the CPU, in the parameter's shape; None before the first step.
+    """Return ``exp_avg`` or the like: float32, on the CPU, in the parameter's shape; None before the first step.
 
     Raises:
         ValueError: a name that the optimizer does not have.
@@ -86,9 +83,9 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The gradient of this window so far, reduced over the ranks: float32, on the CPU; None where there is none.
+    """Return the gradient of this window so far, reduced over the ranks: float32, on the CPU; None if there is none.
 
-    It is what ``step()`` would use, without unscaling and clipping.
+    ``step()`` would use these values, after unscaling and clipping.
     """
     found = _find(param)
     if found is None:
@@ -119,30 +116,20 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
     if not isinstance(param, Tensor):
         raise TypeError(f"expected a parameter, not {type(param).__name__}")
-    reference = _STEPPED_BY.get(param) or _gathered(param)
-    optimizer = reference() if reference is not None else None
-    if optimizer is None:
-        return None
-    optimizer._core.store.check_usable()
-    return optimizer, next(
-        record for record in optimizer._core.records if param is record.parameter or param is record.leaf()
-    )
-
-
-def _gathered(param: Tensor) -> weakref.ref[HostOptimizer] | None:
-    """Between forward and backward FSDP2 has what it gathered stand in the model, in place of the parameter."""
-    optimizers = {id(alive): reference for reference in _STEPPED_BY.values() if (alive := reference()) is not None}
-    for reference in optimizers.values():
+    for reference in reversed(_OPTIMIZERS):
         optimizer = reference()
-        if optimizer is not None and any(param is record.leaf() for record in optimizer._core.records):
-            return reference
+        for record in optimizer._core.records if optimizer is not None else ():
+            # Between forward and backward FSDP2 puts what it gathered, the leaf, in the place of the parameter.
+            if optimizer is not None and (param is record.parameter or param is record.leaf()):
+                optimizer._core.store.check_usable()
+                return optimizer, record
     return None
 
 
 def _found(param: Tensor) -> tuple[HostOptimizer, ParameterRecord]:
     found = _find(param)
     if found is None:
-        raise ValueError("no engine steps this tensor: it is not a parameter that longshore.initialize() was given")
+        raise ValueError("no engine steps this tensor: it is not a parameter that was passed to longshore.initialize()")
     return found
 
 

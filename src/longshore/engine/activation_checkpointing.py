@@ -1,9 +1,9 @@
 """Activation checkpointing on ``torch.utils.checkpoint``, with the calls of ``deepspeed.checkpointing``.
 
-Everything that a checkpointed function computes is dropped after forward and
-computed again in backward; only its inputs are kept, on their device or, with
-``cpu_checkpointing``, in host memory. Gradients are the same bits either way,
-and the random state is that of the first run.
+Everything that a checkpointed function computes is dropped after forward and computed again in backward; only its
+inputs are kept, on their device or, with ``cpu_checkpointing``, in host memory. Gradients are the same bits either way,
+and the random state is that of the first run. An input comes back from the host with the values, the strides and the
+alignment that it had, so that the recomputation runs the same kernels on it and gives the same bits.
 """
 
 from __future__ import annotations
@@ -14,26 +14,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
+import torch
 import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from longshore.engine.host_inputs import held_host_bytes, save_on_host
 from longshore.engine.wording import did_you_mean, is_integer, shown
-
-__all__ = [
-    "CheckpointingSettings",
-    "checkpoint",
-    "configure",
-    "held_host_bytes",
-    "install",
-    "is_configured",
-    "reset",
-    "section_problems",
-    "settings_from_section",
-]
 
 SECTION = "activation_checkpointing"
 
@@ -46,34 +36,31 @@ CANNOT_CHANGE_RESULTS: dict[str, str] = {
 }
 """Keys that are accepted and do nothing, each with the reason."""
 
-
-@dataclass(frozen=True)
-class CheckpointingSettings:
-    """``cpu_checkpointing``: keep the inputs of checkpointed functions in host memory."""
-
-    cpu_checkpointing: bool = False
+_ALIGNMENT_BYTES = 256
+"""Matrix libraries choose kernels by how well their operands are aligned, up to this."""
 
 
-_installed: CheckpointingSettings | None = None
-_keep: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-_inside = threading.local()
+# -- settings ----------------------------------------------------------------------
+
+_on_host: bool | None = None
+"""Whether inputs of checkpointed functions are kept in host memory; None: never configured."""
+_nesting = threading.local()
 
 
-def install(settings: CheckpointingSettings | None) -> None:
-    """Use these settings for every :func:`checkpoint` from now on; ``None`` is as if never configured."""
-    global _installed, _keep
-    _installed = settings
-    _keep = save_on_host if settings is not None and settings.cpu_checkpointing else contextlib.nullcontext
+def install(cpu_checkpointing: bool | None) -> None:
+    """Set where every :func:`checkpoint` from now on keeps inputs; None: as if never configured."""
+    global _on_host
+    _on_host = cpu_checkpointing
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure` or :func:`install` gave settings."""
-    return _installed is not None
+    """Whether :func:`configure`, or the engine's configuration, set where inputs are kept."""
+    return _on_host is not None
 
 
 def reset() -> None:
-    """Nothing to do, since saved inputs live exactly as long as the graph that they belong to: a
-    forward that is not followed by a backward frees them with its outputs. Settings stay."""
+    """Do nothing: saved inputs live exactly as long as the graph that they belong to, so a forward that is not followed
+    by a backward frees them with its outputs. Settings stay."""
 
 
 def section_problems(section: Any) -> list[tuple[str, str]]:
@@ -90,19 +77,6 @@ def section_problems(section: Any) -> list[tuple[str, str]]:
         elif not isinstance(value, bool):
             problems.append((key, f"must be true or false, and is {shown(value)}"))
     return problems
-
-
-def settings_from_section(section: Mapping[str, Any]) -> CheckpointingSettings:
-    """The settings that the section ``activation_checkpointing`` asks for.
-
-    Raises:
-        ValueError: all of :func:`section_problems`.
-    """
-    problems = section_problems(section)
-    if problems:
-        lines = (f"\n  {SECTION}{'.' * bool(key)}{key}: {problem}" for key, problem in problems)
-        raise ValueError("activation checkpointing cannot be configured:" + "".join(lines))
-    return CheckpointingSettings(cpu_checkpointing=section.get("cpu_checkpointing", False))
 
 
 def configure(
@@ -144,10 +118,13 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    overrides = {key: value for key, value in given.items() if value is not None}
     if isinstance(section, Mapping):
-        section = {**section, **overrides}
-    install(settings_from_section(section))
+        section = {**section, **{key: value for key, value in given.items() if value is not None}}
+    problems = section_problems(section)
+    if problems:
+        lines = (f"\n  {SECTION}{'.' * bool(key)}{key}: {problem}" for key, problem in problems)
+        raise ValueError("activation checkpointing cannot be configured:" + "".join(lines))
+    install(section.get("cpu_checkpointing", False))
 
 
 def _check_model_parallel(mpu: Any) -> None:
@@ -163,44 +140,37 @@ def _check_model_parallel(mpu: Any) -> None:
                 )
             return
     raise ValueError(
-        f"mpu_ must say its get_model_parallel_world_size(), and {type(mpu).__name__} does not: use mpu_=None"
+        f"mpu_ must have get_model_parallel_world_size(), and {type(mpu).__name__} does not: use mpu_=None"
     )
 
 
 def _section_of(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Any:
     if config is None:
         return {}
-    if isinstance(config, Mapping):
-        return config.get(SECTION, {})
-    try:
-        parsed = json.loads(Path(config).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{config} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{config} must hold a JSON object, and holds {shown(parsed)}")
-    return parsed.get(SECTION, {})
+    if not isinstance(config, Mapping):
+        path = config
+        try:
+            config = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} must contain a JSON object, and contains {shown(config)}")
+    return config.get(SECTION, {})
 
 
-@contextlib.contextmanager
-def _entered() -> Iterator[None]:
-    depth = getattr(_inside, "depth", 0)
-    _inside.depth = depth + 1
-    try:
-        yield
-    finally:
-        _inside.depth = depth
+# -- the call ----------------------------------------------------------------------
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, computed again in backward instead of kept.
+    """Call ``function(*args, **kwargs)``, and compute it again in backward instead of keeping what it computes.
 
-    With ``cpu_checkpointing`` the tensors among the arguments (not those inside of containers) are
-    copied to host memory, once for each call, and brought back for backward. A checkpoint within a
-    checkpointed function keeps nothing: it is part of what the outer one computes again.
+    With ``cpu_checkpointing`` the tensors among the arguments (not those inside containers) are copied to host memory,
+    once for each call, and brought back for backward. A checkpoint within a checkpointed function keeps nothing: it is
+    part of what the outer one computes again.
 
     Args:
         function: gives the same outputs for the same inputs and random state.
-        *args: go to ``function``; tensors among them may require gradients.
+        *args: passed to ``function``; tensors among them may require gradients.
         **kwargs: likewise.
 
     Returns:
@@ -214,12 +184,108 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     names, positional = tuple(kwargs), len(args)
 
     def run(*values: Any) -> Any:
-        with _entered():
+        with _nested():
             return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
     # Keyword arguments go by position: torch saves only positional tensors as autograd does, with a version.
     values = (*args, *kwargs.values())
     # Nested calls, in forward and in the recomputation alike, must be seen by the outer checkpoint's own hooks.
-    keep = contextlib.nullcontext if getattr(_inside, "depth", 0) else _keep
-    with keep():
+    with save_on_host() if _on_host and not getattr(_nesting, "depth", 0) else contextlib.nullcontext():
         return torch.utils.checkpoint.checkpoint(run, *values, use_reentrant=False)
+
+
+@contextlib.contextmanager
+def _nested() -> Iterator[None]:
+    depth = getattr(_nesting, "depth", 0)
+    _nesting.depth = depth + 1
+    try:
+        yield
+    finally:
+        _nesting.depth = depth
+
+
+# -- inputs in host memory ---------------------------------------------------------
+
+
+class HostInput:
+    """A copy of one tensor in host memory, which is pinned if the tensor was on a CUDA device.
+
+    Args:
+        tensor: copied, and not kept. A dense tensor is copied as it lies in memory, an expanded one without its
+            repetitions, and one with gaps without them; a sparse tensor or a subclass as torch copies it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        self._size, self._stride = tensor.size(), None
+        with torch.no_grad():
+            plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+            if not plain or tensor.is_nested:
+                self._host = tensor.detach().to("cpu", copy=True)
+                return
+            self._stride = tensor.stride()
+            self._phase = tensor.data_ptr() % _ALIGNMENT_BYTES // tensor.element_size()
+            self._extent = _extent(self._size, self._stride)
+            self._has_gaps = self._extent > tensor.numel() and _has_no_overlap(self._size, self._stride)
+            source = tensor.detach()
+            if not self._has_gaps:
+                source = source.as_strided((self._extent,), (1,), tensor.storage_offset())
+            pinned = tensor.device.type == "cuda"
+            host = torch.empty(source.size(), dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+            # torch's pinned allocator does not hand the block out again before this copy is done.
+            self._host = host.copy_(source, non_blocking=pinned)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self._host.numel() * self._host.element_size()
+
+    def restore(self) -> Tensor:
+        """Return a new tensor on the device that the input came from, equal to it bit for bit."""
+        with torch.no_grad():
+            if self._stride is None:
+                return self._host.to(self._device, copy=True)
+            # The copy is enqueued on the current stream. Whoever may read the input there is ordered
+            # after the stream that was current when it was saved, and so after the copy to the host.
+            memory = torch.empty(self._phase + self._extent, dtype=self._host.dtype, device=self._device)
+            restored = memory.as_strided(self._size, self._stride, self._phase)
+            target = restored if self._has_gaps else memory[self._phase :]
+            target.copy_(self._host, non_blocking=self._host.is_pinned())
+            return restored
+
+
+def _extent(size: torch.Size, stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last in memory."""
+    if 0 in size:
+        return 0
+    return 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+
+
+def _has_no_overlap(size: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether certainly no two elements share memory."""
+    end = 1
+    for step, count in sorted((step, count) for count, step in zip(size, stride, strict=True) if count > 1):
+        if step < end:
+            return False
+        end += (count - 1) * step
+    return True
+
+
+_alive: WeakSet[HostInput] = WeakSet()
+
+
+def save_on_host() -> AbstractContextManager[Any]:
+    """Context in which autograd saves tensors to host memory. CPU tensors are copied too, so that a CPU run does what a
+    CUDA run does."""
+    return saved_tensors_hooks(_pack, lambda packed: packed.restore())
+
+
+def _pack(tensor: Tensor) -> HostInput:
+    packed = HostInput(tensor)
+    _alive.add(packed)
+    return packed
+
+
+def held_host_bytes() -> int:
+    """Bytes of host memory that saved inputs take at the moment, until their backward or the end of their graph."""
+    return sum(packed.host_bytes for packed in list(_alive))

@@ -1,24 +1,24 @@
-"""Where ``longshore launch`` did not bind a rank to CPUs: the engine does so itself, or says why it does not.
+"""The CPUs of a rank: the engine binds it to some, unless ``longshore launch`` did, and chooses its host threads.
 
-The ranks of a machine tell each other what they may use and have, and each makes the same plan of it. They bind
-themselves all or none, and only where none takes a CPU that someone gave to somebody else. torch's threads stay as
-many as they are, since what torch adds up depends on them; so a part with fewer CPUs than torch has threads is no part.
+The ranks of a machine exchange what they may use, and each computes the same plan. Either all of them bind themselves
+or none does, and no rank takes a CPU that was given to another process. The number of torch's threads stays as it is,
+since sums computed by torch depend on it; so the ranks are not bound where one would get fewer CPUs than torch has
+threads.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from longshore.engine.config import Config
 from longshore.engine.launch import detect
 from longshore.engine.ranks import Ranks
-from longshore.engine.same_setup import bytes_of_all_ranks
 from longshore.machine import (
     BoundThreads,
     RankBinding,
@@ -40,44 +40,56 @@ from longshore.machine import (
 )
 
 _LOGGER = logging.getLogger("longshore")
-_MESSAGE_BYTES = 4096
 _LEAST_CORES = 4
-"""Of a rank. With fewer, a CPU that another rank leaves idle is worth more than staying near."""
+"""Fewest cores of a rank. With fewer, a CPU that another rank leaves idle is worth more than locality."""
 
 
+class Neighbours(NamedTuple):
+    """Ranks of one machine, including this one."""
+
+    on_machine: int = 1
+    on_cpus: int = 1
+    """Number of ranks that may use the same CPUs; a launcher may have given each its own."""
+    place: int = 0
+    """Index of this rank among the latter."""
+
+
+@dataclass
 class Binding:
-    """Where a rank's threads run.
+    """The CPUs on which a rank's threads run.
 
     Attributes:
-        text: one line that says where, and why.
-        host_threads: of the host step; None: nobody chose.
+        text: one line with the CPUs and the reason.
+        host_threads: number of threads of the host step; None: not chosen here.
+        threads: what the engine bound; None: nothing.
+        neighbours: who shares the machine's memory and CPUs.
     """
 
-    def __init__(self, text: str, host_threads: int | None = None, threads: BoundThreads | None = None) -> None:
-        self.text = text
-        self.host_threads = host_threads
-        self._threads = threads
+    text: str
+    host_threads: int | None = None
+    threads: BoundThreads | None = None
+    neighbours: Neighbours = field(default_factory=Neighbours)
 
     def release(self) -> None:
-        """Threads go back to where they were before the engine bound them; again is nothing."""
-        if self._threads is not None:
-            self._threads.release()
-            self._threads = None
+        """Move threads back to where they were before the engine bound them; a second call does nothing."""
+        if self.threads is not None:
+            self.threads.release()
+            self.threads = None
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What one rank tells the others of its machine.
+    """Information that one rank gives the others about its machine.
 
     Attributes:
         machine: the same for all ranks of one machine.
         refusal: why this rank cannot be bound; empty: it can.
-        asked: LONGSHORE_BIND=1.
-        cpus: logical CPUs that it may use, as a list.
-        occupied: those that ranks of other runs were bound to, as a list.
-        torch_threads: that it has.
-        device: name, PCI address and NUMA node of what it trains on.
-        visible: PCI addresses of the GPUs that it sees.
+        asked: whether LONGSHORE_BIND=1 is set.
+        cpus: logical CPUs that the rank may use, as a list.
+        occupied: those to which ranks of other runs were bound, as a list.
+        torch_threads: number of torch's threads.
+        device: name, PCI address and NUMA node of the rank's device.
+        visible: PCI addresses of the GPUs that the rank sees.
     """
 
     machine: str
@@ -91,25 +103,28 @@ class Situation:
 
 
 def bind(config: Config, ranks: Ranks, environ: Mapping[str, str], root: Path = Path("/")) -> Binding:
-    """Bind this rank, where that is safe and helps; all ranks have to call.
+    """Bind this rank to CPUs where that is safe and helps; all ranks have to call.
 
     Args:
-        environ: a launcher's variables, and ``LONGSHORE_BIND``: 0 for never, 1 for also where parts are small.
-        root: where ``proc`` and ``sys`` are.
+        environ: a launcher's variables, and ``LONGSHORE_BIND``: 0: never bind; 1: also bind to few cores.
+        root: parent folder of ``proc`` and ``sys``.
 
     Raises:
-        ValueError: a variable of ours that is not what it should be.
+        ValueError: a variable of longshore's with a value that is not valid.
     """
     launched = binding_of(environ)
     topology = read_topology(root)
     mine = _situation(config, ranks, environ, topology, root)
-    rows = [mine] if ranks.world_size == 1 else _of_all(mine, ranks)
+    here = {rank: row for rank, row in enumerate(ranks.gather(mine)) if row.machine == mine.machine}
+    sharing = [rank for rank, row in here.items() if row.cpus == mine.cpus]
     if launched is not None:
         binding = Binding(_as_launched(launched), launched.host_threads)
     else:
-        neighbours = [rank for rank, row in enumerate(rows) if row.machine == mine.machine]
-        place = neighbours.index(ranks.rank if len(rows) > 1 else 0)
-        binding = _own(plan_or_refusal([rows[rank] for rank in neighbours], place, topology, root))
+        place = list(here).index(ranks.rank)
+        binding = _own(plan_or_refusal(list(here.values()), place, topology, root))
+    if binding.threads is not None:
+        sharing = [ranks.rank]
+    binding.neighbours = Neighbours(len(here), len(sharing), sharing.index(ranks.rank))
     _LOGGER.info("rank %d: %s", ranks.rank, binding.text)
     return binding
 
@@ -117,13 +132,13 @@ def bind(config: Config, ranks: Ranks, environ: Mapping[str, str], root: Path = 
 def plan_or_refusal(
     rows: Sequence[Situation], place: int, topology: Topology, root: Path = Path("/")
 ) -> RankBinding | str:
-    """What one rank is bound to, or why it is not. Each of its machine comes to the same plan.
+    """Return the CPUs of one rank, or why it is not bound. Each rank of the machine computes the same plan.
 
     Args:
-        rows: of the ranks of one machine, in order.
-        place: of this rank among them.
-        topology: of the machine, as all of them see it.
-        root: where ``sys`` is.
+        rows: what the ranks of one machine said, in order.
+        place: index of this rank among them.
+        topology: the machine, as all of them see it.
+        root: parent folder of ``sys``.
     """
     mine = rows[place]
     if mine.refusal:
@@ -167,26 +182,24 @@ def _as_launched(launched: RankBinding) -> str:
 
 
 def _situation(config: Config, ranks: Ranks, environ: Mapping[str, str], topology: Topology, root: Path) -> Situation:
-    machine = machine_identity(root)
-    wanted = binding_wanted(environ)
-    refusal = _refusal(config, ranks, environ, topology, wanted)
-    if refusal:
-        return Situation(machine, refusal)
     cpus = [cpu.number for cpu in topology.cpus]
+    machine, asked = machine_identity(root), binding_wanted(environ)
+    refusal = _refusal(config, ranks, environ, topology, asked)
+    if refusal:
+        return Situation(machine, refusal, cpus=cpu_list(cpus))
     occupied = {cpu for each in cpus_of_other_ranks(cpus).values() for cpu in each}
     device, visible = ("cpu", None, None), ()
     if ranks.device.type == "cuda":
         address = pci_address(torch.cuda.get_device_properties(ranks.device))
         device, visible = (str(ranks.device), address, numa_node_of(address, root)), tuple(visible_gpus().values())
-    return Situation(
-        machine, "", bool(wanted), cpu_list(cpus), cpu_list(occupied), torch.get_num_threads(), device, visible
-    )
+    threads = torch.get_num_threads()
+    return Situation(machine, "", bool(asked), cpu_list(cpus), cpu_list(occupied), threads, device, visible)
 
 
-def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology: Topology, wanted: bool | None) -> str:
+def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology: Topology, asked: bool | None) -> str:
     if binding_of(environ) is not None:
         return "longshore launch started it"
-    if wanted is False:
+    if asked is False:
         return "LONGSHORE_BIND=0"
     if ranks.device.type != "cpu" and config.offload_device != "cpu":
         return "no host thread steps"
@@ -194,22 +207,34 @@ def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology:
         return f"cpu_set names CPU {cpu_list(config.cpu_set)}"
     try:
         launcher = detect(environ).launcher
-    except ValueError:  # joining took what a group says, and so do we
+    except ValueError:  # join() took the ranks of a process group that existed
         launcher = "none"
     if launcher == "none":
-        return "no launcher started it, so there may be other processes to leave room for"
+        return "no launcher started it, so other processes may need CPUs"
     if topology.narrowed:
         return f"something gave it CPU {cpu_list(cpu.number for cpu in topology.cpus)} already"
     return ""
 
 
-def _of_all(mine: Situation, ranks: Ranks) -> list[Situation]:
-    text = json.dumps(asdict(mine)).encode()
-    if len(text) > _MESSAGE_BYTES:
-        text = json.dumps(asdict(Situation(mine.machine, "it has more CPUs or GPUs than can be told"))).encode()
-    rows = []
-    for row in bytes_of_all_ranks(text.ljust(_MESSAGE_BYTES), ranks):
-        content = json.loads(row)
-        content["device"], content["visible"] = tuple(content["device"]), tuple(content["visible"])
-        rows.append(Situation(**content))
-    return rows
+class HostCpus(NamedTuple):
+    """``threads`` and ``cpu_set`` of :class:`longshore.Offload`."""
+
+    threads: int | None
+    cpu_set: tuple[int, ...] | None
+
+
+def host_cpus(config: Config, neighbours: Neighbours, granted: int | None = None) -> HostCpus:
+    """Choose the host threads: as configured; else as many as were ``granted`` when this rank was bound; else an equal
+    share for each rank that may use the same CPUs."""
+    if config.threads is not None or config.cpu_set is not None:
+        return HostCpus(config.threads, config.cpu_set)
+    if config.cpu_share is None and granted is not None:
+        return HostCpus(granted, None)
+    cpus = usable_cpus()
+    if config.cpu_share is None:
+        return HostCpus(max(1, len(cpus) // neighbours.on_cpus), None)
+    # With more ranks than CPUs some share one.
+    first = neighbours.place * len(cpus) // neighbours.on_cpus
+    end = max(first + 1, (neighbours.place + 1) * len(cpus) // neighbours.on_cpus)
+    count = max(1, round(config.cpu_share * (end - first)))
+    return HostCpus(count, tuple(cpus[end - count : end]))

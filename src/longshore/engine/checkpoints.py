@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint``: what an engine saves besides its model and optimizer."""
+"""``save_checkpoint`` and ``load_checkpoint`` of an engine, and its own part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
 
 from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.folder import WholeCheckpoint, check_tag
@@ -17,70 +19,125 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.reading import checked
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState
+from longshore.engine.loss_scale import LossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
+from longshore.engine.ranks import Ranks
+from longshore.engine.window import Window
 from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError
+from longshore.optim.host_optimizer import HostOptimizer
 from longshore.sharding.collective_thread import twin_of
-
-if TYPE_CHECKING:
-    from longshore.engine.engine import Engine
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
 
 
 class _Found(NamedTuple):
-    """What of a checkpoint is the engine's own."""
+    """The engine's own part of a checkpoint."""
 
     state: Mapping[str, Any]
     own: Mapping[str, Any]
-    """Of this rank."""
+    """This rank's part."""
     client: dict[str, Any]
 
 
+class Resumable(Protocol):
+    """Attributes of an engine that checkpoints save and restore, besides its accumulation steps."""
+
+    module: nn.Module
+    optimizer: HostOptimizer
+    ranks: Ranks
+    loss_scaling: LossScale
+    lr_scheduler: Any
+    training_dataloader: Any
+    global_steps: int
+    micro_steps: int
+    skipped_steps: int
+
+    @property
+    def in_window(self) -> bool: ...
+
+
 class Checkpoints:
-    """An engine's checkpoints.
+    """Saves and loads the checkpoints of an engine.
 
     Args:
         engine: of this rank.
+        window: the engine's.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Resumable, window: Window) -> None:
         self._engine = engine
-        # From the first time on.
+        self._window = window
+        # Set when the first checkpoint is saved or loaded.
         self._crew: RankGroup | None = None
         self._background = Background()
         self._run = secrets.token_hex(8)
-        """Which run it is, also after it was resumed: what ``keep_last`` removes is its own."""
+        """Identifies the run, also after it was resumed: ``keep_last`` removes only its own checkpoints."""
 
     # -- saving ---------------------------------------------------------------
 
     def save(
         self,
         save_dir: str | os.PathLike[str],
-        tag: str | None,
-        client_state: Mapping[str, Any],
-        save_latest: bool,
-        exclude_frozen: bool,
-        keep_last: int | None,
-        async_save: bool,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
+        async_save: bool = False,
     ) -> Path:
+        """Save everything that a run needs to resume exactly; all ranks have to call, between two windows.
+
+        Saved are weights, masters, moments and step counts of each parameter, the schedule, the loss scale, counters,
+        and each rank's random states and position in ``training_dataloader``. ``docs/checkpoint_format.md`` describes
+        the files.
+
+        Args:
+            save_dir: a folder that all machines of the run share; created if it does not exist.
+            tag: name of the checkpoint in the folder; None: ``global_step`` and the number of steps. An existing
+                checkpoint of that name is replaced when the new one is complete.
+            client_state: values of your own: JSON, and tensors.
+            save_latest: let ``load_checkpoint`` without a tag find this one.
+            exclude_frozen_parameters: leave those out (for adapters on weights that are stored elsewhere).
+            keep_last: remove older checkpoints of this run beyond this number, except those saved with
+                ``save_latest=False``; None: remove none.
+            async_save: return at once and write on another thread while training goes on. Weights are copied; masters
+                and moments are not: a step into a state buffer that is not written yet goes into another one, taken
+                from those for steps ahead (``speculation_memory``) or, without them, from at most a quarter of the
+                free memory. Beyond it a step waits.
+
+        Returns:
+            The checkpoint's folder; with ``async_save`` it exists after :meth:`wait`.
+
+        Raises:
+            CheckpointError: in the middle of a window; a value that cannot be saved, by its key; the disk failed. The
+                former checkpoint is still there. With ``async_save`` the next call that saves, loads, waits or destroys
+                raises it, and it is logged at once.
+            ValueError: a tag that is not a valid folder name, or that differs between ranks.
+            RankError: another rank does something else, or is gone.
+        """
         self.wait()
-        engine = self._engine
+        client_state = client_state or {}
         if keep_last is not None and (not is_integer(keep_last) or keep_last < 1):
             raise ValueError(f"keep_last is the number of checkpoints that stay, at least 1, not {shown(keep_last)}")
         if not isinstance(client_state, Mapping):
             raise TypeError(f"client_state is a dictionary, not {type(client_state).__name__}")
-        tag = check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+        tag = check_tag(f"global_step{self._engine.global_steps}" if tag is None else str(tag))
+        target = Target(Path(save_dir).absolute(), tag, save_latest, keep_last)
+        return self._save(target, dict(client_state), exclude_frozen_parameters, async_save)
+
+    def _save(self, target: Target, client_state: dict[str, Any], exclude_frozen: bool, async_save: bool) -> Path:
+        engine = self._engine
         crew = self._met(loading=False)
         crew.together(lambda: self._check_no_window("a checkpoint has no gradients, and {} would be lost: save"))
-        self._check_same(crew, "tag", tag)
-        root = Path(save_dir).absolute()
-        self._check_same(crew, "save_dir", str(root))
+        self._check_same(crew, "tag", target.tag)
+        self._check_same(crew, "save_dir", str(target.root))
         session = TrainingState(engine.module, engine.optimizer, crew)
         memory_bytes = memory_for_snapshot(crew) if async_save else None
         content = prepare(
             lambda: session.content(
-                {"engine": self._state(), CLIENT_STATE: dict(client_state)},
+                {"engine": self._state(), CLIENT_STATE: client_state},
                 self._own_state(),
                 engine.global_steps,
                 self._run,
@@ -89,13 +146,18 @@ class Checkpoints:
             ),
             crew,
         )
-        target = Target(root, tag, save_latest, keep_last)
         if not async_save:
             return write(content, target, crew)
-        self._background.start(lambda: write(content, target, crew), f"saving {root / tag}", content.close)
-        return root / tag
+        path = target.root / target.tag
+        self._background.start(lambda: write(content, target, crew), f"saving {path}", content.close)
+        return path
 
     def wait(self) -> None:
+        """Wait until what ``async_save=True`` began is on the disk.
+
+        Raises:
+            CheckpointError, RankError: it could not be written, as :meth:`save` says.
+        """
         self._background.wait()
 
     def _check_no_window(self, why: str) -> None:
@@ -110,40 +172,71 @@ class Checkpoints:
         return {
             "run": self._run,
             **{name: getattr(engine, name) for name in _COUNTERS},
-            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "gradient_accumulation_steps": self._window.sizes.accumulation_steps,
             "loss_scale": engine.loss_scaling.state_dict(),
             "lr_scheduler": _state_of(engine.lr_scheduler),
         }
 
     def _own_state(self) -> dict[str, Any]:
         engine = self._engine
-        return {"random": random_states(engine.device), "loader": _state_of(engine.training_dataloader)}
+        return {"random": random_states(engine.ranks.device), "loader": _state_of(engine.training_dataloader)}
 
     # -- loading --------------------------------------------------------------
 
     def load(
         self,
         load_dir: str | os.PathLike[str],
-        tag: str | None,
-        strict: bool,
-        optimizer_states: bool,
-        scheduler_states: bool,
-        module_only: bool,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        strict: bool | None = None,
     ) -> tuple[Path | None, dict[str, Any] | None]:
+        """Resume from a checkpoint of any stage, offload, tile size and number of ranks; all ranks have to call.
+
+        The whole checkpoint is verified, and compared with the model and the optimizer, before anything changes.
+
+        Args:
+            load_dir: as given to :meth:`save`.
+            tag: name of the checkpoint; None: the latest, or, if that one is damaged, the newest intact one, with a
+                warning.
+            load_module_strict: raise where checkpoint and model differ; False: skip what differs, with a warning.
+            load_optimizer_states: also load masters, moments and step counts.
+            load_lr_scheduler_states: also load the schedule's state.
+            load_module_only: load weights and nothing else.
+            strict: another name of ``load_module_strict``.
+
+        Returns:
+            The checkpoint's folder, and the ``client_state``; None twice, with a warning, if the folder has no
+            checkpoint at all.
+
+        Raises:
+            CheckpointError: damaged, or of another model or optimizer; lists the differences. Nothing was loaded.
+            RankError: another rank does something else, or is gone.
+        """
         self.wait()
+        strict = load_module_strict if strict is None else strict
+        selection = Selection(strict, load_optimizer_states and not load_module_only)
+        root = Path(load_dir).absolute()
+        return self._load(root, tag, selection, load_lr_scheduler_states, load_module_only)
+
+    def _load(
+        self, root: Path, tag: str | None, selection: Selection, scheduler: bool, module_only: bool
+    ) -> tuple[Path | None, dict[str, Any] | None]:
         engine = self._engine
         crew = self._met(loading=True)
-        root = Path(load_dir).absolute()
         self._check_same(crew, "load_dir", str(root))
         self._check_same(crew, "tag", tag)
-        # Where a step failed half way, perhaps on this rank alone, its window went down with it.
+        # Where a step failed half way, perhaps on this rank alone, its window is lost with it.
         gone = engine.optimizer._core.store.broken is not None and not module_only
         crew.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
         crew.first(lambda: _check_ours(root, None if tag is None else str(tag)))
         whole = find(root, None if tag is None else str(tag), crew)
         if whole is None:
             if crew.rank == 0:
-                what = "nothing was loaded (where this is no first start, check the path)"
+                what = "nothing was loaded (if this is not a first start, check the path)"
                 warnings.warn(f"{root} has no checkpoint; {what}", stacklevel=3)
             return None, None
         session = TrainingState(engine.module, engine.optimizer, crew)
@@ -152,14 +245,14 @@ class Checkpoints:
         def look(values: Mapping[str, Any]) -> None:
             looked.append(self._look(whole, values, crew, module_only))
 
-        session.load(whole, Selection(strict, optimizer_states and not module_only), look)
+        session.load(whole, selection, look)
         found = looked[0]
         if not module_only:
-            crew.together(lambda: self._restore(whole, found, scheduler_states, crew))
+            crew.together(lambda: self._restore(whole, found, scheduler, crew))
         return whole.path, found.client
 
     def _look(self, whole: WholeCheckpoint, values: Mapping[str, Any], crew: RankGroup, module_only: bool) -> _Found:
-        """What is the engine's own, checked before anything changes. Raises CheckpointError."""
+        """Read and check the engine's own part before anything changes. Raises CheckpointError."""
         where = str(whole.path)
         client = checked(values.get(CLIENT_STATE), dict, f"{where}: {CLIENT_STATE}")
         if module_only:
@@ -171,16 +264,16 @@ class Checkpoints:
         scaling = checked(state.get("loss_scale"), dict, f"{where}: loss_scale")
         try:
             copy.copy(self._engine.loss_scaling).load_state_dict(scaling)
-            self._engine.check_accumulation_steps(state["gradient_accumulation_steps"])
+            self._window.sizes.with_accumulation_steps(state["gradient_accumulation_steps"])
         except (ValueError, TypeError, LongshoreError) as error:
             raise CheckpointError(f"{where}: {error}") from error
         saved = f"{rank_file(crew.rank)}.json" in whole.files
-        # A rank that was not there goes on with the data where the others do.
+        # A rank that the saving run did not have takes rank 0's position in the data.
         own = read_values(whole.path, rank_file(crew.rank if saved else 0))
         if not saved:
             own["random"] = None
         if own.get("random") is not None:
-            check_random_states(checked(own["random"], dict, f"{where}: random"), self._engine.device)
+            check_random_states(checked(own["random"], dict, f"{where}: random"), self._engine.ranks.device)
         return _Found(state, own, client)
 
     def _restore(self, whole: WholeCheckpoint, found: _Found, scheduler: bool, crew: RankGroup) -> None:
@@ -188,26 +281,27 @@ class Checkpoints:
         for name in _COUNTERS:
             setattr(engine, name, state[name])
         self._run = state["run"]
-        engine.set_gradient_accumulation_steps(state["gradient_accumulation_steps"])
+        self._window.set_accumulation_steps(state["gradient_accumulation_steps"])
+        engine.optimizer.expect_backwards(state["gradient_accumulation_steps"])
         engine.loss_scaling.load_state_dict(state["loss_scale"])
-        engine.optimizer.set_loss_scale(engine.loss_scale)
+        engine.optimizer.set_loss_scale(engine.loss_scaling.value)
         if scheduler:
-            _restore(engine.lr_scheduler, state.get("lr_scheduler"), "lr_scheduler", whole)
-        _restore(engine.training_dataloader, found.own.get("loader"), "training_dataloader", whole)
+            _load_state(engine.lr_scheduler, state.get("lr_scheduler"), "lr_scheduler", whole)
+        _load_state(engine.training_dataloader, found.own.get("loader"), "training_dataloader", whole)
         if found.own.get("random") is not None:
-            restore_random_states(found.own["random"], engine.device)
+            restore_random_states(found.own["random"], engine.ranks.device)
         ranks = whole.manifest.get("world_size")
         if ranks != crew.world_size and crew.rank == 0:
             warnings.warn(
                 f"{whole.path} was saved by {ranks} ranks, and these are {crew.world_size}: random numbers (dropout) "
-                "and the split of batches over ranks are not those of that run; all else is",
-                stacklevel=5,
+                "and the split of batches over ranks differ from that run; everything else is the same",
+                stacklevel=6,
             )
 
     # -- together -------------------------------------------------------------
 
     def _met(self, loading: bool) -> RankGroup:
-        """All ranks are here; they can talk."""
+        """Wait for all ranks, and return the group in which they exchange what is not a tensor."""
         ranks = self._engine.ranks
         self._engine.optimizer._core.store.meet(loading)
         if self._crew is None:
@@ -222,133 +316,33 @@ class Checkpoints:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(map(repr, said))}")
 
     def close(self) -> None:
-        """Raises what a save on its way raised."""
+        """Wait for a save that is under way, and release the group. Raises the error of the save."""
         try:
             self.wait()
         finally:
-            # After Ctrl-C the save may go on, and talks in that group.
+            # After Ctrl-C the save may go on, and uses the group.
             if self._crew is not None and not self._background.busy:
                 self._crew.close()
                 self._crew = None
 
 
-class SavesCheckpoints:
-    """The part of an engine that saves and loads."""
-
-    _checkpoints: Checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        *,
-        keep_last: int | None = None,
-        async_save: bool = False,
-    ) -> Path:
-        """Save all that a run needs to go on exactly; all ranks have to call, between two windows.
-
-        Weights, masters, moments and step counts of each parameter, scheduler, loss scale and counters, and of each
-        rank its random numbers and the place of ``training_dataloader``. ``docs/checkpoint_format.md`` describes the
-        files.
-
-        Args:
-            save_dir: a folder that all machines of the run share; made where it is not there.
-            tag: the checkpoint's name in it; None: ``global_step`` and the number of steps. One of that name is
-                replaced when the new one is whole.
-            client_state: values of yours: JSON, and tensors.
-            save_latest: ``load_checkpoint`` without a tag finds this one.
-            exclude_frozen_parameters: leave those out (of adapters on weights that are elsewhere).
-            keep_last: remove older checkpoints of this run beyond so many, but none that was saved with
-                ``save_latest=False``; None: none.
-            async_save: return at once, and write on another thread while training goes on. Weights are copied; masters
-                and moments are not: a step into a page that is not written yet goes into another one, of those for
-                steps ahead (``speculation_memory``) or, without them, of at most a quarter of the memory that is free.
-                Beyond it a step waits.
-
-        Returns:
-            The checkpoint's folder; with ``async_save`` it is there after :meth:`wait_for_checkpoint`.
-
-        Raises:
-            CheckpointError: in the middle of a window; a value that cannot be saved, by its key; a disk that refuses.
-                What was there before still is. With ``async_save`` the next call that saves, loads, waits or destroys
-                raises it, and the log has it at once.
-            ValueError: a tag that is no name of a folder, or others on other ranks.
-            RankError: another rank does something else, or is gone.
-        """
-        return self._checkpoints.save(
-            save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, keep_last, async_save
-        )
-
-    def wait_for_checkpoint(self) -> None:
-        """Until what ``save_checkpoint(async_save=True)`` began is on the disk.
-
-        Raises:
-            CheckpointError, RankError: it could not be written, as :meth:`save_checkpoint` says.
-        """
-        self._checkpoints.wait()
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *,
-        strict: bool | None = None,
-    ) -> tuple[Path | None, dict[str, Any] | None]:
-        """Go on from a checkpoint, of any stage, offload, tile size and number of ranks; all ranks have to call.
-
-        It is verified and compared with the model and the optimizer as a whole before anything changes.
-
-        Args:
-            load_dir: as given to :meth:`save_checkpoint`.
-            tag: which one; None: the latest, or, where that is damaged, the newest whole one, with a warning.
-            load_module_strict: raise where it does not fit; False: skip what does not, with a warning.
-            load_optimizer_states: also masters, moments and step counts.
-            load_lr_scheduler_states: also the scheduler's.
-            load_module_only: weights alone, and nothing else.
-            strict: another name of ``load_module_strict``.
-
-        Returns:
-            The checkpoint's folder, and the ``client_state``; None twice, with a warning, where the folder has no
-            checkpoint at all.
-
-        Raises:
-            CheckpointError: damaged, or of another model or optimizer: lists the differences. Nothing was loaded.
-            RankError: another rank does something else, or is gone.
-        """
-        return self._checkpoints.load(
-            load_dir,
-            tag,
-            load_module_strict if strict is None else strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-        )
-
-
 def _check_ours(root: Path, tag: str | None) -> None:
-    """A run that goes on from DeepSpeed's checkpoint must not begin anew instead."""
+    """Raise for a checkpoint of DeepSpeed, so that a run that was to resume from it does not start afresh."""
     if is_deepspeed(root, tag):
         raise CheckpointError(
-            f"the checkpoint in {root} is DeepSpeed's; write it as longshore's once, `longshore import-deepspeed "
-            f"{root} --out FOLDER`, and load that folder"
+            f"the checkpoint in {root} is DeepSpeed's; convert it once with `longshore import-deepspeed {root} --out "
+            "FOLDER`, and load that folder"
         )
 
 
 def _state_of(holder: Any) -> dict[str, Any] | None:
-    """None where it has none to save."""
+    """Return the state to save; None where there is none."""
     state_dict: Any = getattr(holder, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
     return None if state is None else dict(state)
 
 
-def _restore(holder: Any, state: Any, name: str, whole: WholeCheckpoint) -> None:
+def _load_state(holder: Any, state: Any, name: str, whole: WholeCheckpoint) -> None:
     load = getattr(holder, "load_state_dict", None)
     if callable(load) and state is not None:
         try:
@@ -362,5 +356,5 @@ def _restore(holder: Any, state: Any, name: str, whole: WholeCheckpoint) -> None
         has, has_not = ("the checkpoint", "the engine") if state is not None else ("the engine", "the checkpoint")
         warnings.warn(
             f"{has} has a {name} whose state is saved, and {has_not} has none: {whole.path} is loaded without it",
-            stacklevel=6,
+            stacklevel=7,
         )

@@ -7,32 +7,31 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from longshore.engine.ranks import expected_world_size, join
+from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.errors import RankError
 
 META = torch.device("meta")
 
 
 class Init:
-    """Modules made inside have parameters on rank 0 only; :func:`longshore.initialize` gives each rank its part.
+    """Context in which modules have parameters on rank 0 only; :func:`longshore.initialize` gives each rank its part.
 
     On the other ranks parameters go to the meta device as soon as a module has them: shapes and dtypes without memory.
     Buffers are made everywhere. So a machine has one copy of the weights and not one for each of its ranks. With
     ``empty`` no rank has any; :func:`longshore.initialize` then takes ``weights``.
 
-    Random initialization draws on rank 0 what it would have drawn without. If all ranks came with one state of torch's
-    CPU generator, they leave with one, so that what they draw next is what it would have been, too.
+    Random initialization draws on rank 0 what it would have drawn without this context. If all ranks came with the same
+    state of torch's CPU generator, they leave with the same, so that what they draw next is also unchanged.
 
     Args:
         empty: rank 0 too makes no weights.
         enabled: False: does nothing, for scripts that decide by a flag.
 
     Raises:
-        ValueError, RendezvousError: as :func:`longshore.init_distributed`, which is called where it was not yet.
+        ValueError, RendezvousError: as :func:`longshore.init_distributed`, which is called if it was not yet.
         RuntimeError: one inside another.
         RankError: at the end, where another rank failed inside.
     """
@@ -42,8 +41,7 @@ class Init:
     def __init__(self, empty: bool = False, enabled: bool = True) -> None:
         self._empty = empty
         self._enabled = enabled
-        self._rank = 0
-        self._world_size = 1
+        self._ranks: Ranks | None = None
         self._before: Tensor | None = None
         self._former: Any = None
 
@@ -53,11 +51,10 @@ class Init:
         if Init._active:
             raise RuntimeError("longshore.Init is active already; use one around the whole model")
         if expected_world_size() > 1:
-            ranks = join()
-            self._rank, self._world_size = ranks.rank, ranks.world_size
+            self._ranks = join()
         Init._active = True
         self._before = torch.get_rng_state()
-        if self._empty or self._rank > 0:
+        if self._empty or (self._ranks is not None and self._ranks.rank > 0):
             self._former = nn.Module.register_parameter
             nn.Module.register_parameter = self._registering(self._former)
         return self
@@ -70,8 +67,8 @@ class Init:
         Init._active = False
         if self._former is not None:
             nn.Module.register_parameter, self._former = self._former, None
-        if self._world_size > 1:
-            self._draw_on(error)  # also after an exception: the others come here
+        if self._ranks is not None:
+            self._adopt_generator(self._ranks, error)  # also after an exception: the other ranks come here too
 
     def _registering(self, register: Any) -> Any:
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -82,32 +79,31 @@ class Init:
 
         return register_parameter
 
-    def _draw_on(self, error: BaseException | None) -> None:
-        """Leave with rank 0's generator where all ranks came with the same, and not where one of them failed."""
+    def _adopt_generator(self, ranks: Ranks, error: BaseException | None) -> None:
+        """Take rank 0's generator if all ranks came with the same state, and none of them failed."""
         assert self._before is not None
         digest = hashlib.blake2b(bytes(self._before.tolist()), digest_size=16).hexdigest()
-        said: list[Any] = [None] * self._world_size
-        drawn = torch.get_rng_state() if self._rank == 0 and not self._empty else None
-        failure = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(said, (digest, drawn, failure))
-        failures = [(rank, each) for rank, (_, _, each) in enumerate(said) if each is not None]
+        drawn = torch.get_rng_state() if ranks.rank == 0 and not self._empty else None
+        said = ranks.gather((digest, drawn, None if error is None else f"{type(error).__name__}: {error}"))
+        failures = [(rank, failure) for rank, (_, _, failure) in enumerate(said) if failure is not None]
         if failures and error is None:
             rank, failure = failures[0]
             raise RankError(f"rank {rank} failed inside longshore.Init ({failure}); no rank has a model")
-        if not failures and said[0][1] is not None and all(each == said[0][0] for each, _, _ in said):
-            torch.set_rng_state(said[0][1])
+        first, state, _ = said[0]
+        if not failures and state is not None and all(each == first for each, _, _ in said):
+            torch.set_rng_state(state)
 
 
 def on_meta(param: nn.Parameter) -> nn.Parameter:
-    """The same parameter without memory, with its attributes."""
+    """Return the same parameter without memory, with its attributes."""
     made = nn.Parameter(param.detach().to(META), requires_grad=param.requires_grad)
     vars(made).update(vars(param))
     return made
 
 
 def put(other: nn.Parameter, into: Tensor) -> None:
-    """``into`` stays the object that it is, for whoever has it, with its class, attributes and hooks; its shape, dtype
-    and memory are ``other``'s from now on, which is used up."""
+    """Give ``into`` the shape, dtype and memory of ``other``, which is used up; ``into`` keeps its identity, class,
+    attributes and hooks."""
     # torch.utils.swap_tensors refuses where there are weak references (nn.LSTM has some), which go on as well, and it
     # leaves hooks behind.
     torch._C._swap_tensor_impl(into, other)

@@ -1,4 +1,4 @@
-"""The training loader that ``initialize`` returns: torch's ``DataLoader``, each rank with its own part."""
+"""The training loader that ``initialize`` returns: torch's ``DataLoader`` on this rank's samples."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ Batch = TypeVar("Batch")
 
 
 class _Order(Sampler[int]):
-    """The samples of one rank in an epoch; once, from a later one on."""
+    """The samples of one rank in an epoch; the first ``skipped`` ones are left out by the next ``iter()``."""
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
         self.sampler = sampler
         self.skipped = 0
-        """Samples that the next ``iter()`` leaves out."""
 
     def __iter__(self) -> Iterator[int]:
         skipped, self.skipped = self.skipped, 0
@@ -33,22 +32,20 @@ class _Order(Sampler[int]):
 
 
 class TrainingLoader(Generic[Batch]):
-    """Batches of this rank's part of the data, in an order that depends on the epoch and the seed alone.
+    """Batches of this rank's samples, in an order that depends on the epoch and the seed alone.
 
-    Each ``iter()`` begins the epoch anew, but for the first one after :meth:`load_state_dict`. As in DeepSpeed and
-    torch, the epoch changes only by :meth:`set_epoch`.
+    Each ``iter()`` starts at the beginning of the epoch, except the first one after :meth:`load_state_dict`. As in
+    DeepSpeed and torch, the epoch changes only by :meth:`set_epoch`.
     """
 
     def __init__(self, loader: DataLoader[Any], order: _Order | None) -> None:
-        # Fixed.
         self.loader = loader
         self._order = order
         self._sampler = None if order is None else order.sampler
-        # Changes with each batch.
         self._batches = 0
-        """Of the epoch under way, that were handed out."""
+        """Batches of the current epoch that were returned."""
         self._resumed: int | None = None
-        """Where the next ``iter()`` begins, if it is not at the beginning."""
+        """Batches that the next ``iter()`` leaves out; None: it begins an epoch."""
 
     def __iter__(self) -> Iterator[Batch]:
         self._batches, self._resumed = self._resumed or 0, None
@@ -56,7 +53,7 @@ class TrainingLoader(Generic[Batch]):
             return self._counted(iter(self.loader))
         assert self._order is not None
         self._order.skipped = self._batches * self.batch_size
-        # torch draws a seed for the workers of an epoch; the run that goes on here has drawn it.
+        # torch draws a seed for the workers of an epoch; the run that is resumed here has drawn it.
         random_state = torch.get_rng_state()
         batches = iter(self.loader)
         torch.set_rng_state(random_state)
@@ -69,24 +66,24 @@ class TrainingLoader(Generic[Batch]):
         self._batches = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch under way is: counted in samples of all ranks, so that any number of ranks can go on."""
+        """Return the position in the current epoch, in samples of all ranks, so that any number of ranks can resume."""
         if self._sampler is None:
-            return {}  # a stream knows where it is, if anybody does
+            return {}  # only the stream itself may know its position
         batches = self._batches if self._resumed is None else self._resumed
         return {"epoch": self.epoch, "samples": batches * self.batch_size * self._sampler.num_replicas}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next ``iter()`` goes on behind the batches that :meth:`state_dict` counted; with other batches, at the
-        last one that begins there or before, with a warning.
+        """Let the next ``iter()`` continue after the batches that :meth:`state_dict` counted. If no batch begins there,
+        since batches have another size now, it starts with the batch before, with a warning.
 
         Raises:
-            ValueError: it is no state of a loader.
+            ValueError: not a state of a loader.
         """
         if not state_dict:
             return
         epoch, samples = (state_dict.get(name, -1) for name in ("epoch", "samples"))
         if self._sampler is None or not is_integer(epoch) or not is_integer(samples) or epoch < 0 or samples < 0:
-            raise ValueError(f"{shown(dict(state_dict))} is no place in these data")
+            raise ValueError(f"{shown(dict(state_dict))} is no position in these data")
         batches, rest = divmod(samples, self.batch_size * self._sampler.num_replicas)
         if rest:
             warnings.warn(
@@ -98,16 +95,12 @@ class TrainingLoader(Generic[Batch]):
         self._resumed = batches
 
     def __len__(self) -> int:
-        """Batches an epoch.
-
-        Raises:
-            TypeError: the data are a stream of unknown length.
-        """
+        """Batches per epoch; ``TypeError`` for a stream of unknown length."""
         return len(self.loader)
 
     @property
     def batch_size(self) -> int:
-        """Samples a batch on this rank; the last one may have fewer unless they are dropped."""
+        """Samples per batch on this rank; the last batch may have fewer unless it is dropped."""
         size = self.loader.batch_size
         assert size is not None
         return size
@@ -121,10 +114,10 @@ class TrainingLoader(Generic[Batch]):
         return 0 if self._sampler is None else self._sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle differently from the next ``iter()`` on; give all ranks the same number.
+        """Shuffle differently from the next ``iter()`` on; all ranks have to pass the same number.
 
         Raises:
-            ValueError: a negative number, or no integer.
+            ValueError: a negative number, or not an integer.
             TypeError: a stream, which has its own order.
         """
         if not is_integer(epoch) or epoch < 0:
@@ -132,7 +125,7 @@ class TrainingLoader(Generic[Batch]):
         if self._sampler is None:
             raise TypeError("an IterableDataset has its own order: tell the dataset about the epoch")
         if epoch != self.epoch:
-            self._resumed = None  # it was a place in another epoch
+            self._resumed = None  # it was a position in another epoch
         self._sampler.set_epoch(epoch)
 
 
@@ -143,35 +136,35 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     drop_last: bool = False,
     num_workers: int = 0,
-    seed: int = 0,
-    shuffle: bool = True,
+    seed: int | None = 0,
 ) -> TrainingLoader[Any]:
-    """The loader of ``training_data`` for one rank.
+    """Make the loader of ``training_data`` for one rank.
 
-    Shuffled, if at all, alike whichever number of ranks looks at it: rank r of n has the samples r, r + n, ... of one
-    order. Where they do not come out even, the first ones are repeated, so that all ranks have as many batches.
+    The order does not depend on the number of ranks: rank r of n has its samples r, r + n, ... If they cannot be
+    divided evenly, the first ones are repeated, so that all ranks have equally many batches.
 
     Args:
         training_data: with ``__getitem__`` and ``__len__``; or, for one rank, an ``IterableDataset``.
-        micro_batch_size: samples a batch and rank.
-        ranks: which part this process reads, and whether its device wants pinned batches.
+        micro_batch_size: samples per batch and rank.
+        ranks: this process among its ranks; batches for a CUDA device are pinned.
         collate_fn: list of samples -> batch; by default torch's.
         drop_last: leave out a last batch with fewer samples (the configuration's ``dataloader_drop_last``).
         num_workers: processes that read ahead.
-        seed: of the order.
-        shuffle: False: samples come in their order.
+        seed: seed of the shuffled order; None: samples come in their order.
 
     Raises:
-        TypeError: what is no dataset, a stream with several ranks, arguments of another type.
-        ValueError: sizes below 1, no samples, or no batch that is full when the others are dropped.
+        TypeError: not a dataset, a stream with several ranks, or arguments of another type.
+        ValueError: sizes below 1, no samples, or no full batch where smaller ones are dropped.
     """
-    _check_numbers(micro_batch_size, drop_last, num_workers, seed)
+    _check_numbers(micro_batch_size, drop_last, num_workers, 0 if seed is None else seed)
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn is a function from a list of samples to a batch, not {shown(collate_fn)}")
     _check_data(training_data, ranks)
     order: _Order | None = None
     if not isinstance(training_data, IterableDataset):
-        sampler = DistributedSampler(training_data, ranks.world_size, ranks.rank, shuffle=shuffle, seed=seed)
+        sampler = DistributedSampler(
+            training_data, ranks.world_size, ranks.rank, shuffle=seed is not None, seed=seed or 0
+        )
         order = _Order(sampler)
         if drop_last and len(sampler) < micro_batch_size:
             raise ValueError(
@@ -214,11 +207,11 @@ def _check_data(data: Any, ranks: Ranks) -> None:
         if ranks.world_size > 1:
             raise TypeError(
                 f"an IterableDataset cannot be split over {ranks.world_size} ranks from outside, and each would read "
-                f"all of it: leave training_data out, and give every rank a loader of its own part"
+                f"all of it: leave training_data out, and give every rank a loader of its own samples"
             )
         return
     missing = [name for name in ("__getitem__", "__len__") if not hasattr(data, name)]
-    # Every Dataset has a __getitem__ that raises; __len__ is the one that tells.
+    # Every Dataset has a __getitem__, which may raise; so __len__ decides.
     if missing or isinstance(data, (str, bytes, dict)):
         needs = " and ".join(missing) if missing else "samples by number"
         hint = "" if isinstance(data, Dataset) else ", such as a torch Dataset or a list"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,38 +14,25 @@ from torch import Tensor, nn
 
 from longshore.engine.batch_sizes import BatchSizes
 from longshore.engine.binding import Binding
-from longshore.engine.checkpoints import Checkpoints, SavesCheckpoints
+from longshore.engine.checkpoints import Checkpoints
 from longshore.engine.config import Config
-from longshore.engine.conversion import leaves_as_is
-from longshore.engine.deepspeed_calls import INSTEAD, DeepSpeedCalls
+from longshore.engine.deepspeed_names import INSTEAD, PASSED_ON, DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import LossScale
-from longshore.engine.monitoring import monitor_for
+from longshore.engine.monitoring import Reports, StepFigures
 from longshore.engine.precision import Precision
 from longshore.engine.ranks import Ranks
-from longshore.engine.readings import Readings
-from longshore.engine.timers import StepLine
+from longshore.engine.weights import leaves_as_is
 from longshore.engine.window import Window
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.host_optimizer import HostOptimizer
 
-_DISCARDS_OF_A_LOOP = 3
-"""A bad batch is discarded once; a loop that discards in every micro step never trains."""
 
+class Engine(nn.Module):
+    """A model with its optimizer, as :func:`longshore.initialize` returns it.
 
-class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
-    """What ``longshore.initialize`` returns first.
-
-    ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``: with several
-    ranks, every rank makes the same calls in the same order.
-
-    Args:
-        module: the model, on its device and in its dtype.
-        optimizer: steps its parameters.
-        config: resolved for the number of ranks.
-        ranks: of the run.
-        precision: casts and autocast.
-        loss_scale: policy.
+    ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``: with several ranks, every rank makes the same calls
+    in the same order. Attributes that the engine lacks are those of :class:`DeepSpeedNames`, and then the model's.
     """
 
     def __init__(
@@ -58,51 +46,45 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
         binding: Binding,
     ) -> None:
         super().__init__()
-        # Fixed.
         self.module = module
         self.optimizer = optimizer
         self.config = config
         self.ranks = ranks
-        self._precision = precision
         self.loss_scaling = loss_scale
         self.binding = binding
-        self._clip = config.gradient_clipping
-        # Set once, by initialize().
+        self._precision = precision
+        # Set by initialize().
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         # Change with every step.
-        self._sizes = BatchSizes.of(config)
-        self._window = Window(self._sizes.accumulation_steps)
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0
+        self._window = Window(BatchSizes.of(config))
         self._applied = False
-        self._discards = 0
-        """Of windows that were only partly filled, since the last step that was due."""
         self._norm: Tensor | None = None
-        self._line = StepLine(config, ranks.rank)
-        self._monitor = monitor_for(config, ranks.rank, optimizer._core.store.add_recorder)
-        self._checkpoints = Checkpoints(self)
-        # Of one window.
+        # Change with every call.
         self._synchronize = True
-        self._announced = 0
-        self._scaled = False
-        self._failed = False
-        """Whether a backward raised."""
-        # Of one call.
         self._stepping = False
-        # Changes once.
         self._destroyed = False
+        # Parts of the engine.
+        self._deepspeed = DeepSpeedNames(module, optimizer, config, ranks, loss_scale, self._window)
+        self._reports = Reports.wanted(config, ranks, optimizer)
+        self._checkpoints = Checkpoints(self, self._window)
+        self.save_checkpoint = self._checkpoints.save
+        self.load_checkpoint = self._checkpoints.load
+        self.wait_for_checkpoint = self._checkpoints.wait
         optimizer.set_loss_scale(loss_scale.value)
-        # Whoever calls the optimizer's step() or zero_grad(), the engine or its user: the window ends with it.
-        me = weakref.ref(self)
-        optimizer.register_step_pre_hook(lambda *_: _check_step_of(me()))
-        optimizer.register_step_post_hook(lambda *_: _end_window_of(me()))
-        optimizer._core.when_discarded = lambda: _discard_window_of(me())
+        # Whether the engine or its user calls the optimizer's step() or zero_grad(), the window ends with it.
+        optimizer.register_step_pre_hook(_weakly(self._check_step))
+        optimizer.register_step_post_hook(_weakly(self._end_window))
+        optimizer._core.when_discarded = _weakly(self._discard_window)
 
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; {INSTEAD[name]}")
+        if name in PASSED_ON:
+            return getattr(self.__dict__["_deepspeed"], name)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -114,8 +96,8 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
     # -- forward and backward -------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's forward, under the configured autocast."""
-        with self._line.timing("forward"), self._precision.entered():
+        """Run the model's forward, under the configured autocast."""
+        with self._timing("forward"), self._precision.entered():
             inputs, kwargs = self._precision.cast((inputs, kwargs))
             try:
                 return self.module(*inputs, **kwargs)
@@ -124,15 +106,17 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
                 raise
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale, for a ``loss.backward()`` of your own."""
-        self._scaled = True
+        """Return ``loss`` times the loss scale, for a ``loss.backward()`` of your own."""
+        self._window.scaled = True
         return self._times_scale(loss)
 
     def _times_scale(self, loss: Tensor) -> Tensor:
-        return loss if self.loss_scaling.value == 1.0 else loss.float() * self.loss_scaling.value
+        if not self.loss_scaling.skips_overflow or self.loss_scaling.value == 1.0:
+            return loss
+        return loss.float() * self.loss_scaling.value
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """One backward of the window.
+        """Run one backward of the window.
 
         Args:
             loss: one element; divided by the number of accumulation steps.
@@ -143,20 +127,20 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
             The loss as it was differentiated, without the loss scale.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"engine.backward() takes a loss of one element, not {found}; reduce it, with mean() say")
-        given = loss
-        if scale_wrt_gas and self._window.accumulation_steps > 1:
-            loss = loss / self._window.accumulation_steps
         self._check_alive()
-        before = self.optimizer._core.gradients_arrived
-        self.optimizer._core.begin_backward(self._synchronize, self._window.next_is_last())
+        window, optimizer = self._window, self.optimizer
+        steps = window.sizes.accumulation_steps if scale_wrt_gas else 1
+        divided = loss / steps if steps > 1 else loss
+        window.has_raw(optimizer._core.gradients_arrived)  # what a loss.backward() brought before this one
+        optimizer._core.begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
         try:
-            with self._line.timing("backward"):
-                self._times_scale(loss).backward(retain_graph=retain_graph)
+            with self._timing("backward"):
+                self._times_scale(divided).backward(retain_graph=retain_graph)
         except BaseException as error:
-            self._failed = True
+            window.failed = True
             failure = GradientError(
                 f"a backward of this window failed ({type(error).__name__}: {error}); "
                 "call engine.zero_grad() to discard the window and go on"
@@ -164,12 +148,12 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
             failure.__cause__ = error
             raise
         finally:
-            self.optimizer._core.store.end_backward(failure)
-        self._monitor.backward(given)
-        self._announced += self.optimizer._core.gradients_arrived - before
-        self._window.backwards += 1
+            optimizer._core.store.end_backward(failure)
+            window.end_backward(optimizer._core.gradients_arrived, succeeded=failure is None)
+        if self._reports is not None:
+            self._reports.add_loss(loss)
         self.micro_steps += 1
-        return loss
+        return divided
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -182,10 +166,13 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
 
     coalesce_grad_reduction = no_sync
 
+    def _timing(self, part: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._reports is None else self._reports.timing(part)
+
     # -- the step -------------------------------------------------------------
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Apply the window if it is due: clip, step, publish, advance the schedule. Otherwise nothing.
+        """Apply the window if it is due: clip, step, publish, advance the schedule. Otherwise do nothing.
 
         Args:
             lr_kwargs: arguments of the schedule's ``step()``.
@@ -196,85 +183,94 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
         """
         self._check_alive()
         self._applied = False
-        raw = self.optimizer._core.gradients_arrived > self._announced
+        window, raw = self._window, self._window.has_raw(self.optimizer._core.gradients_arrived)
         # After a failed backward step() is due, so that this rank meets the others, and all of them raise.
-        if not self._failed and not (self._window.due(raw) and self._anything()):
-            self._window.calls += 1
+        if not window.failed and not (window.due(raw) and self._anything()):
+            window.calls += 1
             return
-        if raw and self.loss_scaling.value != 1.0 and not self._scaled:
+        if raw and not window.scaled and self.loss_scaling.skips_overflow and self.loss_scaling.value != 1.0:
             raise GradientError(
                 f"gradients came from loss.backward() without the loss scale ({self.loss_scaling.value:g}); "
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
+        began = time.perf_counter()
         self._stepping = True
         try:
-            with self._line.timing("step"), self._monitor.stepping():
+            with self._timing("step"):
                 self._applied = self._apply_window()
         finally:
             self._stepping = False
         self.global_steps += 1
-        self._discards = 0
-        # With the rates of this step, not of the next.
-        self._line.after_step(self)
-        self._monitor.stepped(self)
+        window.stepped()
+        self._report(time.perf_counter() - began)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def _anything(self) -> bool:
         """Whether there was a backward. Raw ones may have been on other ranks, so that they have to agree."""
-        return (
-            self._window.boundary is not None
-            or self._window.backwards > 0
-            or bool(self.optimizer._core.window_gradients())
-        )
+        window = self._window
+        return window.boundary is not None or window.backwards > 0 or bool(self.optimizer._core.window_gradients())
 
     def _apply_window(self) -> bool:
-        """Clip and step; false where an overflow skipped it."""
+        """Clip and step; return False where an overflow skipped the step."""
+        scaling, clip = self.loss_scaling, self.config.gradient_clipping
         self._norm = None
-        if self._clip is not None:
-            self._norm = self.optimizer.clip_grad_norm_(self._clip)
-        elif self.loss_scaling.skips_overflow:
-            self._norm = self.optimizer.grad_norm()
+        if clip is not None:
+            self._norm = self.optimizer.clip_grad_norm_(clip)
+        if not scaling.skips_overflow:
+            self.optimizer.step()
+            return True
         # The norm is the same number on all ranks, and so is what follows from it (law 6).
-        if self.loss_scaling.skips_overflow:
-            assert self._norm is not None
-            overflow = not bool(torch.isfinite(self._norm))
-            if overflow:
-                self.optimizer.zero_grad()
-                self.skipped_steps += 1
-            self.loss_scaling.update(overflow)
-            if overflow:
-                self.optimizer.set_loss_scale(self.loss_scaling.value)
-                return False
-        self.optimizer.step()
-        self.optimizer.set_loss_scale(self.loss_scaling.value)
-        return True
+        self._norm = self.optimizer.grad_norm() if self._norm is None else self._norm
+        overflow = not bool(torch.isfinite(self._norm))
+        if overflow:
+            self.optimizer.zero_grad()
+            self.skipped_steps += 1
+        scaling.update(overflow)
+        if not overflow:
+            self.optimizer.step()
+        self.optimizer.set_loss_scale(scaling.value)
+        return not overflow
+
+    def _report(self, exposed_s: float) -> None:
+        """Report a step with its rates, which the schedule is about to change."""
+        if self._reports is None or not self._reports.due(self.global_steps):
+            return
+        figures = StepFigures(
+            number=self.global_steps,
+            skipped=self.skipped_steps,
+            samples=self.global_samples,
+            rates=self.get_lr(),
+            norm=self.get_global_grad_norm(),
+            loss_scale=self.loss_scaling.value,
+            exposed_s=exposed_s,
+        )
+        self._reports.step(figures)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard all gradients of the window, on the host too."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def _check_step(self) -> None:
+        """Raise where the optimizer's own step() would silently leave out what only the engine does."""
+        clips, skips = self.config.gradient_clipping is not None, self.loss_scaling.skips_overflow
+        if not self._stepping and (clips or skips):
+            raise LongshoreError(
+                f"optimizer.step() would leave out the {'clipping' if clips else 'overflow check'} that the "
+                "configuration asks for; call engine.step()"
+            )
 
     def _end_window(self) -> None:
         self._window.close()
-        self._announced = 0
-        self._scaled = False
-        self._failed = False
-        if not self._stepping:  # otherwise the monitor is told when the step is over
-            self._monitor.discarded()
+        self._forget_losses()
 
     def _discard_window(self) -> None:
-        """The user discarded the window; a loop that does so in every micro step would never train."""
-        kept, steps = self._window.backwards, self._window.accumulation_steps
-        partly = not self._failed and self._window.boundary is None and 0 < kept < steps
-        self._discards += partly
-        if partly and self._discards == _DISCARDS_OF_A_LOOP:
-            warnings.warn(
-                f"zero_grad() discarded {kept} of {steps} backwards of an accumulation window, and did so "
-                f"{self._discards} times with no step() applied between; call it after a step() "
-                "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
-                stacklevel=4,
-            )
-        self._end_window()
+        self._window.discard()
+        self._forget_losses()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard everything that the window holds, on the host too."""
-        self.optimizer.zero_grad(set_to_none)
+    def _forget_losses(self) -> None:
+        if self._reports is not None and not self._stepping:  # otherwise they are written when the step is over
+            self._reports.discard()
 
     # -- the window -----------------------------------------------------------
 
@@ -289,31 +285,25 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
         self._window.boundary = is_boundary
 
     def gradient_accumulation_steps(self) -> int:
-        """Backwards a step, from which ``step()`` knows when it is due."""
-        return self._window.accumulation_steps
+        """Backwards per step, from which ``step()`` knows when it is due."""
+        return self._window.sizes.accumulation_steps
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Backwards a step from the next window on; the micro batch stays, the train batch changes."""
-        sizes = self._sizes.with_accumulation_steps(steps)
-        self._window.set_accumulation_steps(steps)  # may refuse
-        self._sizes = sizes
+        """Set the backwards per step from the next window on; the micro batch stays, the train batch changes."""
+        self._window.set_accumulation_steps(steps)  # may raise
         self.optimizer.expect_backwards(steps)
 
-    def check_accumulation_steps(self, steps: int) -> None:
-        """Raises what :meth:`set_gradient_accumulation_steps` would."""
-        self._sizes.with_accumulation_steps(steps)
-
     def train_batch_size(self) -> int:
-        """Samples a step, over all ranks."""
-        return self._sizes.train_batch_size
+        """Samples per step, over all ranks."""
+        return self._window.sizes.train_batch_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the accumulation steps so that a step has this many samples; the micro batch stays."""
-        self.set_gradient_accumulation_steps(self._sizes.steps_for(train_batch_size))
+        """Set the samples per step by changing the accumulation steps; the micro batch stays."""
+        self.set_gradient_accumulation_steps(self._window.sizes.steps_for(train_batch_size))
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples a backward, on one rank."""
-        return self._sizes.micro_batch_size
+        """Samples per backward, on one rank."""
+        return self._window.sizes.micro_batch_size
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` changed the weights: it was due, and there was no overflow."""
@@ -322,7 +312,7 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
     @property
     def in_window(self) -> bool:
         """Whether there is a gradient, or was a backward, since the last applied or discarded step."""
-        return self._failed or self._window.open or self.optimizer._core.gradients_arrived > 0
+        return self._window.open or self.optimizer._core.gradients_arrived > 0
 
     # -- looking --------------------------------------------------------------
 
@@ -333,7 +323,35 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
             explanation.print()
         return explanation
 
-    # -- the end --------------------------------------------------------------
+    def get_global_grad_norm(self) -> float | None:
+        """The norm that the last applied or skipped step measured, before clipping; None where it measured none."""
+        return None if self._norm is None else float(self._norm)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.ranks.device
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.world_size
+
+    @property
+    def global_samples(self) -> int:
+        """Samples that all ranks have run backward for."""
+        sizes = self._window.sizes
+        return self.micro_steps * sizes.micro_batch_size * sizes.world_size
+
+    # -- the model ------------------------------------------------------------
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Compile the model's forward in place; ``compile_kwargs`` are more arguments of ``torch.compile``."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}), **more)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
         # Where nothing changes torch would still put a new .data into every parameter, and into placeholders of .grad.
@@ -341,16 +359,19 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
             return self
         return super()._apply(fn, recurse)
 
-    def destroy(self) -> None:
-        """Wait for what is under way, leave the parameters as ordinary ones, and let go of threads and groups.
+    # -- the end --------------------------------------------------------------
 
-        Raises what a checkpoint on its way raised.
+    def destroy(self) -> None:
+        """Wait for what is under way, leave the parameters as ordinary ones, and release threads and groups.
+
+        Raises the error of a checkpoint that was being written.
         """
         self._destroyed = True
         try:
             self._checkpoints.close()
         finally:
-            self._monitor.close()
+            if self._reports is not None:
+                self._reports.close()
             self.optimizer.close()
             self.ranks.close()
             self.binding.release()
@@ -360,22 +381,13 @@ class Engine(SavesCheckpoints, Readings, DeepSpeedCalls, nn.Module):
             raise LongshoreError("engine.destroy() was called, so nothing steps this model; call initialize() again")
 
 
-def _check_step_of(engine: Engine | None) -> None:
-    """The optimizer's own step() must not silently leave out what only the engine does."""
-    if engine is None or engine._stepping:
-        return
-    skipped = "clipping" if engine._clip is not None else "overflow check" if engine.loss_scaling.skips_overflow else ""
-    if skipped:
-        raise LongshoreError(
-            f"optimizer.step() would leave out the {skipped} that the configuration asks for; call engine.step()"
-        )
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a function that calls a method of an engine that is still alive; the optimizer does not keep it alive."""
+    reference = weakref.WeakMethod(method)
 
+    def call(*_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
 
-def _discard_window_of(engine: Engine | None) -> None:
-    if engine is not None:
-        engine._discard_window()
-
-
-def _end_window_of(engine: Engine | None) -> None:
-    if engine is not None:
-        engine._end_window()
+    return call

@@ -1,4 +1,4 @@
-"""What the engine holds and what became of every gradient, as data and as a page."""
+"""Description of an engine's layout, memory and gradients, as data and as printed tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_ROWS = 60
 
 @dataclass(frozen=True)
 class BucketRow:
-    """One bucket of gradients that are reduced together."""
+    """One bucket: parameters whose gradients are reduced together."""
 
     index: int
     dtype: str
@@ -32,10 +32,10 @@ class BucketRow:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter: where it is stepped, and its account of the last window.
+    """One parameter: where it is stepped, and what happened to its gradients in the last window.
 
-    ``owners`` are the ranks that step a part of it, with the numbers of elements;
-    ``arrived``, ``reduced`` and ``applied`` as in :class:`longshore.optim.ledger.Entry`.
+    ``owners`` are the ranks that step a shard of it, with the numbers of elements; ``arrived``, ``reduced`` and
+    ``applied`` are those of :class:`longshore.optim.ledger.Entry`.
     """
 
     name: str
@@ -51,17 +51,14 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``engine.explain()`` returns.
-
-    ``host_bytes`` and ``device_bytes`` count this rank's memory by kind.
-    """
+    """The result of ``engine.explain()``; ``host_bytes`` and ``device_bytes`` count this rank's memory by kind."""
 
     stage: int
     rank: int
     world_size: int
     offload: str
     ratio: float
-    """The share of the optimizer's state that is offloaded, where it is; 1.0 with parameters in host memory."""
+    """The offloaded share of the optimizer's state; 1.0 with parameters in host memory."""
     buckets: tuple[BucketRow, ...]
     tiles: int
     tile_numel: int
@@ -69,12 +66,12 @@ class Explanation:
     device_bytes: dict[str, int]
     parameters: tuple[ParameterRow, ...]
     speculation: SpeculationRecord | None = None
-    """What was stepped ahead in the last window, by tiles; None where nothing ever is."""
+    """Tiles that were stepped ahead in the last window; None if stepping ahead is off."""
     cpus: str = ""
-    """Where this rank runs, with how many threads, and why."""
+    """The CPUs and threads of this rank, with the reason."""
 
     def print(self, console: Console | None = None) -> None:
-        """The page; at most 60 parameters, the rest is counted."""
+        """Print tables, with at most 60 parameters; the rest is counted."""
         if console is None:
             console = Console()
             if not console.is_terminal:  # a log has no width
@@ -117,7 +114,7 @@ class Explanation:
 
 
 def explain(engine: Any) -> Explanation:
-    """Collect the explanation of an engine; no rank waits for another."""
+    """Describe an engine; no rank waits for another."""
     optimizer: HostOptimizer = engine.optimizer
     store, records = optimizer._core.store, optimizer._core.records
     sharded = store if isinstance(store, ShardedStore) else None

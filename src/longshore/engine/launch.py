@@ -1,20 +1,19 @@
-"""Who this process is among its ranks, read from the environment. Pure; ``ranks`` joins them.
+"""Rank, world size and meeting point of this process, read from the environment. :mod:`longshore.engine.ranks` joins.
 
-Launchers leave their variables to everything that they start, so several
-families may be there at once. The innermost launcher is right, and the order
-is: RANK and its kin (torchrun, or set by hand), Open MPI, PMI (MPICH, Intel
-MPI), Slurm. A shell inside a Slurm allocation, which has ``SLURM_NTASKS`` but
-no ``SLURM_PROCID``, is one rank by itself.
+Processes inherit the variables of every launcher above them, so several families may be set at once. The innermost
+launcher counts, in this order: RANK and its kin (torchrun, or set by hand), Open MPI, PMI (MPICH, Intel MPI), Slurm. A
+shell inside a Slurm allocation, which has ``SLURM_NTASKS`` but no ``SLURM_PROCID``, is one rank by itself.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 DEFAULT_PORT = 29500
 _SLURM_PORTS = (20000, 12000)
-"""First port and how many, below those that systems give to outgoing connections."""
+"""The first port, and how many; below those that systems use for outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class Launch:
     """One process of a run.
 
     Attributes:
-        launcher: which family of variables said so, for error messages.
-        master_addr: host of rank 0; ``None`` where nobody said and nobody needs to know.
+        launcher: the family of variables that was read, for error messages.
+        master_addr: host of rank 0; ``None`` where it is not set and not needed.
         master_port: port of rank 0, with ``master_addr``.
     """
 
@@ -36,7 +35,7 @@ class Launch:
 
     @property
     def needs_group(self) -> bool:
-        """Several ranks, or one that a launcher gave a meeting point, on which scripts may rely."""
+        """Whether there are several ranks, or one with a meeting point from its launcher, on which scripts may rely."""
         return self.world_size > 1 or (self.launcher == "RANK" and self.master_addr is not None)
 
 
@@ -45,14 +44,14 @@ ALONE = Launch(rank=0, world_size=1, local_rank=0, launcher="none")
 
 @dataclass(frozen=True)
 class _Family:
-    """One launcher's variables; where several names are given, the first that is set counts."""
+    """Names of one launcher's variables; of several names the first that is set counts."""
 
     launcher: str
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
     local_rank: tuple[str, ...]
     claims: tuple[str, ...]
-    """Variables any of which says that this launcher started the process."""
+    """Variables any of which shows that this launcher started the process."""
 
 
 _RANK = _Family("RANK", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -74,16 +73,17 @@ _SLURM = _Family(
     "Slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ("SLURM_PROCID",)
 )
 _FAMILIES = (_RANK, _OPEN_MPI, _PMI, _SLURM)
+LOCAL_RANK_NAMES = tuple(name for family in _FAMILIES for name in family.local_rank)
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
-    """Rank, world size, local rank and meeting point from a process's environment.
+    """Read rank, world size, local rank and meeting point from a process's environment.
 
     Returns:
-        :data:`ALONE` where no launcher left its variables.
+        :data:`ALONE` if no launcher's variables are set.
 
     Raises:
-        ValueError: variables that are half set, are no numbers, or contradict each other, all of them named.
+        ValueError: variables that are partly set, are not numbers, or contradict each other, all of them named.
     """
     claimed = [family for family in _FAMILIES if any(name in environ for name in family.claims)]
     if not claimed:
@@ -116,14 +116,14 @@ def _integer(name: str, environ: Mapping[str, str], problems: list[str], least: 
 
 
 def _numbers(family: _Family, environ: Mapping[str, str], problems: list[str]) -> tuple[int, int, int]:
-    """Rank, world size and local rank; 0, 1 and 0 where ``problems`` says what is wrong."""
+    """Read rank, world size and local rank; 0, 1 and 0 where they are wrong, with an entry in ``problems``."""
     if family is _PMI and environ.get("SLURM_PROCID") != environ.get("PMI_RANK"):
-        # Inherited from the job, by all ranks alike.
+        # Inherited from the job, the same for all ranks.
         environ = {name: value for name, value in environ.items() if name != "SLURM_LOCALID"}
     names = [_first_set(each, environ) for each in (family.rank, family.world_size, family.local_rank)]
     rank_name, size_name, local_name = names
     world_size = 1 if size_name is None else _integer(size_name, environ, problems, least=1)
-    # One rank has but one place on its machine.
+    # A single rank needs no local rank.
     wanted = (family.rank, family.world_size) + ((family.local_rank,) if world_size > 1 or size_name is None else ())
     missing = [each[0] for each in wanted if _first_set(each, environ) is None]
     present = [name for name in names if name is not None]
@@ -150,10 +150,10 @@ def _check_agreement(
     environ: Mapping[str, str],
     problems: list[str],
 ) -> None:
-    """RANK and WORLD_SIZE set by hand must be those of the launcher that started this very process.
+    """Check that RANK and WORLD_SIZE, if set by hand, are those of the launcher that started this process.
 
-    torchrun numbers its ranks itself and says so. What a launcher inside of a Slurm job inherits
-    from the job is no contradiction; inside of one ``srun`` step of the same size it is.
+    torchrun numbers its ranks itself, and sets a variable to show it. What a launcher inside a Slurm job inherits from
+    the job may differ; inside one ``srun`` step of the same size it may not.
     """
     if family is not _RANK or "TORCHELASTIC_RUN_ID" in environ:
         return
@@ -179,7 +179,7 @@ def _same_slurm_step(numbers: tuple[int, int, int], environ: Mapping[str, str]) 
 def _meeting_point(
     family: _Family, world_size: int, environ: Mapping[str, str], problems: list[str]
 ) -> tuple[str | None, int]:
-    """Host and port of rank 0."""
+    """Return host and port of rank 0."""
     port = DEFAULT_PORT
     if "MASTER_PORT" in environ:
         port = _integer("MASTER_PORT", environ, problems, least=1, most=65535)
@@ -211,7 +211,7 @@ def _meeting_point(
 
 
 def _port_of_job(environ: Mapping[str, str]) -> int:
-    """The same on all ranks, and seldom the same for two jobs or steps that share a host."""
+    """Return the same port on all ranks, and mostly different ones for two jobs or steps that share a host."""
     job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if not job.isdigit():
         return DEFAULT_PORT
@@ -220,26 +220,15 @@ def _port_of_job(environ: Mapping[str, str]) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: ``"rack[2-3]n[07-09,12],login"`` begins with ``"rack2n07"``.
+    """Return the first host of a Slurm node list: ``"rack2n07"`` for ``"rack[2-3]n[07-09,12],login"``.
 
     Raises:
         ValueError: an empty list, or brackets that do not close.
     """
-    host = ""
-    rest = nodelist.strip()
-    while rest and rest[0] != ",":
-        if rest[0] == "[":
-            inside, bracket, rest = rest[1:].partition("]")
-            first = inside.partition(",")[0].partition("-")[0]
-            if not bracket or not first:
-                raise ValueError(f"{nodelist!r} is no list of hosts such as 'node[01-04]'")
-            host += first
-        else:
-            host += rest[0]
-            rest = rest[1:]
-    if not host or "]" in host:
+    first = re.fullmatch(r"((?:[^\[\],]|\[[^,\-\]][^\]]*\])+)(?:,.*)?", nodelist.strip())
+    if first is None:
         raise ValueError(f"{nodelist!r} is no list of hosts such as 'node[01-04]'")
-    return host
+    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[1])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Stage 3: the model on torch's FSDP2, unit by unit, and the user's parameters replaced by their shards."""
+"""Stage 3: sharding the model with torch's FSDP2, unit by unit, and replacing the user's parameters by shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
 
 WrapPolicy = str | int | Sequence[str] | Callable[[str, nn.Module], bool]
-"""Which modules are gathered as a whole: see :func:`units_of`."""
+"""Chooses the modules that are gathered as a whole: see :func:`units_of`."""
 
 _OLDEST_TORCH = (2, 13)
 
@@ -40,19 +40,19 @@ def shard_model(
     """Apply FSDP2 where the configuration asks for it; all ranks have to call.
 
     Args:
-        model: its parameters, wherever they are, become DTensors on this rank's device.
+        model: its parameters, on whichever device, become DTensors on this rank's device.
         wrap_policy: as in :func:`units_of`; None: the configuration's.
-        config: of the stage.
-        ranks: of the run. One rank has nothing to shard.
+        config: says the stage.
+        ranks: a single rank has nothing to shard.
         client: the user's optimizer, if there is one; its parameters are replaced.
-        model_parameters: as :func:`materialized` gives them.
-        weights: the model's first ones.
+        model_parameters: as :func:`materialized` returns them.
+        weights: the model's first weights.
 
     Returns:
-        The sharded model, or None; and ``model_parameters`` as they are now.
+        The sharded model, or None; and ``model_parameters`` with the replacements.
 
     Raises:
-        ValueError: an older torch, or a parameter or policy that cannot be honoured, by name.
+        ValueError: an older torch, or a parameter or policy that is not supported, by name.
     """
     if config.stage < 3 or ranks.world_size == 1:
         if wrap_policy is not None and config.stage < 3:
@@ -79,8 +79,8 @@ def shard_model(
         for module in (*units, model):
             fully_shard(module, mesh=mesh)
         if callable(getattr(model, "generate", None)):
-            # transformers' calls parts of the model, an encoder say, before the model itself: those of its parameters
-            # that belong to no unit have to be there.
+            # transformers' generate() calls parts of the model, an encoder say, before the model itself: parameters
+            # that belong to no unit have to be gathered by then.
             register_fsdp_forward_method(model, "generate")
     with_memory(model, ranks.device)
     sharded = FullyShardedModel(model)
@@ -93,7 +93,7 @@ def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, precis
     """Whether the user applied ``fully_shard`` to the model.
 
     Raises:
-        ValueError: and the configuration asks for something else, or for a dtype that its parameters do not have.
+        ValueError: the user did, and the configuration asks for something else, or for another dtype.
     """
     sharded = [(name, parameter) for name, parameter in model.named_parameters() if is_sharded(parameter)]
     if not sharded:
@@ -130,13 +130,13 @@ def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, precis
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to it, or to a module in it."""
-    module = sys.modules.get("torch.distributed.fsdp")  # where it was never imported, it was not
+    """Whether ``fully_shard`` was applied to the model, or to a module in it."""
+    module = sys.modules.get("torch.distributed.fsdp")  # never imported: never applied
     return module is not None and any(isinstance(each, module.FSDPModule) for each in model.modules())
 
 
 def tensor_parallel_size(model: nn.Module) -> int:
-    """How many ranks run each batch together: 1, but for a model that was sharded after tensor parallelism."""
+    """Return how many ranks run each batch together: 1 unless the model was sharded after tensor parallelism."""
     if not is_fully_sharded(model):
         return 1
     from longshore.sharding.fsdp import tensor_parallel_size
@@ -145,7 +145,7 @@ def tensor_parallel_size(model: nn.Module) -> int:
 
 
 def data_parallel(ranks: Ranks, sharded: FullyShardedModel | None) -> Ranks:
-    """This rank among those that run other batches: with tensor parallelism several have the same place."""
+    """Return this rank among those that run different batches; with tensor parallelism several have one index."""
     if sharded is None:
         return ranks
     grid = sharded.layout.grid
@@ -153,21 +153,21 @@ def data_parallel(ranks: Ranks, sharded: FullyShardedModel | None) -> Ranks:
 
 
 def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
-    """The modules that are gathered, each as a whole, for their forward and backward; inner ones first.
+    """Return the units: modules that are gathered, each as a whole, for their forward and backward; inner ones first.
 
-    What no unit holds is gathered with the model itself, and stays until the end of backward.
+    Parameters in no unit are gathered with the model itself, and stay until the end of backward.
 
     Args:
-        model: is never one of them.
+        model: is never a unit itself.
         policy: ``"auto"``: the model's transformer blocks, by ``_no_split_modules`` where it names them (as those of
             transformers do), otherwise the modules that repeat in an ``nn.ModuleList`` or ``nn.Sequential``.
             Names of classes. A number: modules that have at least so many elements outside of smaller units.
             A function of name and module: whether it is a unit.
 
     Raises:
-        ValueError: a class that no module has, or something that is no policy.
+        ValueError: a class that no module has, or an invalid policy.
     """
-    # Children come behind their parents; so, backwards, they come first. The root is not among them.
+    # Children come after their parents, so in reverse order before them. The root is left out.
     holders = _holders(model)
     inner = [(name, module) for name, module in list(model.named_modules())[:0:-1] if _stands_alone(module, holders)]
     if callable(policy):
@@ -199,7 +199,7 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
 
 
 _Holders = Counter[int]
-"""How many modules of the model have a parameter of their own, by its ``id``."""
+"""The number of modules that have a parameter of their own, by the parameter's ``id``."""
 
 
 def _holders(module: nn.Module) -> _Holders:
@@ -207,8 +207,8 @@ def _holders(module: nn.Module) -> _Holders:
 
 
 def _stands_alone(module: nn.Module, holders: _Holders) -> bool:
-    """Whether a module can be gathered as a whole: it has a forward, and parameters that no other part of the model
-    has too (one that is tied is gathered with the model itself)."""
+    """Whether a module can be gathered as a whole: it has a forward, and parameters that no other module shares (tied
+    ones are gathered with the model itself)."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     mine = _holders(module)
@@ -222,21 +222,13 @@ def _no_split(model: nn.Module) -> frozenset[str]:
     return frozenset(found & {type(module).__name__ for module in model.modules()})
 
 
-def _repeated(model: nn.Module, holders: _Holders) -> list[nn.Module]:
-    """Members of lists that hold a class twice or more; where such a list is inside such a member, the outer ones."""
+def _repeated(module: nn.Module, holders: _Holders) -> list[nn.Module]:
+    """Return members of lists that have several of one class; of nested ones the outer members."""
     units: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        children = list(module.children())
-        kinds = [type(child) for child in children]
-        for child, kind in zip(children, kinds, strict=True):
-            repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds.count(kind) > 1
-            if repeats and _stands_alone(child, holders):
-                units.append(child)
-            else:
-                visit(child)
-
-    visit(model)
+    kinds = [type(child) for child in module.children()] if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+    for child in module.children():
+        is_unit = kinds.count(type(child)) > 1 and _stands_alone(child, holders)
+        units += [child] if is_unit else _repeated(child, holders)
     return units
 
 
@@ -260,7 +252,7 @@ def _by_size(model: nn.Module, least: int, holders: _Holders) -> list[nn.Module]
 def _check_scalars(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
-            raise ValueError(f"parameter {name} is a single number, which FSDP2 cannot shard; give it the shape [1]")
+            raise ValueError(f"parameter {name} has no dimension, and FSDP2 cannot shard it; give it the shape [1]")
 
 
 def _check_hooks(model: nn.Module) -> None:
@@ -273,7 +265,7 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 class Replacement:
-    """What the user named before the model was sharded, and what stands there now.
+    """Replaces the parameters that a model had before it was sharded by those that it has now.
 
     Args:
         model: not sharded yet.
@@ -281,33 +273,33 @@ class Replacement:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._former = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._former.items()}
+        self._present: dict[str, nn.Parameter] = {}
 
     def made(self, client: Optimizer | None, model_parameters: Any) -> Any:
-        """The model is sharded now. Replaces in the user's optimizer, and returns ``model_parameters`` with what stands
-        there now."""
+        """Replace in the user's optimizer, and return ``model_parameters`` with replacements; the model is sharded."""
         self._present = dict(self._model.named_parameters())
         if client is not None:
-            self._in_optimizer(client)
-        if isinstance(model_parameters, list):
-            model_parameters = self._in_entries(model_parameters)
-        return model_parameters
+            for group in client.param_groups:
+                group["params"] = [self._of(parameter) for parameter in group["params"]]
+            for parameter in list(client.state):
+                client.state[self._of(parameter)] = client.state.pop(parameter)
+        return self._in_entries(model_parameters) if isinstance(model_parameters, list) else model_parameters
 
     @property
     def former(self) -> dict[str, Tensor]:
-        """By name, the parameters in whose places others stand now."""
+        """Parameters that were replaced, by name."""
         return {name: each for name, each in self._former.items() if each is not self._present[name]}
 
     def _of(self, parameter: Any) -> Any:
-        """The parameter that stands where ``parameter`` stood."""
         return self._present.get(self._names.get(id(parameter), ""), parameter)
 
     def _in_entries(self, entries: Iterable[Any]) -> list[Any]:
-        """In parameters, ``(name, parameter)`` or groups of them."""
         return [self._in_entry(entry) for entry in entries]
 
     def _in_entry(self, entry: Any) -> Any:
+        """Replace in a parameter, a ``(name, parameter)`` or a group of them."""
         if isinstance(entry, Mapping):
             params = entry.get("params", [])
             return {**entry, "params": self._in_entries([params] if isinstance(params, Tensor) else params)}
@@ -315,18 +307,9 @@ class Replacement:
             return (entry[0], self._of(entry[1]))
         return self._of(entry)
 
-    def _in_optimizer(self, optimizer: Optimizer) -> None:
-        """In its groups and its state."""
-        for group in optimizer.param_groups:
-            group["params"] = [self._of(parameter) for parameter in group["params"]]
-        for parameter in list(optimizer.state):
-            present = self._of(parameter)
-            if present is not parameter:
-                optimizer.state[present] = optimizer.state.pop(parameter)
-
 
 def materialized(model_parameters: Any) -> Any:
-    """A generator of parameters as a list, before the model's are replaced."""
+    """Return a generator of parameters as a list, before the model's are replaced."""
     if isinstance(model_parameters, (nn.Module, Tensor, type(None))):
         return model_parameters
     return list(model_parameters)

@@ -1,4 +1,4 @@
-"""The states of a rank's random number generators, as values that a checkpoint holds."""
+"""The states of a rank's random number generators, as values for a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longshore.errors import CheckpointError
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Of Python, NumPy, torch on the CPU, and torch on ``device`` where that is another one."""
+    """Return the states of Python, NumPy, torch on the CPU, and torch on ``device`` if that is a CUDA device."""
     version, numbers, gauss = random.getstate()
     # The default generator of NumPy's functions is always this one.
     _, key, position, has_gauss, cached = np.random.get_state()
@@ -33,10 +33,10 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Go on from what :func:`random_states` returned.
+    """Restore what :func:`random_states` returned.
 
     Raises:
-        CheckpointError: no such states; which generators were set until then is not said.
+        CheckpointError: states that are not valid; some generators may be set already.
     """
     try:
         python, numpy = states["python"], states["numpy"]
@@ -51,7 +51,7 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
 
 
 def check_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Raises what :func:`restore_random_states` would, and leaves all generators as they are."""
+    """Raise what :func:`restore_random_states` would, and leave all generators as they are."""
     present = random_states(device)
     try:
         restore_random_states(states, device)

@@ -1,4 +1,4 @@
-"""The ranks of a run: joined from what the launcher left, or from the process group that is already there."""
+"""The ranks of a run, joined by the launcher's variables, or taken from a process group that exists already."""
 
 from __future__ import annotations
 
@@ -6,36 +6,32 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from longshore.engine.launch import Launch, detect
+from longshore.engine.launch import LOCAL_RANK_NAMES, Launch, detect
 from longshore.engine.wording import did_you_mean, is_number
 from longshore.errors import LongshoreError
 
+T = TypeVar("T")
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _BACKEND_OF = {"cuda": "nccl", "cpu": "gloo"}
-_LOCAL_RANK_NAMES = (
-    "LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-    "SLURM_LOCALID",
-)
 
 
 class RendezvousError(LongshoreError):
-    """The ranks did not meet in time: one did not start, died, or looks elsewhere."""
+    """The ranks did not meet in time: one did not start, died, or uses another address."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the run's.
+    """This process among the ranks of its run.
 
     Attributes:
-        rank, world_size: the place in the run.
-        local_rank: the place on this machine.
+        rank, world_size: index and number of ranks in the run.
+        local_rank: index on this machine.
         device: where this rank trains.
         group: the process group, or ``None`` for one rank that needs none.
         owns_group: whether :func:`join` made it, so that :meth:`close` destroys it.
@@ -48,8 +44,16 @@ class Ranks:
     group: dist.ProcessGroup | None
     owns_group: bool
 
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, which can be pickled; all have to call."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def close(self) -> None:
-        """Destroy the process group if :func:`join` made it; again, or after someone else did, is nothing."""
+        """Destroy the process group if :func:`join` made it and it still exists."""
         if self.owns_group and dist.is_initialized() and dist.group.WORLD is self.group:
             dist.destroy_process_group()
 
@@ -60,23 +64,22 @@ def join(
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     environ: Mapping[str, str] | None = None,
 ) -> Ranks:
-    """Join the other ranks, however this process was started.
+    """Join the other ranks, whichever launcher started this process.
 
-    A process group that is already initialised is used and stays its maker's. Otherwise the
-    variables of torchrun, Open MPI, PMI or Slurm say who this is (:mod:`longshore.engine.launch`);
-    where there are none, this is one rank, and no process group is made.
+    A process group that is already initialised is used, and is not destroyed here. Otherwise the variables of torchrun,
+    Open MPI, PMI or Slurm identify this rank (:mod:`longshore.engine.launch`); without any, this is the only rank, and
+    no process group is made.
 
     Args:
         backend: of torch.distributed; by default nccl for CUDA, gloo for the CPU.
-        device: where this rank trains; by default the local rank's CUDA device if there is CUDA,
-            else the CPU. It is made the current one.
-        timeout: how long to wait for the other ranks here, and later in each collective; a
-            timedelta, or seconds.
+        device: where this rank trains; by default the local rank's CUDA device if there is CUDA, else the CPU. It is
+            made the current one.
+        timeout: for meeting the other ranks, and later for each collective; a timedelta, or seconds.
         environ: in place of the process's environment.
 
     Raises:
-        ValueError: variables that are half set or contradict each other; a device or a backend that
-            is not there, or that do not go together.
+        ValueError: variables that are partly set or contradict each other; a device or a backend that does not exist,
+            or that do not fit each other.
         TypeError: a device, a backend or a timeout of another type.
         RendezvousError: the other ranks did not come in time.
     """
@@ -102,14 +105,44 @@ def join(
     return Ranks(launch.rank, launch.world_size, launch.local_rank, place, dist.group.WORLD, True)
 
 
-def expected_world_size(environ: Mapping[str, str] | None = None) -> int:
-    """How many ranks :func:`join` will find; known before they meet.
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    **ignored: Any,
+) -> None:
+    """Join the other ranks now rather than in ``initialize()``, which then finds the process group.
 
     Args:
-        environ: in place of the process's environment.
+        dist_backend: of torch.distributed; default: nccl for CUDA, gloo for the CPU.
+        auto_mpi_discovery: accepted; launchers are always detected.
+        distributed_port: port of rank 0, where no launcher names one.
+        verbose: accepted; nothing is printed.
+        timeout: of each collective.
 
     Raises:
-        ValueError: variables that are half set or contradict each other.
+        ValueError: launcher variables that contradict each other, or an argument that is not supported.
+        RendezvousError: the other ranks did not come in time.
+    """
+    if ignored:
+        raise ValueError(f"init_distributed() does not support {', '.join(sorted(ignored))}; leave it out")
+    join(backend=dist_backend, timeout=timeout, environ=with_port(distributed_port))
+
+
+def with_port(port: int | None) -> dict[str, str] | None:
+    """The environment with a port of rank 0, for several ranks whose launcher names none; None: as it is."""
+    if port is None or "WORLD_SIZE" not in os.environ:
+        return None
+    return {"MASTER_PORT": str(port), **os.environ}
+
+
+def expected_world_size(environ: Mapping[str, str] | None = None) -> int:
+    """Return the number of ranks that :func:`join` will find.
+
+    Raises:
+        ValueError: variables that are partly set or contradict each other.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
@@ -117,7 +150,7 @@ def expected_world_size(environ: Mapping[str, str] | None = None) -> int:
 
 
 def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapping[str, str]) -> Ranks:
-    """The process group that someone else initialised; what it says comes before any variable."""
+    """Take the process group that someone else initialised, whatever the variables say."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = str(dist.get_backend_config())
     if backend is not None and not _backends(backend) <= _backends(found):
@@ -134,7 +167,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapp
 
 
 def _local_rank_of_group(rank: int, environ: Mapping[str, str]) -> int:
-    for name in _LOCAL_RANK_NAMES:
+    for name in LOCAL_RANK_NAMES:
         if environ.get(name, "").isdigit():
             return int(environ[name])
     # Whoever initialised the group without a launcher chose the device before.
@@ -154,7 +187,7 @@ def _checked_timeout(timeout: timedelta | float) -> timedelta:
 
 
 def _backends(config: str) -> set[str]:
-    """``{"gloo", "nccl"}`` of ``"cpu:gloo,cuda:nccl"``."""
+    """Return ``{"gloo", "nccl"}`` for ``"cpu:gloo,cuda:nccl"``."""
     return {part.rpartition(":")[2].strip() for part in config.lower().split(",")}
 
 
@@ -167,7 +200,7 @@ def _check_backend(backend: str) -> None:
 
 
 def _check_fits(config: str, device: torch.device, what: str) -> None:
-    """Refuse nccl alone for the CPU, which would fail at the first collective."""
+    """Reject nccl alone for the CPU, which would fail at the first collective."""
     of_device = [part.partition(":") for part in config.lower().split(",")]
     serves = {right if colon else left for left, colon, right in of_device if not colon or left == device.type}
     if not serves or (device.type == "cpu" and serves == {"nccl"}):

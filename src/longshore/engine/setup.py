@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -15,12 +17,11 @@ from torch.optim import Optimizer
 
 from longshore.byte_sizes import LEAST_BUDGET
 from longshore.engine.access import register
-from longshore.engine.activation_checkpointing import CheckpointingSettings, install, is_configured
-from longshore.engine.binding import Binding, bind
-from longshore.engine.config import Config, LoadedConfig, load_config
+from longshore.engine.activation_checkpointing import install, is_configured
+from longshore.engine.binding import Binding, bind, host_cpus
+from longshore.engine.config import Config, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
-from longshore.engine.host_cpus import host_cpus
 from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.model_sharding import (
     WrapPolicy,
@@ -33,11 +34,10 @@ from longshore.engine.model_sharding import (
 from longshore.engine.monitoring import check_installed
 from longshore.engine.optimizers import client_optimizer, make_optimizer
 from longshore.engine.precision import DTYPES, Precision
-from longshore.engine.ranks import Ranks, expected_world_size, join
-from longshore.engine.same_setup import check_same_parameters, check_same_setup, neighbours_of
+from longshore.engine.ranks import Ranks, expected_world_size, join, with_port
 from longshore.engine.schedules import adopt_schedule, make_schedule
-from longshore.engine.scripts import with_port
 from longshore.engine.weights import Weights, first_weights
+from longshore.errors import RankError
 from longshore.host import memory_for_speculation
 from longshore.optim import Offload
 from longshore.optim.host_optimizer import HostOptimizer
@@ -79,21 +79,21 @@ def initialize(
 ) -> Initialized:
     """Make an engine; the signature is ``deepspeed.initialize``'s.
 
-    Works alike under torchrun, plain python, Slurm or MPI, or in a process group that is there already.
+    Works alike under torchrun, plain python, Slurm or MPI, or in a process group that exists already.
 
     Args:
         args: may carry ``deepspeed_config``, a path, where ``config`` is not given.
         model: moved to this rank's device and cast as the configuration says; stays the same object.
-        optimizer: ours, an elementwise one of torch, or a function from parameters to one. None: the configuration's.
-        model_parameters: parameters or groups for that one; None: all that are trainable.
-        training_data: a dataset; gives the third result.
-        lr_scheduler: ``optimizer``'s, or a function from an optimizer to one. None: the configuration's, or none.
-        distributed_port: of rank 0, where no launcher names one.
-        mpu: model parallelism is refused.
-        dist_init_required: False: the process group has to be there already.
-        collate_fn: how the loader of ``training_data`` makes a batch of samples.
-        config: a path to a DeepSpeed JSON file, its content, or our own :class:`Config`.
-        mesh_param: refused, as ``mpu`` is.
+        optimizer: longshore's, an elementwise one of torch, or a function from parameters to one. None: as configured.
+        model_parameters: parameters or groups for that optimizer; None: all that are trainable.
+        training_data: a dataset, for the third result.
+        lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: as configured.
+        distributed_port: port of rank 0, where no launcher names one.
+        mpu: model parallelism; rejected.
+        dist_init_required: False: the process group has to exist already.
+        collate_fn: makes a batch of samples for the loader of ``training_data``.
+        config: a path to a DeepSpeed JSON file, its content, or a :class:`longshore.Config`.
+        mesh_param: rejected, as ``mpu`` is.
         config_params: the old name of ``config``.
         offload: settings of the host side beyond the configuration's (tests pass a simulated transfer).
         wrap_policy: at stage 3, which modules are gathered whole: ``"auto"``, names of classes, a number of elements,
@@ -106,56 +106,40 @@ def initialize(
 
     Raises:
         ConfigError: everything that is wrong with the configuration, at once.
-        ValueError, TypeError: arguments that cannot be honoured, by name.
+        ValueError, TypeError: arguments that are not supported, by name.
     """
-    model = _module(model)
-    _refuse_model_parallelism(mpu=mpu, mesh_param=mesh_param)
+    model = _checked_model(model, mpu, mesh_param)
     chosen = _chosen_config(args, config, config_params)
     environ = _environ(distributed_port, dist_init_required)
-    # Before the ranks meet: they would meet, or wait for each other in vain, only to hear of a mistake in a file.
-    loaded = _loaded(chosen, _data_ranks(model, environ), optimizer is None)
+    # Before the ranks meet: they would wait for each other only to hear of a mistake in a file.
+    data_ranks = max(1, expected_world_size(environ) // tensor_parallel_size(model))
+    loaded = load_config(chosen, world_size=data_ranks, needs_optimizer=optimizer is None)
+    check_installed(loaded.config)
     ranks, settings = join(device=device, environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
         binding = _begin(loaded.notes, settings, ranks, environ, undo)
-        precision, begin = _place(model, settings, ranks, weights)
+        precision, first = _place(model, settings, ranks, weights)
         listed = materialized(model_parameters)
         client = client_optimizer(model, optimizer, listed, settings)
-        sharded, present = shard_model(model, wrap_policy, settings, ranks, client, listed, begin)
-        begin.close()
+        sharded, present = shard_model(model, wrap_policy, settings, ranks, client, listed, first)
+        first.close()
         made = make_optimizer(model, client, present, settings, _placement(settings, ranks, offload, sharded, binding))
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
-        check_same_parameters(made, ranks)
-        _discard_left_over(made)
-        register(made)
-        if sharded is not None:
-            sharded.when_gathered(made._core.look_again)
+        _prepare(made, ranks, sharded)
         engine = Engine(model, made, settings, ranks, precision, make_loss_scale(settings.loss_scaling), binding)
-        engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
+        engine.lr_scheduler = schedule = _schedule(lr_scheduler, settings, made, client)
         engine.training_dataloader = _loader(training_data, settings, data_parallel(ranks, sharded), collate_fn)
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
-    return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
-
-
-def _module(model: nn.Module | None) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
-    return model
-
-
-def _loaded(chosen: Any, data_ranks: int, needs_optimizer: bool) -> LoadedConfig:
-    """The configuration, which can be done as far as can be told."""
-    loaded = load_config(chosen, world_size=data_ranks, needs_optimizer=needs_optimizer)
-    check_installed(loaded.config)
-    return loaded
+    return Initialized(engine, made, engine.training_dataloader, schedule)
 
 
 def _begin(
     notes: Iterable[str], config: Config, ranks: Ranks, environ: Mapping[str, str] | None, undo: contextlib.ExitStack
 ) -> Binding:
-    """What comes before anything is put into memory, which then comes from the node of the CPUs that were chosen."""
+    """Warn, and bind this rank to CPUs before memory is allocated, which then comes from their NUMA node."""
     if ranks.rank == 0:
         for note in notes:
             warnings.warn(note, stacklevel=4)
@@ -164,34 +148,32 @@ def _begin(
     return binding
 
 
-def _data_ranks(model: nn.Module, environ: Mapping[str, str] | None) -> int:
-    """Ranks that run other batches, as the configuration counts them."""
-    return max(1, expected_world_size(environ) // tensor_parallel_size(model))
-
-
 def _place(
     model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None
 ) -> tuple[Precision, Weights]:
-    """The model in its dtype and on this rank's device with its first weights; those of a model that is to be sharded,
-    or is, come with its shards."""
+    """Convert the model and move it to this rank's device with its first weights. A model that is, or will be, sharded
+    gets them with its shards."""
     precision = Precision.of(settings, ranks.device)
     sharded = check_already_sharded(model, settings, ranks, precision)
     if not sharded:
         precision.convert(model)
-    check_same_setup(model, settings, ranks)
+    _check_same_setup(model, settings, ranks)
     in_shards = sharded or (settings.stage == 3 and ranks.world_size > 1)
     weights = first_weights(model, path, ranks, in_shards)
     if path is not None or not sharded:
         weights.place(model, ranks, parameters=not in_shards)
     if settings.cpu_checkpointing and not is_configured():
-        install(CheckpointingSettings(cpu_checkpointing=True))
+        install(cpu_checkpointing=True)
     return precision, weights
 
 
-def _refuse_model_parallelism(**arguments: Any) -> None:
-    for name, value in arguments.items():
+def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize() needs model=, a torch.nn.Module, not {type(model).__name__}")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
+    return model
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -207,10 +189,10 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _environ(port: int | None, required: bool | None) -> dict[str, str] | None:
-    """What says who the ranks are; None: the process's environment."""
+    """Return the variables that identify this rank; None: the process's environment."""
     if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            "dist_init_required=False, and no process group is initialised; initialise it, or leave it out"
+            "dist_init_required=False, and no process group is initialised; initialise it, or leave the argument out"
         )
     return with_port(port)
 
@@ -218,7 +200,7 @@ def _environ(port: int | None, required: bool | None) -> dict[str, str] | None:
 def _placement(
     config: Config, ranks: Ranks, offload: Offload | None, sharded: FullyShardedModel | None, binding: Binding
 ) -> Placement:
-    """The strategy, chosen once: one rank keeps everything, several share it."""
+    """Choose the strategy: one rank keeps all state, several share it."""
     if offload is None:
         offload = _offload(config, ranks, binding)
     if ranks.world_size == 1:
@@ -237,11 +219,11 @@ def _placement(
 
 
 def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
-    """The host side of this rank, which shares the machine's CPUs and memory with others."""
+    """Choose the settings of this rank's host side, which shares the machine's CPUs and memory with other ranks."""
     place, ahead = config.offload_device, config.speculation_memory
     if place == "none" and ranks.device.type != "cpu":
         return Offload(config.tile_numel, config.threads, config.cpu_set, device=place)
-    neighbours = neighbours_of(ranks)
+    neighbours = binding.neighbours
     if ahead == "auto" and neighbours.on_machine > 1:
         ahead = max(LEAST_BUDGET, memory_for_speculation() // neighbours.on_machine)
     cpus = host_cpus(config, neighbours, binding.host_threads)
@@ -262,17 +244,21 @@ def _loader(data: Any, config: Config, ranks: Ranks, collate_fn: Callable[[list[
     return make_loader(data, config.micro_batch_size, ranks, collate_fn, config.drop_last)
 
 
-def _discard_left_over(optimizer: HostOptimizer) -> None:
-    """No window begins with gradients of another loop (law 2)."""
-    held = [record for record in optimizer._core.records if record.parameter.grad is not None]
-    for record in held:
+def _prepare(optimizer: HostOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
+    """Check and connect a new optimizer. No window begins with gradients of another loop (law 2)."""
+    _check_same_parameters(optimizer, ranks)
+    left = [record for record in optimizer._core.records if record.parameter.grad is not None]
+    for record in left:
         record.parameter.grad = None
-    if held:
+    if left:
         warnings.warn(
-            f"initialize() discarded the gradients that {len(held)} parameters still had ({held[0].name} and others); "
+            f"initialize() discarded the gradients that {len(left)} parameters still had ({left[0].name} and others); "
             "call zero_grad() at the end of a loop of your own",
             stacklevel=3,
         )
+    register(optimizer)
+    if sharded is not None:
+        sharded.when_gathered(optimizer._core.look_again)
 
 
 def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimizer | None) -> Any:
@@ -283,3 +269,63 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimize
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
     return adopt_schedule(given, optimizer, client)
+
+
+# -- the same on all ranks (law 11) ------------------------------------------------
+
+
+def _check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
+    """Check that model and configuration are the same on all ranks; all have to call.
+
+    Raises:
+        RankError: says what differs, and on which ranks.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    parts = {
+        "configuration": _digest(f"{name}={value!r}" for name, value in config.model_dump().items()),
+        "model": _digest(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
+        "choice of trainable parameters": _digest(name for name, tensor in tensors if tensor.requires_grad),
+    }
+    _check_same(parts, ranks, "build the same model and give initialize() the same configuration")
+
+
+def _check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
+    """Check that the optimizer has the same parameters in the same order on all ranks; all have to call.
+
+    Buckets are filled in that order: another one, as ``set(model.parameters())`` gives, would add up gradients of
+    different parameters.
+
+    Raises:
+        RankError: names the ranks that differ.
+    """
+    lines = (f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer._core.records)
+    sizes = (str(len(group["params"])) for group in optimizer.param_groups)
+    parts = {"order of the optimizer's parameters": _digest(lines), "division into groups": _digest(sizes)}
+    _check_same(
+        parts, ranks, "give its optimizer the same parameters in the same order (a list, never a set) and groups"
+    )
+
+
+def _check_same(parts: Mapping[str, bytes], ranks: Ranks, duty: str) -> None:
+    rows = ranks.gather(parts)
+    for what in parts:
+        differing = [rank for rank, row in enumerate(rows) if row[what] != rows[0][what]]
+        if differing:
+            raise RankError(
+                f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to {duty}"
+            )
+
+
+def _digest(lines: Iterable[str]) -> bytes:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+
+
+# -- scripts -----------------------------------------------------------------------
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config PATH``, which ``initialize(args=...)`` reads."""
+    group = parser.add_argument_group("longshore", "the engine's configuration")
+    group.add_argument("--deepspeed", action="store_true", help="accepted; scripts ask for the engine with it")
+    group.add_argument("--deepspeed_config", default=None, help="a configuration file")
+    return parser

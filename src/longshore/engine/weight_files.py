@@ -1,4 +1,4 @@
-"""Weights in safetensors files, read part by part; and those of a model, gathered and written as a whole."""
+"""Weights in safetensors files, read range by range; and whole weights of a model, gathered and written."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _INDEX = "model.safetensors.index.json"
 
 
 class WeightFiles:
-    """Tensors by name, in one file or in all of a folder; files are mapped, and what is not read takes no memory.
+    """Tensors by name, in one file or in all files of a folder. Files are mapped: what is not read takes no memory.
 
     Args:
         path: a ``.safetensors`` file, or a folder with some (as ``save_pretrained`` makes them).
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: a file that cannot be read, by name, or a tensor that two files have.
+        FileNotFoundError: no such file.
+        ValueError: a file that cannot be read, by name, or a tensor that is in two files.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -74,20 +74,20 @@ class WeightFiles:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """In the words of the format: F32, BF16, I8."""
+        """The dtype as the format names it: F32, BF16, I8."""
         return self._file_of[name].get_slice(name).get_dtype()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows ``[start, stop)`` of the first dimension, in the file's dtype; a tensor of no dimension as a whole."""
+        """Read rows ``[start, stop)`` in the file's dtype; a tensor without dimensions is read as a whole."""
         if not self.shape(name):
             return self._file_of[name].get_tensor(name)
         return self._file_of[name].get_slice(name)[start:stop]
 
     def chosen(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """For each of a model's tensors, the name under which it is here: its own, or that of one tied to it.
+        """Return the name in the files for each of a model's tensors: its own, or that of one tied to it.
 
         Raises:
-            ValueError: what is missing, or has another shape or kind of number; all of it, by name.
+            ValueError: tensors that are missing, or have another shape or kind of number; all of them, by name.
         """
         names_of: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
@@ -113,7 +113,7 @@ def _files(path: Path) -> Sequence[Path]:
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(
-            f"there is no file and no folder {path} to read weights from; names on a hub are not fetched: give a folder"
+            f"there is no file or folder {path} to read weights from; models on a hub are not fetched: give a folder"
         )
     index = path / _INDEX
     if index.is_file():
@@ -121,7 +121,7 @@ def _files(path: Path) -> Sequence[Path]:
             listed = json.loads(index.read_text())["weight_map"].values()
             found = [path / name for name in sorted(set(listed))]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{index} is no index of weights: {error}") from error
+            raise ValueError(f"{index} is not a valid index of weights: {error}") from error
         missing = [file.name for file in found if not file.is_file()]
         if missing:
             raise FileNotFoundError(f"{index} names {_several(missing)}, which {path} does not have")
@@ -144,21 +144,21 @@ def _several(entries: Sequence[str]) -> str:
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``module.to(dtype)`` would."""
+    """Convert as ``module.to(dtype)`` would."""
     return values if values.dtype == dtype else values.to(dtype)
 
 
-# -- whole weights of a model that is there --------------------------------------
+# -- whole weights of a model -----------------------------------------------------
 
 
 def whole_weights(model: nn.Module, keep: bool, trainable_only: bool = False) -> dict[str, Tensor] | None:
-    """Parameters and persistent buffers as a state dict of copies on the CPU, tied ones once for all of their names.
+    """Copy parameters and persistent buffers to a state dict on the CPU, tied ones once for all of their names.
 
     Where parameters are sharded all ranks have to call, and each module's are gathered in turn.
 
     Args:
         model: of an engine.
-        keep: whether this process is one that gets them.
+        keep: whether this process gets the copies.
         trainable_only: leave frozen parameters out.
 
     Returns:
@@ -169,7 +169,6 @@ def whole_weights(model: nn.Module, keep: bool, trainable_only: bool = False) ->
     copies: dict[int, Tensor | None] = {}
     for module in model.modules():
         own = [each for each in module.parameters(recurse=False) if id(each) in wanted and id(each) not in copies]
-        # Otherwise every process would take part in nothing.
         with gather(own) if any(map(is_sharded, own)) else contextlib.nullcontext(own) as whole:
             for parameter, values in zip(own, whole, strict=True):
                 left_out = trainable_only and not parameter.requires_grad
@@ -189,7 +188,7 @@ def whole_weights(model: nn.Module, keep: bool, trainable_only: bool = False) ->
 def save_weights(weights: Mapping[str, Any], folder: str | os.PathLike[str], name: str) -> Path:
     """Write a state dict, as safetensors where the name ends so (tied tensors once), else for ``torch.load``.
 
-    The file gets its name when it is whole.
+    The file is written atomically: it gets its name when it is complete.
     """
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -210,10 +209,10 @@ def save_weights(weights: Mapping[str, Any], folder: str | os.PathLike[str], nam
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """``model.load_state_dict`` with whole tensors, also where the model has shards; all ranks have to have the same.
+    """Load whole tensors as ``model.load_state_dict`` does, also into shards; all ranks have to pass the same.
 
     Raises:
-        RuntimeError: torch's, where they do not fit.
+        RuntimeError: torch's, if they do not fit.
     """
     if not any(map(is_sharded, model.parameters())):
         model.load_state_dict(state, strict=strict)

@@ -1,9 +1,11 @@
-"""Where a model's first weights come from: rank 0's memory, or files; and how every rank gets its part."""
+"""A model's first weights, from rank 0's memory or from files, and how every rank gets its shards of them."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,8 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.engine.creation import on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.weight_files import WeightFiles, cast
-from longshore.optim.parameters import flat
+from longshore.errors import ParameterError
+from longshore.optim.parameters import ParameterRecord, flat
 from longshore.optim.shards import held_part
 
 if TYPE_CHECKING:
@@ -25,9 +28,10 @@ class Weights:
     """A model's first weights.
 
     Args:
-        files: to read them from; None: rank 0 has them.
-        parameters, buffers: what of the files is what of the model, name by name.
-        kept: buffers that a file of the whole model would have, and these have not.
+        files: where to read them; None: rank 0 has them.
+        parameters: names in the files, by name in the model.
+        buffers: names of buffers that are in the files.
+        kept: names of persistent buffers that are not.
     """
 
     def __init__(
@@ -44,13 +48,12 @@ class Weights:
 
     @torch.no_grad()
     def place(self, model: nn.Module, ranks: Ranks, parameters: bool) -> None:
-        """Buffers, and where ``parameters`` says so those too, on this rank's device with their values; all ranks have
-        to call."""
+        """Move buffers, and ``parameters`` or not, to this rank's device with their values; all ranks have to call."""
         for parameter in model.parameters() if parameters else ():
             if parameter.is_meta:
                 put(nn.Parameter(_empty(parameter, ranks.device), parameter.requires_grad), into=parameter)
         made: dict[int, tuple[Tensor, Tensor]] = {}
-        """By ``id``: a buffer, which may be there under several names, and what stands in its place."""
+        """Each buffer, which may have several names, and its replacement, by ``id``."""
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -71,12 +74,12 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, sharded: FullyShardedModel, former: dict[str, Tensor], ranks: Ranks) -> None:
-        """Each rank's shards; all have to call.
+        """Fill each rank's shards; all ranks have to call.
 
         Args:
             sharded: the model, with memory for the shards.
-            former: the model's parameters before it was sharded, by name. Their memory is let go of, one by one.
-            ranks: of the run.
+            former: the model's parameters before it was sharded, by name. Their memory is freed, one by one.
+            ranks: this process among the run's.
         """
         for name, parameter in sharded.model.named_parameters():
             shards = [sharded.layout.shard_of(parameter, rank) for rank in range(ranks.world_size)]
@@ -86,7 +89,7 @@ class Weights:
             elif former:
                 _scatter(former[name], parameter, shards, ranks)
             if name in former:
-                # Whoever still has it finds out in time: its shape fits nothing.
+                # Code that still uses it fails: its shape fits nothing.
                 former[name].data = former[name].data.new_empty(0)
 
     def _read(self, name: str, parameter: Tensor, sharded: FullyShardedModel, shard: tuple[int, int]) -> Tensor:
@@ -100,13 +103,14 @@ class Weights:
         row_numel = parameter.numel() // parameter.shape[0]
         return cast(flat(self._files.read(name, offset // row_numel, (offset + numel) // row_numel)), parameter.dtype)
 
-    def tell_what_is_not_read(self) -> None:
+    def warn_about_rest(self) -> None:
+        """Warn about buffers that the files lack, and tensors that the model lacks."""
         if self._files is None:
             return
         if self._kept:
             warnings.warn(
                 f"{self._files.path} has no {', '.join(sorted(self._kept)[:3])} ({len(self._kept)} buffers, which "
-                "state_dict() has): they keep the values that the model made",
+                "state_dict() has): they keep the values that the model initialised",
                 stacklevel=5,
             )
         unread = sorted(self._files.names - set(self._parameters.values()) - self._buffers)
@@ -123,16 +127,16 @@ class Weights:
 
 
 def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: Ranks, everywhere: bool) -> Weights:
-    """What the model begins with, checked on every rank; all have to call.
+    """Find the model's first weights, and check them on every rank; all have to call.
 
     Args:
         model: in its dtype.
-        path: of files, or None for what rank 0 has.
-        ranks: of the run.
-        everywhere: every rank reads its part, and not rank 0 for all.
+        path: of files, or None for rank 0's weights.
+        ranks: this process among the run's.
+        everywhere: every rank reads its shards, instead of rank 0 everything.
 
     Raises:
-        ValueError, FileNotFoundError: weights that are not there, by name; on all ranks, whichever lacks them.
+        ValueError, FileNotFoundError: missing weights, by name; on all ranks, whichever lacks them.
     """
     weights = Weights()
 
@@ -149,7 +153,7 @@ def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: 
         weights.close()
         raise
     if ranks.rank == 0:
-        weights.tell_what_is_not_read()
+        weights.warn_about_rest()
     return weights
 
 
@@ -183,7 +187,7 @@ def _check_there(model: nn.Module) -> None:
 
 
 def without_memory(model: nn.Module) -> None:
-    """Put parameters without memory in the places of a model's own; what is tied stays tied."""
+    """Replace a model's parameters by ones without memory; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -194,9 +198,27 @@ def without_memory(model: nn.Module) -> None:
 
 
 def with_memory(model: nn.Module, device: torch.device) -> None:
-    """Memory, of whatever content, for a sharded model's parameters that have none."""
+    """Allocate memory, uninitialised, for a sharded model's parameters that have none."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model._apply(lambda tensor: _empty(tensor, device) if tensor.is_meta else tensor)
+
+
+@torch.no_grad()
+def leaves_as_is(module: nn.Module, records: Iterable[ParameterRecord], convert: Callable[[Tensor], Tensor]) -> bool:
+    """Whether ``convert``, as ``nn.Module._apply`` gets it, returns every parameter and buffer itself.
+
+    Raises:
+        ParameterError: it would change a parameter of ``records``, which an optimizer steps; nothing was converted.
+    """
+    for record in records:
+        found = convert(record.parameter)
+        if (found.dtype, found.device) != (record.dtype, record.device):
+            raise ParameterError(
+                f"the engine steps {record.name} as {record.dtype} on {record.device}, and this would make it "
+                f"{found.dtype} on {found.device}; set fp16 or bf16 in the configuration, or convert and move the "
+                "model before initialize() (engine.destroy() ends this engine)"
+            )
+    return all(convert(tensor) is tensor for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
@@ -204,7 +226,7 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
-    """All ranks have what rank 0 has."""
+    """Broadcast rank 0's values."""
     if ranks.world_size == 1 or tensor.numel() == 0:
         return
     # An expanded buffer (a mask) repeats itself in memory, and cannot be written as a whole.
@@ -215,7 +237,7 @@ def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
 
 
 def _scatter(former: Tensor, parameter: Tensor, shards: list[tuple[int, int]], ranks: Ranks) -> None:
-    """Rank 0 sends every other one its shard."""
+    """Send each rank its shard from rank 0."""
     held = held_part(parameter)
     if ranks.rank > 0:
         if held.numel() > 0:

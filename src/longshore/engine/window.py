@@ -1,74 +1,137 @@
-"""When a step is due: counted, never assumed."""
+"""The accumulation window: what happened in it so far, whether it failed, and when its step is due."""
 
 from __future__ import annotations
 
+import warnings
+
+from longshore.engine.batch_sizes import BatchSizes
 from longshore.errors import LongshoreError
+
+_DISCARDS_OF_A_LOOP = 3
+"""A bad batch is discarded once; a loop that discards in every micro step never trains."""
 
 
 class Window:
-    """The accumulation window as the engine's caller sees it: backwards, boundary, number of steps to accumulate.
+    """The accumulation window of an engine: everything between two steps that were applied, skipped or discarded.
 
     Args:
-        accumulation_steps: backwards a step, unless a boundary says otherwise.
+        sizes: samples per backward, and backwards per step unless a boundary was declared.
     """
 
-    def __init__(self, accumulation_steps: int) -> None:
-        self.accumulation_steps = accumulation_steps
+    def __init__(self, sizes: BatchSizes) -> None:
+        self.sizes = sizes
         self.boundary: bool | None = None
-        """What the user last declared; None: nothing was."""
-        # Of one window.
+        """What the user declared last; None: nothing, so backwards are counted."""
+        self._discards = 0
+        """Partly filled windows that were discarded since the last step that was due."""
+        self._begin()
+
+    def _begin(self) -> None:
         self.backwards = 0
+        """Calls of ``engine.backward()``."""
         self.calls = 0
-        """Of ``step()`` that were not due."""
+        """Calls of ``engine.step()`` that were not due."""
+        self.failed = False
+        """Whether a backward raised."""
+        self.scaled = False
+        """Whether the user asked for the loss scale, for a ``loss.backward()`` of their own."""
+        self._raw = False
+        """Whether gradients arrived outside of ``engine.backward()``."""
+        self._arrived = 0
+        """Gradients that had arrived when the last ``engine.backward()`` ended."""
 
     @property
     def open(self) -> bool:
-        """Whether anything happened since the last applied or discarded step."""
-        return self.backwards > 0 or self.calls > 0
+        """Whether anything was called since the last window ended."""
+        return self.failed or self.backwards > 0 or self.calls > 0
 
-    def set_accumulation_steps(self, steps: int) -> None:
-        """Raises LongshoreError in the middle of a window."""
-        if steps != self.accumulation_steps and self.open:
-            raise LongshoreError(
-                f"gradient_accumulation_steps was to change from {self.accumulation_steps} to {steps} in the middle of "
-                f"a window ({self.backwards} backwards were scaled by the old number); change it right after a step "
-                "that was applied, or discard the window with zero_grad()"
-            )
-        self.accumulation_steps = steps
-
-    def at_boundary(self) -> bool:
-        """Whether the backward that is under way, or has just ended, is the last of its window."""
-        if self.boundary is not None:
-            return self.boundary
-        return max(self.calls + 1, self.backwards) >= self.accumulation_steps
+    # -- backwards ------------------------------------------------------------
 
     def next_is_last(self) -> bool:
-        """Whether the backward that is about to begin is the last of its window, as far as is known."""
+        """Whether the backward that is about to begin is the last of the window, as far as is known."""
         if self.boundary is not None:
             return self.boundary
-        return max(self.calls, self.backwards) + 1 >= self.accumulation_steps
+        return max(self.calls, self.backwards) + 1 >= self.sizes.accumulation_steps
 
-    def due(self, raw_backwards: bool) -> bool:
+    def at_boundary(self) -> bool:
+        """Whether the backward that is under way, or has just ended, is the last of the window."""
+        if self.boundary is not None:
+            return self.boundary
+        return max(self.calls + 1, self.backwards) >= self.sizes.accumulation_steps
+
+    def has_raw(self, arrived: int) -> bool:
+        """Whether gradients came from a ``loss.backward()``; outside of ``engine.backward()`` only.
+
+        Args:
+            arrived: the optimizer's number of gradients in this window.
+        """
+        self._raw = self._raw or arrived > self._arrived
+        return self._raw
+
+    def end_backward(self, arrived: int, succeeded: bool) -> None:
+        """Count an ``engine.backward()``, whose gradients are among the ``arrived`` ones of the window."""
+        self._arrived = arrived
+        self.backwards += succeeded
+
+    # -- the step -------------------------------------------------------------
+
+    def due(self, raw: bool) -> bool:
         """Whether a ``step()`` now is to be applied.
 
         Args:
-            raw_backwards: gradients came that ``engine.backward()`` did not bring.
+            raw: gradients arrived that ``engine.backward()`` did not bring.
 
         Raises:
-            LongshoreError: nobody can know.
+            LongshoreError: the number of backwards is unknown, so nobody can tell.
         """
         if self.boundary is not None:
             return self.boundary
-        if self.accumulation_steps == 1:
+        if self.sizes.accumulation_steps == 1:
             return True
-        if raw_backwards:
+        if raw:
             raise LongshoreError(
-                f"gradients came from loss.backward(), which the engine does not count, and "
-                f"gradient_accumulation_steps is {self.accumulation_steps}: call engine.backward(loss), or say with "
-                "engine.set_gradient_accumulation_boundary(True or False) which step() is to be applied"
+                "gradients came from loss.backward(), which the engine does not count, and "
+                f"gradient_accumulation_steps is {self.sizes.accumulation_steps}: call engine.backward(loss), or "
+                "declare with engine.set_gradient_accumulation_boundary(True or False) which step() is to be applied"
             )
-        return self.backwards >= self.accumulation_steps
+        return self.backwards >= self.sizes.accumulation_steps
+
+    def set_accumulation_steps(self, steps: int) -> None:
+        """Change the backwards per step; the micro batch stays, and the train batch changes.
+
+        Raises:
+            ValueError: not a number of backwards.
+            LongshoreError: in the middle of a window.
+        """
+        sizes = self.sizes.with_accumulation_steps(steps)
+        if sizes != self.sizes and (self.backwards > 0 or self.calls > 0):
+            raise LongshoreError(
+                f"gradient_accumulation_steps was to change from {self.sizes.accumulation_steps} to {steps} in the "
+                f"middle of a window ({self.backwards} backwards were scaled by the old number); change it right after "
+                "a step that was applied, or discard the window with zero_grad()"
+            )
+        self.sizes = sizes
+
+    # -- the end --------------------------------------------------------------
 
     def close(self) -> None:
-        """The step was applied or skipped, or the window discarded."""
-        self.backwards = self.calls = 0
+        """End the window, whose step was applied or skipped."""
+        self._begin()
+
+    def stepped(self) -> None:
+        """Note that a step was due, so that discarded windows are counted from here."""
+        self._discards = 0
+
+    def discard(self) -> None:
+        """End the window, which the user discarded; warn about a loop that never trains."""
+        kept, steps = self.backwards, self.sizes.accumulation_steps
+        partly = not self.failed and self.boundary is None and 0 < kept < steps
+        self._discards += partly
+        if partly and self._discards == _DISCARDS_OF_A_LOOP:
+            warnings.warn(
+                f"zero_grad() discarded {kept} of {steps} backwards of an accumulation window, and did so "
+                f"{self._discards} times with no step() applied between; call it after a step() "
+                "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
+                stacklevel=5,
+            )
+        self._begin()

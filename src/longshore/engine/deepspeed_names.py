@@ -1,0 +1,280 @@
+"""Names that scripts know from DeepSpeed's engine: what longshore's engine answers to them, or what to use instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from longshore.engine.config import Config
+from longshore.engine.data import TrainingLoader, make_loader
+from longshore.engine.loss_scale import LossScale
+from longshore.engine.precision import DTYPES
+from longshore.engine.ranks import Ranks
+from longshore.engine.weight_files import load_weights, save_weights, whole_weights
+from longshore.engine.window import Window
+from longshore.optim.host_optimizer import HostOptimizer
+
+_NO_PARTITION = "longshore frees what it gathers by itself; leave the call out"
+_NO_MODEL_PARALLELISM = "longshore shards over data-parallel ranks only; use engine.compile()"
+INSTEAD = {
+    "offload_states": 'optimizer states are where offload_optimizer says; "cpu" keeps them off the device for good',
+    "reload_states": "states are never offloaded for a while only; leave the call out",
+    "load_universal_checkpoint": "load_checkpoint() takes a checkpoint of any number of ranks",
+    "allreduce_gradients": "engine.step() reduces what is left; between backwards longshore.utils.safe_get_full_grad "
+    "does",
+    "empty_partition_cache": _NO_PARTITION,
+    "compile_autosp": _NO_MODEL_PARALLELISM,
+    "compile_autotp": _NO_MODEL_PARALLELISM,
+    "tput_timer": "engine.global_samples counts samples; longshore.trace() measures",
+    "flops_profiler": "use torch.utils.flop_counter",
+    "monitor": "write figures with the logger of your choice after engine.step()",
+}
+"""Names that the engine does not have, with the reason or the replacement."""
+
+
+class BatchInfo(NamedTuple):
+    """Samples per step, samples per backward and rank, backwards per step."""
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+
+
+class CallableFloat(float):
+    """A number that returns itself when called: DeepSpeed's engine has a method ``loss_scale()``."""
+
+    def __call__(self) -> float:
+        return float(self)
+
+
+T = TypeVar("T")
+
+
+def _configured(read: Callable[[Config], T]) -> Callable[[Any], T]:
+    """A method without arguments that returns what the configuration says."""
+    return lambda self: read(self._config)
+
+
+@dataclass(frozen=True)
+class DeepSpeedNames:
+    """Attributes and methods of DeepSpeed's engine that :class:`longshore.Engine` passes on to here.
+
+    They belong to the engine's interface: ``engine.save_16bit_model(...)``, ``engine.get_batch_info()``.
+    """
+
+    _module: nn.Module
+    _optimizer: HostOptimizer
+    _config: Config
+    _ranks: Ranks
+    _loss_scaling: LossScale
+    _window: Window
+
+    # -- weights --------------------------------------------------------------
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write whole weights in the dtype that they train in, on rank 0; at stage 3 all ranks have to call.
+
+        Args:
+            save_dir: created if it does not exist.
+            save_filename: written as safetensors if it ends with ``.safetensors``, else for ``torch.load``.
+            exclude_frozen_parameters: leave those out.
+
+        Returns:
+            True.
+        """
+        weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if weights is not None:
+            save_weights(weights, save_dir, save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Whole weights on the CPU, on rank 0; None on the others. At stage 3 all ranks have to call."""
+        return whole_weights(self._module, keep=self._ranks.rank == 0, trainable_only=exclude_frozen_parameters)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's own ``state_dict()``; at stage 3 on several ranks it has shards (``DTensor``)."""
+        frozen = {id(each) for each in self._module.parameters() if not each.requires_grad}
+        state = self._module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+        for name in list(state):
+            if exclude_frozen_parameters and id(state[name]) in frozen:
+                del state[name]
+            elif isinstance(state[name], torch.Tensor) and not keep_vars:
+                state[name] = state[name].detach()
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        """Load whole weights, the same on all ranks, at any stage; masters follow at the next step.
+
+        Args:
+            checkpoint: a state dict of the model, or a dictionary with one as ``"module"``.
+            strict: as in torch.
+            custom_load_fn: called with ``src`` and ``dst``, the state dict and the model, in place of torch's loading.
+        """
+        state = checkpoint.get("module", checkpoint)
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self._module)
+        else:
+            load_weights(self._module, state, strict)
+
+    @property
+    def is_compiled(self) -> bool:
+        return getattr(self._module, "_compiled_call_impl", None) is not None
+
+    # -- numbers --------------------------------------------------------------
+
+    def get_batch_info(self) -> BatchInfo:
+        """The three batch numbers, which multiply out with the number of ranks."""
+        sizes = self._window.sizes
+        return BatchInfo(sizes.train_batch_size, sizes.micro_batch_size, sizes.accumulation_steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Samples per backward and rank from now on, as the engine counts them; ``training_dataloader`` keeps its own.
+
+        The accumulation steps stay, so the train batch changes with it.
+        """
+        self._window.sizes = self._window.sizes.with_micro_batch_size(micro_batch_size)
+
+    def get_mom(self) -> list[Any]:
+        """Betas, or momentum, of each group."""
+        return [group.get("betas", group.get("momentum")) for group in self._optimizer.param_groups]
+
+    @property
+    def loss_scale(self) -> CallableFloat:
+        """The factor of losses before backward, 1.0 without a scaler; it may also be called."""
+        return CallableFloat(self._loss_scaling.value)
+
+    cur_scale = loss_scale
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its machine."""
+        return self._ranks.local_rank
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all."""
+        return self._ranks.rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of ranks that run different batches."""
+        return self._window.sizes.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of ranks that run each batch together."""
+        return self._ranks.world_size // self._window.sizes.world_size
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks; None for one rank that needs no group."""
+        return self._ranks.group
+
+    # -- the configuration ----------------------------------------------------
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Dtypes of parameters, and of gradients as they are added."""
+        parameters = DTYPES[self._config.dtype] if self._config.dtype else torch.float32
+        return parameters, DTYPES[self._config.accumulation_dtype]
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Dtype in which gradients travel between ranks."""
+        name = self._config.communication_dtype
+        return DTYPES[name] if name else self.get_data_types()[0]
+
+    def optimizer_name(self) -> str:
+        return type(self._optimizer).__name__
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """The configured options; None where the optimizer was passed."""
+        return None if self._config.optimizer is None else dict(self._config.optimizer.arguments())
+
+    def scheduler_name(self) -> str | None:
+        """The configured schedule; None where there is none."""
+        return None if self._config.scheduler is None else self._config.scheduler.type
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        return None if self._config.scheduler is None else dict(self._config.scheduler.arguments())
+
+    fp16_enabled = _configured(lambda config: "fp16" in (config.dtype, config.autocast))
+    bfloat16_enabled = _configured(lambda config: config.dtype == "bf16")
+    dynamic_loss_scale = _configured(
+        lambda config: config.loss_scaling is not None and config.loss_scaling.scale is None
+    )
+    gradient_clipping = _configured(lambda config: config.gradient_clipping)
+    gradient_predivide_factor = _configured(lambda config: config.gradient_predivide_factor)
+    zero_optimization_stage = _configured(lambda config: config.stage)
+    zero_optimization = _configured(lambda config: config.stage > 0)
+    zero_optimization_partition_gradients = _configured(lambda config: config.stage >= 2)
+    zero_optimization_partition_weights = _configured(lambda config: config.stage >= 3)
+    zero_cpu_offload = _configured(lambda config: config.offload_device == "cpu")
+    wall_clock_breakdown = _configured(lambda config: config.wall_clock_breakdown)
+    steps_per_print = _configured(lambda config: config.steps_per_print)
+
+    # -- data -----------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> TrainingLoader[Any]:
+        """Make a loader of this rank's part of a dataset, like the one for ``training_data``.
+
+        Args:
+            batch_size: samples per batch; None: the micro batch size.
+            route: ``"train"`` shuffles, ``"eval"`` and ``"predict"`` keep the order.
+            pin_memory: accepted; batches for a CUDA device are always pinned.
+            data_sampler: rejected.
+            num_local_io_workers: processes that read ahead; None: none.
+
+        Raises:
+            ValueError: a sampler, or another route.
+        """
+        if data_sampler is not None:
+            raise ValueError(
+                "deepspeed_io() splits the data over the ranks itself; with a sampler of your own make a "
+                "torch.utils.data.DataLoader"
+            )
+        if route not in ("train", "eval", "predict"):
+            raise ValueError(f"route is 'train', 'eval' or 'predict', not {route!r}")
+        size = self._window.sizes.micro_batch_size if batch_size is None else batch_size
+        seed = 0 if route == "train" else None
+        return make_loader(
+            dataset, size, self._ranks, collate_fn, self._config.drop_last, num_local_io_workers or 0, seed
+        )
+
+
+PASSED_ON = frozenset(name for name in vars(DeepSpeedNames) if not name.startswith("__"))
+"""Names of :class:`DeepSpeedNames` that are the engine's."""
