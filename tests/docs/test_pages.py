@@ -71,7 +71,7 @@ def test_a_message_is_split_into_rule_and_advice() -> None:
 
     assert split("a is b; use c") == ("a is b", "Use c.")
     assert split("a is «b» (for d, use c_d())") == ("a is «b»", r"For d, use c\_d().")
-    assert split("lr must be 1, and is «lr»") == ("lr must be 1, and is «lr»", "Give a value of that kind.")
+    assert split("lr must be 1, and is «lr»") == ("lr must be 1, and is «lr»", "Give 1.")
 
 
 def test_a_message_without_advice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
