@@ -11,41 +11,13 @@ class ThreadPool:
     def __init__(self, threads: int, cpu_set: Sequence[int]) -> None: ...
 
 def supported_instruction_sets() -> list[InstructionSet]: ...
-
-_Page = tuple[int, int, int, int]
-_Segments = Sequence[tuple[int, int, int, int, int, int, int]]
-_Scale = tuple[float, float]
-
-def step_adam(
+def rules() -> list[str]: ...
+def step(
     pool: ThreadPool,
-    page: _Page,
-    segments: _Segments,
-    rules: Sequence[tuple[float, float, float, float, float, float, bool, bool, bool]],
-    scale: _Scale,
-    isa: InstructionSet,
-) -> None: ...
-def step_lion(
-    pool: ThreadPool,
-    page: _Page,
-    segments: _Segments,
-    rules: Sequence[tuple[float, float, float, float, bool]],
-    scale: _Scale,
-    isa: InstructionSet,
-) -> None: ...
-def step_adagrad(
-    pool: ThreadPool,
-    page: _Page,
-    segments: _Segments,
-    rules: Sequence[tuple[float, float, float, float, float, bool]],
-    scale: _Scale,
-    isa: InstructionSet,
-) -> None: ...
-def step_sgd(
-    pool: ThreadPool,
-    page: _Page,
-    segments: _Segments,
-    rules: Sequence[tuple[float, float, float, float, bool, bool, bool]],
-    scale: _Scale,
+    rule: int,
+    page: tuple[int, int, int, int],
+    segments: Sequence[tuple[int, int, int, int, int, int, int]],
+    scalars: Sequence[Sequence[float]],
     isa: InstructionSet,
 ) -> None: ...
 def accumulate(

@@ -12,10 +12,19 @@ import numpy
 import torch
 from torch import Tensor
 
-from longshore.kernels.base import NORM_BLOCK_NUMEL
-from longshore.kernels.host import TileSegment, check_pages, check_pair, check_segment, dtype_code
-from longshore.kernels.rules import UNSCALED, HostRule, Scale, TorchRule
-from longshore.kernels.scalars import float32_rows, kind_of, row_of
+from longshore.kernels.base import (
+    NORM_BLOCK_NUMEL,
+    UNSCALED,
+    HostRule,
+    Scale,
+    TileSegment,
+    check_pages,
+    check_pair,
+    check_segment,
+    checked_rules,
+    dtype_code,
+)
+from longshore.kernels.reference import float32_bytes
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 """How kernels are launched; without fusion, each operation rounds on its own."""
@@ -68,23 +77,26 @@ class DeviceKernels:
         check_pages(source_page, target_page)
         page_arrays, page_numel = source_page.shape
         self._check_overlap(source_page, target_page)
-        kind = kind_of(rules, page_arrays)
-        rows = self._rows(segments, page_numel, len(rules))
+        checked = checked_rules(rules, page_arrays)
+        rows = self._rows(segments, page_numel, len(checked))
         if not rows:
             return
         blocks = [-(-row[1] // self._triton.STEP_BLOCK.value) for row in rows]
         firsts = [0, *itertools.accumulate(blocks)]
-        table = torch.tensor([[*row, first] for row, first in zip(rows, firsts, strict=False)], dtype=torch.int64)
+        scalars = _float32_rows([rule.row(scale) for rule in checked])
+        table = [
+            [*row, rule * scalars.shape[1], first, page_numel]
+            for (*row, rule), first in zip(rows, firsts, strict=False)
+        ]
         owners = torch.repeat_interleave(torch.tensor(blocks))
         with self._current():
             self._triton.step_tile[(firsts[-1],)](
                 source_page,
                 target_page,
-                page_numel,
-                self._upload(table),
+                self._upload(torch.tensor(table, dtype=torch.int64)),
                 self._upload(owners),
-                self._upload(float32_rows([row_of(rule, scale) for rule in rules if not isinstance(rule, TorchRule)])),
-                kind.code,
+                self._upload(scalars),
+                self._triton.device_function(type(checked[0]).update),
                 page_arrays,
                 **_PASS,
             )
@@ -124,7 +136,7 @@ class DeviceKernels:
             self._triton.sum_of_squares[(len(sums),)](
                 self._upload(torch.tensor(starts, dtype=torch.int64)),
                 self._upload(torch.tensor(spans, dtype=torch.int64)),
-                self._upload(float32_rows([[scale.first, scale.second]])),
+                self._upload(_float32_rows([[scale.first, scale.second]])),
                 sums,
                 num_warps=1,
                 enable_fp_fusion=False,
@@ -228,6 +240,12 @@ def _triton_rules(device: torch.device) -> ModuleType:
         mode = "in Triton's interpreter (TRITON_INTERPRET is set)" if triton_rules.INTERPRETED else "compiled"
         raise ValueError(f"the kernels run {mode}, so their tensors are on {runs_on}, not on {device}")
     return triton_rules
+
+
+def _float32_rows(rows: Sequence[Sequence[float]]) -> Tensor:
+    """Doubles rounded to float32, on the CPU: ``[len(rows), columns]``."""
+    data = bytearray(b"".join(float32_bytes(value) for row in rows for value in row))
+    return torch.frombuffer(data, dtype=torch.float32).view(len(rows), -1)
 
 
 def _refused(index: int, why: str) -> ValueError:

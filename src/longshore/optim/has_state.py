@@ -10,11 +10,10 @@ from torch import Tensor
 
 from longshore.host import ParameterStore
 from longshore.optim.clipping import Clipping
-from longshore.optim.family import RuleFamily
+from longshore.optim.family import RuleFamily, records_of
 from longshore.optim.gradients import GradientSource
 from longshore.optim.loading import loadable_state, merged_group
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.planning import records_of
 from longshore.optim.state import StateAccess, StateMap, clear_state, write_state
 
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from longshore.host import ParameterStep, ParameterStore, Ranges, SpeculationRecord, annotating
 from longshore.kernels import HostRule
 from longshore.optim.clipping import Clipping, gradient_norm
-from longshore.optim.family import History, RuleFamily
+from longshore.optim.family import History, RuleFamily, planned, records_of
 from longshore.optim.forecast import OptimizerForecast, checked_backwards
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.has_state import HasState
@@ -20,7 +20,6 @@ from longshore.optim.ledger import Entry, balance
 from longshore.optim.masters import adopt_masters, publish, refresh_masters
 from longshore.optim.offload import Offload, Placement
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, group_members
-from longshore.optim.planning import planned, records_of
 from longshore.optim.state import begin_states, name_states
 
 

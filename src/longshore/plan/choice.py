@@ -6,15 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from longshore.optim.families import AdagradFamily, AdamFamily, LionFamily, SGDFamily
+import longshore.optim.rules  # noqa: F401  every rule is then known
+from longshore.optim.rule_optimizer import OPTIMIZERS
 
-STATES = {
-    "AdamW": AdamFamily.states,
-    "Adam": AdamFamily.states,
-    "Lion": LionFamily.states,
-    "Adagrad": AdagradFamily.states,
-    "SGD": SGDFamily.states,
-}
+STATES = {name: optimizer.rules.states for name, optimizer in OPTIMIZERS.items()}
 """State arrays beside the master, by optimizer; SGD with momentum."""
 
 

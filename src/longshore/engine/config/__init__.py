@@ -1,16 +1,12 @@
 """The configuration: one typed model, and the DeepSpeed file translated into it at the edge."""
 
+from typing import Any
+
+from longshore.engine.config import optimizers
 from longshore.engine.config.load import LoadedConfig, load_config
 from longshore.engine.config.model import Config, LossScaling
 from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
-from longshore.engine.config.optimizers import (
-    AdagradConfig,
-    AdamConfig,
-    AdamWConfig,
-    LionConfig,
-    OptimizerConfig,
-    SGDConfig,
-)
+from longshore.engine.config.optimizers import OptimizerConfig
 from longshore.engine.config.problems import ConfigError, Problem
 from longshore.engine.config.schedulers import (
     LRRangeTestConfig,
@@ -22,20 +18,15 @@ from longshore.engine.config.schedulers import (
 )
 
 __all__ = [
-    "AdagradConfig",
-    "AdamConfig",
-    "AdamWConfig",
     "Config",
     "ConfigError",
     "CsvConfig",
     "LRRangeTestConfig",
-    "LionConfig",
     "LoadedConfig",
     "LossScaling",
     "OneCycleConfig",
     "OptimizerConfig",
     "Problem",
-    "SGDConfig",
     "SchedulerConfig",
     "TensorBoardConfig",
     "WandbConfig",
@@ -44,3 +35,8 @@ __all__ = [
     "WarmupLRConfig",
     "load_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``AdamWConfig`` and so on, which are made from the optimizers."""
+    return getattr(optimizers, name)

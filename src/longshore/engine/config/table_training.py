@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longshore.engine.config.keys import Key, accepted, honoured, refused
 from longshore.engine.config.model import CPU_SET
-from longshore.engine.config.optimizers import DAMPENING, OPTIMIZER_TYPE
+from longshore.engine.config.optimizers import OPTIMIZER_TYPE, OPTIMIZERS, kind_of_option, optimizers_with
 from longshore.engine.config.schedulers import MOMENTUM, SCHEDULER_TYPE, WARMUP_TYPE
 from longshore.engine.config.values import (
     AT_LEAST_0,
@@ -121,20 +121,20 @@ PRECISION: tuple[Key, ...] = (
 )
 
 _DEFAULT = "Left out it is"
-_ADAM = ("Adam", "AdamW")
+_ADAM = optimizers_with("bias_correction")
 _P = "optimizer.params"
 _PARAMS = f"{_BY_NAME}test_params"
 _FLAG = "How torch computes a step, not what; longshore always runs its own kernel."
 
-OPTIMIZER: tuple[Key, ...] = (
+_OPTIMIZER: tuple[Key, ...] = (
     honoured("optimizer", "type", OPTIMIZER_TYPE, "In any case. Adam means AdamW unless adam_w_mode is false.",
              f"{_BY_NAME}test_types"),
     accepted("optimizer", "legacy_fusion", BOOLEAN, "How DeepSpeed fuses fp16 steps; longshore has one kernel."),
     honoured(_P, "lr", NOT_NEGATIVE, f"Learning rate. {_DEFAULT} 0.001, for Adagrad 0.01.", _PARAMS),
     honoured(_P, "betas", BETAS, f"Decay rates of the moments. {_DEFAULT} 0.9 and 0.999.", _PARAMS,
-             of=(*_ADAM, "Lion")),
+             of=optimizers_with("betas")),
     honoured(_P, "eps", NOT_NEGATIVE, f"Added to the denominator. {_DEFAULT} 1e-8, for Adagrad 1e-10.", _PARAMS,
-             of=(*_ADAM, "Adagrad")),
+             of=optimizers_with("eps")),
     honoured(_P, "weight_decay", NOT_NEGATIVE,
              f"{_DEFAULT} 0, for AdamW too (DeepSpeed's default; torch's 0.01 with torch_adam).", _PARAMS),
     honoured(_P, "bias_correction", BOOLEAN, f"{_DEFAULT} true.", f"{_BY_NAME}test_bias_correction", of=_ADAM),
@@ -144,10 +144,11 @@ OPTIMIZER: tuple[Key, ...] = (
              "The same numbers by the same kernel; only the default of weight_decay is torch's then.",
              f"{TRANSLATION}test_torch_adam", of=_ADAM),
     honoured(_P, "maximize", BOOLEAN, "Ascend instead.", _PARAMS),
-    honoured(_P, "lr_decay", NOT_NEGATIVE, f"{_DEFAULT} 0.", _PARAMS, of=("Adagrad",)),
-    honoured(_P, "momentum", NOT_NEGATIVE, f"{_DEFAULT} 0.", _PARAMS, of=("SGD",)),
-    honoured(_P, "dampening", DAMPENING, f"{_DEFAULT} 0.", _PARAMS, of=("SGD",)),
-    honoured(_P, "nesterov", BOOLEAN, f"{_DEFAULT} false.", _PARAMS, of=("SGD",)),
+    honoured(_P, "lr_decay", NOT_NEGATIVE, f"{_DEFAULT} 0.", _PARAMS, of=optimizers_with("lr_decay")),
+    honoured(_P, "momentum", NOT_NEGATIVE, f"{_DEFAULT} 0.", _PARAMS, of=optimizers_with("momentum")),
+    honoured(_P, "dampening", kind_of_option("SGD", "dampening"), f"{_DEFAULT} 0.", _PARAMS,
+             of=optimizers_with("dampening")),
+    honoured(_P, "nesterov", BOOLEAN, f"{_DEFAULT} false.", _PARAMS, of=optimizers_with("nesterov")),
     accepted(_P, "fused", BOOLEAN, _FLAG),
     accepted(_P, "foreach", BOOLEAN, _FLAG),
     accepted(_P, "set_grad_none", BOOLEAN, "What zero_grad() leaves in .grad; the weights are the same.", of=_ADAM),
@@ -162,6 +163,15 @@ OPTIMIZER: tuple[Key, ...] = (
     accepted("", "zero_allow_untested_optimizer", BOOLEAN,
              "longshore decides by the optimizer: what it cannot step exactly it refuses by name."),
     accepted("", "zero_force_ds_cpu_optimizer", BOOLEAN, "offload_optimizer alone says where a step runs."),
+)
+
+OPTIMIZER: tuple[Key, ...] = (
+    *_OPTIMIZER,
+    # Options of rules that brought a name of their own.
+    *(honoured(_P, option, kind_of_option(name, option), "An option of the optimizer.", _PARAMS,
+               of=optimizers_with(option))
+      for name, model in OPTIMIZERS.items() for option in model.model_fields
+      if option != "type" and not {key.name for key in _OPTIMIZER} & {option}),
 )
 
 _S = "scheduler.params"
