@@ -14,10 +14,13 @@ struct Adam {
 
     LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
         const float scale0 = s[0], scale1 = s[1];
-        const float decay = s[2], l2 = s[3], lerp_weight = s[4];
-        const uint32_t from_gradient = mask_of(s[5] != 0.0f);
-        const float beta2 = s[6], one_minus_beta2 = s[7];
-        const float root_correction = s[8], eps = s[9], step_size = s[10];
+        const float decay = s[2], l2 = s[3], one_minus_beta1 = s[4];
+        const float beta2 = s[5], one_minus_beta2 = s[6];
+        const float root_correction = s[7], eps = s[8], step_size = s[9];
+        // torch's lerp counts from the nearer end, so that a weight of 1 gives
+        // the gradient exactly.
+        const uint32_t from_moment = mask_of(one_minus_beta1 < 0.5f);
+        const float lerp_weight = choose(from_moment, one_minus_beta1, one_minus_beta1 - 1.0f);
         for (size_t i = 0; i < kBlock; ++i) {
             float g = b.g[i] * scale0 * scale1;
             float p = b.a[0][i];
@@ -28,7 +31,7 @@ struct Adam {
             } else {
                 p = p * decay;
             }
-            m = fma_once(lerp_weight, g - m, choose(from_gradient, g, m));
+            m = fma_once(lerp_weight, g - m, choose(from_moment, m, g));
             v = fma_once(one_minus_beta2 * g, g, v * beta2);
             const float denominator = __builtin_sqrtf(v) / root_correction + eps;
             b.a[0][i] = p + (step_size * m) / denominator;
@@ -115,7 +118,7 @@ void sgd(const float* s, DType gradient, DType output, const Span& span, bool st
 
 // Name, scalars of a row, least and most arrays of a page, and what steps.
 constexpr RuleEntry kRules[] = {
-    {"Adam", 11, 3, 3, adam},
+    {"Adam", 10, 3, 3, adam},
     {"Lion", 8, 2, 2, step_by<Lion>},
     {"Adagrad", 5, 2, 2, step_by<Adagrad>},
     {"SGD", 9, 1, 2, sgd},

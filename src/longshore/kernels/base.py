@@ -44,13 +44,14 @@ class Rule(ABC):
 
     maximize: bool = field(default=False, kw_only=True)
 
+    @property
     @abstractmethod
     def scalars(self) -> tuple[float, ...]:
         """What the element-wise pass reads: computed in double, rounded to float32 by the kernels."""
 
-    def row(self, scale: Scale) -> list[float]:
-        """What the gradient is multiplied by, one factor after the other, and the scalars."""
-        return [-scale.first if self.maximize else scale.first, scale.second, *self.scalars()]
+    def factors(self, scale: Scale) -> tuple[float, float]:
+        """What the gradient is multiplied by, one factor after the other."""
+        return -scale.first if self.maximize else scale.first, scale.second
 
     def check(self, page_arrays: int) -> None:
         """Raise ``ValueError`` for a page of another number of arrays, or a step count below 1."""

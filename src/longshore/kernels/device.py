@@ -83,7 +83,7 @@ class DeviceKernels:
             return
         blocks = [-(-row[1] // self._triton.STEP_BLOCK.value) for row in rows]
         firsts = [0, *itertools.accumulate(blocks)]
-        scalars = _float32_rows([rule.row(scale) for rule in checked])
+        scalars = _float32_rows([(*rule.factors(scale), *rule.scalars) for rule in checked])
         table = [
             [*row, rule * scalars.shape[1], first, page_numel]
             for (*row, rule), first in zip(rows, firsts, strict=False)

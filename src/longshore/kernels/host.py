@@ -102,7 +102,7 @@ class HostKernels:
         page = (_address(source_page), _address(target_page), *source_page.shape)
         checked = checked_rules(rules, source_page.shape[0])
         table = [_row(segment) for segment in segments]
-        scalars = [rule.row(scale) for rule in checked]
+        scalars = [(*rule.factors(scale), *rule.scalars) for rule in checked]
         _native.step(self._pool, _entry(checked), page, table, scalars, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:

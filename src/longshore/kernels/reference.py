@@ -83,7 +83,8 @@ def rule_step(
         ValueError: a number of arrays that the rule does not have, or a step count below 1.
     """
     rule.check(len(arrays))
-    first, second, *scalars = map(_float32, rule.row(scale))
+    first, second = map(_float32, rule.factors(scale))
+    scalars = [_float32(value) for value in rule.scalars]
     g = gradient.float() * first * second
     absent = [g] * (1 + len(rule.states) - len(arrays))
     return type(rule).update(scalars, g, *arrays, *absent)[: len(arrays)]
@@ -106,8 +107,3 @@ def float32_bytes(value: float) -> bytes:
         return struct.pack("f", value)
     except OverflowError:  # beyond the largest float32, which struct refuses
         return struct.pack("f", math.copysign(math.inf, value))
-
-
-def rounded(value: float) -> float:
-    """A double rounded to the nearest float32."""
-    return struct.unpack("f", float32_bytes(value))[0]

@@ -54,15 +54,19 @@ def not_negative(value: Any, name: str) -> float:
     return found
 
 
+def beta(value: Any, name: str) -> float:
+    """A decay rate: a :func:`number` of at least 0 and below 1."""
+    found = number(value, name)
+    if not 0.0 <= found < 1.0:
+        raise ValueError(f"{name} must be at least 0 and below 1, and is {found}")
+    return found
+
+
 def betas(value: Any, name: str) -> tuple[float, float]:
-    """Two decay rates, each at least 0 and below 1."""
+    """A pair of decay rates."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"{name} is a pair, not {value!r}")
-    beta1, beta2 = (number(beta, f"{name}[{index}]") for index, beta in enumerate(value))
-    for index, beta in enumerate((beta1, beta2)):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"{name}[{index}] must be at least 0 and below 1, and is {beta}")
-    return beta1, beta2
+    return beta(value[0], f"{name}[0]"), beta(value[1], f"{name}[1]")
 
 
 def flag(value: Any, name: str) -> bool:

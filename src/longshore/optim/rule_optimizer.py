@@ -29,6 +29,8 @@ class RuleOptimizer(HostOptimizer):
     """The class in ``torch.optim`` that has the same groups and states."""
     deepspeed_defaults: ClassVar[Mapping[str, Any]] = {}
     """Where a DeepSpeed file that leaves an option out means something else than the signature."""
+    suggested: ClassVar[Mapping[str, Any]] = {"lr": 1e-4}
+    """Parameters that the planner writes into a DeepSpeed file, for the user to change."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

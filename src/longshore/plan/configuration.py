@@ -6,18 +6,13 @@ from typing import Any
 
 import torch
 
+from longshore.optim.rule_optimizer import OPTIMIZERS
 from longshore.plan.choice import Choice, Job
-
-_LEARNING_RATES = {"AdamW": 1e-4, "Adam": 1e-4, "Lion": 1e-5, "Adagrad": 1e-2, "SGD": 1e-2}
 
 
 def configuration(job: Job, choice: Choice) -> dict[str, Any]:
     """A DeepSpeed-style file. Its learning rate is a beginning, and yours to choose."""
-    params: dict[str, Any] = {"lr": _LEARNING_RATES[job.optimizer]}
-    if job.optimizer == "SGD":
-        params["momentum"] = 0.9
-    if job.optimizer == "Adam":
-        params["adam_w_mode"] = False  # which makes it AdamW in such a file
+    params = dict(OPTIMIZERS[job.optimizer].suggested)
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch_size,
         "gradient_accumulation_steps": job.accumulation,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, create_model, model_validator
 
 import longshore.optim.rules  # noqa: F401  every rule is then known
 from longshore.engine.config.base import NamedModel
-from longshore.engine.config.values import BETAS, BOOLEAN, NOT_NEGATIVE, Choice, Kind, Number, checked
-from longshore.optim.family import betas, flag, not_negative, number
+from longshore.engine.config.values import BETA, BETAS, BOOLEAN, NOT_NEGATIVE, Choice, Kind, Number, checked
+from longshore.optim.family import beta, betas, flag, not_negative, number
 from longshore.optim.rule_optimizer import OPTIMIZERS as CLASSES
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 _KINDS: dict[Callable[[Any, str], Any], tuple[Any, Kind]] = {
     not_negative: (float, NOT_NEGATIVE),
     number: (float, Number()),
+    beta: (float, BETA),
     betas: (tuple[float, float], BETAS),
     flag: (bool, BOOLEAN),
 }
@@ -51,7 +52,17 @@ def _model(kind: type[RuleOptimizer]) -> type[NamedModel]:
 
 OPTIMIZERS = {name: _model(kind) for name, kind in CLASSES.items()}
 
-OptimizerConfig = Annotated[Union[tuple(OPTIMIZERS.values())], Field(discriminator="type")]  # noqa: UP007
+if TYPE_CHECKING:
+
+    class OptimizerConfig(NamedModel):
+        """What the configurations of all optimizers have in common."""
+
+        type: str
+        lr: float
+        weight_decay: float
+
+else:
+    OptimizerConfig = Annotated[Union[tuple(OPTIMIZERS.values())], Field(discriminator="type")]  # noqa: UP007
 
 DEEPSPEED_DEFAULTS = {name: dict(kind.deepspeed_defaults) for name, kind in CLASSES.items()}
 """Where a DeepSpeed file that leaves a parameter out means something else than our models do."""

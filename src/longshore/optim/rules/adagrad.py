@@ -48,6 +48,7 @@ class AdagradRule(Rule):
     weight_decay: float
     step: int
 
+    @property
     def scalars(self) -> tuple[float, ...]:
         return self.weight_decay, self.eps, -(self.lr / (1.0 + (self.step - 1.0) * self.lr_decay))
 
@@ -93,7 +94,7 @@ class AdagradFamily(RuleFamily):
 
 
 class Adagrad(RuleOptimizer):
-    """Adagrad with master weights and sums of squares in host memory.
+    """``torch.optim.Adagrad`` with master weights and sums of squares in host memory.
 
     The weights are those of ``torch.optim.Adagrad(fused=True)`` on the CPU with
     float32 masters, bit for bit.
@@ -118,6 +119,7 @@ class Adagrad(RuleOptimizer):
 
     rules = AdagradFamily
     twin = torch.optim.Adagrad
+    suggested: ClassVar = {"lr": 1e-2}
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import Rule
-from longshore.kernels.reference import divide, fma, root, rounded, scalar, where
+from longshore.kernels.reference import divide, fma, root, scalar, where
 from longshore.optim.family import History, RuleFamily, betas, flag, not_negative
 from longshore.optim.offload import Placement
 from longshore.optim.rule_optimizer import RuleOptimizer
@@ -27,18 +27,20 @@ def adam(scalars: Sequence[Tensor], g: Tensor, p: Tensor, m: Tensor, v: Tensor) 
     """The new master, first moment and second moment."""
     decay = scalar(scalars, 0)
     l2 = scalar(scalars, 1)
-    lerp_weight = scalar(scalars, 2)
-    lerp_from_gradient = scalar(scalars, 3)
-    beta2 = scalar(scalars, 4)
-    one_minus_beta2 = scalar(scalars, 5)
-    root_correction = scalar(scalars, 6)
-    eps = scalar(scalars, 7)
-    negative_step_size = scalar(scalars, 8)
+    one_minus_beta1 = scalar(scalars, 2)
+    beta2 = scalar(scalars, 3)
+    one_minus_beta2 = scalar(scalars, 4)
+    root_correction = scalar(scalars, 5)
+    eps = scalar(scalars, 6)
+    negative_step_size = scalar(scalars, 7)
     if l2 != 0.0:
         g = fma(p, l2, g)
     else:
         p = p * decay
-    m = fma(lerp_weight, g - m, where(lerp_from_gradient != 0.0, g, m))
+    # torch's lerp counts from the nearer end, so that a weight of 1 gives the
+    # gradient exactly. The difference is exact in float32.
+    from_moment = one_minus_beta1 < 0.5
+    m = fma(where(from_moment, one_minus_beta1, one_minus_beta1 - 1.0), g - m, where(from_moment, m, g))
     v = fma(one_minus_beta2 * g, g, v * beta2)
     denominator = divide(root(v), root_correction) + eps
     p = p + divide(negative_step_size * m, denominator)
@@ -64,18 +66,14 @@ class AdamRule(Rule):
     bias_correction: bool = True
     """False: the moments count as they are, and ``step`` changes nothing."""
 
+    @property
     def scalars(self) -> tuple[float, ...]:
         bias_correction1 = 1.0 - self.beta1**self.step if self.bias_correction else 1.0
         bias_correction2 = 1.0 - self.beta2**self.step if self.bias_correction else 1.0
-        lerp_weight = rounded(1.0 - self.beta1)
-        # torch's lerp counts from the nearer end, so that a weight of 1 gives the
-        # gradient exactly. The difference is exact in float32.
-        from_gradient = not lerp_weight < 0.5
         return (
             1.0 - self.lr * self.weight_decay if self.decoupled else 1.0,
             0.0 if self.decoupled else self.weight_decay,
-            lerp_weight - 1.0 if from_gradient else lerp_weight,
-            float(from_gradient),
+            1.0 - self.beta1,
             self.beta2,
             1.0 - self.beta2,
             math.sqrt(bias_correction2),
@@ -106,7 +104,7 @@ class AdamFamily(RuleFamily):
 
 
 class AdamW(RuleOptimizer):
-    """AdamW with master weights and moments in host memory; weight decay is decoupled.
+    """``torch.optim.AdamW`` with master weights and moments in host memory; weight decay is decoupled.
 
     The weights are those of ``torch.optim.AdamW(fused=True)`` on the CPU with
     float32 masters, bit for bit.
@@ -165,7 +163,7 @@ class AdamW(RuleOptimizer):
 
 
 class Adam(RuleOptimizer):
-    """Adam with master weights and moments in host memory; weight decay is a term in the gradient.
+    """``torch.optim.Adam`` with master weights and moments in host memory; weight decay is a term in the gradient.
 
     See :class:`AdamW`.
 
@@ -191,6 +189,7 @@ class Adam(RuleOptimizer):
 
     rules = AdamFamily
     twin = torch.optim.Adam
+    suggested: ClassVar = {"lr": 1e-4, "adam_w_mode": False}  # without which it is AdamW in such a file
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class LionRule(Rule):
     beta2: float
     weight_decay: float
 
+    @property
     def scalars(self) -> tuple[float, ...]:
         decay = 1.0 - self.lr * self.weight_decay
         return decay, self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2, -self.lr
@@ -89,6 +90,7 @@ class Lion(RuleOptimizer):
 
     rules = LionFamily
     deepspeed_defaults: ClassVar = {"lr": 1e-3, "betas": (0.9, 0.999)}
+    suggested: ClassVar = {"lr": 1e-5}
 
     def __init__(
         self,

@@ -67,6 +67,7 @@ class SGDRule(Rule):
     first: bool
     """There is no momentum buffer yet: it becomes the gradient."""
 
+    @property
     def scalars(self) -> tuple[float, ...]:
         flags = float(self.momentum != 0), float(self.first), float(self.nesterov)
         return self.weight_decay, self.momentum, 1.0 - self.dampening, -self.lr, *flags
@@ -110,7 +111,7 @@ class SGDFamily(RuleFamily):
 
 
 class SGD(RuleOptimizer):
-    """SGD with master weights and momentum buffers in host memory.
+    """``torch.optim.SGD`` with master weights and momentum buffers in host memory.
 
     The weights are those of ``torch.optim.SGD(fused=True)`` on the CPU with
     float32 masters, bit for bit. Where no group has momentum, the host keeps the
@@ -136,6 +137,7 @@ class SGD(RuleOptimizer):
 
     rules = SGDFamily
     twin = torch.optim.SGD
+    suggested: ClassVar = {"lr": 1e-2, "momentum": 0.9}
 
     def __init__(
         self,
