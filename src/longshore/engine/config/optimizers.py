@@ -1,4 +1,4 @@
-"""The optimizers that a configuration can name, and those that it names in vain."""
+"""The optimizers that a configuration can name, and those that are refused by name."""
 
 from __future__ import annotations
 

@@ -99,22 +99,13 @@ class Adagrad(RuleOptimizer):
     The weights are those of ``torch.optim.Adagrad(fused=True)`` on the CPU with
     float32 masters, bit for bit.
 
+    Arguments and errors are those of :class:`~longshore.AdamW`, and:
+
     Args:
-        params: parameters, named parameters, or groups; see :class:`~longshore.AdamW`.
-        lr: learning rate; a number or a one-element tensor, read at each step.
         lr_decay: divides the learning rate by ``1 + (step - 1) * lr_decay``.
         weight_decay: an L2 term in the gradient.
         initial_accumulator_value: what the sums begin with; one value for all groups.
         eps: added to the denominator.
-        foreach: refused when true, as is ``differentiable``, by name.
-        maximize: ascend instead.
-        fused: None or True, which are the same; there is no other way here.
-        release_gradients: see :class:`~longshore.AdamW`.
-        offload: see :class:`~longshore.AdamW`.
-
-    Raises:
-        ValueError: an option, a value or a parameter that cannot be honoured,
-            by name.
     """
 
     rules = AdagradFamily

@@ -165,26 +165,11 @@ class AdamW(RuleOptimizer):
 class Adam(RuleOptimizer):
     """``torch.optim.Adam`` with master weights and moments in host memory; weight decay is a term in the gradient.
 
-    See :class:`AdamW`.
+    Arguments and errors are those of :class:`AdamW`, and:
 
     Args:
-        params: parameters, named parameters, or groups; see :class:`AdamW`.
-        lr: learning rate; a number or a one-element tensor, read at each step.
-        betas: decay rates of the first and second moment.
-        eps: added to the denominator.
         weight_decay: an L2 term in the gradient, as in ``torch.optim.Adam``.
-        amsgrad: refused when true, as are ``capturable``, ``differentiable``
-            and ``foreach``, by name.
-        maximize: ascend instead.
-        fused: None or True, which are the same; there is no other way here.
         decoupled_weight_decay: AdamW's decay instead.
-        bias_correction: False takes the moments as they are.
-        release_gradients: see :class:`AdamW`.
-        offload: see :class:`AdamW`.
-
-    Raises:
-        ValueError: an option, a value or a parameter that cannot be honoured,
-            by name.
     """
 
     rules = AdamFamily

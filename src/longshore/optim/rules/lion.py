@@ -74,18 +74,11 @@ class Lion(RuleOptimizer):
     Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), with
     the paper's defaults. The arithmetic is ``longshore.optim.rules.lion.lion``.
 
+    Arguments and errors are those of :class:`~longshore.AdamW`, and:
+
     Args:
-        params: parameters, named parameters, or groups; see :class:`~longshore.AdamW`.
-        lr: learning rate; a number or a one-element tensor, read at each step.
         betas: of the update, and of the moment.
         weight_decay: decoupled weight decay.
-        maximize: ascend instead.
-        release_gradients: see :class:`~longshore.AdamW`.
-        offload: see :class:`~longshore.AdamW`.
-
-    Raises:
-        ValueError: an option, a value or a parameter that cannot be honoured,
-            by name.
     """
 
     rules = LionFamily

@@ -117,22 +117,13 @@ class SGD(RuleOptimizer):
     float32 masters, bit for bit. Where no group has momentum, the host keeps the
     masters alone.
 
+    Arguments and errors are those of :class:`~longshore.AdamW`, and:
+
     Args:
-        params: parameters, named parameters, or groups; see :class:`~longshore.AdamW`.
-        lr: learning rate; a number or a one-element tensor, read at each step.
         momentum: decay rate of the momentum buffer; 0: no buffer.
         dampening: takes this part of the gradient out of the buffer.
         weight_decay: an L2 term in the gradient.
         nesterov: Nesterov's momentum; needs ``momentum`` and no ``dampening``.
-        maximize: ascend instead.
-        foreach: refused when true, as is ``differentiable``, by name.
-        fused: None or True, which are the same; there is no other way here.
-        release_gradients: see :class:`~longshore.AdamW`.
-        offload: see :class:`~longshore.AdamW`.
-
-    Raises:
-        ValueError: an option, a value or a parameter that cannot be honoured,
-            by name.
     """
 
     rules = SGDFamily
