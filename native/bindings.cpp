@@ -38,8 +38,8 @@ Scale scale_of(const ScalePair& pair) { return {std::get<0>(pair), std::get<1>(p
 // One page that is stepped into another, or into itself.
 using PageRow = std::tuple<Address, Address, std::int64_t, std::int64_t>;  // source, target, arrays, numel
 
-void py_step(ThreadPool& pool, std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
-             std::vector<std::vector<double>> scalars, InstructionSet isa) {
+TileStep tile_of(std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
+                 std::vector<std::vector<double>> scalars) {
     const auto [source, target, arrays, numel] = page;
     TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, rule, std::move(scalars)};
     tile.segments.reserve(segments.size());
@@ -47,6 +47,17 @@ void py_step(ThreadPool& pool, std::int32_t rule, const PageRow& page, const std
         tile.segments.push_back({offset, count, pointer<const void>(gradient), pointer<void>(output), row,
                                  static_cast<DType>(gradient_dtype), static_cast<DType>(output_dtype)});
     }
+    return tile;
+}
+
+void py_check(std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
+              std::vector<std::vector<double>> scalars) {
+    check_tile(tile_of(rule, page, segments, std::move(scalars)));
+}
+
+void py_step(ThreadPool& pool, std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
+             std::vector<std::vector<double>> scalars, InstructionSet isa) {
+    const TileStep tile = tile_of(rule, page, segments, std::move(scalars));
     nb::gil_scoped_release release;
     step_tile(tile, pool, isa);
 }
@@ -104,6 +115,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &ThreadPool::threads);
 
     m.def("rules", &py_rules, "The names of the rules; step() takes a place in this list.");
+    m.def("check", &py_check, nb::arg("rule"), nb::arg("page"), nb::arg("segments"), nb::arg("scalars"),
+          "The checks of step() alone, which read no memory.");
     m.def("step", &py_step, nb::arg("pool"), nb::arg("rule"), nb::arg("page"), nb::arg("segments"), nb::arg("scalars"),
           nb::arg("isa"));
     m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),

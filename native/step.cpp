@@ -47,7 +47,7 @@ void check_scalars(const TileStep& tile, const RuleEntry& rule) {
                                 " has " + std::to_string(least) + (least == most ? "" : " or " + std::to_string(most)));
 }
 
-void check_tile(const TileStep& tile, const RuleEntry& rule) {
+void check_table(const TileStep& tile, const RuleEntry& rule) {
     if (tile.page_numel < 0) throw std::invalid_argument("a page of negative size");
     check_address(tile.source_page, DType::float32, "the source page");
     check_address(tile.target_page, DType::float32, "the target page");
@@ -106,13 +106,16 @@ void step_span(const TileStep& tile, const Segment& segment, const RuleEntry& ru
 
 }  // namespace
 
-void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
-    const KernelTable& kernels = kernels_for(isa);
-    if (tile.rule < 0 || static_cast<std::size_t>(tile.rule) >= kernels.rule_count) {
+void check_tile(const TileStep& tile) {
+    if (tile.rule < 0 || static_cast<std::size_t>(tile.rule) >= kBaselineKernels.rule_count) {
         throw std::invalid_argument("a tile of unknown rule " + std::to_string(tile.rule));
     }
-    const RuleEntry& rule = kernels.rules[tile.rule];
-    check_tile(tile, rule);
+    check_table(tile, kBaselineKernels.rules[tile.rule]);
+}
+
+void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
+    check_tile(tile);
+    const RuleEntry& rule = kernels_for(isa).rules[tile.rule];
     std::vector<float> scalars;
     {
         StandardFloatMode mode;  // or flush-to-zero would make a denormal eps zero

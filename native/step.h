@@ -38,8 +38,12 @@ struct TileStep {
     std::vector<std::vector<double>> scalars;
 };
 
-// Steps every segment of the tile. Throws std::invalid_argument before the
-// first byte is written when the table is not one that a tile can have.
+// Throws std::invalid_argument when the table is not one that a tile can have.
+// Reads no memory, so that the addresses may be those of a device.
+void check_tile(const TileStep& tile);
+
+// Steps every segment of the tile, which check_tile() checks before the first
+// byte is written.
 void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa);
 
 }  // namespace longshore

@@ -11,14 +11,15 @@ class ThreadPool:
     def __init__(self, threads: int, cpu_set: Sequence[int]) -> None: ...
 
 def supported_instruction_sets() -> list[InstructionSet]: ...
+
+_Page = tuple[int, int, int, int]
+_Segments = Sequence[tuple[int, int, int, int, int, int, int]]
+_Scalars = Sequence[Sequence[float]]
+
 def rules() -> list[str]: ...
+def check(rule: int, page: _Page, segments: _Segments, scalars: _Scalars) -> None: ...
 def step(
-    pool: ThreadPool,
-    rule: int,
-    page: tuple[int, int, int, int],
-    segments: Sequence[tuple[int, int, int, int, int, int, int]],
-    scalars: Sequence[Sequence[float]],
-    isa: InstructionSet,
+    pool: ThreadPool, rule: int, page: _Page, segments: _Segments, scalars: _Scalars, isa: InstructionSet
 ) -> None: ...
 def accumulate(
     pool: ThreadPool, target: int, source: int, dtype: int, numel: int, add: bool, isa: InstructionSet

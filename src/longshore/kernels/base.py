@@ -177,12 +177,6 @@ def check_pages(source_page: Tensor, target_page: Tensor) -> None:
         raise ValueError("source and target pages differ in size")
 
 
-def check_segment(segment: TileSegment) -> None:
-    numel, output = segment.gradient.numel(), segment.output
-    if output is not None and output.numel() != numel:
-        raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
-
-
 def check_pair(target: Tensor, source: Tensor) -> None:
     if target.dtype != torch.float32:
         raise ValueError(f"masters and accumulators are float32, not {target.dtype}")

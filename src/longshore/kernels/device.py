@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from longshore.kernels import _native
 from longshore.kernels.base import (
     NORM_BLOCK_NUMEL,
     UNSCALED,
@@ -20,10 +21,10 @@ from longshore.kernels.base import (
     TileSegment,
     check_pages,
     check_pair,
-    check_segment,
     checked_rules,
     dtype_code,
 )
+from longshore.kernels.host import native_tile
 from longshore.kernels.reference import float32_bytes
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -76,17 +77,19 @@ class DeviceKernels:
         """
         check_pages(source_page, target_page)
         page_arrays, page_numel = source_page.shape
-        self._check_overlap(source_page, target_page)
         checked = checked_rules(rules, page_arrays)
-        rows = self._rows(segments, page_numel, len(checked))
-        if not rows:
+        tile = native_tile(source_page, target_page, segments, checked, scale, self._address)
+        _native.check(*tile)
+        if not tile.rows:
             return
-        blocks = [-(-row[1] // self._triton.STEP_BLOCK.value) for row in rows]
+        blocks = [-(-row[1] // self._triton.STEP_BLOCK.value) for row in tile.rows]
         firsts = [0, *itertools.accumulate(blocks)]
-        scalars = _float32_rows([(*rule.factors(scale), *rule.scalars) for rule in checked])
+        scalars = _float32_rows(tile.scalars)
         table = [
-            [*row, rule * scalars.shape[1], first, page_numel]
-            for (*row, rule), first in zip(rows, firsts, strict=False)
+            (offset, numel, gradient, gradient_dtype, output, output_dtype, rule * scalars.shape[1], first, page_numel)
+            for (offset, numel, gradient, output, rule, gradient_dtype, output_dtype), first in zip(
+                tile.rows, firsts, strict=False
+            )
         ]
         owners = torch.repeat_interleave(torch.tensor(blocks))
         with self._current():
@@ -168,44 +171,6 @@ class DeviceKernels:
         with self._current():
             kernel[(programs,)](*addresses, code, source.numel(), option, *more, **_PASS)
 
-    # -- checks: those of native/step.cpp, in its words ------------------------
-
-    def _check_overlap(self, source: Tensor, target: Tensor) -> None:
-        begin, other, num_bytes = self._address(source), self._address(target), 4 * source.numel()
-        if begin != other and begin < other + num_bytes and other < begin + num_bytes:
-            raise ValueError("the source and target pages overlap without being the same")
-
-    def _rows(self, segments: Sequence[TileSegment], page_numel: int, rules: int) -> list[tuple[int, ...]]:
-        rows, end = [], 0
-        for segment in segments:
-            check_segment(segment)
-        for index, segment in enumerate(segments):
-            offset, numel = segment.page_offset, segment.gradient.numel()
-            if numel == 0:
-                raise _refused(index, "has no elements")
-            if offset < end:
-                raise _refused(index, "begins before the one ahead of it ends")
-            if numel > page_numel - offset:
-                raise _refused(index, "reaches past the end of the page")
-            if not 0 <= segment.rule < rules:
-                raise _refused(index, "names a rule that the tile does not have")
-            end = offset + numel
-            rows.append((offset, numel, *self._pointers(index, segment), segment.rule))
-        return rows
-
-    def _pointers(self, index: int, segment: TileSegment) -> tuple[int, int, int, int]:
-        gradient, output = segment.gradient, segment.output
-        address, code = self._address(gradient), dtype_code(gradient)
-        if output is None:
-            return address, code, 0, 0
-        out_address, out_code = self._address(output), dtype_code(output)
-        numel, gradient_bytes, output_bytes = gradient.numel(), gradient.element_size(), output.element_size()
-        in_its_place = address == out_address and gradient_bytes == output_bytes
-        apart = out_address + numel * output_bytes <= address or address + numel * gradient_bytes <= out_address
-        if not in_its_place and not apart:
-            raise _refused(index, "has an output that overlaps its gradient; it may only take its place exactly")
-        return address, code, out_address, out_code
-
     def _address(self, tensor: Tensor) -> int:
         if tensor.device != self.device or not tensor.is_contiguous():
             raise ValueError(
@@ -246,7 +211,3 @@ def _float32_rows(rows: Sequence[Sequence[float]]) -> Tensor:
     """Doubles rounded to float32, on the CPU: ``[len(rows), columns]``."""
     data = bytearray(b"".join(float32_bytes(value) for row in rows for value in row))
     return torch.frombuffer(data, dtype=torch.float32).view(len(rows), -1)
-
-
-def _refused(index: int, why: str) -> ValueError:
-    return ValueError(f"segment {index} of the tile {why}")

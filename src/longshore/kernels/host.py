@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from longshore.kernels.base import (
     TorchRule,
     check_pages,
     check_pair,
-    check_segment,
     checked_rules,
     dtype_code,
 )
@@ -99,11 +99,10 @@ class HostKernels:
         if torchs and len(torchs) == len(rules):
             step_by_torch(source_page, target_page, segments, torchs, scale)
             return
-        page = (_address(source_page), _address(target_page), *source_page.shape)
-        checked = checked_rules(rules, source_page.shape[0])
-        table = [_row(segment) for segment in segments]
-        scalars = [(*rule.factors(scale), *rule.scalars) for rule in checked]
-        _native.step(self._pool, _entry(checked), page, table, scalars, self.instruction_set)
+        tile = native_tile(
+            source_page, target_page, segments, checked_rules(rules, source_page.shape[0]), scale, _address
+        )
+        _native.step(self._pool, *tile, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
@@ -148,19 +147,43 @@ def _rows(parameters: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int, i
     return [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
 
 
-def _entry(rules: Sequence[Rule]) -> int:
-    if not rules:
-        return 0  # no segments, or an error of the table
-    if rules[0].name not in _ENTRIES:
-        raise ValueError(f"native/rules.inl has no entry for {rules[0].name}; it has {', '.join(_ENTRIES)}")
-    return _ENTRIES[rules[0].name]
+class NativeTile(NamedTuple):
+    """A tile as the native kernels take it: addresses and numbers."""
+
+    entry: int
+    """Of ``native/rules.inl``."""
+    page: tuple[int, int, int, int]
+    """Address of the source and of the target, arrays, elements of each."""
+    rows: list[tuple[int, int, int, int, int, int, int]]
+    """For each segment: page offset, elements, gradient, output, rule, and the dtypes of gradient and output."""
+    scalars: list[tuple[float, ...]]
+    """For each rule: the two factors of the gradient, and the rule's own scalars."""
 
 
-def _row(segment: TileSegment) -> tuple[int, int, int, int, int, int, int]:
-    check_segment(segment)
-    page_offset, gradient, output, rule = segment
-    target, target_code = (0, 0) if output is None else (_address(output), dtype_code(output))
-    return page_offset, gradient.numel(), _address(gradient), target, rule, dtype_code(gradient), target_code
+def native_tile(
+    source_page: Tensor,
+    target_page: Tensor,
+    segments: Sequence[TileSegment],
+    rules: Sequence[Rule],
+    scale: Scale,
+    address: Callable[[Tensor], int],
+) -> NativeTile:
+    """Build the table of a tile. ``address`` raises ``ValueError`` for a tensor that is not on the right device."""
+    page = address(source_page), address(target_page), *source_page.shape
+    rows = []
+    for page_offset, gradient, output, rule in segments:
+        numel = gradient.numel()
+        target, target_code = 0, 0
+        if output is not None:
+            if output.numel() != numel:
+                raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
+            target, target_code = address(output), dtype_code(output)
+        rows.append((page_offset, numel, address(gradient), target, rule, dtype_code(gradient), target_code))
+    scalars = [(*rule.factors(scale), *rule.scalars) for rule in rules]
+    name = rules[0].name if rules else next(iter(_ENTRIES))  # no rules: no segments, or an error of the table
+    if name not in _ENTRIES:
+        raise ValueError(f"native/rules.inl has no entry for {name}; it has {', '.join(_ENTRIES)}")
+    return NativeTile(_ENTRIES[name], page, rows, scalars)
 
 
 def _address(tensor: Tensor) -> int:
