@@ -75,7 +75,7 @@ def _by_name(
     model: nn.Module, model_parameters: Iterable[Any] | None, config: Config, placement: Placement
 ) -> HostOptimizer:
     assert config.optimizer is not None  # load_config() checks it
-    kind = OPTIMIZERS[config.optimizer.type]
+    kind: Any = OPTIMIZERS[config.optimizer.type]  # each has the signature of its own
     options = config.optimizer.arguments()
     groups = named_groups(model, _listed(model, model_parameters))
     return kind(groups, **options, release_gradients=True, offload=placement)

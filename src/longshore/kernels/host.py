@@ -169,7 +169,8 @@ def native_tile(
     address: Callable[[Tensor], int],
 ) -> NativeTile:
     """Build the table of a tile. ``address`` raises ``ValueError`` for a tensor that is not on the right device."""
-    page = address(source_page), address(target_page), *source_page.shape
+    page_arrays, page_numel = source_page.shape
+    page = address(source_page), address(target_page), page_arrays, page_numel
     rows = []
     for page_offset, gradient, output, rule in segments:
         numel = gradient.numel()

@@ -29,38 +29,36 @@ def kind_of_option(optimizer: str, name: str) -> Kind:
     return _KINDS[CLASSES[optimizer].rules.options[name]][1]
 
 
-def _model(kind: type[RuleOptimizer]) -> type[NamedModel]:
-    """The configuration of one optimizer, with the options and defaults of its signature."""
+class OptimizerModel(NamedModel):
+    """What the configurations of all optimizers have in common."""
 
-    def check(self: NamedModel) -> NamedModel:
-        kind.rules.check_together(self.arguments())
+    type: str
+    if TYPE_CHECKING:
+        lr: float
+        weight_decay: float
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> OptimizerModel:
+        CLASSES[self.type].rules.check_together(self.arguments())
         return self
 
+
+def _model(kind: type[RuleOptimizer]) -> type[OptimizerModel]:
+    """The configuration of one optimizer, with the options and defaults of its signature."""
     fields: dict[str, Any] = {"type": (Literal[kind.__name__], kind.__name__)}
     for name, default in kind.defaults_by_name().items():
         annotation, value_kind = _KINDS[kind.rules.options[name]]
         fields[name] = Annotated[annotation, checked(value_kind)], value_kind.check(default)
+    summary = (kind.__doc__ or "").partition("\n\n")[0]
     return create_model(
-        f"{kind.__name__}Config",
-        __base__=NamedModel,
-        __module__=__name__,
-        __doc__=(kind.__doc__ or "").partition("\n\n")[0],
-        __validators__={"_options_agree": model_validator(mode="after")(check)},
-        **fields,
+        f"{kind.__name__}Config", __base__=OptimizerModel, __module__=__name__, __doc__=summary, **fields
     )
 
 
 OPTIMIZERS = {name: _model(kind) for name, kind in CLASSES.items()}
 
 if TYPE_CHECKING:
-
-    class OptimizerConfig(NamedModel):
-        """What the configurations of all optimizers have in common."""
-
-        type: str
-        lr: float
-        weight_decay: float
-
+    OptimizerConfig = OptimizerModel
 else:
     OptimizerConfig = Annotated[Union[tuple(OPTIMIZERS.values())], Field(discriminator="type")]  # noqa: UP007
 
