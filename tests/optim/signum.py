@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import Rule
-from longshore.kernels.reference import fma, scalar, where
+from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.optim.family import History, RuleFamily, beta, flag, not_negative
 from longshore.optim.offload import Placement
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
-def signum(scalars: Sequence[Tensor], g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+def signum(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
     decay = scalar(scalars, 0)
     momentum = scalar(scalars, 1)
     one_minus_momentum = scalar(scalars, 2)

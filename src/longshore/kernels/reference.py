@@ -19,9 +19,10 @@ from torch import Tensor
 from longshore.kernels.base import UNSCALED, Rule, Scale
 
 Operand = Tensor | float
+Scalars = Sequence[Tensor]
 
 
-def scalar(scalars: Sequence[Tensor], index: int) -> Tensor:
+def scalar(scalars: Scalars, index: int) -> Tensor:
     """One of the scalars of a rule, float32."""
     return scalars[index]
 

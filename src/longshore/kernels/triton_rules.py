@@ -148,13 +148,15 @@ def where(condition, yes, no):
     return tl.where(condition, yes, no)
 
 
+# Triton looks up the types of parameters too.
+_TYPES = {"Tensor": tl.tensor, "Scalars": tl.tensor}
 _OPERATIONS = {"tl": tl, "scalar": scalar, "fma": fma, "divide": divide, "root": root, "where": where}
 
 
 @functools.cache
 def device_function(update):
     """The ``update`` of a :class:`~longshore.kernels.Rule`, with the operations of Triton."""
-    scope = {**_OPERATIONS, "__name__": update.__module__, "__builtins__": builtins}
+    scope = {**_TYPES, **_OPERATIONS, "__name__": update.__module__, "__builtins__": builtins}
     jit = type(scalar)  # compiled or interpreted, as this file was imported
     return jit(types.FunctionType(update.__code__, scope, update.__name__))
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from longshore.engine.config import optimizers
+import longshore.engine.config.optimizers as _optimizers
 from longshore.engine.config.load import LoadedConfig, load_config
 from longshore.engine.config.model import Config, LossScaling
 from longshore.engine.config.monitors import CsvConfig, TensorBoardConfig, WandbConfig
@@ -39,4 +39,4 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """``AdamWConfig`` and so on, which are made from the optimizers."""
-    return getattr(optimizers, name)
+    return getattr(_optimizers, name)

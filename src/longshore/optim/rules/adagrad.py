@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import Rule
-from longshore.kernels.reference import divide, fma, root, scalar
+from longshore.kernels.reference import Scalars, divide, fma, root, scalar
 from longshore.optim.family import History, RuleFamily, flag, not_negative, number
 from longshore.optim.offload import Placement
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
-def adagrad(scalars: Sequence[Tensor], g: Tensor, p: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+def adagrad(scalars: Scalars, g: Tensor, p: Tensor, total: Tensor) -> tuple[Tensor, ...]:
     """The new master and sum of squares."""
     l2 = scalar(scalars, 0)
     eps = scalar(scalars, 1)

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import Rule
-from longshore.kernels.reference import divide, fma, root, scalar, where
+from longshore.kernels.reference import Scalars, divide, fma, root, scalar, where
 from longshore.optim.family import History, RuleFamily, betas, flag, not_negative
 from longshore.optim.offload import Placement
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
-def adam(scalars: Sequence[Tensor], g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def adam(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """The new master, first moment and second moment."""
     decay = scalar(scalars, 0)
     l2 = scalar(scalars, 1)

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import Rule
-from longshore.kernels.reference import fma, scalar, where
+from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.optim.family import History, RuleFamily, betas, flag, not_negative
 from longshore.optim.offload import Placement
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
-def lion(scalars: Sequence[Tensor], g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+def lion(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
     """The new master and moment. The sign of zero, of either sign, is 0, and that of NaN is NaN."""
     decay = scalar(scalars, 0)
     beta1 = scalar(scalars, 1)

@@ -17,13 +17,13 @@ from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import Rule
 from longshore.kernels.base import check_arrays
-from longshore.kernels.reference import fma, scalar
+from longshore.kernels.reference import Scalars, fma, scalar
 from longshore.optim.family import History, RuleFamily, flag, not_negative, number
 from longshore.optim.offload import Placement
 from longshore.optim.rule_optimizer import RuleOptimizer
 
 
-def sgd(scalars: Sequence[Tensor], g: Tensor, p: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
+def sgd(scalars: Scalars, g: Tensor, p: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
     """The new master and momentum buffer; without momentum the buffer stays as it is."""
     l2 = scalar(scalars, 0)
     momentum = scalar(scalars, 1)
