@@ -174,6 +174,7 @@ class Adam(RuleOptimizer):
 
     rules = AdamFamily
     twin = torch.optim.Adam
+    deepspeed_defaults: ClassVar = {"weight_decay": 0.0}  # also of the AdamW that Adam means in such a file
     suggested: ClassVar = {"lr": 1e-4, "adam_w_mode": False}  # without which it is AdamW in such a file
 
     def __init__(
