@@ -27,7 +27,8 @@ from benchmarks.floor import NotAvailable, load_floor
 from benchmarks.report import Row, at_least
 from benchmarks.timing import Case, Note, interleave, least_ratio, paired_ratio, summary
 from longshore.host.memory import allocate_zeros
-from longshore.kernels import AdamRule, HostKernels, InstructionSet, Scale, TileSegment
+from longshore.kernels import HostKernels, InstructionSet, Scale, TileSegment
+from longshore.optim.rules.adam import AdamRule
 
 PART = "Host step"
 BYTES_PER_PARAMETER = 28

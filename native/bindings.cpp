@@ -22,17 +22,8 @@ using namespace longshore;
 namespace {
 
 using Address = std::uintptr_t;
-// page_offset, numel, gradient, output, rule, gradient dtype, output dtype
+// page_offset, numel, gradient, output, row of scalars, gradient dtype, output dtype
 using SegmentRow = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t, std::int32_t>;
-// The members of a rule, in their order.
-// lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize, bias_correction
-using AdamRow = std::tuple<double, double, double, double, double, double, bool, bool, bool>;
-// lr, beta1, beta2, weight_decay, maximize
-using LionRow = std::tuple<double, double, double, double, bool>;
-// lr, lr_decay, eps, weight_decay, step, maximize
-using AdagradRow = std::tuple<double, double, double, double, double, bool>;
-// lr, momentum, dampening, weight_decay, nesterov, first, maximize
-using SgdRow = std::tuple<double, double, double, double, bool, bool, bool>;
 // address, dtype, numel
 using PieceRow = std::tuple<Address, std::int32_t, std::int64_t>;
 using ScalePair = std::tuple<double, double>;
@@ -47,30 +38,34 @@ Scale scale_of(const ScalePair& pair) { return {std::get<0>(pair), std::get<1>(p
 // One page that is stepped into another, or into itself.
 using PageRow = std::tuple<Address, Address, std::int64_t, std::int64_t>;  // source, target, arrays, numel
 
-template <class Rule, class RuleRow>
-void py_step(ThreadPool& pool, const PageRow& page, const std::vector<SegmentRow>& segments,
-             const std::vector<RuleRow>& rules, ScalePair scale, InstructionSet isa) {
+TileStep tile_of(std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
+                 std::vector<std::vector<double>> scalars) {
     const auto [source, target, arrays, numel] = page;
-    std::vector<Rule> table;
-    table.reserve(rules.size());
-    for (const RuleRow& row : rules) {
-        table.push_back(std::apply([](auto... members) { return Rule{members...}; }, row));
-    }
-    TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, std::move(table),
-                  scale_of(scale)};
+    TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, rule, std::move(scalars)};
     tile.segments.reserve(segments.size());
-    for (const auto& [offset, count, gradient, output, rule, gradient_dtype, output_dtype] : segments) {
-        tile.segments.push_back({offset, count, pointer<const void>(gradient), pointer<void>(output), rule,
+    for (const auto& [offset, count, gradient, output, row, gradient_dtype, output_dtype] : segments) {
+        tile.segments.push_back({offset, count, pointer<const void>(gradient), pointer<void>(output), row,
                                  static_cast<DType>(gradient_dtype), static_cast<DType>(output_dtype)});
     }
+    return tile;
+}
+
+void py_check(std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
+              std::vector<std::vector<double>> scalars) {
+    check_tile(tile_of(rule, page, segments, std::move(scalars)));
+}
+
+void py_step(ThreadPool& pool, std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
+             std::vector<std::vector<double>> scalars, InstructionSet isa) {
+    const TileStep tile = tile_of(rule, page, segments, std::move(scalars));
     nb::gil_scoped_release release;
     step_tile(tile, pool, isa);
 }
 
-template <class Rule, class RuleRow>
-void def_step(nb::module_& m, const char* name) {
-    m.def(name, &py_step<Rule, RuleRow>, nb::arg("pool"), nb::arg("page"), nb::arg("segments"), nb::arg("rules"),
-          nb::arg("scale"), nb::arg("isa"));
+std::vector<std::string> py_rules() {
+    std::vector<std::string> names;
+    for (std::size_t i = 0; i < kBaselineKernels.rule_count; ++i) names.emplace_back(kBaselineKernels.rules[i].name);
+    return names;
 }
 
 void py_accumulate(ThreadPool& pool, Address target, Address source, std::int32_t dtype, std::int64_t numel, bool add,
@@ -119,10 +114,11 @@ NB_MODULE(_native, m) {
         .def(nb::init<int, const std::vector<int>&>(), nb::arg("threads"), nb::arg("cpu_set"))
         .def_prop_ro("threads", &ThreadPool::threads);
 
-    def_step<AdamRule, AdamRow>(m, "step_adam");
-    def_step<LionRule, LionRow>(m, "step_lion");
-    def_step<AdagradRule, AdagradRow>(m, "step_adagrad");
-    def_step<SgdRule, SgdRow>(m, "step_sgd");
+    m.def("rules", &py_rules, "The names of the rules; step() takes a place in this list.");
+    m.def("check", &py_check, nb::arg("rule"), nb::arg("page"), nb::arg("segments"), nb::arg("scalars"),
+          "The checks of step() alone, which read no memory.");
+    m.def("step", &py_step, nb::arg("pool"), nb::arg("rule"), nb::arg("page"), nb::arg("segments"), nb::arg("scalars"),
+          nb::arg("isa"));
     m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
     m.def("reconcile", &py_reconcile, nb::arg("pool"), nb::arg("master"), nb::arg("parameter"), nb::arg("dtype"),

@@ -13,44 +13,6 @@ namespace longshore {
 
 enum class DType : int32_t { none = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
 
-// Everything that the inner loop reads, computed in double and rounded once.
-struct AdamScalars {
-    float decay;           // 1 - lr * weight_decay (decoupled; otherwise 1)
-    float l2;              // weight_decay (Adam; 0: no term at all)
-    float lerp_weight;     // weight of (g - m)
-    bool lerp_from_gradient;
-    float beta2, one_minus_beta2;
-    float bias_correction2_sqrt, eps;
-    float negative_step_size;
-    // Multiplied into the gradient one after the other. Multiplying by 1 changes
-    // no bits, so a missing factor is 1. `maximize` is the sign of the first.
-    float scale[2];
-};
-
-struct LionScalars {
-    float decay;  // 1 - lr * weight_decay
-    float beta1, one_minus_beta1, beta2, one_minus_beta2;
-    float negative_lr;
-    float scale[2];
-};
-
-struct AdagradScalars {
-    float l2;  // weight_decay (0: no term at all)
-    float eps;
-    float negative_step_size;
-    float scale[2];
-};
-
-struct SgdScalars {
-    float l2;  // weight_decay (0: no term at all)
-    float momentum, one_minus_dampening;
-    float negative_lr;
-    bool keep_buffer;  // no momentum: a buffer that the page has stays as it is
-    bool first;        // the buffer becomes the gradient
-    bool nesterov;
-    float scale[2];
-};
-
 // The arrays of the largest page: master and two moments.
 inline constexpr size_t kMostArrays = 3;
 
@@ -66,18 +28,28 @@ struct Span {
     size_t numel;
 };
 
-template <class Scalars>
-using StepKernel = void (*)(const Scalars&, DType gradient, DType output, const Span&, bool stream);
+// Steps one span. `scalars` is one row of a call's rules, rounded to float.
+using StepKernel = void (*)(const float* scalars, DType gradient, DType output, const Span&, bool stream);
+
+// The first scalars of every row: what the gradient is multiplied by, one after
+// the other. Multiplying by 1 changes no bits, so a missing factor is 1.
+inline constexpr size_t kScaleFactors = 2;
+
+// One rule, as rules.inl lists it. The number of arrays includes the master.
+struct RuleEntry {
+    const char* name;
+    size_t scalars;  // of a row, with the gradient's factors
+    size_t least_arrays, most_arrays;
+    StepKernel step;
+};
 
 // Lanes of the partial sums of squares. An element's lane is its offset in the
 // parameter modulo this, so that no cut of the parameter changes the sum.
 inline constexpr size_t kNormLanes = 16;
 
 struct KernelTable {
-    StepKernel<AdamScalars> adam;
-    StepKernel<LionScalars> lion;
-    StepKernel<AdagradScalars> adagrad;
-    StepKernel<SgdScalars> sgd;
+    const RuleEntry* rules;  // the same rules in the same order in every table
+    size_t rule_count;
     // target += source, in float
     void (*add)(float* target, const void* source, DType, size_t numel);
     // target = source, in float

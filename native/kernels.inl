@@ -1,10 +1,10 @@
 // The kernels, written once. Each kernels_*.cpp includes this file under its
-// own instruction set and names the table that it fills.
+// own instruction set and names the table that it fills. The rules' arithmetic
+// is in rules.inl.
 //
 // Everything but the table has internal linkage (see kernels.h).
 #include "convert.h"
 #include "kernels.h"
-#include "rules.inl"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -18,6 +18,26 @@
 
 namespace longshore {
 namespace {
+
+// Elements of one block. A block is worked on in local arrays: nothing aliases
+// them, so every compiler makes vector code of the loops below, and the caches
+// see each line once. All of a block is read before any of it is written, which
+// makes in-place use and an output over its own gradient sound.
+constexpr size_t kBlock = 64;
+
+// The gradient, and the page's arrays: the master first.
+template <size_t Arrays>
+struct Block {
+    alignas(64) float g[kBlock];
+    alignas(64) float a[Arrays][kBlock];
+};
+
+// What a call fixes is chosen bit by bit, so that no choice costs a loop its
+// vector code. NaN and the sign of zero pass unchanged.
+LONGSHORE_INLINE uint32_t mask_of(bool condition) { return condition ? ~0u : 0u; }
+LONGSHORE_INLINE float choose(uint32_t mask, float yes, float no) {
+    return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
+}
 
 struct NoOutput {
     using Storage = uint16_t;
@@ -80,7 +100,7 @@ LONGSHORE_INLINE void store_arrays(const Block<Arrays>& b, const Span& span, siz
 // One pass over `count` elements, at most a block, from element `at` on. `Rule`
 // is the arithmetic, from rules.inl; everything else is the same for each.
 template <class Rule, class Gradient, class Output, bool Stream>
-LONGSHORE_INLINE void step_block(const typename Rule::Scalars& s, const Span& span, size_t at, size_t count) {
+LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, size_t count) {
     const auto* gradient = static_cast<const typename Gradient::Storage*>(span.gradient) + at;
     Block<Rule::kArrays> b;
     for (size_t i = 0; i < count; ++i) b.g[i] = Gradient::load(gradient[i]);
@@ -96,17 +116,17 @@ LONGSHORE_INLINE void step_block(const typename Rule::Scalars& s, const Span& sp
 
 // The count is a constant here, and the loops over it need no tails.
 template <class Rule, class Gradient, class Output, bool Stream>
-[[gnu::noinline]] void step_whole_block(const typename Rule::Scalars& s, const Span& span, size_t at) {
+[[gnu::noinline]] void step_whole_block(const float* s, const Span& span, size_t at) {
     step_block<Rule, Gradient, Output, Stream>(s, span, at, kBlock);
 }
 
 template <class Rule, class Gradient, class Output, bool Stream>
-[[gnu::noinline]] void step_last_block(const typename Rule::Scalars& s, const Span& span, size_t at) {
+[[gnu::noinline]] void step_last_block(const float* s, const Span& span, size_t at) {
     step_block<Rule, Gradient, Output, Stream>(s, span, at, span.numel - at);
 }
 
 template <class Rule, class Gradient, class Output, bool Stream>
-void step_span(const typename Rule::Scalars& s, const Span& span) {
+void step_span(const float* s, const Span& span) {
     size_t at = 0;
     for (; at + kBlock <= span.numel; at += kBlock) step_whole_block<Rule, Gradient, Output, Stream>(s, span, at);
     if (at < span.numel) step_last_block<Rule, Gradient, Output, Stream>(s, span, at);
@@ -117,7 +137,7 @@ void step_span(const typename Rule::Scalars& s, const Span& span) {
 }
 
 template <class Rule, class Gradient>
-void step_from(const typename Rule::Scalars& s, DType output, const Span& span, bool stream) {
+void step_from(const float* s, DType output, const Span& span, bool stream) {
     const auto typed = [&]<class Output>(Output) {
         stream ? step_span<Rule, Gradient, Output, true>(s, span) : step_span<Rule, Gradient, Output, false>(s, span);
     };
@@ -130,7 +150,7 @@ void step_from(const typename Rule::Scalars& s, DType output, const Span& span, 
 }
 
 template <class Rule>
-void step(const typename Rule::Scalars& s, DType gradient, DType output, const Span& span, bool stream) {
+void step_by(const float* s, DType gradient, DType output, const Span& span, bool stream) {
     switch (gradient) {
         case DType::none: return;
         case DType::float32: return step_from<Rule, Float32>(s, output, span, stream);
@@ -139,15 +159,13 @@ void step(const typename Rule::Scalars& s, DType gradient, DType output, const S
     }
 }
 
-void adam(const AdamScalars& s, DType gradient, DType output, const Span& span, bool stream) {
-    s.l2 != 0.0f ? step<Adam<true>>(s, gradient, output, span, stream)
-                 : step<Adam<false>>(s, gradient, output, span, stream);
-}
+}  // namespace
+}  // namespace longshore
 
-void sgd(const SgdScalars& s, DType gradient, DType output, const Span& span, bool stream) {
-    span.arrays == Sgd<true>::kArrays ? step<Sgd<true>>(s, gradient, output, span, stream)
-                                      : step<Sgd<false>>(s, gradient, output, span, stream);
-}
+#include "rules.inl"
+
+namespace longshore {
+namespace {
 
 template <class T, bool Accumulate>
 void widen_typed(float* target, const void* source, size_t numel) {
@@ -253,7 +271,7 @@ void squares(double* lanes, const void* source, DType dtype, size_t first_lane, 
 }  // namespace
 
 const KernelTable LONGSHORE_KERNEL_TABLE = {
-    adam, step<Lion>, step<Adagrad>, sgd, widen_any<true>, widen_any<false>, reconcile, squares,
+    kRules, sizeof(kRules) / sizeof(kRules[0]), widen_any<true>, widen_any<false>, reconcile, squares,
 };
 
 }  // namespace longshore

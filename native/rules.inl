@@ -1,44 +1,26 @@
 // The arithmetic of each rule, over one block: the same operations, in the same
-// order, as in src/longshore/kernels/reference.py. Part of kernels.inl.
+// order, as in the rule's file in src/longshore/optim/rules/. That file also
+// computes the scalars, whose order is that of its scalars(). Part of kernels.inl.
+//
+// To add a rule, write its struct and list it in kRules.
 #pragma once
-
-#include "convert.h"
-#include "kernels.h"
 
 namespace longshore {
 namespace {
 
-// Elements of one block. A block is worked on in local arrays: nothing aliases
-// them, so every compiler makes vector code of the loops below, and the caches
-// see each line once. All of a block is read before any of it is written, which
-// makes in-place use and an output over its own gradient sound.
-constexpr size_t kBlock = 64;
-
-// The gradient, and the page's arrays: the master first.
-template <size_t Arrays>
-struct Block {
-    alignas(64) float g[kBlock];
-    alignas(64) float a[Arrays][kBlock];
-};
-
-// What a call fixes is chosen bit by bit, so that no choice costs a loop its
-// vector code. NaN and the sign of zero pass unchanged.
-LONGSHORE_INLINE uint32_t mask_of(bool condition) { return condition ? ~0u : 0u; }
-LONGSHORE_INLINE float choose(uint32_t mask, float yes, float no) {
-    return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
-}
-
 template <bool L2>
 struct Adam {
-    using Scalars = AdamScalars;
     static constexpr size_t kArrays = 3;
 
-    LONGSHORE_INLINE static void step(const AdamScalars& s, Block<kArrays>& b) {
-        const float scale0 = s.scale[0], scale1 = s.scale[1];
-        const float decay = s.decay, l2 = s.l2, lerp_weight = s.lerp_weight;
-        const float beta2 = s.beta2, one_minus_beta2 = s.one_minus_beta2;
-        const float root_correction = s.bias_correction2_sqrt, eps = s.eps, step_size = s.negative_step_size;
-        const uint32_t from_gradient = mask_of(s.lerp_from_gradient);
+    LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
+        const float scale0 = s[0], scale1 = s[1];
+        const float decay = s[2], l2 = s[3], one_minus_beta1 = s[4];
+        const float beta2 = s[5], one_minus_beta2 = s[6];
+        const float root_correction = s[7], eps = s[8], step_size = s[9];
+        // torch's lerp counts from the nearer end, so that a weight of 1 gives
+        // the gradient exactly.
+        const uint32_t from_moment = mask_of(one_minus_beta1 < 0.5f);
+        const float lerp_weight = choose(from_moment, one_minus_beta1, one_minus_beta1 - 1.0f);
         for (size_t i = 0; i < kBlock; ++i) {
             float g = b.g[i] * scale0 * scale1;
             float p = b.a[0][i];
@@ -49,7 +31,7 @@ struct Adam {
             } else {
                 p = p * decay;
             }
-            m = fma_once(lerp_weight, g - m, choose(from_gradient, g, m));
+            m = fma_once(lerp_weight, g - m, choose(from_moment, m, g));
             v = fma_once(one_minus_beta2 * g, g, v * beta2);
             const float denominator = __builtin_sqrtf(v) / root_correction + eps;
             b.a[0][i] = p + (step_size * m) / denominator;
@@ -59,15 +41,18 @@ struct Adam {
     }
 };
 
+void adam(const float* s, DType gradient, DType output, const Span& span, bool stream) {
+    s[3] != 0.0f ? step_by<Adam<true>>(s, gradient, output, span, stream)
+                 : step_by<Adam<false>>(s, gradient, output, span, stream);
+}
+
 struct Lion {
-    using Scalars = LionScalars;
     static constexpr size_t kArrays = 2;
 
-    LONGSHORE_INLINE static void step(const LionScalars& s, Block<kArrays>& b) {
-        const float scale0 = s.scale[0], scale1 = s.scale[1];
-        const float decay = s.decay, negative_lr = s.negative_lr;
-        const float beta1 = s.beta1, one_minus_beta1 = s.one_minus_beta1;
-        const float beta2 = s.beta2, one_minus_beta2 = s.one_minus_beta2;
+    LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
+        const float scale0 = s[0], scale1 = s[1];
+        const float decay = s[2], beta1 = s[3], one_minus_beta1 = s[4];
+        const float beta2 = s[5], one_minus_beta2 = s[6], negative_lr = s[7];
         for (size_t i = 0; i < kBlock; ++i) {
             const float g = b.g[i] * scale0 * scale1;
             const float m = b.a[1][i];
@@ -82,12 +67,11 @@ struct Lion {
 };
 
 struct Adagrad {
-    using Scalars = AdagradScalars;
     static constexpr size_t kArrays = 2;
 
-    LONGSHORE_INLINE static void step(const AdagradScalars& s, Block<kArrays>& b) {
-        const float scale0 = s.scale[0], scale1 = s.scale[1];
-        const float l2 = s.l2, eps = s.eps, step_size = s.negative_step_size;
+    LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
+        const float scale0 = s[0], scale1 = s[1];
+        const float l2 = s[2], eps = s[3], step_size = s[4];
         const uint32_t decays = mask_of(l2 != 0.0f);
         for (size_t i = 0; i < kBlock; ++i) {
             float g = b.g[i] * scale0 * scale1;
@@ -101,18 +85,17 @@ struct Adagrad {
     }
 };
 
-// Without a buffer the page is the master alone.
+// Without a buffer the page is the master alone. Without momentum, a buffer that
+// the page has stays as it is.
 template <bool Buffer>
 struct Sgd {
-    using Scalars = SgdScalars;
     static constexpr size_t kArrays = Buffer ? 2 : 1;
 
-    LONGSHORE_INLINE static void step(const SgdScalars& s, Block<kArrays>& b) {
-        const float scale0 = s.scale[0], scale1 = s.scale[1];
-        const float l2 = s.l2, momentum = s.momentum, one_minus_dampening = s.one_minus_dampening;
-        const float negative_lr = s.negative_lr;
-        const uint32_t decays = mask_of(l2 != 0.0f), keep = mask_of(s.keep_buffer);
-        const uint32_t first = mask_of(s.first), nesterov = mask_of(s.nesterov);
+    LONGSHORE_INLINE static void step(const float* s, Block<kArrays>& b) {
+        const float scale0 = s[0], scale1 = s[1];
+        const float l2 = s[2], momentum = s[3], one_minus_dampening = s[4], negative_lr = s[5];
+        const uint32_t decays = mask_of(l2 != 0.0f), moves = mask_of(s[6] != 0.0f);
+        const uint32_t first = mask_of(s[7] != 0.0f), nesterov = mask_of(s[8] != 0.0f);
         for (size_t i = 0; i < kBlock; ++i) {
             float g = b.g[i] * scale0 * scale1;
             const float p = b.a[0][i];
@@ -120,12 +103,25 @@ struct Sgd {
             if constexpr (Buffer) {
                 const float old = b.a[1][i];
                 const float next = choose(first, g, fma_once(one_minus_dampening, g, old * momentum));
-                b.a[1][i] = choose(keep, old, next);
-                g = choose(keep, g, choose(nesterov, fma_once(next, momentum, g), next));
+                b.a[1][i] = choose(moves, next, old);
+                g = choose(moves, choose(nesterov, fma_once(next, momentum, g), next), g);
             }
             b.a[0][i] = fma_once(g, negative_lr, p);
         }
     }
+};
+
+void sgd(const float* s, DType gradient, DType output, const Span& span, bool stream) {
+    span.arrays == 2 ? step_by<Sgd<true>>(s, gradient, output, span, stream)
+                     : step_by<Sgd<false>>(s, gradient, output, span, stream);
+}
+
+// Name, scalars of a row, least and most arrays of a page, and what steps.
+constexpr RuleEntry kRules[] = {
+    {"Adam", 10, 3, 3, adam},
+    {"Lion", 8, 2, 2, step_by<Lion>},
+    {"Adagrad", 5, 2, 2, step_by<Adagrad>},
+    {"SGD", 9, 1, 2, sgd},
 };
 
 }  // namespace

@@ -34,15 +34,27 @@ void check_output(const Segment& segment, std::size_t index) {
     }
 }
 
-template <class Rule>
-void check_tile(const TileStep& tile, const std::vector<Rule>& rules) {
+void check_scalars(const TileStep& tile, const RuleEntry& rule) {
+    for (const auto& row : tile.scalars) {
+        if (row.size() != rule.scalars) {
+            throw std::invalid_argument(std::string(rule.name) + " has " + std::to_string(rule.scalars) +
+                                        " scalars, not " + std::to_string(row.size()));
+        }
+    }
+    const auto least = static_cast<std::int64_t>(rule.least_arrays), most = static_cast<std::int64_t>(rule.most_arrays);
+    if (tile.scalars.empty() || (tile.page_arrays >= least && tile.page_arrays <= most)) return;
+    throw std::invalid_argument("a page of " + std::to_string(tile.page_arrays) + " arrays, and " + rule.name +
+                                " has " + std::to_string(least) + (least == most ? "" : " or " + std::to_string(most)));
+}
+
+void check_table(const TileStep& tile, const RuleEntry& rule) {
     if (tile.page_numel < 0) throw std::invalid_argument("a page of negative size");
     check_address(tile.source_page, DType::float32, "the source page");
     check_address(tile.target_page, DType::float32, "the target page");
     if (tile.page_arrays < 1 || tile.page_arrays > static_cast<std::int64_t>(kMostArrays)) {
         throw std::invalid_argument("a page of " + std::to_string(tile.page_arrays) + " arrays");
     }
-    for (const Rule& rule : rules) check_rule(rule, tile.page_arrays);
+    check_scalars(tile, rule);
     const std::size_t page_bytes = sizeof(float) * static_cast<std::size_t>(tile.page_arrays * tile.page_numel);
     if (tile.source_page != tile.target_page && overlap(tile.source_page, page_bytes, tile.target_page, page_bytes)) {
         throw std::invalid_argument("the source and target pages overlap without being the same");
@@ -53,7 +65,7 @@ void check_tile(const TileStep& tile, const std::vector<Rule>& rules) {
         if (segment.numel <= 0) refuse(i, "has no elements");
         if (segment.page_offset < end) refuse(i, "begins before the one ahead of it ends");
         if (segment.numel > tile.page_numel - segment.page_offset) refuse(i, "reaches past the end of the page");
-        if (segment.rule < 0 || static_cast<std::size_t>(segment.rule) >= rules.size()) {
+        if (segment.row < 0 || static_cast<std::size_t>(segment.row) >= tile.scalars.size()) {
             refuse(i, "names a rule that the tile does not have");
         }
         check_address(segment.gradient, segment.gradient_dtype, "the gradient");
@@ -62,16 +74,19 @@ void check_tile(const TileStep& tile, const std::vector<Rule>& rules) {
     }
 }
 
-// Which kernel steps by these scalars.
-StepKernel<AdamScalars> kernel_for(const KernelTable& kernels, const AdamScalars&) { return kernels.adam; }
-StepKernel<LionScalars> kernel_for(const KernelTable& kernels, const LionScalars&) { return kernels.lion; }
-StepKernel<AdagradScalars> kernel_for(const KernelTable& kernels, const AdagradScalars&) { return kernels.adagrad; }
-StepKernel<SgdScalars> kernel_for(const KernelTable& kernels, const SgdScalars&) { return kernels.sgd; }
+// Not inlined: the compiler knows nothing of float modes, and would be free to
+// move these roundings out of the scope of the caller's StandardFloatMode.
+[[gnu::noinline]] std::vector<float> rounded(const TileStep& tile) {
+    std::vector<float> scalars;
+    for (const auto& row : tile.scalars) {
+        for (const double value : row) scalars.push_back(static_cast<float>(value));
+    }
+    return scalars;
+}
 
 // Steps elements [begin, begin + count) of one segment.
-template <class Scalars>
-void step_span(const TileStep& tile, const Segment& segment, const Scalars& scalars, std::int64_t begin,
-               std::int64_t count, const KernelTable& kernels) {
+void step_span(const TileStep& tile, const Segment& segment, const RuleEntry& rule, const float* scalars,
+               std::int64_t begin, std::int64_t count) {
     const std::int64_t at = segment.page_offset + begin;
     const std::size_t offset = static_cast<std::size_t>(begin);
     Span span{};
@@ -86,22 +101,28 @@ void step_span(const TileStep& tile, const Segment& segment, const Scalars& scal
         span.output = static_cast<char*>(segment.output) + offset * item_bytes(segment.output_dtype);
     }
     span.numel = static_cast<std::size_t>(count);
-    kernel_for(kernels, scalars)(scalars, segment.gradient_dtype, segment.output_dtype, span,
-                                 tile.source_page != tile.target_page);
+    rule.step(scalars, segment.gradient_dtype, segment.output_dtype, span, tile.source_page != tile.target_page);
 }
 
-template <class Rule>
-void step_by(const TileStep& tile, const std::vector<Rule>& rules, ThreadPool& pool, InstructionSet isa) {
-    check_tile(tile, rules);
-    const KernelTable& kernels = kernels_for(isa);
-    std::vector<decltype(scalars_of(rules.front(), tile.scale))> scalars;
-    scalars.reserve(rules.size());
+}  // namespace
+
+void check_tile(const TileStep& tile) {
+    if (tile.rule < 0 || static_cast<std::size_t>(tile.rule) >= kBaselineKernels.rule_count) {
+        throw std::invalid_argument("a tile of unknown rule " + std::to_string(tile.rule));
+    }
+    check_table(tile, kBaselineKernels.rules[tile.rule]);
+}
+
+void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
+    check_tile(tile);
+    const RuleEntry& rule = kernels_for(isa).rules[tile.rule];
+    std::vector<float> scalars;
     {
         StandardFloatMode mode;  // or flush-to-zero would make a denormal eps zero
-        for (const Rule& rule : rules) scalars.push_back(scalars_of(rule, tile.scale));
+        scalars = rounded(tile);
     }
 
-    // Cut the run of all segments into pieces of equal size, so that a tile of
+    // Cut the elements of all segments into pieces of equal size, so that a tile of
     // a thousand biases is shared out like a tile of one matrix.
     std::vector<std::int64_t> ends;
     ends.reserve(tile.segments.size());
@@ -116,16 +137,11 @@ void step_by(const TileStep& tile, const std::vector<Rule>& rules, ThreadPool& p
             const Segment& segment = tile.segments[index];
             const std::int64_t begin = at - (ends[index] - segment.numel);
             const std::int64_t count = std::min(end, ends[index]) - at;
-            step_span(tile, segment, scalars[static_cast<std::size_t>(segment.rule)], begin, count, kernels);
+            step_span(tile, segment, rule, scalars.data() + static_cast<std::size_t>(segment.row) * rule.scalars, begin,
+                      count);
             at += count;
         }
     });
-}
-
-}  // namespace
-
-void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
-    std::visit([&](const auto& rules) { step_by(tile, rules, pool, isa); }, tile.rules);
 }
 
 }  // namespace longshore

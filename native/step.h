@@ -3,12 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <variant>
 #include <vector>
 
 #include "buffers.h"
 #include "dispatch.h"
-#include "rules.h"
 
 namespace longshore {
 
@@ -21,29 +19,31 @@ struct Segment {
     std::int64_t numel;
     const void* gradient;
     void* output;  // null exactly when output_dtype is none
-    std::int32_t rule;
+    std::int32_t row;  // of the tile's scalars
     DType gradient_dtype;
     DType output_dtype;
 };
 
-// The rules of one call are of one kind, which fixes what a page holds.
-using Rules = std::variant<std::vector<AdamRule>, std::vector<LionRule>, std::vector<AdagradRule>, std::vector<SgdRule>>;
-
 // A page holds `page_arrays` float arrays, each `page_numel` elements long, one
-// behind the other: the master, then the rule's states (Adam: both moments;
-// Lion: one; Adagrad: the sum; SGD: the momentum buffer, or nothing).
+// behind the other: the master, then the states of the rule.
 struct TileStep {
     const float* source_page;
     float* target_page;  // the same as source_page: in place
     std::int64_t page_arrays;
     std::int64_t page_numel;
     std::vector<Segment> segments;
-    Rules rules;
-    Scale scale;
+    std::int32_t rule;  // index into a kernel table's rules
+    // One row for each set of hyper-parameters, in double and as long as the rule
+    // says; rounded to float once.
+    std::vector<std::vector<double>> scalars;
 };
 
-// Steps every segment of the tile. Throws std::invalid_argument before the
-// first byte is written when the table is not one that a tile can have.
+// Throws std::invalid_argument when the table is not one that a tile can have.
+// Reads no memory, so that the addresses may be those of a device.
+void check_tile(const TileStep& tile);
+
+// Steps every segment of the tile, which check_tile() checks before the first
+// byte is written.
 void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa);
 
 }  // namespace longshore

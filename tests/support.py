@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import longshore
-from longshore.kernels import UNSCALED, Kernels, LionRule, Scale, total_of_blocks
-from longshore.kernels.reference import lion_step
+from longshore.kernels import UNSCALED, Kernels, Scale, total_of_blocks
+from longshore.kernels.reference import rule_step
+from longshore.optim.rules.lion import LionRule
 
 
 class PlainLion(torch.optim.Optimizer):
@@ -30,12 +31,13 @@ class PlainLion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            rule = LionRule(float(group["lr"]), *map(float, group["betas"]), group["weight_decay"], group["maximize"])
+            lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+            rule = LionRule(lr, beta1, beta2, group["weight_decay"], maximize=group["maximize"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     before = state.get("exp_avg", torch.zeros_like(parameter))
-                    master, state["exp_avg"] = lion_step(parameter, before, parameter.grad, rule)
+                    master, state["exp_avg"] = rule_step((parameter, before), parameter.grad, rule)
                     state["step"] = state.get("step", 0) + 1
                     parameter.copy_(master)
 

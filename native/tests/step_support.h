@@ -15,13 +15,75 @@
 
 namespace longshore::testing {
 
+// The rules as the files of src/longshore/optim/rules/ are told them, and the
+// scalars that those files compute: one row of a tile. kEntry is the place in
+// kRules of rules.inl. `step` is the count after this step: 1 the first time.
+struct AdamRule {
+    static constexpr std::int32_t kEntry = 0;
+    double lr, beta1, beta2, eps, weight_decay;
+    double step;
+    bool decoupled;  // AdamW's decay; otherwise Adam's L2 term in the gradient
+    bool maximize;
+    bool bias_correction = true;
+
+    std::vector<double> scalars() const {
+        const double correction1 = bias_correction ? 1.0 - std::pow(beta1, step) : 1.0;
+        const double correction2 = bias_correction ? 1.0 - std::pow(beta2, step) : 1.0;
+        return {decoupled ? 1.0 - lr * weight_decay : 1.0, decoupled ? 0.0 : weight_decay, 1.0 - beta1,
+                beta2, 1.0 - beta2, std::sqrt(correction2), eps, -(lr / correction1)};
+    }
+};
+
+struct LionRule {
+    static constexpr std::int32_t kEntry = 1;
+    double lr, beta1, beta2, weight_decay;
+    bool maximize;
+
+    std::vector<double> scalars() const {
+        return {1.0 - lr * weight_decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, -lr};
+    }
+};
+
+struct AdagradRule {
+    static constexpr std::int32_t kEntry = 2;
+    double lr, lr_decay, eps, weight_decay;
+    double step;
+    bool maximize;
+
+    std::vector<double> scalars() const { return {weight_decay, eps, -(lr / (1.0 + (step - 1.0) * lr_decay))}; }
+};
+
+struct SgdRule {
+    static constexpr std::int32_t kEntry = 3;
+    double lr, momentum, dampening, weight_decay;
+    bool nesterov;
+    bool first;  // no momentum buffer yet: it becomes the gradient
+    bool maximize;
+
+    std::vector<double> scalars() const {
+        return {weight_decay, momentum, 1.0 - dampening, -lr, momentum != 0.0 ? 1.0 : 0.0, first ? 1.0 : 0.0,
+                nesterov ? 1.0 : 0.0};
+    }
+};
+
+template <class Rule>
+std::vector<std::vector<double>> rows_of(const std::vector<Rule>& rules, Scale scale) {
+    std::vector<std::vector<double>> rows;
+    for (const Rule& rule : rules) {
+        rows.push_back({rule.maximize ? -scale.first : scale.first, scale.second});
+        const std::vector<double> scalars = rule.scalars();
+        rows.back().insert(rows.back().end(), scalars.begin(), scalars.end());
+    }
+    return rows;
+}
+
 // One element of each of a page's arrays, the master first.
 struct Element {
     float a[kMostArrays];
 };
 using Arrays = std::vector<std::vector<float>>;
 
-// The arithmetic of kernels/reference.py, one element at a time. These files
+// The arithmetic of the rules' files, one element at a time. These files
 // are compiled without contraction, so only what says fmaf is fused.
 template <class Rule>
 class Naive;
@@ -253,8 +315,8 @@ void check_segment(const Expected& values, const Buffer& output_values, const Ru
     if (sweep.place != Place::none) expected_output_buffer.write(0, output_values.at(0), numel);
 
     TileStep tile{source.floats(), sweep.in_place ? source.floats() : target.floats(),
-                  static_cast<std::int64_t>(arrays), static_cast<std::int64_t>(page_numel), {}, std::vector{rule},
-                  kScale};
+                  static_cast<std::int64_t>(arrays), static_cast<std::int64_t>(page_numel), {}, Rule::kEntry,
+                  rows_of(std::vector{rule}, kScale)};
     tile.segments.push_back({static_cast<std::int64_t>(offsets.in_page), static_cast<std::int64_t>(numel),
                              gradient.at(0), sweep.place == Place::none ? nullptr : output_buffer.at(0), 0,
                              values.gradient.dtype(),
@@ -319,7 +381,7 @@ void check_in_place(const Expected& values, const Rule& rule, Scale scale, Threa
         put_page(page, 0, values.a);
         put_page(expected, 0, values.stepped);
         TileStep tile{page.floats(), page.floats(), static_cast<std::int64_t>(values.arrays()),
-                      static_cast<std::int64_t>(numel), {}, std::vector{rule}, scale};
+                      static_cast<std::int64_t>(numel), {}, Rule::kEntry, rows_of(std::vector{rule}, scale)};
         tile.segments.push_back({0, static_cast<std::int64_t>(numel), values.gradient.at(0), nullptr, 0,
                                  values.gradient.dtype(), DType::none});
         step_tile(tile, pool, isa);

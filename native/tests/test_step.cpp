@@ -7,7 +7,6 @@
 #include <functional>
 #include <stdexcept>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "check.h"
@@ -57,7 +56,7 @@ struct ManySegments {
         Buffer expected_source = source, expected_target = target;
         std::vector<std::unique_ptr<Buffer>> outputs;
         TileStep tile{source.floats(), in_place ? source.floats() : target.floats(),
-                      3, static_cast<std::int64_t>(page_numel), {}, rules, kScale};
+                      3, static_cast<std::int64_t>(page_numel), {}, AdamRule::kEntry, rows_of(rules, kScale)};
         for (Part& part : parts) {
             put_page(in_place ? expected_source : expected_target, part.offset, part.values.stepped);
             const bool none = part.output_dtype == DType::none;
@@ -101,8 +100,8 @@ TEST(step_tile_of_any_cut_into_segments_and_threads) {
             Buffer page(DType::float32, 3 * numel), expected = page, output(DType::bfloat16, numel);
             put_page(page, 0, values.a);
             put_page(expected, 0, values.stepped);
-            TileStep tile{page.floats(), page.floats(), 3, static_cast<std::int64_t>(numel), {}, std::vector{kDecoupled},
-                          kScale};
+            TileStep tile{page.floats(), page.floats(), 3, static_cast<std::int64_t>(numel), {}, AdamRule::kEntry,
+                          rows_of(std::vector{kDecoupled}, kScale)};
             for (std::size_t at = 0; at < numel;) {
                 const auto count = std::min(longest > kPieceNumel ? longest : 1 + random.below(longest),
                                             static_cast<std::int64_t>(numel - at));
@@ -120,7 +119,9 @@ TEST(step_tile_of_any_cut_into_segments_and_threads) {
 TEST(step_tile_of_no_segments_writes_nothing) {
     ThreadPool pool(2, {});
     Buffer page(DType::float32, 30), expected = page;
-    step_tile({page.floats(), page.floats(), 3, 10, {}, std::vector{kDecoupled}, {}}, pool, InstructionSet::baseline);
+    const auto rows = rows_of(std::vector{kDecoupled}, Scale{});
+    step_tile({page.floats(), page.floats(), 3, 10, {}, AdamRule::kEntry, rows}, pool, InstructionSet::baseline);
+    step_tile({page.floats(), page.floats(), 3, 10, {}, AdamRule::kEntry, {}}, pool, InstructionSet::baseline);
     page.check_same(expected);
 }
 
@@ -156,7 +157,8 @@ TEST(step_tile_keeps_denormals_under_flush_to_zero_on_all_threads) {
 struct RefusedTile {
     Buffer source{DType::float32, 60}, target{DType::float32, 60}, gradient{DType::bfloat16, 20},
         output{DType::bfloat16, 20};
-    TileStep tile{source.floats(), target.floats(), 3, 20, {}, std::vector{kDecoupled, kL2}, {}};
+    TileStep tile{source.floats(), target.floats(), 3, 20, {}, AdamRule::kEntry,
+                  rows_of(std::vector{kDecoupled, kL2}, Scale{})};
 
     RefusedTile() {
         tile.segments = {{0, 10, gradient.at(0), output.at(0), 0, DType::bfloat16, DType::bfloat16},
@@ -187,7 +189,6 @@ TEST(step_tile_refuses_before_it_writes) {
     }
     // The second segment is spoiled, so that a check made too late would find the first one stepped.
     const auto second = [](RefusedTile& t) -> Segment& { return t.tile.segments[1]; };
-    const auto adam = [](RefusedTile& t) -> std::vector<AdamRule>& { return std::get<0>(t.tile.rules); };
     const auto unaligned = [](void* address) { return static_cast<void*>(static_cast<char*>(address) + 1); };
     check_refused("a page of negative size", [](RefusedTile& t) { t.tile.page_numel = -1; });
     check_refused("the source page is a null address", [](RefusedTile& t) { t.tile.source_page = nullptr; });
@@ -203,24 +204,22 @@ TEST(step_tile_refuses_before_it_writes) {
         t.tile.target_page = t.source.floats(0);
         t.tile.page_numel = 7;
     });
-    check_refused("a step count below 1", [&](RefusedTile& t) { adam(t)[1].step = 0.0; });
-    check_refused("a step count below 1", [&](RefusedTile& t) { adam(t)[1].step = std::nan(""); });
+    check_refused("a tile of unknown rule -1", [](RefusedTile& t) { t.tile.rule = -1; });
+    check_refused("a tile of unknown rule 4", [](RefusedTile& t) { t.tile.rule = 4; });
+    check_refused("Adam has 10 scalars, not 9", [](RefusedTile& t) { t.tile.scalars[1].pop_back(); });
+    check_refused("Adam has 10 scalars, not 0", [](RefusedTile& t) { t.tile.scalars[0].clear(); });
     check_refused("a page of 0 arrays", [](RefusedTile& t) { t.tile.page_arrays = 0; });
     check_refused("a page of 4 arrays", [](RefusedTile& t) { t.tile.page_arrays = 4; });
     check_refused("a page of 2 arrays, and Adam has 3", [](RefusedTile& t) { t.tile.page_arrays = 2; });
-    check_refused("a page of 3 arrays, and Lion has 2", [](RefusedTile& t) { t.tile.rules = std::vector<LionRule>(2); });
-    check_refused("a page of 3 arrays, and Adagrad has 2",
-                  [](RefusedTile& t) { t.tile.rules = std::vector<AdagradRule>(2); });
-    check_refused("a page of 3 arrays, and SGD has 1 or 2",
-                  [](RefusedTile& t) { t.tile.rules = std::vector<SgdRule>(2); });
-    check_refused("a page of 1 arrays, and SGD with momentum has 2", [](RefusedTile& t) {
-        t.tile.rules = std::vector<SgdRule>(2, SgdRule{0.1, 0.9, 0.0, 0.0, false, true, false});
-        t.tile.page_arrays = 1;
-    });
-    check_refused("a step count below 1", [](RefusedTile& t) {
-        t.tile.rules = std::vector<AdagradRule>(2);
-        t.tile.page_arrays = 2;
-    });
+    const auto by = [](const auto& rule) {
+        return [rule](RefusedTile& t) {
+            t.tile.rule = rule.kEntry;
+            t.tile.scalars = rows_of(std::vector{rule, rule}, Scale{});
+        };
+    };
+    check_refused("a page of 3 arrays, and Lion has 2", by(LionRule{}));
+    check_refused("a page of 3 arrays, and Adagrad has 2", by(AdagradRule{}));
+    check_refused("a page of 3 arrays, and SGD has 1 or 2", by(SgdRule{}));
     check_refused("segment 1 of the tile has no elements", [&](RefusedTile& t) { second(t).numel = 0; });
     check_refused("segment 1 of the tile has no elements", [&](RefusedTile& t) { second(t).numel = -3; });
     check_refused("begins before the one ahead of it ends", [&](RefusedTile& t) { second(t).page_offset = 9; });
@@ -231,8 +230,8 @@ TEST(step_tile_refuses_before_it_writes) {
     check_refused("past the end of the page", [&](RefusedTile& t) { second(t).page_offset = 21; });
     check_refused("past the end of the page", [&](RefusedTile& t) { second(t).page_offset = INT64_MAX; });
     check_refused("past the end of the page", [&](RefusedTile& t) { second(t).numel = INT64_MAX; });
-    check_refused("names a rule that the tile does not have", [&](RefusedTile& t) { second(t).rule = 2; });
-    check_refused("names a rule that the tile does not have", [&](RefusedTile& t) { second(t).rule = -1; });
+    check_refused("names a rule that the tile does not have", [&](RefusedTile& t) { second(t).row = 2; });
+    check_refused("names a rule that the tile does not have", [&](RefusedTile& t) { second(t).row = -1; });
     check_refused("the gradient is a null address", [&](RefusedTile& t) { second(t).gradient = nullptr; });
     check_refused("the gradient is not aligned",
                   [&](RefusedTile& t) { second(t).gradient = unaligned(t.gradient.at(0)); });

@@ -145,12 +145,11 @@ SECTIONS = (
         "`longshore.AdamW` and its like, `longshore.Offload`, and the parameters that they are given. "
         "[The guide](optimizer.md#refused-by-name) lists what is refused.",
         (
-            "optim/adam.py",
+            "optim/rules/",
             "optim/client.py",
-            "optim/families.py",
+            "optim/family.py",
             "optim/forecast.py",
             "optim/host_optimizer.py",
-            "optim/hyperparameters.py",
             "optim/offload.py",
             "optim/parameters.py",
             "transfer/__init__.py",
@@ -168,7 +167,7 @@ SECTIONS = (
             "optim/gradients.py",
             "optim/released.py",
             "optim/masters.py",
-            "optim/planning.py",
+            "optim/family.py: ParameterError",
             "optim/ledger.py",
             "host/store.py",
             "host/tile_state.py",

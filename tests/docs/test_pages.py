@@ -67,7 +67,7 @@ def test_every_message_is_on_the_page() -> None:
 
 def test_a_message_is_split_into_rule_and_advice() -> None:
     def split(text: str) -> tuple[str, str]:
-        return errors_page.split(Message("optim/adam.py", 1, "ValueError", text))
+        return errors_page.split(Message("optim/rules/adam.py", 1, "ValueError", text))
 
     assert split("a is b; use c") == ("a is b", "Use c.")
     assert split("a is «b» (for d, use c_d())") == ("a is «b»", r"For d, use c\_d().")
@@ -75,10 +75,10 @@ def test_a_message_is_split_into_rule_and_advice() -> None:
 
 
 def test_a_message_without_advice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = Message("optim/adam.py", 7, "ValueError", "something odd")
+    message = Message("optim/rules/adam.py", 7, "ValueError", "something odd")
     errors_page.split(message)
     monkeypatch.setattr(errors_page, "section_of", lambda _: advice.Section("", "", (), ""))
-    with pytest.raises(errors_page.UnknownAdviceError, match=r"optim/adam.py:7: .*something odd"):
+    with pytest.raises(errors_page.UnknownAdviceError, match=r"optim/rules/adam.py:7: .*something odd"):
         errors_page.split(message)
 
 

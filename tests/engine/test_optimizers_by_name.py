@@ -14,9 +14,9 @@ from torch import nn
 import longshore
 from engine import optimizer_cases
 from engine.files import assert_same, assert_trains_like, file, gradients_of, started, train, without
-from longshore.kernels import AdamRule
-from longshore.kernels.reference import adam_step
+from longshore.kernels.reference import rule_step
 from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.rules.adam import AdamRule
 
 ADAM: dict[str, Any] = {"lr": 3e-3, "betas": [0.8, 0.95], "eps": 1e-5, "weight_decay": 0.1}
 LION: dict[str, Any] = {"lr": 1e-3, "betas": [0.7, 0.9], "weight_decay": 0.1}
@@ -84,7 +84,7 @@ def test_bias_correction() -> None:
                 maximize=False, bias_correction=False,
             )  # fmt: skip
             for index, gradient in enumerate(gradients_of(twin, [loss_of(twin, step)])):
-                new, *rest = adam_step(parameters[index].detach(), *moments[index], gradient, rule)
+                new, *rest = rule_step((parameters[index].detach(), *moments[index]), gradient, rule)
                 moments[index] = (rest[0], rest[1])
                 with torch.no_grad():
                     parameters[index].copy_(new)

@@ -21,9 +21,10 @@ from longshore.host.stepping import (
     run_speculation,
 )
 from longshore.host.tile import Tile, TileEvent, TileState
-from longshore.kernels import UNSCALED, AdamRule, HostKernels, Scale
-from longshore.kernels.reference import adam_step
+from longshore.kernels import UNSCALED, HostKernels, Scale
+from longshore.kernels.reference import rule_step
 from longshore.layout import plan_tiles
+from longshore.optim.rules.adam import AdamRule
 from longshore.transfer import CopyHandle
 
 NUMELS = {0: 37, 1: 5, 2: 20}
@@ -106,7 +107,7 @@ def state_of(tile: Tile) -> dict[int, tuple[Tensor, ...]]:
 
 def expected_of(tile: Tile, gradients: Mapping[int, Tensor], scale: Scale = UNSCALED) -> dict[int, tuple[Tensor, ...]]:
     return {
-        parameter: adam_step(*state, gradients[parameter], RULES[parameter], scale) if parameter in gradients else state
+        parameter: rule_step(state, gradients[parameter], RULES[parameter], scale) if parameter in gradients else state
         for parameter, state in state_of(tile).items()
     }
 

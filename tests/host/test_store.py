@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch import Tensor
 from longshore.errors import BrokenStateError, GradientError
 from longshore.host import MASTER, BackendSettings, HostStore, ParameterStep, TileState
 from longshore.host.events import PIPELINE_DEPTH
-from longshore.kernels import UNSCALED, AdamRule, HostKernels, Scale
-from longshore.kernels.reference import adam_step
+from longshore.kernels import UNSCALED, HostKernels, Scale
+from longshore.kernels.reference import rule_step
 from longshore.layout import align
+from longshore.optim.rules.adam import AdamRule
 from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer, Transfer
 
 BF16 = torch.bfloat16
@@ -77,7 +79,7 @@ class Training:
         self.store.arrive(index, gradient.to(self.device, copy=True))
 
     def rule(self, index: int) -> AdamRule:
-        return RULES[index % 2]._replace(step=self.counts[index] + 1)
+        return replace(RULES[index % 2], step=self.counts[index] + 1)
 
     def commit(self, gradients: Mapping[int, list[Tensor]], scale: Scale = UNSCALED) -> None:
         """Commit a window that has arrived, or, without holding, bring its gradients along."""
@@ -99,7 +101,7 @@ class Training:
             total = arrived[0]
             for later in arrived[1:]:
                 total = total.float() + later.float()
-            self.expected[index] = list(adam_step(*self.expected[index], total, self.rule(index), scale))
+            self.expected[index] = list(rule_step(self.expected[index], total, self.rule(index), scale))
             self.counts[index] += 1
 
     def window(self, arrivals: Mapping[int, int], scale: Scale = UNSCALED) -> None:

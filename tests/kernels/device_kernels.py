@@ -20,7 +20,8 @@ import numpy
 import pytest
 import torch
 
-from longshore.kernels import AdagradRule, DeviceKernels, TileSegment
+from longshore.kernels import DeviceKernels, TileSegment
+from longshore.optim.rules.adagrad import AdagradRule
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longshore.kernels import AdagradRule, AdamRule, LionRule, Rule, SGDRule
+from longshore.kernels import UNSCALED, Rule, Scale
+from longshore.kernels.reference import rule_step
+from longshore.optim.rules.adagrad import AdagradRule
+from longshore.optim.rules.adam import AdamRule
+from longshore.optim.rules.lion import LionRule
+from longshore.optim.rules.sgd import SGDRule
 
 INFINITY, LARGEST = float("inf"), 3.4028234663852886e38
 ZEROS_AND_DENORMALS = (0.0, -0.0, 2.0**-149, -(2.0**-149), 2.0**-126)
@@ -37,9 +42,12 @@ def page_of(numel: int, seed: int, arrays: int = 3) -> Tensor:
 
 def arrays_of(rule: Rule) -> int:
     """How many arrays the page of such a rule has."""
-    if isinstance(rule, SGDRule):
-        return 2 if rule.momentum else 1
-    return 3 if isinstance(rule, AdamRule) else 2
+    return 1 if isinstance(rule, SGDRule) and not rule.momentum else 1 + len(rule.states)
+
+
+def stepped_page(page: Tensor, gradient: Tensor, rule: Rule, scale: Scale = UNSCALED) -> Tensor:
+    """The oracle's new page."""
+    return torch.stack(rule_step(page.unbind(), gradient, rule, scale))
 
 
 RULES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -12,20 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from longshore.kernels import (
-    SUPPORTED_DTYPES,
-    UNSCALED,
-    AdagradRule,
-    AdamRule,
-    DeviceKernels,
-    HostKernels,
-    LionRule,
-    Rule,
-    Scale,
-    SGDRule,
-    TileSegment,
-)
-from longshore.kernels.scalars import float32_bytes
+from longshore.kernels import SUPPORTED_DTYPES, UNSCALED, DeviceKernels, HostKernels, Rule, Scale, TileSegment
+from longshore.kernels.reference import float32_bytes
+from longshore.optim.rules.adagrad import AdagradRule
+from longshore.optim.rules.adam import AdamRule
+from longshore.optim.rules.lion import LionRule
+from longshore.optim.rules.sgd import SGDRule
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 from tests.kernels.numbers import RULES, awkward, page_of, same_bits
 from tests.support import sum_of_squares
@@ -38,7 +31,7 @@ NUMELS = (BLOCK + 77, 1, 300, 2 * BLOCK, 31)
 
 TABLES: dict[str, tuple[int, Sequence[Rule]]] = {
     "adam": (3, RULES),
-    "adam_uncorrected": (3, [rule._replace(bias_correction=False) for rule in RULES]),
+    "adam_uncorrected": (3, [replace(rule, bias_correction=False) for rule in RULES]),
     "lion": (2, [LionRule(1e-3, 0.9, 0.99, 0.1), LionRule(0.1, 0.0, 0.5, 0.0, maximize=True)]),
     "adagrad": (2, [AdagradRule(0.1, 0.01, 1e-10, 0.0, 7), AdagradRule(0.1, 0.0, 1e-40, 0.1, 1, maximize=True)]),
     "sgd": (1, [SGDRule(0.1, 0.0, 0.0, 0.0, False, True), SGDRule(0.1, 0.0, 0.0, 0.1, False, False, maximize=True)]),
@@ -311,7 +304,7 @@ REFUSED: list[Refused] = [
             segment(on, gradient=(shared := torch.zeros(10, device=on)), output=shared.view(torch.bfloat16)[:10])
         ],
     ),
-    lambda on: tile(on, rules=[RULES[0]._replace(step=0)]),
+    lambda on: tile(on, rules=[replace(RULES[0], step=0)]),
     lambda on: tile(
         on,
         rules=[AdagradRule(0.1, 0.0, 1e-10, 0.0, 0)],

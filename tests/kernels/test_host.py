@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,19 +22,18 @@ from torch import Tensor
 
 from longshore.kernels import (
     SUPPORTED_DTYPES,
-    AdagradRule,
-    AdamRule,
     HostKernels,
     InstructionSet,
-    LionRule,
     Rule,
     Scale,
-    SGDRule,
     TileSegment,
     supported_instruction_sets,
 )
-from longshore.kernels.reference import rule_step
-from tests.kernels.numbers import OTHER_RULES, RULES, arrays_of, awkward, page_of, same_bits
+from longshore.optim.rules.adagrad import AdagradRule
+from longshore.optim.rules.adam import AdamRule
+from longshore.optim.rules.lion import LionRule
+from longshore.optim.rules.sgd import SGDRule
+from tests.kernels.numbers import OTHER_RULES, RULES, arrays_of, awkward, page_of, same_bits, stepped_page
 from tests.support import sum_of_squares
 
 SCALE = Scale(0.7, 1 / 3)
@@ -77,7 +77,7 @@ def test_step_equals_the_rule_step(
 ) -> None:
     numel = PIECE_NUMEL + 77
     page, gradient = page_of(numel, 1, arrays_of(rule)), awkward(numel, 9).to(gradient_dtype)
-    expected = rule_step(page, gradient, rule, SCALE)
+    expected = stepped_page(page, gradient, rule, SCALE)
     assert expected.isnan().any() and expected.isfinite().any()
     for output_dtype in (None, *SUPPORTED_DTYPES):
         source, given_gradient = page.clone(), gradient.clone()
@@ -100,7 +100,7 @@ def test_the_output_may_take_the_place_of_the_gradient(
 ) -> None:
     numel = PIECE_NUMEL + 13
     page, gradient = page_of(numel, 2), awkward(numel, 8).to(gradient_dtype)
-    expected = rule_step(page, gradient, RULES[0])
+    expected = stepped_page(page, gradient, RULES[0])
     output = gradient.view(output_dtype)
     kernels.step_tile(page, page, [TileSegment(0, gradient, output, 0)], [RULES[0]])
     assert same_bits(page, expected)
@@ -194,7 +194,7 @@ def test_any_tile_equals_the_rule_step(kernels_of: Callable[..., HostKernels], d
         output = None if output_dtype is None else torch.empty(end - begin, dtype=output_dtype)
         which = data.draw(st.integers(0, len(table) - 1), "rule")
         segments.append(TileSegment(begin, gradient, output, which))
-        stepped = rule_step(page[:, begin:end], gradient, table[which], scale)
+        stepped = stepped_page(page[:, begin:end], gradient, table[which], scale)
         expected_target[:, begin:end] = stepped
         if output is not None:
             outputs.append((output, stepped[0].to(output.dtype)))
@@ -248,7 +248,7 @@ def test_flush_to_zero_in_the_caller_changes_no_bit(kernels: HostKernels, numel:
     gradient = torch.randn(numel)
     rule = AdamRule(1e-42, 0.9, 0.999, 1e-40, 0.0, 1, True)
     scale = Scale(small, 1.0)
-    expected = rule_step(page, gradient, rule, scale)
+    expected = stepped_page(page, gradient, rule, scale)
     summed = page + gradient * small
     squares = page[2].double().square().sum().item()
     assert ((expected != 0) & (expected.abs() < torch.finfo(torch.float32).tiny)).float().mean() > 0.9
@@ -498,7 +498,7 @@ SHARED = torch.zeros(100)
             {"segments": [TileSegment(0, SHARED[:10], SHARED[5:15], 0)]},
             "segment 0 of the tile has an output that overlaps its gradient; it may only take its place exactly",
         ),
-        ({"rules": [RULES[0]._replace(step=0)]}, "a step count below 1"),
+        ({"rules": [replace(RULES[0], step=0)]}, "a step count below 1"),
     ],
 )
 def test_step_tile_refuses(kernels: HostKernels, changes: dict[str, Any], message: str) -> None:

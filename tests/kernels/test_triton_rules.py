@@ -15,10 +15,15 @@ import collections, json, re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+import longshore.optim.rules
 from longshore.kernels import triton_rules
+from longshore.optim.rules.adagrad import adagrad
+from longshore.optim.rules.adam import adam
+from longshore.optim.rules.lion import lion
+from longshore.optim.rules.sgd import sgd
 
-TILE = {"source_page": "*fp32", "target_page": "*fp32", "page_numel": "i32", "table": "*i64", "owners": "*i64",
-        "all_scalars": "*fp32", "RULE": "constexpr", "PAGE_ARRAYS": "constexpr"}
+TILE = {"source_page": "*fp32", "target_page": "*fp32", "table": "*i64", "owners": "*i64",
+        "scalar_rows": "*fp32", "UPDATE": "constexpr", "PAGE_ARRAYS": "constexpr"}
 PASS = {"target": "i64", "source": "i64", "dtype": "i32", "numel": "i32", "add": "i32"}
 SUM = {"starts": "*i64", "spans": "*i64", "factors": "*fp32", "sums": "*fp64"}
 
@@ -29,19 +34,22 @@ def operations(name, signature, **constants):
     instruction = r"^\\s*(?:@%p\\d+ )?([a-z0-9]+[.][a-z0-9.]*f(?:32|64)[a-z0-9.]*)"
     return collections.Counter(re.findall(instruction, assembly, re.M))
 
+def step(update, page_arrays):
+    return operations("step_tile", TILE, UPDATE=triton_rules.device_function(update), PAGE_ARRAYS=page_arrays)
+
 print(json.dumps({
-    "adam": operations("step_tile", TILE, RULE=1, PAGE_ARRAYS=3),
-    "lion": operations("step_tile", TILE, RULE=2, PAGE_ARRAYS=2),
-    "adagrad": operations("step_tile", TILE, RULE=3, PAGE_ARRAYS=2),
-    "momentum": operations("step_tile", TILE, RULE=4, PAGE_ARRAYS=2),
-    "sgd": operations("step_tile", TILE, RULE=4, PAGE_ARRAYS=1),
+    "adam": step(adam, 3),
+    "lion": step(lion, 2),
+    "adagrad": step(adagrad, 2),
+    "momentum": step(sgd, 2),
+    "sgd": step(sgd, 1),
     "accumulate": operations("accumulate", PASS),
     "sum_of_squares": operations("sum_of_squares", SUM),
 }))
 """
 
 EXPECTED = {
-    # fma, div, sqrt for each element: every fma that reference.py writes (in both branches), and no other.
+    # fma, div, sqrt for each element: every fma that update() writes (in both branches), and no other.
     "adam": (3, 2, 1),
     "lion": (2, 0, 0),
     "adagrad": (2, 1, 1),

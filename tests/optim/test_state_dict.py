@@ -58,14 +58,19 @@ def test_from_torch(kind: Kind, options: dict[str, Any]) -> None:
 
 
 @TORCHS
-def test_to_torch(kind: Kind) -> None:
+@pytest.mark.parametrize("fused", [{}, {"fused": None}, {"fused": True}], ids=["unset", "none", "true"])
+def test_to_torch(kind: Kind, fused: dict[str, Any]) -> None:
+    """Back to torch's optimizer as it is built by default, with the bits of never having left longshore."""
     plain_model, model = model_of_sixteens(), model_of_sixteens()
-    ours = kind.make(model.parameters(), fused=True, offload=simulated())
+    first, *others = model.parameters()
+    ours = kind.make([{"params": [first], **fused}, {"params": others}], **fused, offload=simulated())
+    assert all(group["fused"] is True for group in ours.state_dict()["param_groups"])
     train(model, ours, range(3))
     plain_model.load_state_dict(model.state_dict())
-    theirs = kind.plain()(plain_model.parameters())
+    first, *others = plain_model.parameters()
+    theirs = kind.plain()([{"params": [first]}, {"params": others}])
+    assert not any(group["fused"] for group in theirs.param_groups)
     theirs.load_state_dict(ours.state_dict())
-    assert theirs.param_groups[0]["fused"]
     train(plain_model, theirs, range(3, 6))
     train(model, ours, range(3, 6))
     assert same_weights(plain_model, model)

@@ -1,4 +1,4 @@
-"""The engine's optimizer: by name, or the user's own in our place."""
+"""Make the engine's optimizer: by name, or from the user's own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import longshore.optim
 from longshore.engine.config import Config
 from longshore.optim.client import from_client
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Placement
+from longshore.optim.rule_optimizer import OPTIMIZERS
 
 
 def client_optimizer(
@@ -21,7 +21,7 @@ def client_optimizer(
     model_parameters: Iterable[Any] | None,
     config: Config,
 ) -> Optimizer | None:
-    """The optimizer that the user built, or a function of theirs; None: the configuration names one.
+    """The optimizer that the user built, or that a function of theirs builds; None: the configuration names one.
 
     Args:
         model: whose trainable parameters a function gets where ``model_parameters`` is None.
@@ -56,11 +56,11 @@ def make_optimizer(
     config: Config,
     placement: Placement,
 ) -> HostOptimizer:
-    """An optimizer whose state is where ``placement`` says, and whose gradients leave during backward.
+    """Make an optimizer whose state is where ``placement`` says, and whose gradients leave during backward.
 
     Args:
         model: names the parameters.
-        client: the user's, in whose place it is; None: the configuration names it.
+        client: the user's, which it replaces; None: the configuration names one.
         model_parameters: parameters or groups for that one; None: all trainable ones.
         config: names an optimizer where there is no client's.
         placement: makes the store.
@@ -74,8 +74,8 @@ def make_optimizer(
 def _by_name(
     model: nn.Module, model_parameters: Iterable[Any] | None, config: Config, placement: Placement
 ) -> HostOptimizer:
-    assert config.optimizer is not None  # load_config() saw to it
-    kind = getattr(longshore.optim, config.optimizer.type)
+    assert config.optimizer is not None  # load_config() checks it
+    kind: Any = OPTIMIZERS[config.optimizer.type]  # each has the signature of its own
     options = config.optimizer.arguments()
     groups = named_groups(model, _listed(model, model_parameters))
     return kind(groups, **options, release_gradients=True, offload=placement)
@@ -107,7 +107,7 @@ def _check_same(optimizer: Optimizer, model_parameters: Iterable[Any]) -> None:
 
 
 def named_groups(model: nn.Module, entries: list[Any]) -> list[dict[str, Any]]:
-    """Parameters or groups as groups of ``(FQN, parameter)``, so that errors can name what they are about."""
+    """Turn parameters or groups into groups of ``(FQN, parameter)``, so that errors can name parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
     named = []

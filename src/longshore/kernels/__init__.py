@@ -1,21 +1,21 @@
-"""Host and device kernels, and their oracle in :mod:`longshore.kernels.reference`."""
+"""Kernels that step a tile by any rule, on the host and on a CUDA device, and their oracle in plain torch,
+:mod:`longshore.kernels.reference`."""
 
 from longshore.kernels._native import InstructionSet, supported_instruction_sets
-from longshore.kernels.base import NORM_BLOCK_NUMEL, Kernels, total_of_blocks
-from longshore.kernels.device import DeviceKernels
-from longshore.kernels.host import SUPPORTED_DTYPES, HostKernels
-from longshore.kernels.rules import (
+from longshore.kernels.base import (
+    NORM_BLOCK_NUMEL,
+    SUPPORTED_DTYPES,
     UNSCALED,
-    AdagradRule,
-    AdamRule,
     HostRule,
-    LionRule,
+    Kernels,
     Rule,
     Scale,
-    SGDRule,
     TileSegment,
     TorchRule,
+    total_of_blocks,
 )
+from longshore.kernels.device import DeviceKernels
+from longshore.kernels.host import HostKernels
 from longshore.kernels.torch_rules import next_scalars
 from longshore.machine import usable_cpus
 
@@ -23,16 +23,12 @@ __all__ = [
     "NORM_BLOCK_NUMEL",
     "SUPPORTED_DTYPES",
     "UNSCALED",
-    "AdagradRule",
-    "AdamRule",
     "DeviceKernels",
     "HostKernels",
     "HostRule",
     "InstructionSet",
     "Kernels",
-    "LionRule",
     "Rule",
-    "SGDRule",
     "Scale",
     "TileSegment",
     "TorchRule",

@@ -14,39 +14,12 @@ def supported_instruction_sets() -> list[InstructionSet]: ...
 
 _Page = tuple[int, int, int, int]
 _Segments = Sequence[tuple[int, int, int, int, int, int, int]]
-_Scale = tuple[float, float]
+_Scalars = Sequence[Sequence[float]]
 
-def step_adam(
-    pool: ThreadPool,
-    page: _Page,
-    segments: _Segments,
-    rules: Sequence[tuple[float, float, float, float, float, float, bool, bool, bool]],
-    scale: _Scale,
-    isa: InstructionSet,
-) -> None: ...
-def step_lion(
-    pool: ThreadPool,
-    page: _Page,
-    segments: _Segments,
-    rules: Sequence[tuple[float, float, float, float, bool]],
-    scale: _Scale,
-    isa: InstructionSet,
-) -> None: ...
-def step_adagrad(
-    pool: ThreadPool,
-    page: _Page,
-    segments: _Segments,
-    rules: Sequence[tuple[float, float, float, float, float, bool]],
-    scale: _Scale,
-    isa: InstructionSet,
-) -> None: ...
-def step_sgd(
-    pool: ThreadPool,
-    page: _Page,
-    segments: _Segments,
-    rules: Sequence[tuple[float, float, float, float, bool, bool, bool]],
-    scale: _Scale,
-    isa: InstructionSet,
+def rules() -> list[str]: ...
+def check(rule: int, page: _Page, segments: _Segments, scalars: _Scalars) -> None: ...
+def step(
+    pool: ThreadPool, rule: int, page: _Page, segments: _Segments, scalars: _Scalars, isa: InstructionSet
 ) -> None: ...
 def accumulate(
     pool: ThreadPool, target: int, source: int, dtype: int, numel: int, add: bool, isa: InstructionSet

@@ -12,10 +12,20 @@ import numpy
 import torch
 from torch import Tensor
 
-from longshore.kernels.base import NORM_BLOCK_NUMEL
-from longshore.kernels.host import TileSegment, check_pages, check_pair, check_segment, dtype_code
-from longshore.kernels.rules import UNSCALED, HostRule, Scale, TorchRule
-from longshore.kernels.scalars import float32_rows, kind_of, row_of
+from longshore.kernels import _native
+from longshore.kernels.base import (
+    NORM_BLOCK_NUMEL,
+    UNSCALED,
+    HostRule,
+    Scale,
+    TileSegment,
+    check_pages,
+    check_pair,
+    checked_rules,
+    dtype_code,
+)
+from longshore.kernels.host import native_tile
+from longshore.kernels.reference import float32_bytes
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 """How kernels are launched; without fusion, each operation rounds on its own."""
@@ -67,24 +77,29 @@ class DeviceKernels:
         """
         check_pages(source_page, target_page)
         page_arrays, page_numel = source_page.shape
-        self._check_overlap(source_page, target_page)
-        kind = kind_of(rules, page_arrays)
-        rows = self._rows(segments, page_numel, len(rules))
-        if not rows:
+        checked = checked_rules(rules, page_arrays)
+        tile = native_tile(source_page, target_page, segments, checked, scale, self._address)
+        _native.check(*tile)
+        if not tile.rows:
             return
-        blocks = [-(-row[1] // self._triton.STEP_BLOCK.value) for row in rows]
+        blocks = [-(-row[1] // self._triton.STEP_BLOCK.value) for row in tile.rows]
         firsts = [0, *itertools.accumulate(blocks)]
-        table = torch.tensor([[*row, first] for row, first in zip(rows, firsts, strict=False)], dtype=torch.int64)
+        scalars = _float32_rows(tile.scalars)
+        table = [
+            (offset, numel, gradient, gradient_dtype, output, output_dtype, rule * scalars.shape[1], first, page_numel)
+            for (offset, numel, gradient, output, rule, gradient_dtype, output_dtype), first in zip(
+                tile.rows, firsts, strict=False
+            )
+        ]
         owners = torch.repeat_interleave(torch.tensor(blocks))
         with self._current():
             self._triton.step_tile[(firsts[-1],)](
                 source_page,
                 target_page,
-                page_numel,
-                self._upload(table),
+                self._upload(torch.tensor(table, dtype=torch.int64)),
                 self._upload(owners),
-                self._upload(float32_rows([row_of(rule, scale) for rule in rules if not isinstance(rule, TorchRule)])),
-                kind.code,
+                self._upload(scalars),
+                self._triton.device_function(type(checked[0]).update),
                 page_arrays,
                 **_PASS,
             )
@@ -124,7 +139,7 @@ class DeviceKernels:
             self._triton.sum_of_squares[(len(sums),)](
                 self._upload(torch.tensor(starts, dtype=torch.int64)),
                 self._upload(torch.tensor(spans, dtype=torch.int64)),
-                self._upload(float32_rows([[scale.first, scale.second]])),
+                self._upload(_float32_rows([[scale.first, scale.second]])),
                 sums,
                 num_warps=1,
                 enable_fp_fusion=False,
@@ -155,44 +170,6 @@ class DeviceKernels:
         programs = -(-source.numel() // self._triton.PASS_BLOCK.value)
         with self._current():
             kernel[(programs,)](*addresses, code, source.numel(), option, *more, **_PASS)
-
-    # -- checks: those of native/step.cpp, in its words ------------------------
-
-    def _check_overlap(self, source: Tensor, target: Tensor) -> None:
-        begin, other, num_bytes = self._address(source), self._address(target), 4 * source.numel()
-        if begin != other and begin < other + num_bytes and other < begin + num_bytes:
-            raise ValueError("the source and target pages overlap without being the same")
-
-    def _rows(self, segments: Sequence[TileSegment], page_numel: int, rules: int) -> list[tuple[int, ...]]:
-        rows, end = [], 0
-        for segment in segments:
-            check_segment(segment)
-        for index, segment in enumerate(segments):
-            offset, numel = segment.page_offset, segment.gradient.numel()
-            if numel == 0:
-                raise _refused(index, "has no elements")
-            if offset < end:
-                raise _refused(index, "begins before the one ahead of it ends")
-            if numel > page_numel - offset:
-                raise _refused(index, "reaches past the end of the page")
-            if not 0 <= segment.rule < rules:
-                raise _refused(index, "names a rule that the tile does not have")
-            end = offset + numel
-            rows.append((offset, numel, *self._pointers(index, segment), segment.rule))
-        return rows
-
-    def _pointers(self, index: int, segment: TileSegment) -> tuple[int, int, int, int]:
-        gradient, output = segment.gradient, segment.output
-        address, code = self._address(gradient), dtype_code(gradient)
-        if output is None:
-            return address, code, 0, 0
-        out_address, out_code = self._address(output), dtype_code(output)
-        numel, gradient_bytes, output_bytes = gradient.numel(), gradient.element_size(), output.element_size()
-        in_its_place = address == out_address and gradient_bytes == output_bytes
-        apart = out_address + numel * output_bytes <= address or address + numel * gradient_bytes <= out_address
-        if not in_its_place and not apart:
-            raise _refused(index, "has an output that overlaps its gradient; it may only take its place exactly")
-        return address, code, out_address, out_code
 
     def _address(self, tensor: Tensor) -> int:
         if tensor.device != self.device or not tensor.is_contiguous():
@@ -230,5 +207,7 @@ def _triton_rules(device: torch.device) -> ModuleType:
     return triton_rules
 
 
-def _refused(index: int, why: str) -> ValueError:
-    return ValueError(f"segment {index} of the tile {why}")
+def _float32_rows(rows: Sequence[Sequence[float]]) -> Tensor:
+    """Doubles rounded to float32, on the CPU: ``[len(rows), columns]``."""
+    data = bytearray(b"".join(float32_bytes(value) for row in rows for value in row))
+    return torch.frombuffer(data, dtype=torch.float32).view(len(rows), -1)

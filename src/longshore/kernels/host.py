@@ -1,41 +1,33 @@
-"""The typed face of the native kernels: tensors are checked here and held while a call runs."""
+"""Typed wrappers of the native kernels: they check tensors, and keep them alive while a call runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.kernels import _native
 from longshore.kernels._native import InstructionSet
-from longshore.kernels.rules import (
+from longshore.kernels.base import (
     UNSCALED,
-    AdagradRule,
-    AdamRule,
     HostRule,
-    LionRule,
+    Rule,
     Scale,
-    SGDRule,
     TileSegment,
     TorchRule,
+    check_pages,
+    check_pair,
+    checked_rules,
+    dtype_code,
 )
 from longshore.kernels.torch_rules import step_by_torch
 from longshore.machine import binding_of, usable_cpus
 
-_DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-
-_STEPS: dict[type, Any] = {
-    AdamRule: _native.step_adam,
-    LionRule: _native.step_lion,
-    AdagradRule: _native.step_adagrad,
-    SGDRule: _native.step_sgd,
-}
-
-SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
-"""Dtypes of parameters and gradients that the kernels read and write."""
+_ENTRIES = {name: index for index, name in enumerate(_native.rules())}
+"""The rules of native/rules.inl, by the name that a :class:`~longshore.kernels.Rule` has."""
 
 
 class HostKernels:
@@ -91,10 +83,8 @@ class HostKernels:
 
         Args:
             source_page: float32 ``[page_arrays, page_numel]``: the master, then
-                the states of the rules' kind (Adam: first and second moment;
-                Lion: one moment; Adagrad: the sum; SGD: the momentum buffer, or
-                nothing where no rule has momentum; a :class:`TorchRule` names
-                its rows).
+                the rule's states (SGD: nothing where no rule has momentum; a
+                :class:`~longshore.kernels.TorchRule` names its rows).
             target_page: the same tensor (in place), or another that does not
                 overlap it; elements outside the segments are not written.
             segments: in order of ``page_offset``, not overlapping.
@@ -105,27 +95,14 @@ class HostKernels:
             ValueError: a table that a tile cannot have; nothing was written.
         """
         check_pages(source_page, target_page)
-        kind = _kind_of(rules)
-        if kind is TorchRule:
-            step_by_torch(source_page, target_page, segments, rules, scale)  # pyright: ignore[reportArgumentType]
+        torchs = [rule for rule in rules if isinstance(rule, TorchRule)]
+        if torchs and len(torchs) == len(rules):
+            step_by_torch(source_page, target_page, segments, torchs, scale)
             return
-        rows = []
-        for segment in segments:
-            check_segment(segment)
-            output = segment.output
-            rows.append(
-                (
-                    segment.page_offset,
-                    segment.gradient.numel(),
-                    _address(segment.gradient),
-                    0 if output is None else _address(output),
-                    segment.rule,
-                    dtype_code(segment.gradient),
-                    0 if output is None else dtype_code(output),
-                )
-            )
-        page = (_address(source_page), _address(target_page), *source_page.shape)
-        _STEPS[kind](self._pool, page, rows, rules, scale, self.instruction_set)
+        tile = native_tile(
+            source_page, target_page, segments, checked_rules(rules, source_page.shape[0]), scale, _address
+        )
+        _native.step(self._pool, *tile, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
@@ -170,46 +147,48 @@ def _rows(parameters: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int, i
     return [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
 
 
-def _kind_of(rules: Sequence[HostRule]) -> type:
-    kinds = {type(rule) for rule in rules}
-    if len(kinds) > 1:
-        raise ValueError(f"the rules of one call are of one kind, not {sorted(kind.__name__ for kind in kinds)}")
-    kind = kinds.pop() if kinds else AdamRule  # no rules: no segments, or an error of the table
-    if kind not in _STEPS and kind is not TorchRule:
-        raise ValueError(f"the native kernels do not step by a {kind.__name__}")
-    return kind
+class NativeTile(NamedTuple):
+    """A tile as the native kernels take it: addresses and numbers."""
+
+    entry: int
+    """Of ``native/rules.inl``."""
+    page: tuple[int, int, int, int]
+    """Address of the source and of the target, arrays, elements of each."""
+    rows: list[tuple[int, int, int, int, int, int, int]]
+    """For each segment: page offset, elements, gradient, output, rule, and the dtypes of gradient and output."""
+    scalars: list[tuple[float, ...]]
+    """For each rule: the two factors of the gradient, and the rule's own scalars."""
 
 
-def check_pages(source_page: Tensor, target_page: Tensor) -> None:
-    for page in (source_page, target_page):
-        if page.dtype != torch.float32 or page.dim() != 2:
-            raise ValueError(f"a page is float32 [page_arrays, page_numel], not {page.dtype} {list(page.shape)}")
-    if source_page.shape != target_page.shape:
-        raise ValueError("source and target pages differ in size")
-
-
-def check_segment(segment: TileSegment) -> None:
-    numel, output = segment.gradient.numel(), segment.output
-    if output is not None and output.numel() != numel:
-        raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
-
-
-def check_pair(target: Tensor, source: Tensor) -> None:
-    if target.dtype != torch.float32:
-        raise ValueError(f"masters and accumulators are float32, not {target.dtype}")
-    if target.numel() != source.numel():
-        raise ValueError(f"{source.numel()} elements for a buffer of {target.numel()}")
-
-
-def dtype_code(tensor: Tensor) -> int:
-    try:
-        return _DTYPE_CODES[tensor.dtype]
-    except KeyError:
-        raise ValueError(f"the kernels take float32, bfloat16 and float16, not {tensor.dtype}") from None
+def native_tile(
+    source_page: Tensor,
+    target_page: Tensor,
+    segments: Sequence[TileSegment],
+    rules: Sequence[Rule],
+    scale: Scale,
+    address: Callable[[Tensor], int],
+) -> NativeTile:
+    """Build the table of a tile. ``address`` raises ``ValueError`` for a tensor that is not on the right device."""
+    page_arrays, page_numel = source_page.shape
+    page = address(source_page), address(target_page), page_arrays, page_numel
+    rows = []
+    for page_offset, gradient, output, rule in segments:
+        numel = gradient.numel()
+        target, target_code = 0, 0
+        if output is not None:
+            if output.numel() != numel:
+                raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
+            target, target_code = address(output), dtype_code(output)
+        rows.append((page_offset, numel, address(gradient), target, rule, dtype_code(gradient), target_code))
+    scalars = [(*rule.factors(scale), *rule.scalars) for rule in rules]
+    name = rules[0].name if rules else next(iter(_ENTRIES))  # no rules: no segments, or an error of the table
+    if name not in _ENTRIES:
+        raise ValueError(f"native/rules.inl has no entry for {name}; it has {', '.join(_ENTRIES)}")
+    return NativeTile(_ENTRIES[name], page, rows, scalars)
 
 
 def _address(tensor: Tensor) -> int:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not (tensor.is_cpu and tensor.is_contiguous()):
         raise ValueError(
             f"the host kernels take contiguous CPU tensors, not one of strides {tensor.stride()} on {tensor.device}"
         )

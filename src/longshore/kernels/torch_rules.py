@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.kernels.rules import Scale, TileSegment, TorchRule
+from longshore.kernels.base import Scale, TileSegment, TorchRule
 
 _LOOP_NUMEL = 64
 """A multiple of what any of torch's loops takes at once."""

@@ -1,11 +1,11 @@
 """The kernels of :class:`longshore.kernels.device.DeviceKernels`, in Triton.
 
-The arithmetic is stated in :mod:`longshore.kernels.reference`; here it has the
-same operations in the same order. Triton may join a multiplication and an
-addition into one operation that rounds once, unless it is launched with
-``enable_fp_fusion=False``: then ``tl.fma`` is the only one that does. A plain
-``/`` or ``tl.sqrt`` is an approximation on a GPU; ``tl.div_rn`` and
-``tl.sqrt_rn`` round to nearest even. None of these flushes denormals.
+The arithmetic of a rule is its ``update``, which :func:`device_function`
+compiles. Triton may join a multiplication and an addition into one operation
+that rounds once, unless it is launched with ``enable_fp_fusion=False``: then
+``tl.fma`` is the only one that does. A plain ``/`` or ``tl.sqrt`` is an
+approximation on a GPU; ``tl.div_rn`` and ``tl.sqrt_rn`` round to nearest even.
+None of these flushes denormals.
 
 A tensor is an address here, an int64, with the code of its dtype beside it. So
 each kernel is compiled once, whatever mix of dtypes a tile has; the branch on
@@ -17,10 +17,12 @@ the dtype is the same for all elements of a program.
 # pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
+import builtins
+import functools
+import types
+
 import triton
 import triton.language as tl
-
-from longshore.kernels.scalars import COLUMNS
 
 NONE = tl.constexpr(0)
 FLOAT32 = tl.constexpr(1)
@@ -28,21 +30,12 @@ BFLOAT16 = tl.constexpr(2)
 FLOAT16 = tl.constexpr(3)
 """Codes of dtypes, as in the native kernels."""
 
-ADAM = tl.constexpr(1)
-LION = tl.constexpr(2)
-ADAGRAD = tl.constexpr(3)
-SGD = tl.constexpr(4)
-"""Codes of rules, as in scalars.py."""
-
-SEGMENT_COLUMNS = tl.constexpr(8)
+SEGMENT_COLUMNS = tl.constexpr(9)
 """int64 columns of a tile's table: page offset, elements, gradient and its dtype, output and its
-dtype, rule, and the first program of the segment."""
+dtype, offset of the rule's scalars, first program of the segment, elements of each of the page's arrays."""
 
 SPAN_COLUMNS = tl.constexpr(4)
 """int64 columns of a span: address of the parameter's first element, dtype, begin, end."""
-
-SCALARS = tl.constexpr(COLUMNS)
-"""Float32 columns of a rule: the gradient's two factors, and the rule's own scalars."""
 
 STEP_BLOCK = tl.constexpr(1024)
 PASS_BLOCK = tl.constexpr(1024)
@@ -127,104 +120,60 @@ def store_rounded(address, at, values, mask, dtype):
 
 
 # -- rules --------------------------------------------------------------------
-# A rule is a function of its scalars (the columns that scalars.py fills), the
-# scaled gradient and the page's arrays at the same elements; step_tile does the rest.
+# The operations of longshore.kernels.reference. A rule's update() is compiled with these in their place.
 
 
 @triton.jit
-def adam(scalars, g, p, m, v):
-    """Adam and AdamW: the new master and moments."""
-    decay = tl.load(scalars)
-    l2 = tl.load(scalars + 1)
-    lerp_weight = tl.load(scalars + 2)
-    lerp_from_gradient = tl.load(scalars + 3)
-    beta2 = tl.load(scalars + 4)
-    one_minus_beta2 = tl.load(scalars + 5)
-    root_correction = tl.load(scalars + 6)
-    eps = tl.load(scalars + 7)
-    negative_step_size = tl.load(scalars + 8)
-    if l2 != 0.0:
-        g = tl.fma(p, l2, g)
-    else:
-        p = p * decay
-    m = tl.fma(lerp_weight, g - m, tl.where(lerp_from_gradient != 0.0, g, m))
-    v = tl.fma(one_minus_beta2 * g, g, v * beta2)
-    denominator = tl.div_rn(tl.sqrt_rn(v), root_correction) + eps
-    p = p + tl.div_rn(negative_step_size * m, denominator)
-    return p, m, v
+def scalar(scalars, index: tl.constexpr):
+    return tl.load(scalars + index)
 
 
 @triton.jit
-def lion(scalars, g, p, m):
-    """The new master and moment."""
-    decay = tl.load(scalars)
-    beta1 = tl.load(scalars + 1)
-    one_minus_beta1 = tl.load(scalars + 2)
-    beta2 = tl.load(scalars + 3)
-    one_minus_beta2 = tl.load(scalars + 4)
-    negative_lr = tl.load(scalars + 5)
-    c = tl.fma(one_minus_beta1, g, m * beta1)
-    sign = tl.where(c > 0.0, 1.0, 0.0)
-    sign = tl.where(c < 0.0, -1.0, sign)
-    sign = tl.where(c != c, c, sign)  # NaN
-    p = p * decay + negative_lr * sign
-    m = tl.fma(one_minus_beta2, g, m * beta2)
-    return p, m
+def fma(a, b, c):
+    return tl.fma(a, b, c)
 
 
 @triton.jit
-def adagrad(scalars, g, p, total):
-    """The new master and sum of squares."""
-    l2 = tl.load(scalars)
-    eps = tl.load(scalars + 1)
-    negative_step_size = tl.load(scalars + 2)
-    if l2 != 0.0:
-        g = tl.fma(p, l2, g)
-    total = tl.fma(g, g, total)
-    denominator = tl.sqrt_rn(total) + eps
-    p = p + tl.div_rn(negative_step_size * g, denominator)
-    return p, total
+def divide(a, b):
+    return tl.div_rn(a, b)
 
 
 @triton.jit
-def sgd(scalars, g, p, buffer):
-    """The new master and momentum buffer; without momentum the buffer is not looked at."""
-    l2 = tl.load(scalars)
-    momentum = tl.load(scalars + 1)
-    one_minus_dampening = tl.load(scalars + 2)
-    negative_lr = tl.load(scalars + 3)
-    first = tl.load(scalars + 4)
-    nesterov = tl.load(scalars + 5)
-    if l2 != 0.0:
-        g = tl.fma(p, l2, g)
-    if momentum != 0.0:
-        if first != 0.0:
-            buffer = g
-        else:
-            buffer = tl.fma(one_minus_dampening, g, buffer * momentum)
-        if nesterov != 0.0:
-            g = tl.fma(buffer, momentum, g)
-        else:
-            g = buffer
-    p = tl.fma(g, negative_lr, p)
-    return p, buffer
+def root(values):
+    return tl.sqrt_rn(values)
 
 
-@triton.jit(do_not_specialize=["page_numel"])
-def step_tile(
-    source_page, target_page, page_numel, table, owners, all_scalars, RULE: tl.constexpr, PAGE_ARRAYS: tl.constexpr
-):
+@triton.jit
+def where(condition, yes, no):
+    return tl.where(condition, yes, no)
+
+
+# Triton looks up the types of parameters too.
+_TYPES = {"Tensor": tl.tensor, "Scalars": tl.tensor}
+_OPERATIONS = {"tl": tl, "scalar": scalar, "fma": fma, "divide": divide, "root": root, "where": where}
+
+
+@functools.cache
+def device_function(update):
+    """The ``update`` of a :class:`~longshore.kernels.Rule`, with the operations of Triton."""
+    scope = {**_TYPES, **_OPERATIONS, "__name__": update.__module__, "__builtins__": builtins}
+    jit = type(scalar)  # compiled or interpreted, as this file was imported
+    return jit(types.FunctionType(update.__code__, scope, update.__name__))
+
+
+@triton.jit
+def step_tile(source_page, target_page, table, owners, scalar_rows, UPDATE: tl.constexpr, PAGE_ARRAYS: tl.constexpr):
     """One program steps one block of one segment.
 
     All of an element is read before any of it is written, by the one program
     that has it: in place, and an output over its own gradient, are sound.
     """
     program = tl.program_id(0)
-    stride = page_numel.to(tl.int64)
     row = table + tl.load(owners + program) * SEGMENT_COLUMNS
     page_offset = tl.load(row)
     numel = tl.load(row + 1)
-    scalars = all_scalars + tl.load(row + 6) * SCALARS
+    stride = tl.load(row + 8)
+    scalars = scalar_rows + tl.load(row + 6)  # the gradient's two factors, and the rule's own
     at = (program - tl.load(row + 7)) * STEP_BLOCK + tl.arange(0, STEP_BLOCK)
     mask = at < numel
     source = source_page + page_offset + at
@@ -232,19 +181,15 @@ def step_tile(
     g = load_float(tl.load(row + 2), at, mask, tl.load(row + 3))
     g = g * tl.load(scalars) * tl.load(scalars + 1)
     p = tl.load(source, mask, other=0.0)
-    first = g  # stands for a buffer where there is none
+    first = g  # stands for a state that the page does not have
     if PAGE_ARRAYS > 1:
         first = tl.load(source + stride, mask, other=0.0)
-    if RULE == ADAM:
+    if PAGE_ARRAYS > 2:
         second = tl.load(source + 2 * stride, mask, other=0.0)
-        p, first, second = adam(scalars + 2, g, p, first, second)
+        p, first, second = UPDATE(scalars + 2, g, p, first, second)
         tl.store(target + 2 * stride, second, mask)
-    elif RULE == LION:
-        p, first = lion(scalars + 2, g, p, first)
-    elif RULE == ADAGRAD:
-        p, first = adagrad(scalars + 2, g, p, first)
     else:
-        p, first = sgd(scalars + 2, g, p, first)
+        p, first = UPDATE(scalars + 2, g, p, first)
     tl.store(target, p, mask)
     if PAGE_ARRAYS > 1:
         tl.store(target + stride, first, mask)

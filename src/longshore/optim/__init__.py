@@ -1,9 +1,9 @@
 """``torch.optim.Optimizer`` drop-ins built from a store and a transfer."""
 
-from longshore.optim.adagrad import Adagrad
-from longshore.optim.adam import Adam, AdamW
-from longshore.optim.lion import Lion
 from longshore.optim.offload import Offload
-from longshore.optim.sgd import SGD
+from longshore.optim.rules.adagrad import Adagrad
+from longshore.optim.rules.adam import Adam, AdamW
+from longshore.optim.rules.lion import Lion
+from longshore.optim.rules.sgd import SGD
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"]

@@ -1,4 +1,4 @@
-"""A client's own optimizer, made one of ours with the same groups and state."""
+"""Turn a client's own optimizer into one of ours with the same groups and state."""
 
 from __future__ import annotations
 
@@ -9,25 +9,14 @@ from typing import Any
 
 import torch
 
-from longshore.optim.adagrad import Adagrad
-from longshore.optim.adam import Adam, AdamW
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.optim.lion import Lion
 from longshore.optim.offload import Placement
-from longshore.optim.sgd import SGD
+from longshore.optim.rule_optimizer import OPTIMIZERS
 from longshore.optim.torch_family import ELEMENTWISE, TorchFamily
 
-_NATIVE: Mapping[type, type[HostOptimizer]] = {
-    torch.optim.Adam: Adam,
-    torch.optim.AdamW: AdamW,
-    torch.optim.Adagrad: Adagrad,
-    torch.optim.SGD: SGD,
-    **{kind: kind for kind in (Adam, AdamW, Adagrad, Lion, SGD)},
-}
-
-_SAYS_SO = "longshore_kind"
-"""An attribute of a class of someone else's, which is stepped as that one of ours. A subclass may step otherwise, and
-has to say it again."""
+_KIND_ATTRIBUTE = "longshore_kind"
+"""Attribute by which another class says that it is stepped as one of ours. It is not inherited: a subclass may step
+differently."""
 
 _REFUSED = {
     "Adafactor": "it keeps sums over the rows and columns of a matrix",
@@ -45,7 +34,7 @@ def from_client(
     offload: Placement | None = None,
     names: Mapping[int, str] | None = None,
 ) -> HostOptimizer:
-    """An optimizer of ours that goes on where ``optimizer`` is: the same parameters, groups and state.
+    """Build an optimizer of ours that continues from ``optimizer``: the same parameters, groups and state.
 
     torch's Adam, AdamW, Adagrad and SGD, and ours, become ours. torch's other
     elementwise optimizers run as they are on host tiles, more slowly. One of
@@ -64,7 +53,7 @@ def from_client(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
     client = _ClientOptimizer(optimizer, names)
-    kind = _NATIVE.get(type(optimizer)) or vars(type(optimizer)).get(_SAYS_SO)
+    kind = _native_kind(type(optimizer))
     if kind is not None:
         made: HostOptimizer = kind(
             client.groups(), **client.options_of(kind), release_gradients=release_gradients, offload=offload
@@ -77,11 +66,22 @@ def from_client(
         made = HostOptimizer(client.groups(), defaults, TorchFamily(name), release_gradients, offload)
         warnings.warn(
             f"torch.optim.{name} has no kernel in longshore and is run by torch on host tiles, which gives torch's "
-            "weights and takes longer; longshore.Adam, AdamW, Lion, Adagrad and SGD have kernels",
+            f"weights and takes longer; longshore has kernels for {_with_kernels()}",
             stacklevel=2,
         )
     client.hand_over(made)
     return made
+
+
+def _native_kind(kind: type) -> type[HostOptimizer] | None:
+    for ours in OPTIMIZERS.values():
+        if kind in (ours, ours.twin):
+            return ours
+    return vars(kind).get(_KIND_ATTRIBUTE)
+
+
+def _with_kernels() -> str:
+    return ", ".join(OPTIMIZERS)
 
 
 def _elementwise(optimizer: torch.optim.Optimizer) -> str:
@@ -93,12 +93,12 @@ def _elementwise(optimizer: torch.optim.Optimizer) -> str:
         if name in _REFUSED:
             raise ValueError(
                 f"torch.optim.{name} cannot be stepped in tiles: {_REFUSED[name]}; use an elementwise optimizer "
-                f"(longshore.Adam, AdamW, Lion, Adagrad, SGD, or torch's {', '.join(ELEMENTWISE)})"
+                f"(longshore's {_with_kernels()}, or torch's {', '.join(ELEMENTWISE)})"
             )
     raise ValueError(
         f"longshore does not know the optimizer {kind.__module__}.{kind.__qualname__}, and cannot tell whether it may "
-        "be stepped in tiles; use longshore.Adam, AdamW, Lion, Adagrad or SGD, torch's optimizers of these names, or "
-        f"torch's {', '.join(ELEMENTWISE)}"
+        f"be stepped in tiles; use longshore's {_with_kernels()}, torch's optimizers of these names, or torch's "
+        f"{', '.join(ELEMENTWISE)}"
     )
 
 
@@ -108,13 +108,13 @@ def _check_on_host(optimizer: torch.optim.Optimizer, name: str) -> None:
             if parameter.device.type != "cpu":
                 raise ValueError(
                     f"torch.optim.{name} runs on host tiles, and its state is to stay on {parameter.device} "
-                    "(Offload(device='none'), or a ratio below 1); use device='cpu' with all of it there, or "
-                    "longshore.Adam, AdamW, Lion, Adagrad or SGD"
+                    "(Offload(device='none'), or a ratio below 1); use device='cpu' with all of it there, or one of "
+                    f"longshore's {_with_kernels()}"
                 )
 
 
 class _ClientOptimizer:
-    """What is taken over from an optimizer."""
+    """The groups, options and state of an optimizer, as ours take them over."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None) -> None:
         self._optimizer = optimizer
@@ -157,5 +157,5 @@ class _ClientOptimizer:
 
 
 def _how(options: Mapping[str, Any]) -> dict[str, Any]:
-    """foreach and fused say how torch computes a step, not what; they are not taken over."""
+    """``foreach`` and ``fused`` as unset: they say how torch computes a step, and are not taken over."""
     return {name: None for name in ("foreach", "fused") if name in options}

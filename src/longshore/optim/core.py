@@ -17,11 +17,10 @@ from longshore.errors import LongshoreError, ParameterError
 from longshore.host import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
 from longshore.kernels import HostRule, Scale
 from longshore.optim.clipping import Clipping
-from longshore.optim.family import History, RuleFamily
+from longshore.optim.family import History, RuleFamily, planned, records_of
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.offload import Placement
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter
-from longshore.optim.planning import planned, records_of
 
 
 class Entry(NamedTuple):

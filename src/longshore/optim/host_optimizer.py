@@ -13,11 +13,10 @@ from torch.optim.optimizer import ParamsT
 from longshore.host import SpeculationRecord
 from longshore.optim.clipping import gradient_norm
 from longshore.optim.core import OptimizerCore
-from longshore.optim.family import RuleFamily
+from longshore.optim.family import RuleFamily, records_of
 from longshore.optim.loading import loadable_state, merged_group
 from longshore.optim.offload import Offload, Placement
 from longshore.optim.parameters import group_members
-from longshore.optim.planning import records_of
 from longshore.optim.state import StateMap, clear_state, write_state
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longshore.optim.family import RuleFamily
-from longshore.optim.hyperparameters import implementation_flags
+from longshore.optim.family import IMPLEMENTATION_FLAGS, RuleFamily
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import checked_state
 
@@ -62,9 +61,9 @@ def loadable_state(
 def merged_group(
     loaded: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any], family: RuleFamily
 ) -> dict[str, Any]:
-    """A group as it is after loading: what the state says, but for what is not its business."""
-    fixed = {name: own[name] for name in (*family.fixed_options, "fused") if name in own}
-    return {**defaults, **loaded, **implementation_flags(defaults), **fixed}
+    """The group after loading: what the state says, except for how a step is computed and for fixed options."""
+    flags = {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
+    return {**defaults, **loaded, **flags, **{name: own[name] for name in family.fixed_options}}
 
 
 def _check_names(theirs: list[str] | None, mine: list[str] | None) -> None:

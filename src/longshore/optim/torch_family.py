@@ -1,4 +1,4 @@
-"""Elementwise optimizers of torch that have no kernel here, and run as they are on host tiles."""
+"""Elementwise optimizers of torch that have no kernel here and are run by torch on host tiles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import TorchRule, next_scalars
-from longshore.optim.family import History, RuleFamily
-from longshore.optim.hyperparameters import IMPLEMENTATION_FLAGS, check_flags, scalar
+from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily, check_flags, number
 
 
 class _States(NamedTuple):
@@ -55,7 +54,7 @@ class TorchFamily(RuleFamily):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         check_flags(group)
-        # torch knows what it takes.
+        # torch's constructor checks the values.
         getattr(torch.optim, self.kind)([torch.zeros(1, device="cpu")], **dict(self._options_of(group)))
 
     def _options_of(self, group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -84,5 +83,5 @@ class TorchFamily(RuleFamily):
 def _plain(value: Any, name: str) -> Any:
     """An option as it can be compared: tensors as numbers, lists as tuples."""
     if isinstance(value, Tensor):
-        return scalar(value, name)
+        return number(value, name)
     return tuple(_plain(part, name) for part in value) if isinstance(value, (list, tuple)) else value

@@ -7,18 +7,12 @@ from typing import Any
 
 import torch
 
+import longshore.optim.rules  # noqa: F401  every rule is then known
 from longshore.byte_sizes import format_byte_size
-from longshore.optim.families import AdagradFamily, AdamFamily, LionFamily, SGDFamily
+from longshore.optim.rule_optimizer import OPTIMIZERS
 
-STATES = {
-    "AdamW": AdamFamily.states,
-    "Adam": AdamFamily.states,
-    "Lion": LionFamily.states,
-    "Adagrad": AdagradFamily.states,
-    "SGD": SGDFamily.states,
-}
+STATES = {name: optimizer.rules.states for name, optimizer in OPTIMIZERS.items()}
 """State arrays of each optimizer beside the master weights; SGD is planned with momentum."""
-_LEARNING_RATES = {"AdamW": 1e-4, "Adam": 1e-4, "Lion": 1e-5, "Adagrad": 1e-2, "SGD": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -68,11 +62,7 @@ class PlanChoice:
 
 def configuration(job: Job, choice: PlanChoice) -> dict[str, Any]:
     """A DeepSpeed-style configuration that ``longshore.initialize`` loads. Its learning rate is only a first guess."""
-    params: dict[str, Any] = {"lr": _LEARNING_RATES[job.optimizer]}
-    if job.optimizer == "SGD":
-        params["momentum"] = 0.9
-    if job.optimizer == "Adam":
-        params["adam_w_mode"] = False  # DeepSpeed's default makes "Adam" AdamW
+    params = dict(OPTIMIZERS[job.optimizer].suggested)
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch_size,
         "gradient_accumulation_steps": job.accumulation,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from longshore.host.memory import allocate_zeros
-from longshore.kernels import AdamRule, HostKernels, TileSegment
+from longshore.kernels import HostKernels, TileSegment
+from longshore.optim.rules.adam import AdamRule
 
 _LEAST_NUMEL = 1 << 20
 _STEP_ARRAYS = 3

@@ -139,7 +139,7 @@ def test_all_problems_at_once() -> None:
     [
         ({"fp16": {"stage": 2}}, "fp16.stage", "not a key of fp16, but of zero_optimization; move it there"),
         ({"offload_optimizer": {}}, "offload_optimizer", "not a key of the file's top level, but of zero_opt"),
-        ({"optimizer": {"type": "SGD", "params": {"betas": [0, 0]}}}, "params.betas", "Adam and AdamW and Lion"),
+        ({"optimizer": {"type": "SGD", "params": {"betas": [0, 0]}}}, "params.betas", "AdamW and Adam and Lion"),
         ({"wobble": 1}, "wobble", "nor of any other section; remove it"),
         (
             {"zero_optimization": {"super_offload": True}},  # "cpu_offload" is near
@@ -168,7 +168,7 @@ def test_all_problems_at_once() -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpux"}}}, "device", 'did you mean "cpu"?'),
         ({"optimizer": {"type": "OneBitAdam", "params": {"x": 1}}}, "optimizer.type", "use AdamW"),
         ({"optimizer": {"type": "LBFGS"}}, "optimizer.type", "several times a step"),
-        ({"optimizer": {"type": "Adamm"}}, "optimizer.type", 'did you mean "Adam"'),
+        ({"optimizer": {"type": "Adamm"}}, "optimizer.type", 'did you mean "AdamW" or "Adam"'),
         ({"optimizer": {"type": "RAdam"}}, "optimizer.type", "initialize(optimizer=...)"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", "is missing"),
         ({"optimizer": "AdamW"}, "optimizer", "must be a section"),

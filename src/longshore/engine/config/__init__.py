@@ -1,16 +1,12 @@
 """The configuration: one typed model, and the DeepSpeed file translated into it at the edge."""
 
+from typing import Any
+
+import longshore.engine.config.optimizers as _optimizers
 from longshore.engine.config.base import ConfigError, Problem
 from longshore.engine.config.load import LoadedConfig, load_config
 from longshore.engine.config.model import Config, CsvConfig, LossScaling, TensorBoardConfig, WandbConfig
-from longshore.engine.config.optimizers import (
-    AdagradConfig,
-    AdamConfig,
-    AdamWConfig,
-    LionConfig,
-    OptimizerConfig,
-    SGDConfig,
-)
+from longshore.engine.config.optimizers import OptimizerConfig
 from longshore.engine.config.schedulers import (
     LRRangeTestConfig,
     OneCycleConfig,
@@ -21,20 +17,15 @@ from longshore.engine.config.schedulers import (
 )
 
 __all__ = [
-    "AdagradConfig",
-    "AdamConfig",
-    "AdamWConfig",
     "Config",
     "ConfigError",
     "CsvConfig",
     "LRRangeTestConfig",
-    "LionConfig",
     "LoadedConfig",
     "LossScaling",
     "OneCycleConfig",
     "OptimizerConfig",
     "Problem",
-    "SGDConfig",
     "SchedulerConfig",
     "TensorBoardConfig",
     "WandbConfig",
@@ -43,3 +34,8 @@ __all__ = [
     "WarmupLRConfig",
     "load_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``AdamWConfig`` and so on, which are made from the optimizers."""
+    return getattr(_optimizers, name)

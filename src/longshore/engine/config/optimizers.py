@@ -1,106 +1,82 @@
-"""The optimizers that a configuration can name, and those that it names in vain."""
+"""The optimizers that a configuration can name, and those that are refused by name."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
+import longshore.optim.rules  # noqa: F401  every rule is then known
 from longshore.engine.config.base import NamedModel
-from longshore.engine.config.values import BETAS, NOT_NEGATIVE, Choice, Number, checked
+from longshore.engine.config.values import BETA, BETAS, BOOLEAN, NOT_NEGATIVE, Choice, Kind, Number, checked
+from longshore.optim.family import beta, betas, flag, not_negative, number
+from longshore.optim.rule_optimizer import OPTIMIZERS as CLASSES
+from longshore.optim.rule_optimizer import RuleOptimizer
 
-DAMPENING = Number()
-
-_Positive0 = Annotated[float, checked(NOT_NEGATIVE)]
-_Betas = Annotated[tuple[float, float], checked(BETAS)]
-
-
-class AdamConfig(NamedModel):
-    """``longshore.Adam``; weight decay is a term in the gradient."""
-
-    type: Literal["Adam"] = "Adam"
-    lr: _Positive0 = 1e-3
-    betas: _Betas = (0.9, 0.999)
-    eps: _Positive0 = 1e-8
-    weight_decay: _Positive0 = 0.0
-    bias_correction: bool = True
-    maximize: bool = False
+_KINDS: dict[Callable[[Any, str], Any], tuple[Any, Kind]] = {
+    not_negative: (float, NOT_NEGATIVE),
+    number: (float, Number()),
+    beta: (float, BETA),
+    betas: (tuple[float, float], BETAS),
+    flag: (bool, BOOLEAN),
+}
+"""How the optimizer reads an option: the type of the field, and how a configuration reads it."""
 
 
-class AdamWConfig(NamedModel):
-    """``longshore.AdamW``; weight decay is decoupled."""
-
-    type: Literal["AdamW"] = "AdamW"
-    lr: _Positive0 = 1e-3
-    betas: _Betas = (0.9, 0.999)
-    eps: _Positive0 = 1e-8
-    weight_decay: _Positive0 = 1e-2
-    bias_correction: bool = True
-    maximize: bool = False
+def kind_of_option(optimizer: str, name: str) -> Kind:
+    """How a configuration reads an option of the optimizer."""
+    return _KINDS[CLASSES[optimizer].rules.options[name]][1]
 
 
-class LionConfig(NamedModel):
-    """Lion (Chen et al. 2023, arXiv:2302.06675), with the paper's defaults; weight decay is decoupled."""
+class OptimizerModel(NamedModel):
+    """What the configurations of all optimizers have in common."""
 
-    type: Literal["Lion"] = "Lion"
-    lr: _Positive0 = 1e-4
-    betas: _Betas = (0.9, 0.99)
-    weight_decay: _Positive0 = 0.0
-    maximize: bool = False
-
-
-class AdagradConfig(NamedModel):
-    """Adagrad, as ``torch.optim.Adagrad``."""
-
-    type: Literal["Adagrad"] = "Adagrad"
-    lr: _Positive0 = 1e-2
-    lr_decay: _Positive0 = 0.0
-    eps: _Positive0 = 1e-10
-    weight_decay: _Positive0 = 0.0
-    maximize: bool = False
-
-
-class SGDConfig(NamedModel):
-    """SGD with momentum, as ``torch.optim.SGD``."""
-
-    type: Literal["SGD"] = "SGD"
-    lr: _Positive0 = 1e-3
-    momentum: _Positive0 = 0.0
-    dampening: Annotated[float, checked(DAMPENING)] = 0.0
-    weight_decay: _Positive0 = 0.0
-    nesterov: bool = False
-    maximize: bool = False
+    type: str
+    if TYPE_CHECKING:
+        lr: float
+        weight_decay: float
 
     @model_validator(mode="after")
-    def _nesterov_has_momentum(self) -> SGDConfig:
-        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            raise ValueError(
-                f"nesterov needs a momentum above 0 and no dampening, and has momentum {self.momentum:g} and "
-                f"dampening {self.dampening:g}; set momentum, and leave dampening out"
-            )
+    def _options_agree(self) -> OptimizerModel:
+        CLASSES[self.type].rules.check_together(self.arguments())
         return self
 
 
-OptimizerConfig = Annotated[
-    AdamConfig | AdamWConfig | LionConfig | AdagradConfig | SGDConfig, Field(discriminator="type")
-]
+def _model(kind: type[RuleOptimizer]) -> type[OptimizerModel]:
+    """The configuration of one optimizer, with the options and defaults of its signature."""
+    fields: dict[str, Any] = {"type": (Literal[kind.__name__], kind.__name__)}
+    for name, default in kind.defaults_by_name().items():
+        annotation, value_kind = _KINDS[kind.rules.options[name]]
+        fields[name] = Annotated[annotation, checked(value_kind)], value_kind.check(default)
+    summary = (kind.__doc__ or "").partition("\n\n")[0]
+    return create_model(
+        f"{kind.__name__}Config", __base__=OptimizerModel, __module__=__name__, __doc__=summary, **fields
+    )
 
-OPTIMIZERS: dict[str, type[NamedModel]] = {
-    "Adam": AdamConfig,
-    "AdamW": AdamWConfig,
-    "Lion": LionConfig,
-    "Adagrad": AdagradConfig,
-    "SGD": SGDConfig,
-}
 
-DEEPSPEED_DEFAULTS: dict[str, dict[str, object]] = {
-    "Adam": {"weight_decay": 0.0},
-    "AdamW": {"weight_decay": 0.0},
-    "Lion": {"lr": 1e-3, "betas": (0.9, 0.999)},
-    "Adagrad": {},
-    "SGD": {},
-}
+OPTIMIZERS = {name: _model(kind) for name, kind in CLASSES.items()}
+
+if TYPE_CHECKING:
+    OptimizerConfig = OptimizerModel
+else:
+    OptimizerConfig = Annotated[Union[tuple(OPTIMIZERS.values())], Field(discriminator="type")]  # noqa: UP007
+
+DEEPSPEED_DEFAULTS = {name: dict(kind.deepspeed_defaults) for name, kind in CLASSES.items()}
 """Where a DeepSpeed file that leaves a parameter out means something else than our models do."""
+
+
+def optimizers_with(option: str) -> tuple[str, ...]:
+    """The names of the optimizers that have this option."""
+    return tuple(name for name, model in OPTIMIZERS.items() if option in model.model_fields)
+
+
+def __getattr__(name: str) -> Any:
+    """``AdamWConfig`` and so on: the model of the optimizer of that name."""
+    if name.endswith("Config") and (kind := name.removesuffix("Config")) in OPTIMIZERS:
+        return OPTIMIZERS[kind]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _COMPRESSED = "its compressed, stale gradients cannot give the weights of plain torch; use AdamW"
 _SHAPES = "it looks at shapes or norms of whole parameters, which a tile does not show"

@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from longshore.engine.config.keys import Key, accepted, honoured, refused
 from longshore.engine.config.model import CPU_SET
-from longshore.engine.config.optimizers import DAMPENING, OPTIMIZER_TYPE
+from longshore.engine.config.optimizers import OPTIMIZER_TYPE, OPTIMIZERS, kind_of_option, optimizers_with
 from longshore.engine.config.schedulers import SCHEDULER_TYPE, SCHEDULERS
 from longshore.engine.config.values import (
     AT_LEAST_0,
@@ -116,18 +116,18 @@ PRECISION: tuple[Key, ...] = (
 )
 
 _DEFAULT = "Default:"
-_ADAM = ("Adam", "AdamW")
+_ADAM = optimizers_with("bias_correction")
 _P = "optimizer.params"
 _FLAG = "It chooses an implementation in torch; longshore always runs its own kernel."
 
-OPTIMIZER: tuple[Key, ...] = (
+_OPTIMIZER: tuple[Key, ...] = (
     honoured("optimizer", "type", OPTIMIZER_TYPE, "In any case. Adam means AdamW unless adam_w_mode is false."),
     accepted("optimizer", "legacy_fusion", BOOLEAN, "It chooses one of DeepSpeed's kernels; longshore has one."),
     honoured(_P, "lr", NOT_NEGATIVE, f"Learning rate. {_DEFAULT} 0.001, for Adagrad 0.01."),
     honoured(_P, "betas", BETAS, f"Decay rates of the moments. {_DEFAULT} 0.9 and 0.999.",
-             of=(*_ADAM, "Lion")),
+             of=optimizers_with("betas")),
     honoured(_P, "eps", NOT_NEGATIVE, f"Added to the denominator. {_DEFAULT} 1e-8, for Adagrad 1e-10.",
-             of=(*_ADAM, "Adagrad")),
+             of=optimizers_with("eps")),
     honoured(_P, "weight_decay", NOT_NEGATIVE,
              f"{_DEFAULT} 0, for AdamW too (DeepSpeed's default; torch's 0.01 with torch_adam)."),
     honoured(_P, "bias_correction", BOOLEAN, f"{_DEFAULT} true.", of=_ADAM),
@@ -136,10 +136,11 @@ OPTIMIZER: tuple[Key, ...] = (
     honoured(_P, "torch_adam", BOOLEAN,
              "The same numbers by the same kernel; only the default of weight_decay is torch's then.", of=_ADAM),
     honoured(_P, "maximize", BOOLEAN, "Ascend instead."),
-    honoured(_P, "lr_decay", NOT_NEGATIVE, f"{_DEFAULT} 0.", of=("Adagrad",)),
-    honoured(_P, "momentum", NOT_NEGATIVE, f"{_DEFAULT} 0.", of=("SGD",)),
-    honoured(_P, "dampening", DAMPENING, f"{_DEFAULT} 0.", of=("SGD",)),
-    honoured(_P, "nesterov", BOOLEAN, f"{_DEFAULT} false.", of=("SGD",)),
+    honoured(_P, "lr_decay", NOT_NEGATIVE, f"{_DEFAULT} 0.", of=optimizers_with("lr_decay")),
+    honoured(_P, "momentum", NOT_NEGATIVE, f"{_DEFAULT} 0.", of=optimizers_with("momentum")),
+    honoured(_P, "dampening", kind_of_option("SGD", "dampening"), f"{_DEFAULT} 0.",
+             of=optimizers_with("dampening")),
+    honoured(_P, "nesterov", BOOLEAN, f"{_DEFAULT} false.", of=optimizers_with("nesterov")),
     accepted(_P, "fused", BOOLEAN, _FLAG),
     accepted(_P, "foreach", BOOLEAN, _FLAG),
     accepted(_P, "set_grad_none", BOOLEAN, "It sets what zero_grad() leaves in .grad, not the weights.", of=_ADAM),
@@ -154,6 +155,15 @@ OPTIMIZER: tuple[Key, ...] = (
     accepted("", "zero_allow_untested_optimizer", BOOLEAN,
              "longshore refuses, by name, each optimizer that it cannot step exactly."),
     accepted("", "zero_force_ds_cpu_optimizer", BOOLEAN, "offload_optimizer alone says where a step runs."),
+)
+
+OPTIMIZER: tuple[Key, ...] = (
+    *_OPTIMIZER,
+    # Options of rules that brought a name of their own.
+    *(honoured(_P, option, kind_of_option(name, option), "An option of the optimizer.",
+               of=optimizers_with(option))
+      for name, model in OPTIMIZERS.items() for option in model.model_fields
+      if option != "type" and not {key.name for key in _OPTIMIZER} & {option}),
 )
 
 _S = "scheduler.params"

@@ -1,0 +1,149 @@
+"""SGD with momentum, as ``torch.optim.SGD(fused=True)`` on the CPU.
+
+Momentum and Nesterov's are those of Sutskever et al., "On the importance of
+initialization and momentum in deep learning" (2013), in torch's form, in which
+the learning rate is no part of the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from longshore.kernels import Rule
+from longshore.kernels.base import check_arrays
+from longshore.kernels.reference import Scalars, fma, scalar
+from longshore.optim.family import History, RuleFamily, flag, not_negative, number
+from longshore.optim.offload import Placement
+from longshore.optim.rule_optimizer import RuleOptimizer
+
+
+def sgd(scalars: Scalars, g: Tensor, p: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
+    """The new master and momentum buffer; without momentum the buffer stays as it is."""
+    l2 = scalar(scalars, 0)
+    momentum = scalar(scalars, 1)
+    one_minus_dampening = scalar(scalars, 2)
+    negative_lr = scalar(scalars, 3)
+    has_momentum = scalar(scalars, 4)
+    first = scalar(scalars, 5)
+    nesterov = scalar(scalars, 6)
+    if l2 != 0.0:
+        g = fma(p, l2, g)
+    if has_momentum != 0.0:
+        if first != 0.0:
+            buffer = g
+        else:
+            buffer = fma(one_minus_dampening, g, buffer * momentum)
+        if nesterov != 0.0:
+            g = fma(buffer, momentum, g)
+        else:
+            g = buffer
+    p = fma(g, negative_lr, p)
+    return p, buffer
+
+
+@dataclass(frozen=True)
+class SGDRule(Rule):
+    """The hyper-parameters of one group, for parameters with or without a momentum buffer.
+
+    Without momentum a page may do without the buffer; one that is there is
+    not changed.
+    """
+
+    name = "SGD"
+    states = ("momentum_buffer",)
+    update = staticmethod(sgd)
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    first: bool
+    """There is no momentum buffer yet: it becomes the gradient."""
+
+    @property
+    def scalars(self) -> tuple[float, ...]:
+        flags = float(self.momentum != 0), float(self.first), float(self.nesterov)
+        return self.weight_decay, self.momentum, 1.0 - self.dampening, -self.lr, *flags
+
+    def check(self, page_arrays: int) -> None:
+        # Groups with and without momentum may share a page.
+        if self.momentum != 0:
+            check_arrays("SGD with momentum", page_arrays, 2, 2)
+        else:
+            check_arrays("SGD", page_arrays, 1, 2)
+
+
+class SGDFamily(RuleFamily):
+    """SGD. Only groups with momentum have a state, and torch keeps no step count."""
+
+    options: ClassVar = {
+        "lr": not_negative,
+        "momentum": not_negative,
+        "dampening": number,
+        "weight_decay": not_negative,
+        "nesterov": flag,
+        "maximize": flag,
+    }
+    states = SGDRule.states
+    optional_states = frozenset(states)
+    keeps_step = False
+
+    @staticmethod
+    def check_together(values: Mapping[str, Any]) -> None:
+        if values["nesterov"] and not (values["momentum"] > 0 and values["dampening"] == 0):
+            raise ValueError(
+                f"nesterov=True needs a momentum above 0 and no dampening, and they are {values['momentum']:g} and "
+                f"{values['dampening']:g}; set momentum, and leave dampening out"
+            )
+
+    def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
+        return self.states if number(group["momentum"], "momentum") != 0 else ()
+
+    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> SGDRule:
+        return SGDRule(first="momentum_buffer" not in history.states, **self.values_of(group))
+
+
+class SGD(RuleOptimizer):
+    """``torch.optim.SGD`` with master weights and momentum buffers in host memory.
+
+    The weights are those of ``torch.optim.SGD(fused=True)`` on the CPU with
+    float32 masters, bit for bit. Where no group has momentum, the host keeps the
+    masters alone.
+
+    Arguments and errors are those of :class:`~longshore.AdamW`, and:
+
+    Args:
+        momentum: decay rate of the momentum buffer; 0: no buffer.
+        dampening: takes this part of the gradient out of the buffer.
+        weight_decay: an L2 term in the gradient.
+        nesterov: Nesterov's momentum; needs ``momentum`` and no ``dampening``.
+    """
+
+    rules = SGDFamily
+    twin = torch.optim.SGD
+    suggested: ClassVar = {"lr": 1e-2, "momentum": 0.9}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        release_gradients: bool = False,
+        offload: Placement | None = None,
+    ) -> None:
+        super().__init__(locals())
