@@ -344,7 +344,7 @@ def damage(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model-00000-of-00001.safetensors", *CONFIGS, "metadata.json", "state.json"])
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.filterwarnings("ignore:.*the newest whole checkpoint")
+@pytest.mark.filterwarnings("ignore:.*the newest complete checkpoint")
 def test_a_damaged_file_is_named(name: str, direct: bool, saved: Path, tmp_path: Path) -> None:
     damage(saved / "global_step1" / name)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.") + ".*damaged"):
@@ -497,7 +497,7 @@ def test_command(model: Any, saved: Path, tmp_path: Path, capfd: pytest.CaptureF
         (["--dtype", "int8"], 2, "choose one of bf16, fp16, fp32"),
         (["--max-shard-size", "big"], 2, "--max-shard-size big: give a number of bytes"),
         (["--max-shard-size", "0"], 2, "give a number of bytes"),
-        (["--tag", "a/b"], 2, "'a/b' is no tag"),
+        (["--tag", "a/b"], 2, "'a/b' is not a valid tag"),
         (["--tag", "missing"], 1, "there is no checkpoint"),
     ],
 )

@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
         assert line in str(raised.value)
     for name, value in other.state_dict().items():
         assert torch.equal(value, before[name])
-    with pytest.warns(UserWarning, match="fits in part"):
+    with pytest.warns(UserWarning, match="fits only partly"):
         longshore.load(tmp_path, other, its, strict=False)
 
 

@@ -1,7 +1,7 @@
 """Nested values in a checkpoint, as JSON and tensors. Reading them executes no code.
 
-JSON has no tuples, no infinities, and only strings as keys. These are written as an object with one key that begins with
-``$``, and so is a dictionary that has such a key itself.
+JSON has no tuples, no infinities, and only strings as keys. These are written as an object with one key that begins
+with ``$``, and so is a dictionary that has such a key itself.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Encoder:
         elif isinstance(value, Mapping):
             return self._encode_items(value, where, depth)
         raise CheckpointError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint can have only numbers, "
-            "text, lists, dictionaries and tensors (loading a pickle could run any code); "
-            "convert it to these (NumPy's: .item(), .tolist(), torch.from_numpy)"
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint can have only "
+            "numbers, text, lists, dictionaries and tensors (loading a pickle could run any code); convert it to these "
+            "(NumPy's: .item(), .tolist(), torch.from_numpy)"
         )
 
     def _encode_items(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
