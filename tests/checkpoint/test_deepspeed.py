@@ -158,7 +158,7 @@ OTHERS = {
     ),
     "stage 0": (PLAIN, MODEL_FILE, lambda content: content.update(param_shapes=None), "without ZeRO"),
     "experts": (PLAIN, MODEL_FILE, lambda content: content.update(num_experts=[4]), "with experts"),
-    "a split model": (PLAIN, MODEL_FILE, lambda content: content.update(mp_world_size=2), "split over ranks"),
+    "a split model": (PLAIN, MODEL_FILE, lambda content: content.update(mp_world_size=2), "has a model-parallel model"),
     "no steps": (PLAIN, MODEL_FILE, lambda content: content.pop("global_steps"), "global_steps is not a number"),
     "odd shapes": (
         PLAIN,
@@ -261,7 +261,7 @@ def test_nothing_is_run(kind: str, file: str, zipped: bool, tmp_path: Path) -> N
     content = {**_read(path).content, "epoch": evil}
     content.pop("optimizer_state_dict", None)
     replace(path, content, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match=rf"{file} needs {named}.* to be loaded, and an import runs nothing"):
+    with pytest.raises(CheckpointError, match=rf"{file} needs {named}.* to be loaded, and an import runs no code"):
         import_deepspeed(source, tmp_path / "out")
     assert not (tmp_path / "was here").exists()
     assert not (tmp_path / "out").exists()
@@ -366,7 +366,7 @@ def test_more_files_than_ranks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="one shard of a model-parallel model"):
         import_deepspeed(source, tmp_path / "out")
     (source / TAG / "layer_01-model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="of a pipeline or of experts"):
+    with pytest.raises(CheckpointError, match="belongs to a pipeline or to experts"):
         import_deepspeed(source, tmp_path / "out")
 
 
@@ -374,7 +374,7 @@ def test_tags(tmp_path: Path) -> None:
     source = copied(PLAIN, tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint .*global_step9; there are global_step3"):
         import_deepspeed(source, tmp_path / "out", "global_step9")
-    with pytest.raises(ValueError, match="no tag"):
+    with pytest.raises(ValueError, match="not a valid tag"):
         import_deepspeed(source, tmp_path / "out", "../source")
     with pytest.raises(CheckpointError, match="give the folder that contains it, and its name"):
         import_deepspeed(source / TAG, tmp_path / "out")

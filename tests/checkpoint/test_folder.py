@@ -269,7 +269,7 @@ def test_a_damaged_one(name: str, damage: Callable[[Path], Any], tmp_path: Path)
     flip(tmp_path / "good" / TENSORS)
     flip(tmp_path / "old" / TENSORS)
     warnings.simplefilter("ignore", UserWarning)  # one of each
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         load(tmp_path)
 
 
@@ -555,10 +555,10 @@ def test_a_pipe_or_link_in_place_of_a_file(name: str, tmp_path: Path) -> None:
     path.rename(outside)
     for lay in (put_pipe, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
         lay(path)
-        with pytest.raises(CheckpointError, match=r"no regular file|no checkpoint"):
+        with pytest.raises(CheckpointError, match=r"not a regular file|no checkpoint"):
             load(tmp_path, "a")
         path.rmdir() if path.is_dir() else path.unlink()
     if name != "manifest.json":
         path.symlink_to(outside)
-        with pytest.raises(CheckpointError, match="no regular file"):
+        with pytest.raises(CheckpointError, match="not a regular file"):
             load(tmp_path, "a")

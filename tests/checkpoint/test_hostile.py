@@ -498,12 +498,12 @@ def test_no_file_name(name: str) -> None:
 def test_no_regular_file(tmp_path: Path) -> None:
     """Also where nobody looked at the folder before."""
     (tmp_path / "x.json").symlink_to("/dev/null")
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_json(tmp_path / "x.json")
     Values.of({"x": torch.zeros(3)}).write(tmp_path, STATE)
     (tmp_path / f"{STATE}.safetensors").rename(tmp_path / "elsewhere")
     (tmp_path / f"{STATE}.safetensors").symlink_to("elsewhere")
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_values(tmp_path, STATE)
 
 
@@ -545,7 +545,7 @@ def test_many_chunks_take_no_longer_than_they_are_many() -> None:
     many[7] = ((0, 1), many[7][1])
     with pytest.raises(CheckpointError, match="overlap"):
         parsed_metadata(metadata_of([300, 300], many), "here")
-    with pytest.raises(CheckpointError, match="cut in 13 dimensions"):
+    with pytest.raises(CheckpointError, match="divided in 13 dimensions"):
         parsed_metadata(metadata_of([2] * 13, grid([[0, 1, 2]] * 13)), "here")
     assert time.perf_counter() - began < SLOWEST_S
 

@@ -186,7 +186,7 @@ def test_where_there_is_none(saved: Path, tmp_path: Path) -> None:
         inspect(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="three; there are two, one"):
         inspect(saved, "three")
-    with pytest.raises(ValueError, match="no tag"):
+    with pytest.raises(ValueError, match="not a valid tag"):
         inspect(saved, "..")
     (saved / "latest").write_text("gone\n")
     found = inspect(saved)
