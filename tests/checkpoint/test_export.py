@@ -175,7 +175,7 @@ def test_it_generates_as_it_did(model: Any, tmp_path: Path) -> None:
 def test_what_json_cannot_hold_is_left_out_and_said(value: Any, model: Any, tmp_path: Path) -> None:
     """Training does not end for it."""
     model.generation_config.temperature = value
-    with pytest.warns(UserWarning, match=r"has no generation_config\.json: GenerationConfig has values that are not JSON"):
+    with pytest.warns(UserWarning, match=r"no generation_config\.json: GenerationConfig has values that are not JSON"):
         save(model, tmp_path / "run")
     assert set(export(tmp_path / "run", tmp_path / "hf").files) == {"model.safetensors", "config.json"}
     check_same(loaded(tmp_path / "hf").state_dict(), model.state_dict())
