@@ -82,14 +82,14 @@ BY_FAMILY = [
         "Copy the files of one checkpoint, from all machines, anew.",
     ),
     (
-        r": there is no (checkpoint|folder)|names no checkpoint|has no whole checkpoint|it is no checkpoint",
+        r": there is no (checkpoint|folder)|names no checkpoint|has no complete checkpoint|it is not a checkpoint",
         "Give the folder that the tags lie in; `longshore inspect DIR` lists those of longshore.",
     ),
     (r"(could not|cannot) be (read|written): «(strerror|error|\.\.\.)»", _SYSTEM),
     (r": cannot (read|write)", _SYSTEM),
     (r"not imported|are imported|imported only|is not kept here", _NOT_OURS),
     (
-        r"pickle|is no tensor, and this format",
+        r"pickle|is not a tensor, and this format",
         "Save what you need of it as numbers, text, lists, dictionaries or tensors.",
     ),
     (r"keys in a checkpoint are|contains itself", "Change the value that it names before you save it."),

@@ -275,7 +275,7 @@ def fail_half_way(setting: Setting, folder: str) -> dict[str, Any]:
 
         SafetensorsReader._read = failing
         try:
-            with pytest.raises(CheckpointError, match=r"in part only; load again.*Input/output error"):
+            with pytest.raises(CheckpointError, match=r"only partly; load again.*Input/output error"):
                 engine.load_checkpoint(folder)
         finally:
             SafetensorsReader._read = read

@@ -252,7 +252,7 @@ def test_what_a_failed_write_held_is_let_go_of(tmp_path: Path) -> None:
 
         def seen(*arguments: Any) -> Any:
             content = prepare(*arguments)
-            (weights,) = content.parts[0].read.__self__  # the list of what was copied
+            (weights,) = content.boxes[0].read.__self__  # the list of what was copied
             (page, *_) = content.snapshot._pages.values()
             held.extend([weakref.ref(weights), weakref.ref(page)])
             return content

@@ -158,7 +158,7 @@ OTHERS = {
     ),
     "stage 0": (PLAIN, MODEL_FILE, lambda content: content.update(param_shapes=None), "without ZeRO"),
     "experts": (PLAIN, MODEL_FILE, lambda content: content.update(num_experts=[4]), "with experts"),
-    "a split model": (PLAIN, MODEL_FILE, lambda content: content.update(mp_world_size=2), "split over ranks"),
+    "a split model": (PLAIN, MODEL_FILE, lambda content: content.update(mp_world_size=2), "has a model-parallel model"),
     "no steps": (PLAIN, MODEL_FILE, lambda content: content.pop("global_steps"), "global_steps is not a number"),
     "odd shapes": (
         PLAIN,
@@ -261,7 +261,7 @@ def test_nothing_is_run(kind: str, file: str, zipped: bool, tmp_path: Path) -> N
     content = {**_read(path).content, "epoch": evil}
     content.pop("optimizer_state_dict", None)
     replace(path, content, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match=rf"{file} needs {named}.* to be loaded, and an import runs nothing"):
+    with pytest.raises(CheckpointError, match=rf"{file} needs {named}.* to be loaded, and an import runs no code"):
         import_deepspeed(source, tmp_path / "out")
     assert not (tmp_path / "was here").exists()
     assert not (tmp_path / "out").exists()
@@ -363,10 +363,10 @@ def test_more_files_than_ranks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the same rank's"):
         import_deepspeed(source, tmp_path / "out")
     (source / TAG / "mp_rank_01_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="one part of a model that was split"):
+    with pytest.raises(CheckpointError, match="one shard of a model-parallel model"):
         import_deepspeed(source, tmp_path / "out")
     (source / TAG / "layer_01-model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="of a pipeline or of experts"):
+    with pytest.raises(CheckpointError, match="belongs to a pipeline or to experts"):
         import_deepspeed(source, tmp_path / "out")
 
 
@@ -374,9 +374,9 @@ def test_tags(tmp_path: Path) -> None:
     source = copied(PLAIN, tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint .*global_step9; there are global_step3"):
         import_deepspeed(source, tmp_path / "out", "global_step9")
-    with pytest.raises(ValueError, match="no tag"):
+    with pytest.raises(ValueError, match="not a valid tag"):
         import_deepspeed(source, tmp_path / "out", "../source")
-    with pytest.raises(CheckpointError, match="give the folder that it lies in, and its name"):
+    with pytest.raises(CheckpointError, match="give the folder that contains it, and its name"):
         import_deepspeed(source / TAG, tmp_path / "out")
     with pytest.raises(CheckpointError, match="there is no folder"):
         import_deepspeed(tmp_path / "nowhere", tmp_path / "out")
@@ -392,7 +392,7 @@ def test_tags(tmp_path: Path) -> None:
 def test_what_is_there_already_stays(tmp_path: Path) -> None:
     source = copied(PLAIN, tmp_path)
     before = sorted(path.name for path in source.rglob("*"))
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         import_deepspeed(source, source)
     assert sorted(path.name for path in source.rglob("*")) == before
 
@@ -404,7 +404,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{out / TAG}" in said.out.replace("\n", "")
     assert "words is a builtins.set" in said.err
     assert main(["import-deepspeed", str(DATA / STAGE_3), "--out", str(out), "--tag", TAG]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert main(["import-deepspeed", str(DATA / STAGE_3), "--out", str(out), "--tag", ".."]) == 2
     with engine_of(STAGE_3, 1) as engine:
         engine.load_checkpoint(out)

@@ -175,7 +175,7 @@ def test_it_generates_as_it_did(model: Any, tmp_path: Path) -> None:
 def test_what_json_cannot_hold_is_left_out_and_said(value: Any, model: Any, tmp_path: Path) -> None:
     """Training does not end for it."""
     model.generation_config.temperature = value
-    with pytest.warns(UserWarning, match=r"has no generation_config\.json: GenerationConfig has what JSON cannot hold"):
+    with pytest.warns(UserWarning, match=r"no generation_config\.json: GenerationConfig has values that are not JSON"):
         save(model, tmp_path / "run")
     assert set(export(tmp_path / "run", tmp_path / "hf").files) == {"model.safetensors", "config.json"}
     check_same(loaded(tmp_path / "hf").state_dict(), model.state_dict())
@@ -344,7 +344,7 @@ def damage(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model-00000-of-00001.safetensors", *CONFIGS, "metadata.json", "state.json"])
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.filterwarnings("ignore:.*the newest whole checkpoint")
+@pytest.mark.filterwarnings("ignore:.*the newest complete checkpoint")
 def test_a_damaged_file_is_named(name: str, direct: bool, saved: Path, tmp_path: Path) -> None:
     damage(saved / "global_step1" / name)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.") + ".*damaged"):
@@ -366,7 +366,7 @@ def test_where_there_is_none(saved: Path, tmp_path: Path) -> None:
         export(tmp_path / "empty", tmp_path / "hf")
     with pytest.raises(CheckpointError, match="there are global_step1"):
         export(saved, tmp_path / "hf", tag="global_step7")
-    with pytest.raises(ValueError, match="no tag"):
+    with pytest.raises(ValueError, match="not a valid tag"):
         export(saved, tmp_path / "hf", tag="../run")
     (saved / "global_step1" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
@@ -417,7 +417,7 @@ def test_a_folder_with_something_in_it_stays(saved: Path, model: Any, tmp_path: 
         export(saved, out, overwrite=True)
     with pytest.raises(ValueError, match="which no export wrote"):
         export(saved, saved, overwrite=True)
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         export(saved, out / "thesis.txt", overwrite=True)
     assert names_in(tmp_path) == {"run", "hf"}
 
@@ -497,7 +497,7 @@ def test_command(model: Any, saved: Path, tmp_path: Path, capfd: pytest.CaptureF
         (["--dtype", "int8"], 2, "choose one of bf16, fp16, fp32"),
         (["--max-shard-size", "big"], 2, "--max-shard-size: 'big' is not a size in bytes as 80GB"),
         (["--max-shard-size", "0"], 2, "--max-shard-size: '0' is not above zero"),
-        (["--tag", "a/b"], 2, "'a/b' is no tag"),
+        (["--tag", "a/b"], 2, "'a/b' is not a valid tag"),
         (["--tag", "missing"], 1, "there is no checkpoint"),
     ],
 )

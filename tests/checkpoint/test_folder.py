@@ -225,7 +225,7 @@ def test_a_pointer_that_is_gone_or_garbage(lay: Callable[[Path], Any], tmp_path:
     assert read_latest(tmp_path) is None
     assert load(tmp_path, "c") == 1
     if os.path.lexists(tmp_path / "latest"):
-        with pytest.warns(UserWarning, match="latest is damaged: it names no tag; the newest whole"):
+        with pytest.warns(UserWarning, match="latest is damaged: it names no tag; the newest complete"):
             assert load(tmp_path) == 2
     else:
         assert load(tmp_path) == 2
@@ -235,7 +235,7 @@ def test_a_pointer_to_what_is_not_there(tmp_path: Path) -> None:
     save(tmp_path, "b", 1)
     save(tmp_path, "a", 2)
     (tmp_path / "latest").write_text("gone\n")
-    with pytest.warns(UserWarning, match="no checkpoint .*gone, which .*latest names; the newest whole"):
+    with pytest.warns(UserWarning, match="no checkpoint .*gone, which .*latest names; the newest complete"):
         assert load(tmp_path) == 2
 
 
@@ -263,13 +263,13 @@ def test_a_damaged_one(name: str, damage: Callable[[Path], Any], tmp_path: Path)
     words = "there is no checkpoint.*bad" if (name, damage) == ("manifest.json", Path.unlink) else f"bad/{name}"
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path, "bad")
-    with pytest.warns(UserWarning, match=f"{words}.*the newest whole checkpoint before it is loaded instead"):
+    with pytest.warns(UserWarning, match=f"{words}.*the newest complete checkpoint before it is loaded instead"):
         assert load(tmp_path) == 1
     assert load(tmp_path, "good") == 1
     flip(tmp_path / "good" / TENSORS)
     flip(tmp_path / "old" / TENSORS)
     warnings.simplefilter("ignore", UserWarning)  # one of each
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         load(tmp_path)
 
 
@@ -299,7 +299,7 @@ def test_files_that_the_manifest_does_not_list(tmp_path: Path) -> None:
 def test_a_manifest_that_lists_what_no_file_is_called(name: str, tmp_path: Path) -> None:
     path = save(tmp_path, "a", 1) / "manifest.json"
     path.write_text(path.read_text().replace('"files":{', f'"files":{{"{name}":{{"bytes":0,"sha256":""}},'))
-    with pytest.raises(CheckpointError, match="no name of a file"):
+    with pytest.raises(CheckpointError, match="not a valid file name"):
         load(tmp_path, "a")
 
 
@@ -484,7 +484,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "mkdir", refuse)
-        with pytest.raises(CheckpointError, match=r"Permission denied.*before still are"):
+        with pytest.raises(CheckpointError, match=r"Permission denied.*existing checkpoints are unchanged"):
             save(tmp_path, "b", 2)
         with pytest.raises(CheckpointError, match="Permission denied"):
             save(tmp_path / "new", "b", 2)
@@ -499,11 +499,11 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_folder_that_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, "a", 1)
-    with pytest.raises(CheckpointError, match="is one checkpoint: give the folder that it lies in, and its name"):
+    with pytest.raises(CheckpointError, match="is one checkpoint: give the folder that contains it, and its name"):
         load(tmp_path / "a")
     (tmp_path / "a" / "manifest.json").unlink()
     (tmp_path / "latest").unlink()
-    said = pytest.raises(CheckpointError, match=r"has no whole checkpoint: .*a has no manifest.json")
+    said = pytest.raises(CheckpointError, match=r"has no complete checkpoint: .*a has no manifest.json")
     with said, pytest.warns(UserWarning, match="manifest"):
         load(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -555,10 +555,10 @@ def test_a_pipe_or_link_in_place_of_a_file(name: str, tmp_path: Path) -> None:
     path.rename(outside)
     for lay in (put_pipe, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
         lay(path)
-        with pytest.raises(CheckpointError, match=r"no regular file|no checkpoint"):
+        with pytest.raises(CheckpointError, match=r"not a regular file|no checkpoint"):
             load(tmp_path, "a")
         path.rmdir() if path.is_dir() else path.unlink()
     if name != "manifest.json":
         path.symlink_to(outside)
-        with pytest.raises(CheckpointError, match="no regular file"):
+        with pytest.raises(CheckpointError, match="not a regular file"):
             load(tmp_path, "a")

@@ -167,7 +167,7 @@ def mutate_head(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutate_chunks(rng: random.Random, content: bytes) -> bytes:
-    """A tensor is cut into chunks that overlap, lack something, lie elsewhere, or are each other."""
+    """A tensor is cut into boxes that overlap, lack something, lie elsewhere, or are each other."""
     metadata = json.loads(content)
     name = rng.choice([name for name, entry in metadata["tensors"].items() if entry["chunks"] and entry["shape"]])
     entry = metadata["tensors"][name]
@@ -476,7 +476,7 @@ NO_JSON = [
 @pytest.mark.parametrize("text", NO_JSON, ids=map(str, range(len(NO_JSON))))
 def test_no_json(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(text)
-    with pytest.raises(CheckpointError, match=r"x\.json is damaged: it is no JSON"):
+    with pytest.raises(CheckpointError, match=r"x\.json is damaged: it is not JSON"):
         read_json(tmp_path / "x.json")
 
 
@@ -491,19 +491,19 @@ def test_a_file_with_holes_is_not_read(tmp_path: Path) -> None:
 def test_no_file_name(name: str) -> None:
     assert not is_file_name(name)
     chunk = {"offsets": [0], "sizes": [2], "file": name, "tensor": "x"}
-    with pytest.raises(CheckpointError, match="no name of a file"):
+    with pytest.raises(CheckpointError, match="not a valid file name"):
         parsed_metadata({"tensors": {"x": {"dtype": "F32", "shape": [2], "chunks": [chunk]}}}, "here")
 
 
 def test_no_regular_file(tmp_path: Path) -> None:
     """Also where nobody looked at the folder before."""
     (tmp_path / "x.json").symlink_to("/dev/null")
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_json(tmp_path / "x.json")
     Values.of({"x": torch.zeros(3)}).write(tmp_path, STATE)
     (tmp_path / f"{STATE}.safetensors").rename(tmp_path / "elsewhere")
     (tmp_path / f"{STATE}.safetensors").symlink_to("elsewhere")
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_values(tmp_path, STATE)
 
 
@@ -545,7 +545,7 @@ def test_many_chunks_take_no_longer_than_they_are_many() -> None:
     many[7] = ((0, 1), many[7][1])
     with pytest.raises(CheckpointError, match="overlap"):
         parsed_metadata(metadata_of([300, 300], many), "here")
-    with pytest.raises(CheckpointError, match="cut in 13 dimensions"):
+    with pytest.raises(CheckpointError, match="divided in 13 dimensions"):
         parsed_metadata(metadata_of([2] * 13, grid([[0, 1, 2]] * 13)), "here")
     assert time.perf_counter() - began < SLOWEST_S
 
@@ -556,7 +556,7 @@ def test_many_chunks_take_no_longer_than_they_are_many() -> None:
     ids=str,
 )
 def test_no_value(value: Any) -> None:
-    with pytest.raises(CheckpointError, match="none of this format"):
+    with pytest.raises(CheckpointError, match="not in this format"):
         decode(value, lambda name: torch.zeros(()), "here")
 
 

@@ -186,7 +186,7 @@ def test_where_there_is_none(saved: Path, tmp_path: Path) -> None:
         inspect(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="three; there are two, one"):
         inspect(saved, "three")
-    with pytest.raises(ValueError, match="no tag"):
+    with pytest.raises(ValueError, match="not a valid tag"):
         inspect(saved, "..")
     (saved / "latest").write_text("gone\n")
     found = inspect(saved)
@@ -266,7 +266,7 @@ def test_command_damage(saved: Path, tmp_path: Path, capfd: pytest.CaptureFixtur
         ((saved, "--tag", "two", "--verify"), 1, "checksum"),
         ((tmp_path / "gone",), 2, "there is no folder"),
         ((tmp_path / "empty",), 1, "there is no checkpoint in"),
-        ((saved, "--tag", "a/b"), 2, "'a/b' is no tag"),
+        ((saved, "--tag", "a/b"), 2, "'a/b' is not a valid tag"),
     ):
         code, out, err = run(capfd, *arguments)
         assert (code, out) == (expected, "")

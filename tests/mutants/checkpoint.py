@@ -65,7 +65,7 @@ MUTANTS = [
     Mutant(
         "weights are not copied",
         "checkpoint/training_state.py",
-        "            parts = [part.copied() for part in parts]\n",
+        "            boxes = [each.copied() for each in boxes]\n",
         "            pass\n",
         (f"{ASYNC}::test_training_goes_on",),
     ),

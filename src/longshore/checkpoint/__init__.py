@@ -1,1 +1,1 @@
-"""Checkpoints: what a run needs to go on, in safetensors and JSON, whole or not there at all."""
+"""Checkpoints: the state needed to resume a run, in safetensors and JSON files that are written atomically."""

@@ -121,9 +121,8 @@ def _read_model(files: SavedFiles, optimizer: OptimizerFiles) -> _Model:
                 continue
             boxes.append(_gathered(f"{MODEL_KIND}.{name}", gathered[name], value.dtype))
         else:
-            boxes.append(
-                _gathered(f"{MODEL_KIND}.{name}", ShardedTensor(tuple(value.shape), [value.reshape(-1)]), value.dtype)
-            )
+            whole = Box.whole(tuple(value.shape))
+            boxes.append(SavedBox(f"{MODEL_KIND}.{name}", value.dtype, whole.sizes, whole, lambda value=value: value))
         if name not in buffers:
             about["parameters"].append(name)
         dtypes[name] = value.dtype

@@ -1,4 +1,4 @@
-"""A checkpoint's model as safetensors files that ``from_pretrained`` of transformers loads, one tensor at a time."""
+"""Exports a checkpoint's model as safetensors files for ``from_pretrained``, or as a state dict."""
 
 from __future__ import annotations
 
@@ -33,36 +33,31 @@ from longshore.errors import CheckpointError
 from longshore.host import MASTER
 
 EXPORT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""That weights can be cast to, and from: numbers of fewer bits mean something only together with their scales."""
+"""Dtypes that weights can be cast to and from; those of fewer bits need their scales."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|config\.json")
 _ABOUT = {"format": "pt"}
-"""transformers refuses files without."""
+"""Metadata without which transformers refuses a file."""
 _COMPARED_NUMEL = 1 << 20
 
 
 class Exported(NamedTuple):
-    """What :func:`export` wrote."""
+    """The result of :func:`export`; ``num_bytes``: of the tensors."""
 
     path: Path
-    """Of the folder."""
     tag: str
-    """Of the checkpoint."""
     step: int
     files: tuple[str, ...]
     num_tensors: int
     num_bytes: int
-    """Of the tensors."""
 
 
 class Weight(NamedTuple):
-    """A tensor that is exported."""
+    """A tensor to export: its name in the checkpoint, and its entry in the exported file."""
 
     source: str
-    """Its name in the checkpoint."""
     head: TensorHead
-    """As it is written."""
 
 
 def export(
@@ -75,32 +70,31 @@ def export(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Write the weights of a checkpoint as one model, whatever number of ranks and stage it was saved by.
+    """Write the weights of a checkpoint as one model, whatever number of ranks and stage it was saved with.
 
-    Parameters and persistent buffers, each whole; tied ones once, under the first of their names. ``config.json`` and
-    ``generation_config.json`` are there where the checkpoint has them; the former names the dtype that most of the
-    weights have, in which they are loaded. No more than one tensor is in memory, besides what of it was mapped to be
-    read, its cast, and up to 64 MiB of smaller ones that wait for their checksum. The files are written into a hidden
-    folder beside ``out``, which gets its name when all of them are on the disk; what is left of a process that was
-    killed can be removed.
+    Parameters and persistent buffers are written whole, and tied ones once, under their first name. ``config.json`` and
+    ``generation_config.json`` are written if the checkpoint has them; the former gets the dtype that most of the
+    weights have, in which they are loaded. At most one tensor is in memory, with its mapped source, its cast, and up to
+    64 MiB of smaller ones that wait for their checksum. The files are written into a hidden folder beside ``out``,
+    which is renamed when all of them are on the disk; a killed process may leave one, which can be removed.
 
     Args:
         checkpoint: its folder, or the one that was given to ``save_checkpoint``. All of its files are verified.
-        out: a folder that is not there or is empty.
-        max_shard_bytes: of the tensors in a file; a larger tensor has a file of its own.
-        dtype: for floating-point tensors, one of :data:`EXPORT_DTYPES`; None: as they are. ``float32``, of weights in
-            fewer bits: their masters, where the checkpoint has them, with all digits that training had.
-        tag: in the folder; None: as ``load_checkpoint`` chooses, with a warning for a damaged one that it passes over.
-        overwrite: replace ``out`` where it has nothing but a former export.
-        progress: called with the bytes that were written, and all.
+        out: a folder that does not exist or is empty.
+        max_shard_bytes: bytes of the tensors in a file; a larger tensor gets its own file.
+        dtype: for floating-point tensors, one of :data:`EXPORT_DTYPES`; None: as they are. ``float32``, for weights in
+            fewer bits: their masters if the checkpoint has them, with training's full precision.
+        tag: in the folder; None: as ``load_checkpoint`` chooses, with a warning for damaged ones that it skips.
+        overwrite: replace ``out`` if it has nothing but a former export.
+        progress: called with the number of bytes written, and of all bytes.
 
     Raises:
-        CheckpointError: the checkpoint is not there or damaged, has not all of the model, or has values that
-            ``dtype`` has not; or the disk refuses. Nothing changed then.
-        ValueError: ``out`` has something in it, or an argument that cannot be.
+        CheckpointError: the checkpoint is missing, damaged, or does not have the whole model, or has values outside of
+            ``dtype``'s range; or a disk error. Nothing was changed.
+        ValueError: ``out`` is not empty, or an argument is invalid.
     """
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes is a number of bytes, at least 1, not {max_shard_bytes!r}")
+        raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, not {max_shard_bytes!r}")
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ValueError(f"weights can be exported as {', '.join(map(str, EXPORT_DTYPES))}, not as {dtype}")
     target = Path(out).resolve()
@@ -125,11 +119,11 @@ def export(
 
 
 def chosen(path: Path, tag: str | None) -> WholeCheckpoint:
-    """The checkpoint in a folder, or the folder that is one; verified.
+    """The checkpoint to export, verified; ``path``: its folder, or the folder of checkpoints.
 
     Raises:
-        CheckpointError: it is not there, or not whole.
-        ValueError: no tag.
+        CheckpointError: it is missing or damaged.
+        ValueError: ``tag`` is not a valid tag.
     """
     if tag is None and is_checkpoint(path):
         whole = WholeCheckpoint(path)
@@ -144,7 +138,7 @@ def chosen(path: Path, tag: str | None) -> WholeCheckpoint:
 def weights_of(
     whole: WholeCheckpoint, reader: SafetensorsReader, dtype: torch.dtype | None, all_of_it: bool = True
 ) -> list[Weight]:
-    """What a checkpoint has of a model, in its order: parameters, then buffers.
+    """The weights in a checkpoint, in the model's order: parameters, then buffers.
 
     Raises:
         CheckpointError: it is damaged; or, with ``all_of_it``, frozen parameters were left out.
@@ -155,8 +149,8 @@ def weights_of(
     left_out = checked(model.get("left_out"), list, f"{where}: left_out")
     if left_out and all_of_it:
         raise CheckpointError(
-            f"{whole.path} was saved without frozen parameters ({left_out[0]!r}, {len(left_out)} of them) and has not "
-            "all of the model: load it into the model, and save that with exclude_frozen_parameters=False"
+            f"{whole.path} was saved without frozen parameters ({left_out[0]!r}, {len(left_out)} of them) and does not "
+            "have the whole model: load it into the model, and save that with exclude_frozen_parameters=False"
         )
     metadata = reader.read_metadata()
     files = {METADATA, f"{STATE}.json", *(where.file for where in metadata.storage_data.values())}
@@ -178,7 +172,7 @@ def weights_of(
         head = TensorHead(name, dtype if dtype is not None and found in EXPORT_DTYPES else found, tuple(entry.size))
         source = array_name(MASTER, name) if name in masters else sources[name]
         if stored(metadata, source).size != entry.size:
-            raise CheckpointError(f"{whole.path} is damaged: {source} has not the shape of {sources[name]}")
+            raise CheckpointError(f"{whole.path} is damaged: {source} does not have the shape of {sources[name]}")
         weights.append(Weight(source, head))
     if not weights:
         raise CheckpointError(f"{whole.path} has no weights")
@@ -186,7 +180,7 @@ def weights_of(
 
 
 def _masters_of(about: Mapping[str, Any], where: str) -> frozenset[str]:
-    """The parameters that have one, and are its rounded values."""
+    """The parameters that have a master, and are its rounded values."""
     if about.get(OPTIMIZER) is None:
         return frozenset()
     entries = checked_about(about[OPTIMIZER], f"{where}: {OPTIMIZER}")["parameters"]
@@ -196,7 +190,7 @@ def _masters_of(about: Mapping[str, Any], where: str) -> frozenset[str]:
 
 
 def shards_of(weights: Sequence[Weight], max_shard_bytes: int) -> dict[str, list[Weight]]:
-    """Files by name, each with the weights that follow each other and fit into it."""
+    """Divide the weights into files, by name."""
     groups: list[list[Weight]] = [[]]
     num_bytes = 0
     for weight in weights:
@@ -233,14 +227,13 @@ def _write_shards(
 
 
 def read_weight(reader: SafetensorsReader, source: str, head: TensorHead) -> Tensor:
-    """All of a tensor, in the dtype of ``head``. Its files are mapped only meanwhile: nothing of others stays."""
+    """Read a whole tensor, in the dtype of ``head``. Its files are unmapped afterwards."""
     metadata = reader.read_metadata()
-    held: list[Tensor] = []
-    part = WantedBox(source, head.shape, Box((0,) * len(head.shape), head.shape), held.append)
-    planner = BoxLoadPlanner([part])
+    found: list[Tensor] = []
+    planner = BoxLoadPlanner([WantedBox(source, head.shape, Box.whole(head.shape), found.append)])
     planner.set_up_planner({}, metadata)
     reader.read_data(planner.create_local_plan(), planner)
-    (values,) = held
+    (values,) = found
     return values if values.dtype == head.dtype else _cast(values, head)
 
 
@@ -248,21 +241,21 @@ def _cast(values: Tensor, head: TensorHead) -> Tensor:
     cast = values.to(head.dtype)
     most = torch.finfo(head.dtype).max
     if most < torch.finfo(values.dtype).max:
-        # Some at a time: what such a comparison needs is larger than the tensor.
+        # In blocks: such a comparison needs more memory than the tensor.
         flat, flat_cast = values.reshape(-1), cast.reshape(-1)
         for given, found in zip(flat.split(_COMPARED_NUMEL), flat_cast.split(_COMPARED_NUMEL), strict=True):
             lost = given[found.isinf() & given.isfinite()]
             if lost.numel() > 0:
                 raise CheckpointError(
-                    f"{head.name} has the value {lost[0].item():.3g}, and {head.dtype} ends at {most:.3g}: export as "
-                    "another dtype"
+                    f"{head.name} has the value {lost[0].item():.3g}, and the largest {head.dtype} is {most:.3g}: "
+                    "export as another dtype"
                 )
     return cast
 
 
 def _with_dtype(config: Mapping[str, Any], heads: Sequence[TensorHead]) -> dict[str, Any]:
-    """A configuration of transformers that says the dtype which most of the weights have: they are cast to it when
-    they are loaded, and what it was when the model was built need not be that."""
+    """The configuration with the dtype that most of the weights have: transformers casts them to it when loading. The
+    saved one may differ from it."""
     numels: dict[torch.dtype, int] = {}
     for head in heads:
         if head.dtype in EXPORT_DTYPES:
@@ -270,18 +263,18 @@ def _with_dtype(config: Mapping[str, Any], heads: Sequence[TensorHead]) -> dict[
     if not numels:
         return dict(config)
     name = str(max(numels, key=lambda dtype: numels[dtype])).removeprefix("torch.")
-    # The second is what versions before 5 write, and all read.
+    # Versions before 5 write the second, and all versions read it.
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     return {**config, **dict.fromkeys(keys, name)}
 
 
 def _check_target(out: Path, overwrite: bool, written: Collection[str] = (GENERATION_CONFIG,)) -> None:
-    """Raises ValueError where something would be lost. A ``generation_config.json`` is that of a former export only if
-    it is written again: older checkpoints have none, and people put one there."""
+    """Raise ValueError if files would be lost. A ``generation_config.json`` counts as a former export's only if it is
+    written again: for older checkpoints, which have none, users add one."""
     if not os.path.lexists(out):
         return
     if not out.is_dir():
-        raise ValueError(f"{out} is no folder: an export is one; choose another name")
+        raise ValueError(f"{out} is not a folder, as an export is; choose another name")
     names = sorted(os.listdir(out))
     if names and not overwrite:
         raise ValueError(f"{out} is not empty: choose another folder, or overwrite a former export (overwrite=True)")
@@ -296,7 +289,7 @@ def _check_target(out: Path, overwrite: bool, written: Collection[str] = (GENERA
 
 @contextlib.contextmanager
 def _written_beside(out: Path, overwrite: bool, written: Collection[str]) -> Iterator[Path]:
-    """A new folder, which becomes ``out`` at the end, and goes where that is not reached."""
+    """A new folder, which is renamed to ``out`` at the end, and removed after an exception."""
     folder, aside = (out.with_name(f".{out.name}.{word}-{secrets.token_hex(4)}") for word in ("writing", "replaced"))
     try:
         try:
@@ -304,13 +297,13 @@ def _written_beside(out: Path, overwrite: bool, written: Collection[str]) -> Ite
             folder.mkdir()
             yield folder
             sync_folder(folder)
-            _check_target(out, overwrite, written)  # it took a while
+            _check_target(out, overwrite, written)  # again: it may have changed
             _replace(folder, out, aside)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error}; nothing of it is left"
+            f"{out} could not be written: {error.strerror or error}; its files were removed"
         ) from error
 
 
@@ -335,23 +328,23 @@ def whole_state_dict(
     """Float32 weights on the CPU under all names that the model has for them, tied ones as one tensor.
 
     Args:
-        checkpoint: what was given to ``save_checkpoint``, of longshore or of DeepSpeed (ZeRO 1, 2 and 3); or one
-            checkpoint of longshore's.
+        checkpoint: the folder that was given to ``save_checkpoint``, longshore's or DeepSpeed's (ZeRO 1, 2 and 3); or
+            the folder of one checkpoint of longshore.
         tag: in the folder; None: the latest.
         exclude_frozen: leave out parameters that were not trained.
 
     Returns:
-        Masters, where there are some, and floating-point buffers, as float32; other buffers as they are.
+        Weights (masters if there are any) and floating-point buffers as float32; other buffers as they are.
 
     Raises:
-        CheckpointError: it is not there, damaged, or has not all of the model.
-        ValueError: no tag.
+        CheckpointError: it is missing, damaged, or does not have the whole model.
+        ValueError: ``tag`` is not a valid tag.
     """
     root = Path(checkpoint).absolute()
     if not is_deepspeed(root, tag):
         return dict(_tensors(chosen(root, tag), exclude_frozen))
     with tempfile.TemporaryDirectory(prefix="longshore-") as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # they are about values that are no weights
+        warnings.simplefilter("ignore", UserWarning)  # about values that are not weights
         return dict(_tensors(chosen(import_deepspeed(root, Path(folder), tag), None), exclude_frozen))
 
 
@@ -376,7 +369,7 @@ def _tensors(whole: WholeCheckpoint, exclude_frozen: bool) -> Iterator[tuple[str
 
 
 def _with_master(reader: SafetensorsReader, weight: Weight, master: str) -> Tensor:
-    """Elements whose weight is the rounded master with all of its digits, as training would go on from them."""
+    """The weight, with the master's digits in elements where it is the rounded master, as resumed training has them."""
     values = read_weight(reader, weight.source, weight.head)
     metadata = reader.read_metadata()
     if weight.source == master or master not in tensors_of(metadata):

@@ -1,7 +1,7 @@
-"""A folder with checkpoints by tag: each of them is whole, or it is not there.
+"""A folder of checkpoints by tag, each of which is written atomically.
 
-A checkpoint is written under another name, on the disk before it gets its own, and its manifest, the list of its files
-with their sizes and checksums, is written last. ``latest`` says which tag is the newest.
+A checkpoint is written and synced under another name, and then renamed. Its manifest, the list of its files with their
+sizes and checksums, is written last. ``latest`` names the newest tag.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ _LOCK = "lock"
 _STALE_S = 7 * 24 * 3600.0
 _LONGEST_TAG = 200
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-"""How renaming a folder fails where the name is taken."""
+"""Errors of renaming a folder to a name that exists."""
 _MOST_ATTEMPTS = 100
 
 
 def check_tag(tag: object) -> str:
-    """A tag is a name of a folder, and no more.
+    """Return ``tag`` if it is valid: the name of a folder.
 
     Raises:
-        ValueError: it is no text, empty, hidden, too long, or a path.
+        ValueError: it is not text, or is empty, hidden, too long, or a path.
     """
     if not isinstance(tag, str):
-        raise ValueError(f"a tag is text, not {type(tag).__name__}")
+        raise ValueError(f"a tag must be text, not {type(tag).__name__}")
     bad = not tag or tag.startswith(".") or len(tag.encode(errors="replace")) > _LONGEST_TAG or tag == LATEST
     if bad or tag.strip() != tag or any(letter in "/\\" or not letter.isprintable() for letter in tag):
         raise ValueError(
-            f"{tag!r} is no tag: a name for a folder, without / or \\, that does not begin with a dot, of at most "
-            f"{_LONGEST_TAG} bytes"
+            f"{tag!r} is not a valid tag: use a name for a folder, without / or \\, that does not begin with a dot, of "
+            f"at most {_LONGEST_TAG} bytes"
         )
     return tag
 
 
 class WholeCheckpoint:
-    """A checkpoint that has a manifest, and all files that it lists in the sizes that it lists.
+    """A complete checkpoint: it has a manifest, and all files in the sizes that the manifest lists.
 
     Args:
         path: its folder.
 
     Raises:
-        CheckpointError: it is not whole; names the file.
+        CheckpointError: it is incomplete; names the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,7 @@ class WholeCheckpoint:
         where = str(path / MANIFEST)
         self.manifest = checked(manifest, dict, where)
         if self.manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{where} is no manifest of a {FORMAT}")
+            raise CheckpointError(f"{where} is not the manifest of a {FORMAT}")
         if self.manifest.get("version") != VERSION:
             raise CheckpointError(
                 f"{where} is of version {self.manifest.get('version')!r} of the format, and this longshore reads "
@@ -87,7 +87,7 @@ class WholeCheckpoint:
     @staticmethod
     def _listed(name: str, entry: Any, where: str) -> WrittenFile:
         if not is_file_name(name) or name == MANIFEST:
-            raise CheckpointError(f"{where} lists {name!r}, which is no name of a file")
+            raise CheckpointError(f"{where} lists {name!r}, which is not a valid file name")
         entry = checked(entry, dict, f"{where}: {name}")
         num_bytes = checked(entry.get("bytes"), int, f"{where}: bytes of {name}")
         return WrittenFile(name, num_bytes, checked(entry.get("sha256"), str, f"{where}: sha256 of {name}"))
@@ -98,7 +98,7 @@ class WholeCheckpoint:
         except OSError as error:
             raise CheckpointError(f"{self.path / written.name} cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{self.path / written.name} is no regular file")
+            raise CheckpointError(f"{self.path / written.name} is not a regular file")
         if found.st_size != written.num_bytes:
             raise CheckpointError(
                 f"{self.path / written.name} has {found.st_size} bytes, and its manifest says {written.num_bytes}: it "
@@ -120,21 +120,17 @@ class WholeCheckpoint:
         return self.manifest.get("run")
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Read files (None: all) and compare their checksums.
-
-        Raises:
-            CheckpointError: naming the first that is damaged.
-        """
+        """Read files (None: all) and compare their checksums. Raises CheckpointError for the first damaged one."""
         for name in self.files if names is None else names:
             written = self.files[name]
             if digest_of(self.path / name) != written.sha256:
                 raise CheckpointError(f"{self.path / name} is damaged: its checksum is not the one in {MANIFEST}")
 
     def check_unchanged(self) -> None:
-        """What was read since :meth:`verify` is of this checkpoint.
+        """Check that files read since :meth:`verify` belong to this checkpoint.
 
         Raises:
-            CheckpointError: another one has its name now, or it was removed.
+            CheckpointError: it was replaced or removed.
         """
         try:
             same = read_json(self.path / MANIFEST) == self.manifest
@@ -147,10 +143,10 @@ class WholeCheckpoint:
 
 
 class Draft:
-    """A checkpoint on its way, in a folder of another name.
+    """A checkpoint that is being written, in a folder of another name.
 
-    One process makes it (:meth:`begin`), any write into it, and one (the same) ends it with
-    :meth:`commit` or :meth:`discard`.
+    One process makes it (:meth:`begin`), all write into it, and the first one ends it with :meth:`commit` or
+    :meth:`discard`.
     """
 
     def __init__(self, root: Path, tag: str, path: Path) -> None:
@@ -161,7 +157,7 @@ class Draft:
 
     @classmethod
     def begin(cls, root: Path, tag: str) -> Draft:
-        """A new one. Raises OSError where the folder cannot be written."""
+        """Make a draft. Raises OSError if the folder cannot be written."""
         check_tag(tag)
         root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
@@ -169,11 +165,11 @@ class Draft:
         path.mkdir()
         draft = cls(root, tag, path)
         try:
-            # Held as long as this process lives: whoever finds the folder later can tell that nobody writes it.
+            # Locked while this process lives: others that find the folder can tell whether it is abandoned.
             draft._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(draft._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Last: who reads it may take the lock, and then the folder is as good as gone.
+            # Last: a process that reads this host's name may take the lock, and remove the folder.
             os.write(draft._lock, socket.gethostname().encode())
         except BaseException:
             draft.discard()
@@ -181,22 +177,22 @@ class Draft:
         return draft
 
     def commit(self, files: Iterable[WrittenFile], about: Mapping[str, Any], latest: bool) -> WholeCheckpoint:
-        """All files are written: give the checkpoint its name. Where that is taken, the former one goes.
+        """Rename the checkpoint to its tag, once all files are written. It replaces a former one of that tag.
 
         Args:
-            files: all of them.
+            files: all files.
             about: more entries of the manifest.
-            latest: point to it.
+            latest: let ``latest`` name it.
 
         Raises:
-            CheckpointError: a file is not there as it was written.
-            OSError: the disk refuses.
+            CheckpointError: a file is missing, or has another size.
+            OSError: the disk failed.
         """
         listed = {written.name: {"bytes": written.num_bytes, "sha256": written.sha256} for written in files}
         head = {"format": FORMAT, "version": VERSION, "created_ns": time.time_ns(), "latest": latest}
         manifest = {**head, **about, "files": listed}
         write_json(self.path / MANIFEST, manifest)
-        # Still locked: one who opened it before would take the lock now, and remove the folder.
+        # Still locked: a process that opened it before could take the lock now, and remove the folder.
         (self.path / _LOCK).unlink()
         whole = WholeCheckpoint(self.path)  # also that all ranks wrote into the same folder
         sync_folder(self.path)
@@ -213,7 +209,7 @@ class Draft:
         return whole
 
     def _take_name(self) -> list[Path]:
-        """Rename to the tag; returns what had that name until then, under another."""
+        """Rename to the tag; returns former folders of that name, which were renamed."""
         target = self.root / self.tag
         asides: list[Path] = []
         try:
@@ -237,7 +233,7 @@ class Draft:
             raise
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the draft."""
         self._unlock()
         _remove(self.path)
 
@@ -248,7 +244,7 @@ class Draft:
 
 
 def write_latest(root: Path, tag: str) -> None:
-    """Point to ``tag``, at once or not at all. Raises OSError."""
+    """Let ``latest`` name ``tag``, atomically. Raises OSError."""
     beside = root / f".{LATEST}-{secrets.token_hex(4)}"
     try:
         with open(beside, "x") as file:
@@ -263,7 +259,7 @@ def write_latest(root: Path, tag: str) -> None:
 
 
 def read_latest(root: Path) -> str | None:
-    """The tag that ``latest`` names; None: there is none, or nothing that could be one."""
+    """The tag that ``latest`` names; None: the file is missing, or has no valid tag."""
     try:
         with open_regular(root / LATEST) as file:
             text = file.read(4 * _LONGEST_TAG)
@@ -273,8 +269,8 @@ def read_latest(root: Path) -> str | None:
 
 
 def candidates(root: Path) -> Iterator[tuple[Path, CheckpointError | None]]:
-    """Checkpoints of a folder, in the order in which one would resume from them, each with what is wrong with it:
-    the one that ``latest`` names, then the newest first. Damage within files is not looked for."""
+    """Checkpoints of a folder in the order in which to resume from them, each with an error if it is incomplete: the
+    one that ``latest`` names, then the newest first. Checksums are not verified."""
     latest = read_latest(root)
     found: list[tuple[tuple[int, int], Path, CheckpointError | None]] = []
     for path in _folders(root):
@@ -293,14 +289,13 @@ def candidates(root: Path) -> Iterator[tuple[Path, CheckpointError | None]]:
 
 
 def tag_of(path: Path) -> str:
-    """Also of one that was on its way out."""
+    """The tag of a checkpoint's folder, also of one that was being replaced."""
     name = path.name
     return name[len(_REPLACED) :].rpartition("-")[0] if name.startswith(_REPLACED) else name
 
 
 def _folders(root: Path) -> list[Path]:
-    """Of checkpoints: those with a tag, those that look like ones, and those that were on their way out when the
-    process that replaced them ended."""
+    """Folders of checkpoints: those with a tag, and those that were being replaced when the process ended."""
     try:
         entries = sorted(root.iterdir())
     except OSError:
@@ -312,8 +307,8 @@ def _folders(root: Path) -> list[Path]:
 
 
 def prune(root: Path, keep_last: int, run: str) -> list[str]:
-    """Remove the oldest whole checkpoints of one run beyond the newest ``keep_last``, never the one that ``latest``
-    names, and none that it was never to name; returns their tags."""
+    """Remove one run's complete checkpoints except the newest ``keep_last``, the one that ``latest`` names, and those
+    saved with ``latest`` False; returns their tags."""
     latest, own = read_latest(root), []
     for path in _folders(root):
         with contextlib.suppress(CheckpointError):
@@ -324,7 +319,7 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
     own.sort(key=lambda whole: (whole.created_ns, whole.step))
     gone = [whole.tag for whole in own[: max(0, len(own) - keep_last)] if whole.tag != latest]
     for tag in gone:
-        # Under another name first: half of it must not look like one.
+        # Rename first: a partly removed folder must not look like a checkpoint.
         aside = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
         with contextlib.suppress(FileNotFoundError):  # another process did it
             os.rename(root / tag, aside)
@@ -333,7 +328,7 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
 
 
 def sync_folder(path: Path) -> None:
-    """The names in a folder are on the disk."""
+    """Sync the names in a folder to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -349,7 +344,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_stale(root: Path) -> None:
-    """What processes left that were killed while they wrote."""
+    """Remove drafts of processes that were killed."""
     for path in root.glob(f"{_DRAFT}*"):
         if _abandoned(path):
             _remove(path)
@@ -365,7 +360,7 @@ def _abandoned(path: Path) -> bool:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
     except FileNotFoundError:
-        pass  # about to be locked, or being pruned, or given its name
+        pass  # about to be locked, or being pruned or renamed
     except (OSError, CheckpointError):
         return False
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, and in one of them, without loading it."""
+"""Describes a folder of checkpoints, and one of them, without loading it."""
 
 from __future__ import annotations
 
@@ -29,23 +29,22 @@ from longshore.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TagSummary:
-    """A checkpoint of a folder."""
+    """A checkpoint of a folder; ``problem``: why it is damaged, so that ``step`` and ``created_ns`` are None."""
 
     tag: str
     step: int | None
     created_ns: int | None
-    """Since 1970; None, as the step: it is damaged."""
     num_bytes: int
     latest: bool
     problem: str | None
-    """Why it is not whole."""
 
 
 @dataclass(frozen=True)
 class TensorSummary:
+    """A tensor; ``dtype``: as safetensors names it, ``chunks``: number of boxes in which it is saved."""
+
     name: str
     dtype: str
-    """As safetensors names it."""
     shape: tuple[int, ...]
     chunks: int
     num_bytes: int
@@ -61,11 +60,7 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """The state of an optimizer.
-
-    ``first_step`` and ``last_step``: the fewest and the most steps that a parameter with state has made; None: none
-    has any.
-    """
+    """An optimizer; ``first_step``, ``last_step``: fewest and most steps of a parameter with state, or None."""
 
     kind: str
     groups: list[GroupSummary]
@@ -76,7 +71,15 @@ class OptimizerSummary:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """What one checkpoint holds."""
+    """The contents of one checkpoint.
+
+    Attributes:
+        longshore, torch: versions that wrote it.
+        files: sizes in bytes, by name.
+        aliases: further names of tied parameters, with the first.
+        left_out: frozen parameters that were not saved.
+        client_state: its keys.
+    """
 
     tag: str
     path: str
@@ -84,19 +87,14 @@ class CheckpointSummary:
     created_ns: int
     longshore: str | None
     torch: str | None
-    """The versions that wrote it."""
     world_size: int | None
     run: str | None
     files: dict[str, int]
-    """Their sizes in bytes."""
     tensors: list[TensorSummary]
     aliases: dict[str, str]
-    """Further names of tied parameters -> the first."""
     left_out: list[str]
-    """Frozen parameters that were not saved."""
     optimizer: OptimizerSummary | None
     client_state: list[str]
-    """Its keys."""
 
     @property
     def num_bytes(self) -> int:
@@ -105,31 +103,34 @@ class CheckpointSummary:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What :func:`inspect` found."""
+    """The result of :func:`inspect`.
+
+    Attributes:
+        tags: in the order in which to resume from them; empty if ``path`` is a checkpoint itself.
+        checkpoint: the requested one, or the first complete one; None: there is none.
+    """
 
     path: str
     latest: str | None
     tags: list[TagSummary]
-    """In the order in which one would resume from them; none where ``path`` is a checkpoint itself."""
     checkpoint: CheckpointSummary | None
-    """The one that was asked for, or the first that is whole; None: none is."""
 
     def to_json(self) -> str:
-        """All of it, as a JSON object; numbers that JSON does not have are text."""
+        """The result as a JSON object; numbers that JSON does not have are text."""
         return json.dumps(_plain(asdict(self)), indent=2, allow_nan=False)
 
 
 def inspect(path: str | os.PathLike[str], tag: str | None = None, verify: bool = False) -> Inspection:
-    """Look into a folder of checkpoints, or into one checkpoint. Tensors are not read.
+    """Describe a folder of checkpoints, or one checkpoint. Tensors are not read.
 
     Args:
-        path: as it was given to ``save_checkpoint``, or the folder of a checkpoint.
-        tag: which of the folder to describe; None: the one that ``load_checkpoint`` would load.
-        verify: read all files, and compare their checksums; else only their sizes are.
+        path: the folder that was given to ``save_checkpoint``, or the folder of a checkpoint.
+        tag: the checkpoint to describe; None: the one that ``load_checkpoint`` would load.
+        verify: read all files and compare their checksums; otherwise only their sizes are compared.
 
     Raises:
-        CheckpointError: there is none, or the one that was asked for is damaged.
-        ValueError: no tag.
+        CheckpointError: there is no checkpoint, or the requested one is damaged.
+        ValueError: ``tag`` is not a valid tag.
     """
     root = Path(path).absolute()
     if tag is not None:
@@ -201,13 +202,13 @@ def _optimizer(about: Mapping[str, Any]) -> OptimizerSummary:
 
 
 def _keys(value: Any, where: str) -> list[str]:
-    """Of a dictionary of the caller; none where an engine saved nothing of that kind."""
+    """The keys of the client state; empty if there is none."""
     found = decode(value, _named, where)
     return [str(key) for key in found] if isinstance(found, dict) else []
 
 
 def _named(_: str) -> Tensor:
-    """In place of a tensor that is not read."""
+    """A placeholder for a tensor, which is not read."""
     return torch.empty((), device="meta")
 
 
@@ -217,7 +218,7 @@ def _entry(manifest: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def _size_of(path: Path) -> int:
-    """Of all files in a folder that may be damaged, or not be there."""
+    """The size of all files in a folder, which may be damaged or missing."""
     try:
         return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
     except OSError:

@@ -1,4 +1,4 @@
-"""``longshore.save`` and ``longshore.load``: checkpoints of a loop that is the user's own."""
+"""``longshore.save`` and ``longshore.load``: checkpoints of a user's own training loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from longshore.optim.shards import is_sharded
 from longshore.sharding.collective_thread import twin_of
 
 _RUNS: dict[Path, str] = {}
-"""By folder: which run saves there; the one that was loaded from it goes on."""
+"""The run that saves in each folder; loading from a folder resumes its run."""
 _BACKGROUND = Background()
 
 
@@ -47,23 +47,23 @@ def save(
     writes it; calls of others do nothing.
 
     Args:
-        save_dir: a folder, made where it is not there.
+        save_dir: a folder, made if it does not exist.
         model: with the parameters that ``optimizer`` steps.
         optimizer: ``longshore.AdamW`` or another of ours; None: weights only.
-        tag: the checkpoint's name in the folder. One of that name is replaced when the new one is whole.
-        state: values of yours (schedulers, counters, random numbers): JSON, and tensors.
-        keep_last: remove older checkpoints beyond so many that this process, or the run that it goes on with, wrote
-            there.
-        async_save: return at once, and write while training goes on; as for an engine's ``save_checkpoint``.
+        tag: the checkpoint's name in the folder. An existing one is replaced once the new one is complete.
+        state: your own values (schedulers, counters, random states): JSON values and tensors.
+        keep_last: number of checkpoints to keep; older ones of this process, or of the run that it resumed, are
+            removed.
+        async_save: return at once, and write while training continues; as for an engine's ``save_checkpoint``.
 
     Returns:
-        The checkpoint's folder; with ``async_save`` it is there after :func:`wait_for_checkpoint`.
+        The checkpoint's folder; with ``async_save`` it exists after :func:`wait_for_checkpoint`.
 
     Raises:
-        CheckpointError: a value that cannot be saved, by its key; gradients that are on the host and would be lost; a
-            disk that refuses. What was there before still is. With ``async_save`` the next call of this function, of
+        CheckpointError: a value that cannot be saved, by its key; gradients on the host, which would be lost; a disk
+            error. Existing checkpoints are unchanged. With ``async_save`` the next call of this function, of
             :func:`load` or of :func:`wait_for_checkpoint` raises it.
-        ValueError: a tag that is no name of a folder.
+        ValueError: ``tag`` is not a valid tag.
     """
     wait_for_checkpoint()
     root, ours = Path(save_dir).absolute(), _checked(optimizer)
@@ -99,10 +99,10 @@ def _write_beside(content: Content, target: Target, group: RankGroup, closing: c
 
 
 def wait_for_checkpoint() -> None:
-    """Until what ``longshore.save(async_save=True)`` began is on the disk.
+    """Wait until the checkpoint of ``longshore.save(async_save=True)`` is on the disk.
 
     Raises:
-        CheckpointError, RankError: it could not be written, as :func:`save` says.
+        CheckpointError, RankError: it could not be written; see :func:`save`.
     """
     _BACKGROUND.wait()
 
@@ -115,28 +115,28 @@ def load(
     *,
     strict: bool = True,
 ) -> dict[str, Any] | None:
-    """Load what :func:`save`, or an engine, saved; each rank has to call.
+    """Load a checkpoint of :func:`save` or of an engine; all ranks have to call.
 
     Args:
         load_dir: the folder.
-        model: of the same parameters; cut and placed in any way.
+        model: with the same parameters, sharded in any way.
         optimizer: of the same kind; None: weights only.
-        tag: which one; None: the latest, or, where that is damaged, the newest whole one, with a warning.
-        strict: raise where it does not fit; False: skip what does not, with a warning.
+        tag: which one; None: the latest, or if that is damaged, the newest complete one, with a warning.
+        strict: raise if something does not fit; False: skip it, with a warning.
 
     Returns:
-        The ``state`` that was saved; None, with a warning, where the folder has no checkpoint at all.
+        The ``state`` that was saved; None, with a warning, if the folder has no checkpoint.
 
     Raises:
-        CheckpointError: damaged, or of another model or optimizer: lists the differences. Nothing was loaded.
+        CheckpointError: damaged, or from another model or optimizer, with the differences. Nothing was loaded.
     """
     wait_for_checkpoint()
     ours = _checked(optimizer)
     with _group_of(_together(model)) as group:
-        group.together(lambda: _check_no_gradients(ours, "{} would be stepped into what is loaded: load"))
+        group.together(lambda: _check_no_gradients(ours, "{} would be applied to the loaded weights: load"))
         whole = find(Path(load_dir).absolute(), tag, group)
         if whole is None:
-            what = "nothing was loaded (where this is no first start, check the path)"
+            what = "nothing was loaded (if this is not the first start, check the path)"
             warnings.warn(f"{load_dir} has no checkpoint; {what}", stacklevel=2)
             return None
 
@@ -151,12 +151,12 @@ def load(
 
 def _check_no_gradients(optimizer: HostOptimizer | None, why: str) -> None:
     if optimizer is not None and optimizer._core.store.broken is None and optimizer._core.gradients_arrived:
-        gradients = why.format("those that release_gradients=True took to the host")
+        gradients = why.format("gradients that release_gradients=True copied to the host")
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 
 
 def _group_of(together: bool) -> contextlib.closing[RankGroup]:
-    """All ranks, or this one alone."""
+    """The group of all ranks, or of this one only."""
     return contextlib.closing(RankGroup(twin_of(None, torch.device("cpu"), backend="gloo") if together else None))
 
 
@@ -175,6 +175,6 @@ def _rank() -> int:
 def _checked(optimizer: Optimizer | None) -> HostOptimizer | None:
     if optimizer is not None and not isinstance(optimizer, HostOptimizer):
         raise TypeError(
-            f"optimizer is one of longshore's, not {type(optimizer).__name__}; save another one with its state_dict()"
+            f"optimizer must be one of longshore's, not {type(optimizer).__name__}; save others with their state_dict()"
         )
     return optimizer

@@ -1,4 +1,4 @@
-"""safetensors files, written from one tensor at a time, with their checksum."""
+"""Writes safetensors files one tensor at a time, with their checksum."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""As the format has them."""
+"""Names in the format."""
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _CHUNK_BYTES = 1 << 24
-"""Written and hashed at a time: what was just written is still in the cache."""
+"""Bytes written and hashed at a time, so that hashing finds them in the cache."""
 _BEHIND_BYTES = 1 << 26
-"""That the checksum may be behind what is written."""
+"""Bytes by which the checksum may be behind the file."""
 
 
 class TensorHead(NamedTuple):
-    """A tensor that a file is going to have."""
+    """A tensor's entry in a file's header."""
 
     name: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class TensorHead(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """What a manifest says of a file."""
+    """A file's entry in the manifest."""
 
     name: str
     num_bytes: int
@@ -63,7 +63,7 @@ class WrittenFile(NamedTuple):
 
 
 def dtype_name(dtype: torch.dtype, of: str) -> str:
-    """Raises CheckpointError where the format has none."""
+    """The format's name of a dtype. Raises CheckpointError if it has none."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
         raise CheckpointError(f"{of} is {dtype}, and safetensors files have {', '.join(DTYPE_NAMES.values())}")
@@ -71,7 +71,7 @@ def dtype_name(dtype: torch.dtype, of: str) -> str:
 
 
 class _Hasher:
-    """SHA-256 on a thread of its own. (An executor would take nothing more once the main thread has ended.)"""
+    """SHA-256 on a separate thread. (An executor accepts no more work once the main thread has ended.)"""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -83,14 +83,14 @@ class _Hasher:
         self._thread.start()
 
     def add(self, content: memoryview) -> None:
-        """It stays as it is until :meth:`catch_up` or :meth:`close`."""
+        """Hash ``content``, which must not change until :meth:`catch_up` or :meth:`close`."""
         with self._changed:
             self._chunks += [content[start : start + _CHUNK_BYTES] for start in range(0, len(content), _CHUNK_BYTES)]
             self._behind += len(content)
             self._changed.notify_all()
 
     def catch_up(self, most_bytes: int) -> None:
-        """Until no more than so many bytes are left."""
+        """Wait until at most that many bytes are left."""
         with self._changed:
             self._changed.wait_for(lambda: self._behind <= most_bytes)
 
@@ -119,15 +119,15 @@ class _Hasher:
 
 
 class TensorFile:
-    """A file whose tensors come one after the other, each of them let go of as soon as it is written.
+    """A file that is written one tensor at a time, each of which can be freed once it is written.
 
-    Used in ``with``; where that is left with an exception, the file stays as far as it was written.
+    Use it in ``with``; after an exception the file stays as far as it was written.
 
     Args:
         path: must not exist.
-        heads: all tensors. They are written in the order of :attr:`heads`: larger elements first, so that each lies
-            at a multiple of its element's size.
-        about: texts for the entry of the header that is no tensor, which some readers ask for; None: no such entry.
+        heads: all tensors. They are written in the order of :attr:`heads`: larger elements first, so that each is
+            aligned to its element's size.
+        about: the header's ``__metadata__``, which some readers require; None: no such entry.
 
     Raises:
         CheckpointError: a dtype that the format does not have, by name.
@@ -152,7 +152,7 @@ class TensorFile:
         text += b" " * (-len(text) % 8)
         self._next = 0
         self._num_bytes = 0
-        # Unbuffered: what is written is large.
+        # Unbuffered: writes are large.
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in __exit__
         self._hasher = _Hasher()
         try:
@@ -162,7 +162,7 @@ class TensorFile:
             raise
 
     def write(self, tensor: Tensor) -> None:
-        """The next one of :attr:`heads`, from any device."""
+        """Write the next one of :attr:`heads`, from any device."""
         head = self.heads[self._next]
         assert tensor.dtype == head.dtype and tuple(tensor.shape) == head.shape, (head, tensor.dtype, tensor.shape)
         self._next += 1
@@ -172,16 +172,18 @@ class TensorFile:
             self._write(memoryview(content))
 
     def _write(self, content: memoryview) -> None:
-        # Hashed while they are written, and while the next ones are; both let go of the GIL.
+        # Hashed while these bytes and the next ones are written; both release the GIL.
         self._num_bytes += len(content)
         self._hasher.add(content)
-        most = _BEHIND_BYTES if len(content) <= _BEHIND_BYTES else 0  # a large tensor is not kept beside the next one
+        most = (
+            _BEHIND_BYTES if len(content) <= _BEHIND_BYTES else 0
+        )  # do not keep a large tensor together with the next
         while content:
             content = content[self._file.write(content[:_CHUNK_BYTES]) or 0 :]
         self._hasher.catch_up(most)
 
     def finish(self) -> WrittenFile:
-        """All of it is on the disk."""
+        """Sync the file to the disk, and return its entry for the manifest."""
         assert self._next == len(self.heads)
         os.fsync(self._file.fileno())
         return WrittenFile(self.path.name, self._num_bytes, self._hasher.hexdigest())
@@ -198,7 +200,7 @@ class TensorFile:
 
 
 def write_json(path: Path, content: object) -> WrittenFile:
-    """A new file with ``content``, on the disk. Raises OSError."""
+    """Write a new file with ``content``, and sync it to the disk. Raises OSError."""
     text = (json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n").encode()
     with open(path, "xb") as file:
         file.write(text)

@@ -61,8 +61,8 @@ class Encoder:
             return self._encode_items(value, where, depth)
         raise CheckpointError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint can have only "
-            "numbers, text, lists, dictionaries and tensors (loading a pickle could run any code); "
-            "convert it to these (NumPy's: .item(), .tolist(), torch.from_numpy)"
+            "numbers, text, lists, dictionaries and tensors (loading a pickle could run any code); convert it to these "
+            "(NumPy's: .item(), .tolist(), torch.from_numpy)"
         )
 
     def _encode_items(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:

@@ -26,7 +26,7 @@ from longshore.integrations.transformers.settings import TrainerSettings
 from longshore.optim import Offload
 
 _TAG = "longshore"
-"""Of the engine's checkpoint within the Trainer's ``checkpoint-N``."""
+"""Tag of the engine's checkpoint within the Trainer's ``checkpoint-N``."""
 _STATE, _SCHEDULER, _OPTIMIZER = "trainer_state.json", "scheduler.pt", "optimizer.pt"
 _log = logging.getLogger(__name__)
 
