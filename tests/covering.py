@@ -5,6 +5,8 @@
 - ``make test``: rows in which every ``strength`` values of different parameters meet, if they meet in any row;
 - ``make test-slow`` (marked ``slow``): with those before, every ``strength + 1`` values;
 - ``make test-full`` (marked ``slow`` and ``full``): the others.
+
+A row that is marked ``slow`` by hand is never one of ``make test``, and one that is marked ``full`` in neither.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ def leave_to_slow(items: list[pytest.Item]) -> None:
         mark = rows[0].get_closest_marker("covering")
         assert mark is not None
         (strength,) = mark.args
-        rows = [row for row in rows if row.get_closest_marker("slow") is None]
+        rows = [row for row in rows if row.get_closest_marker("full") is None]
+        rows.sort(key=lambda row: row.get_closest_marker("slow") is not None)
         values = [row.callspec.params for row in rows]
-        fast = covering(values, strength)
+        quick = [row.callspec.params for row in rows if row.get_closest_marker("slow") is None]
+        fast = covering(quick, strength)
         slow = {*fast, *covering(values, min(strength + 1, len(values[0])), fast)}
         for number in set(range(len(rows))).difference(fast):
             rows[number].add_marker("slow" if number in slow else "full")

@@ -29,7 +29,8 @@ def run(ranks: int, script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_multi_task(ranks: int) -> None:
     out = run(ranks, "multi_task.py", "--check", "--steps", "5")
     for rank in range(ranks):

@@ -35,6 +35,16 @@ FOLDER = "tests/checkpoint/test_folder.py"
 ONE_LINE = "tests/checkpoint/test_one_line.py"
 RESHARDING = "tests/checkpoint/test_resharding.py"
 RESUME = "tests/checkpoint/test_resume.py"
+EXPORT = "tests/checkpoint/test_export.py"
+DEEPSPEED = "tests/checkpoint/test_deepspeed.py"
+PLANNER = "tests/plan/test_planner.py"
+PLAN_MEMORY = "tests/plan/test_memory.py"
+SIMULATION = "tests/plan/test_simulation.py"
+COMPAT_NAMES = "tests/compat/test_names.py"
+COMPAT_SURFACE = "tests/compat/test_surface.py"
+TRAINER = "tests/integrations/transformers/test_trainer.py"
+LIGHTNING = "tests/integrations/lightning/test_training.py"
+LIGHTNING_CHECKPOINTS = "tests/integrations/lightning/test_checkpoints.py"
 
 
 @dataclass(frozen=True)
