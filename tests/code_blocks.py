@@ -12,7 +12,7 @@ their own, or between `` | ``::
 ``ranks: 2``               Python on two ranks
 ``with: A => B``           ``A``, which has to be there, is ``B`` for the test (a smaller size, a CPU)
 ``fails: TEXT``            the block ends with an error whose message has this text
-``slow``                   for ``make test-slow``
+``slow``                   not in ``make test``
 ``not run: REASON``        it is not run here; ``test_code_blocks.py`` has the list of all of these
 =========================  ================================================================================
 """
