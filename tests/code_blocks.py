@@ -125,12 +125,17 @@ def chains_of(path: Path) -> list[list[Block]]:
 
 
 def cases() -> Iterator[Any]:
-    """A case of pytest for each chain."""
+    """A case of pytest for each chain; of slow ones that run the same program the first is not ``full``."""
+    seen: set[str] = set()
     for path in PAGES:
         for chain in chains_of(path):
-            slow = any("slow" in block.items for block in chain)
+            marks = []
+            if any("slow" in block.items for block in chain):
+                program = " ".join(chain[0].text.split()[:2])
+                marks = [pytest.mark.full if program in seen else pytest.mark.slow]
+                seen |= {program} if chain[0].language == "bash" else set()
             name = f"{chain[0].page}-{chain[0].language}-{' '.join(chain[0].text.split())[:50]}"
-            yield pytest.param(chain, id=name, marks=[pytest.mark.slow] if slow else [])
+            yield pytest.param(chain, id=name, marks=marks)
 
 
 def make_folder(folder: Path) -> None:
