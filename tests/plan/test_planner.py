@@ -12,7 +12,7 @@ from longshore.plan.choice import STATES, Choice, Job
 from longshore.plan.configuration import configuration
 from longshore.plan.memory import parameter_bytes
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
-from longshore.plan.planner import DoesNotFit, hidden_at, plan
+from longshore.plan.planner import DoesNotFit, evaluate, hidden_at, plan
 from longshore.plan.simulation import simulate
 from longshore.plan.workload import MOST_JOBS
 from plan.models import EIGHT, FOUR_HUNDRED, GB, SMALL, llama, machine
@@ -23,6 +23,15 @@ def test_a_model_that_fits_is_not_offloaded() -> None:
     assert found.recommended.choice == Choice(0, "none")
     assert {each.choice.stage for each in found.candidates} == {0, 1, 2, 3}
     assert all(each.times is not None for each in found.candidates)
+    # The device has room for all of the state, which would be no offload.
+    assert {each.choice.ratio for each in found.candidates} == {1.0}
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    together, apart = machine(gpus=8), replace(machine(gpus=8), ranks_per_host=1)
+    one, other = (evaluate(SMALL, each, Job(), Choice(2, "cpu")) for each in (together, apart))
+    assert one.bytes == other.bytes and one.bytes.host_total > 0
+    assert one.shortage.host - other.shortage.host == 7 * one.bytes.host_total
 
 
 def test_a_model_that_does_not_is() -> None:
@@ -38,8 +47,6 @@ def test_a_model_that_does_not_is() -> None:
     assert found.recommended.choice.ratio < 1.0
     assert found.recommended.bytes.device_total <= 0.94 * 141 * GB
     less = replace(found.recommended.choice, ratio=found.recommended.choice.ratio - 0.05)
-    from longshore.plan.planner import evaluate
-
     assert not evaluate(EIGHT, machine(), Job(4), less).shortage.fits
 
 
