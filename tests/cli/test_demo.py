@@ -78,7 +78,7 @@ def test_one_bit_is_different(cli, text, monkeypatch, dtype, other, bits):
     assert "All weights are equal" not in ran.out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killed_and_resumed(cli, text, monkeypatch):
     monkeypatch.setattr(comparison, "_DTYPES", ())
     monkeypatch.setattr(comparison, "_STAGES", ())
