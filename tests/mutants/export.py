@@ -62,10 +62,10 @@ MUTANTS = [
         (DEEPSPEED,),
     ),
     Mutant(
-        "a parameter of two groups is imported",
+        "files of subgroups of ranks are imported",
         "checkpoint/deepspeed_layout.py",
-        "            if name in parameters:\n",
-        "            if False:\n",
+        "        if counts - {None, len(states)}:\n",
+        "        if False:\n",
         (f"{DEEPSPEED}::test_what_does_not_fit_is_refused",),
     ),
 ]

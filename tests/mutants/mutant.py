@@ -44,6 +44,7 @@ COMPAT_NAMES = "tests/compat/test_names.py"
 COMPAT_SURFACE = "tests/compat/test_surface.py"
 TRAINER = "tests/integrations/transformers/test_trainer.py"
 LIGHTNING = "tests/integrations/lightning/test_training.py"
+FABRIC = "tests/integrations/lightning/test_fabric.py"
 LIGHTNING_CHECKPOINTS = "tests/integrations/lightning/test_checkpoints.py"
 
 

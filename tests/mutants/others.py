@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import COMPAT_NAMES, COMPAT_SURFACE, LIGHTNING, LIGHTNING_CHECKPOINTS, TRAINER, Mutant
+from mutants.mutant import COMPAT_NAMES, COMPAT_SURFACE, FABRIC, LIGHTNING, LIGHTNING_CHECKPOINTS, TRAINER, Mutant
 
 MUTANTS = [
     # -- DeepSpeed's names ----------------------------------------------------
@@ -50,10 +50,10 @@ MUTANTS = [
     ),
     # -- transformers ---------------------------------------------------------
     Mutant(
-        "every backward of the Trainer ends the window",
+        "no backward of the Trainer ends the window",
         "integrations/transformers/accelerator.py",
         "set_gradient_accumulation_boundary(self.sync_gradients)",
-        "set_gradient_accumulation_boundary(True)",
+        "set_gradient_accumulation_boundary(False)",
         (f"{TRAINER}::test_one_rank", f"{TRAINER}::test_two_ranks"),
     ),
     Mutant(
@@ -86,11 +86,11 @@ MUTANTS = [
     ),
     # -- Lightning ------------------------------------------------------------
     Mutant(
-        "a checkpoint says how many batches make a step",
+        "a state_dict counts as unchanged whatever hooks put into it",
         "integrations/lightning/checkpoints.py",
-        "    engine.set_gradient_accumulation_steps(steps)\n",
-        "    pass\n",
-        (LIGHTNING_CHECKPOINTS,),
+        "found.keys() == handed_out.keys()",
+        "True",
+        (f"{LIGHTNING_CHECKPOINTS}::test_what_hooks_put_into_the_state_dict_comes_back",),
     ),
     Mutant(
         "a file that a folder was to replace is lost",
@@ -104,13 +104,13 @@ MUTANTS = [
         "integrations/lightning/precision.py",
         "        engine.optimizer.clip_grad_norm_(max_norm)\n",
         "        pass\n",
-        (f"{LIGHTNING}::test_clipping_and_the_norm_before",),
+        (f"{LIGHTNING}::test_clipping_in_manual_optimization", f"{FABRIC}::test_clipping"),
     ),
     Mutant(
-        "the loss of Lightning's backward is not scaled",
+        "Lightning's loss is divided twice",
         "integrations/lightning/precision.py",
-        "model.backward(engine.scale(tensor), ",
-        "model.backward(tensor, ",
-        (LIGHTNING,),
+        "scale_wrt_gas=False",
+        "scale_wrt_gas=True",
+        (f"{LIGHTNING}::test_the_weights_are_the_plain_trainers",),
     ),
 ]
