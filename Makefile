@@ -6,10 +6,10 @@ SETUP := $(VENV)/.setup
 DOCS := $(VENV)/.docs
 NATIVE := $(wildcard native/*.h native/*.inl native/*.cpp)
 SANITIZERS := address,undefined thread
-# Two files at a time, in the order of collection: what starts processes comes first, what is small comes last.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Each process takes half of the tests in the order of collection, and what the other has left when its own are done.
+PARALLEL := -n 2 --dist worksteal
 
-.PHONY: setup demo test test-slow test-full test-chaos test-mutants test-sanitized test-model bench docs wheel lint clean
+.PHONY: setup demo test test-slow test-full test-chaos test-mutants test-mutants-sample test-sanitized test-model bench docs wheel lint clean
 
 setup: $(SETUP)
 
@@ -26,15 +26,20 @@ test: $(SETUP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-slow: $(SETUP)
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not full"
 
-test-full: test test-slow
+test-full: $(SETUP)
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-chaos: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m chaos --seeds 10000
 
 test-mutants: $(SETUP)
 	PYTHONPATH=tests $(BIN)/python -m mutants
+
+# What fits five minutes, another sample for each commit.
+test-mutants-sample: $(SETUP)
+	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 4 --seed $$(git rev-parse HEAD)
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)

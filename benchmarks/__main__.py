@@ -26,7 +26,7 @@ from benchmarks import (
     whole_step,
 )
 from benchmarks.child import PartFailed, measure_in_child
-from benchmarks.report import MISSED, Measured, Row, as_table, write_results
+from benchmarks.report import Measured, Row, as_table, conclusion, write_results
 from longshore.kernels import usable_cpus
 
 
@@ -143,26 +143,27 @@ def main(
     described = {**machine.describe(), "threads": threads, "load_average_before": machine.load_average()}
     results: dict[str, Any] = {}
     rows: list[Row] = []
-    failed = False
+    failed: list[str] = []
     for which in part or list(Part):
         try:
             results[which.value], added = _MEASURE[which](quick, threads, deepspeed_python)
             rows += added
         except PartFailed as failure:
-            failed = True
-            rows.append(Row(which.value, "not measured", None, "", note=str(failure)))
+            failed.append(which.value)
+            rows.append(Row(which.value, f"all of {which.value}", None, "", note=str(failure)))
     if quick:
         rows = [dataclasses.replace(row, verdict="", note=f"(--quick) {row.note}") for row in rows]
     described["load_average_after"] = machine.load_average()
     for key, value in described.items():
         console.print(f"{key.replace('_', ' ')}: {value}", highlight=False, markup=False)
     console.print(as_table(rows))
-    missed = sum(row.verdict == MISSED for row in rows)
-    judged = "--quick: too small to say anything, no goal is judged" if quick else f"{missed} goals missed"
-    console.print(f"{judged}; {time.monotonic() - started:.0f} s")
+    said = [f"FAILED, did not run: {', '.join(failed)}"] if failed else []
+    said.append("--quick: too small to say anything, no goal is judged" if quick else conclusion(rows))
+    said.append(f"{time.monotonic() - started:.0f} s")
     if out is not None:
         stem = f"{datetime.date.today().isoformat()}-cpu-{machine.short_cpu_name()}"
         write_results(out, stem, str(described["cpu"]), Measured(described, results, rows))
+    console.print("; ".join(said), highlight=False, markup=False)
     if failed:
         raise typer.Exit(1)
 

@@ -52,6 +52,13 @@ def equal(part: str, what: str, value: float, unit: str, goal: float, tolerance:
     return Row(part, what, value, unit, f"{goal:g} +- {tolerance:g}", verdict, note)
 
 
+def conclusion(rows: Sequence[Row]) -> str:
+    """How many goals were missed, and what has no figure."""
+    missed = f"{sum(row.verdict == MISSED for row in rows)} goals missed"
+    without = [row.what for row in rows if row.value is None]
+    return f"{missed}; not measured: {', '.join(without)}" if without else missed
+
+
 def as_values(rows: Iterable[Row]) -> list[dict[str, object]]:
     return [asdict(row) for row in rows]
 

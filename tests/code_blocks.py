@@ -12,15 +12,18 @@ their own, or between `` | ``::
 ``ranks: 2``               Python on two ranks
 ``with: A => B``           ``A``, which has to be there, is ``B`` for the test (a smaller size, a CPU)
 ``fails: TEXT``            the block ends with an error whose message has this text
-``slow``                   for ``make test-slow``
+``slow``                   not in ``make test``
 ``not run: REASON``        it is not run here; ``test_code_blocks.py`` has the list of all of these
 =========================  ================================================================================
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -125,12 +128,17 @@ def chains_of(path: Path) -> list[list[Block]]:
 
 
 def cases() -> Iterator[Any]:
-    """A case of pytest for each chain."""
+    """A case of pytest for each chain; of slow ones that run the same program the first is not ``full``."""
+    seen: set[str] = set()
     for path in PAGES:
         for chain in chains_of(path):
-            slow = any("slow" in block.items for block in chain)
+            marks = []
+            if any("slow" in block.items for block in chain):
+                program = " ".join(chain[0].text.split()[:2])
+                marks = [pytest.mark.full if program in seen else pytest.mark.slow]
+                seen |= {program} if chain[0].language == "bash" else set()
             name = f"{chain[0].page}-{chain[0].language}-{' '.join(chain[0].text.split())[:50]}"
-            yield pytest.param(chain, id=name, marks=[pytest.mark.slow] if slow else [])
+            yield pytest.param(chain, id=name, marks=marks)
 
 
 def make_folder(folder: Path) -> None:
@@ -140,8 +148,19 @@ def make_folder(folder: Path) -> None:
             (folder / entry.name).symlink_to(entry)
 
 
+_ALONE = re.compile(r"longshore (?:train|inspect|export|import-deepspeed|plan|report)\b[^|&;<>$`]*")
+
+
 def run_bash(block: Block, folder: Path) -> None:
-    """Run a script as it stands; ``make`` only says what it would do."""
+    """Run a script as it stands; ``make`` only says what it would do.
+
+    Where all of it is the command line on one rank, it is called in this process, which has torch already.
+    """
+    lines = [line.partition(" # ")[0].strip() for line in block.source().replace("\\\n", " ").splitlines()]
+    if all(_ALONE.fullmatch(line) for line in lines if line):
+        for line in filter(None, lines):
+            _call(block, shlex.split(line)[1:])
+        return
     commands = folder / ".commands"
     if not commands.exists():
         commands.mkdir()
@@ -170,6 +189,16 @@ def run_bash(block: Block, folder: Path) -> None:
         assert done.returncode == 0, said
     else:
         assert done.returncode != 0 and expected in done.stdout + done.stderr, said
+
+
+def _call(block: Block, arguments: list[str]) -> None:
+    from longshore.cli import main
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = main(arguments)
+    expected = block.item("fails")
+    assert (code != 0 and expected in out.getvalue()) if expected else code == 0, f"{block.where}\n{out.getvalue()}"
 
 
 def _which(program: str) -> str:

@@ -1,19 +1,27 @@
-"""Tables of parameters of which ``make test`` has a few rows, and ``make test-slow`` the others.
+"""Tables of parameters of which ``make test`` runs few rows, ``make test-slow`` more, and ``make test-full`` all.
 
-``@pytest.mark.covering(2)`` on a test with several ``parametrize``: every two values of different ones meet in a row
-that is not slow; with ``covering(1)`` every value is in one.
+``@pytest.mark.covering(strength)`` on a test with several parameters divides its rows in three:
+
+- ``make test``: rows in which every ``strength`` values of different parameters meet, if they meet in any row;
+- ``make test-slow`` (marked ``slow``): with those before, every ``strength + 1`` values;
+- ``make test-full`` (marked ``slow`` and ``full``): the others.
+
+A row that is marked ``slow`` by hand is never one of ``make test``, and one that is marked ``full`` in neither.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
 
 def leave_to_slow(items: list[pytest.Item]) -> None:
-    """Mark as slow what the rows before it cover."""
+    """Mark the rows of all tables; what is marked ``full`` is ``slow`` as well."""
     tables: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering") is not None:
@@ -22,25 +30,47 @@ def leave_to_slow(items: list[pytest.Item]) -> None:
         mark = rows[0].get_closest_marker("covering")
         assert mark is not None
         (strength,) = mark.args
-        fast = [row for row in rows if row.get_closest_marker("slow") is None]
-        for row in set(fast).difference(covering(fast, strength)):
-            row.add_marker("slow")
+        rows = [row for row in rows if row.get_closest_marker("full") is None]
+        rows.sort(key=lambda row: row.get_closest_marker("slow") is not None)
+        values = [row.callspec.params for row in rows]
+        quick = [row.callspec.params for row in rows if row.get_closest_marker("slow") is None]
+        fast = covering(quick, strength)
+        slow = {*fast, *covering(values, min(strength + 1, len(values[0])), fast)}
+        for number in set(range(len(rows))).difference(fast):
+            rows[number].add_marker("slow" if number in slow else "full")
+    for item in items:
+        if item.get_closest_marker("full") is not None:
+            item.add_marker("slow")
 
 
-def covering(rows: list[pytest.Function], strength: int) -> list[pytest.Function]:
-    """Of these, greedily, as many as it takes; the same ones every time."""
-    meetings = {row: _meetings(row, strength) for row in rows}
-    missing = set[object]().union(*meetings.values())
-    chosen = []
+def covering(rows: Sequence[Mapping[str, Any]], strength: int, chosen: Iterable[int] = ()) -> list[int]:
+    """Numbers of few rows in which every ``strength`` values of different columns meet, if they meet in any row.
+
+    Each is the row with the most meetings that are still missing, the first of several: the same every time.
+
+    Args:
+        rows: each a value by column. Values are told apart by identity: a value is one object in all rows.
+        strength: how many values meet.
+        chosen: rows that are there anyway; they are not among those returned.
+    """
+    meetings = [_meetings(row, strength) for row in rows]
+    missing = set[object]().union(*meetings).difference(*(meetings[number] for number in chosen))
+    # Meetings only become fewer: a row whose number is up to date and still the largest is the best of all.
+    bounds = [(-len(each), number) for number, each in enumerate(meetings)]
+    heapq.heapify(bounds)
+    found = []
     while missing:
-        best = max(rows, key=lambda row: len(meetings[row] & missing))
-        missing -= meetings[best]
-        chosen.append(best)
-    return chosen
+        _, number = heapq.heappop(bounds)
+        entry = (-len(meetings[number] & missing), number)
+        if bounds and entry > bounds[0]:
+            heapq.heappush(bounds, entry)
+        else:
+            missing -= meetings[number]
+            found.append(number)
+    return found
 
 
-def _meetings(row: pytest.Function, strength: int) -> set[object]:
-    """Of the values in a row. They are told apart by their identity: each is one object in all rows."""
-    values = [(name, id(value)) for name, value in sorted(row.callspec.params.items(), key=lambda item: item[0])]
+def _meetings(row: Mapping[str, Any], strength: int) -> set[object]:
+    values = [(name, id(value)) for name, value in sorted(row.items(), key=lambda item: item[0])]
     assert strength <= len(values), row
     return set(itertools.combinations(values, strength))

@@ -19,7 +19,7 @@ from benchmarks.child import Progress
 from benchmarks.gpu.contest import Contest, Settings
 from benchmarks.gpu.figures import draw
 from benchmarks.gpu.rows import PART, rows
-from benchmarks.report import MISSED, Measured, as_table, write_results, write_whole
+from benchmarks.report import Measured, as_table, conclusion, write_results, write_whole
 from longshore.kernels import usable_cpus
 
 
@@ -80,8 +80,7 @@ def main(
             write_whole(out / f"{stem}-{name}.png", content)
         if reason:
             console.print(reason, highlight=False, markup=False)
-    missed = sum(row.verdict == MISSED for row in table)
-    console.print(f"{missed} goals missed; {time.monotonic() - started:.0f} s")
+    console.print(f"{conclusion(table)}; {time.monotonic() - started:.0f} s", highlight=False, markup=False)
     if "failed" in results["preparation"]:
         raise typer.Exit(1)
 

@@ -150,7 +150,9 @@ def test_a_failure_is_a_row_and_the_others_go_on() -> None:
 
 
 @pytest.mark.usefixtures("small_scale")
-@pytest.mark.parametrize("key, value", [("losses", [3.0, 2.0, 1.5]), ("weights_sha256", "b")])
+@pytest.mark.parametrize(
+    "key, value", [("losses", [3.0, 2.0, 1.5]), pytest.param("weights_sha256", "b", marks=pytest.mark.slow)]
+)
 def test_curves_that_differ_miss_the_goal(key: str, value: object) -> None:
     def different(job: str, run: Run) -> dict[str, Any]:
         return {**outcome(job, run), **({key: value} if run.contestant == AHEAD else {})}
@@ -172,6 +174,7 @@ def test_largest_difference() -> None:
 
 
 @pytest.mark.usefixtures("small_scale")
+@pytest.mark.slow
 def test_text_is_the_same_every_time_and_enough() -> None:
     made = Contest(Settings("tiny", "cpu", 1), lambda _: None, lambda _: None)
     text = made._text()

@@ -361,7 +361,14 @@ def check_many(root: Path, tags: list[list[str]], rounds: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tags", [[["a"], ["b"]], [["a"], ["a"]], [["a", "b"], ["b", "a", "c"], ["a"]]])
+@pytest.mark.parametrize(
+    "tags",
+    [
+        pytest.param([["a"], ["b"]], marks=pytest.mark.full),
+        pytest.param([["a"], ["a"]], marks=pytest.mark.full),
+        [["a", "b"], ["b", "a", "c"], ["a"]],
+    ],
+)
 def test_processes_that_save_into_one_folder(tags: list[list[str]], tmp_path: Path) -> None:
     check_many(tmp_path, tags, 150)
 

@@ -581,13 +581,15 @@ def test_loading(victim: Victim) -> None:
 
 
 @pytest.mark.slow
-def test_reading_more(victim: Victim) -> None:
-    play(victim, 9300, check_reading, 2_000_000)
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 5))])
+def test_reading_more(part: int, victim: Victim) -> None:
+    play(victim, 1860, check_reading, 2_000_000 + 1860 * part)
 
 
 @pytest.mark.slow
-def test_loading_more(victim: Victim) -> None:
-    play(victim, 700, check_loading, 3_000_000)
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 4))])
+def test_loading_more(part: int, victim: Victim) -> None:
+    play(victim, 175, check_loading, 3_000_000 + 175 * part)
 
 
 ODD = [

@@ -45,6 +45,7 @@ def test_every_number_of_ranks(saving: int, loading: int, run_on: RunOn, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("second_stage", range(4))
 @pytest.mark.parametrize("first_stage", range(4))
 @pytest.mark.parametrize("turn", range(4))

@@ -18,12 +18,8 @@ FEW = [
     (Setting(2, "split"), Setting(2, "cpu", ahead=True)),
     (Setting(3, "simulated", ahead=True), Setting(3, "cpu", tile_numel=7)),
 ]
-ALL = [
-    (Setting(stage, place, dtype=dtype, ahead=number % 2 == 0), Setting(stage, other, 11, dtype, number % 2 == 1))
-    for stage in range(4)
-    for number, (place, other) in enumerate(itertools.permutations(("none", "cpu", "simulated", "split"), 2))
-    for dtype in ("fp32", "bf16")
-]
+PLACES = list(itertools.permutations(("none", "cpu", "simulated", "split"), 2))
+ALL = [(stage, *places, dtype) for stage, places, dtype in itertools.product(range(4), PLACES, ("fp32", "bf16"))]
 
 
 def check(ranks: Ranks | None, first: Setting, second: Setting, folder: Path) -> None:
@@ -45,8 +41,11 @@ def test_two_ranks(first: Setting, second: Setting, two_ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), ALL)
-def test_two_ranks_all(first: Setting, second: Setting, two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("stage", "place", "other", "dtype"), ALL)
+def test_two_ranks_all(stage: int, place: str, other: str, dtype: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    ahead = PLACES.index((place, other)) % 2 == 0
+    first, second = Setting(stage, place, dtype=dtype, ahead=ahead), Setting(stage, other, 11, dtype, not ahead)
     check(two_ranks, first, second, tmp_path)
 
 

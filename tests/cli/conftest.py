@@ -102,7 +102,31 @@ def train(cli: Callable[..., Ran], text: Path) -> Callable[..., Ran]:
 
 
 @pytest.fixture
-def trained(train: Callable[..., Ran], tmp_path: Path) -> Callable[..., Results]:
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take longer than the training of the micro model: their files are empty."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, file, **__: file.write(b""))
+
+
+_KEPT: dict[tuple[str, ...], Results] = {}
+
+
+@pytest.fixture
+def usual(train: Callable[..., Ran], undrawn: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
+    """As ``trained``, once for all tests of this process: for what results are compared with."""
+
+    def run(*options: str) -> Results:
+        if options not in _KEPT:
+            folder = tmp_path_factory.mktemp("usual") / "run"
+            ran = train(*options, "--out", folder)
+            assert (ran.code, ran.err) == (0, "")
+            _KEPT[options] = Results(folder)
+        return _KEPT[options]
+
+    return run
+
+
+@pytest.fixture
+def trained(train: Callable[..., Ran], undrawn: None, tmp_path: Path) -> Callable[..., Results]:
     """Trains in this process with the options into a new folder and returns the results."""
     count = iter(range(1000))
 

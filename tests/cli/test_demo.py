@@ -78,7 +78,7 @@ def test_one_bit_is_different(cli, text, monkeypatch, dtype, other, bits):
     assert "All weights are equal" not in ran.out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killed_and_resumed(cli, text, monkeypatch):
     monkeypatch.setattr(comparison, "_DTYPES", ())
     monkeypatch.setattr(comparison, "_STAGES", ())
@@ -93,7 +93,7 @@ def test_killed_and_resumed(cli, text, monkeypatch):
     assert "in one process: 40 of 40" in ran.out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killed_before_latest_was_written(cli, text, monkeypatch):
     """Its first checkpoint is whole, and used, though nothing names it yet: no step is lost from the comparison."""
     monkeypatch.setattr(comparison, "_DTYPES", ())
@@ -112,7 +112,7 @@ def test_killed_before_latest_was_written(cli, text, monkeypatch):
     assert re.search(r"and --resume continued after step [2468]\b", ran.out)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_another_rank_order_is_different(cli, text, monkeypatch):
     """The ranks get the batches of another seed: the row says no, and so does the exit code."""
     original = comparison.RanksContestant.__init__
@@ -129,7 +129,7 @@ def test_another_rank_order_is_different(cli, text, monkeypatch):
     assert "of fp32, 2 ranks, ZeRO-1" in ran.refused()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_that_fail(cli, text, monkeypatch):
     """What they said is the line, and nothing hangs."""
     monkeypatch.setattr(comparison, "_DTYPES", ())
@@ -158,7 +158,7 @@ def test_seconds_choose_the_steps(cli, text, monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_seconds_count_the_ranks(cli, text, monkeypatch):
     monkeypatch.setattr(comparison.LocalContestant, "seconds_per_step", property(lambda _: 0.5))
     assert "a Llama of size tiny, 3 steps of 2" in cli("demo", "--data", text, *MICRO, "--seconds", "11").out
@@ -177,7 +177,7 @@ def test_out_is_checked_first(cli, text, tmp_path):
     assert "is a folder: give the name of a file" in cli("demo", "--data", text, *MICRO, "--out", tmp_path).refused()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_default_text(cli):
     ran = cli("demo", "--size", "tiny", "--steps", "30")
     assert ran.code == 0

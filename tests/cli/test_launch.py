@@ -241,8 +241,15 @@ def test_modules_and_programs(run: Callable[..., Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("launcher", ["longshore", "torch.distributed.run"])
+@pytest.mark.parametrize(
+    "launcher, number",
+    [
+        ("longshore", signal.SIGINT),
+        pytest.param("longshore", signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param("torch.distributed.run", signal.SIGINT, marks=pytest.mark.full),
+        ("torch.distributed.run", signal.SIGTERM),
+    ],
+)
 def test_signals(number: signal.Signals, launcher: str, tmp_path: Path) -> None:
     """They reach the ranks, and the exit code is torchrun's."""
     script = tmp_path / "waits.py"

@@ -232,6 +232,7 @@ def test_this_machine_is_measured_in_the_models_own_dtype(cli, llama, monkeypatc
     assert seen == [torch.bfloat16, torch.float16]
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured(cli, llama):
     found = planned(cli, llama(), "--quick", "--seq-len", "32")
     assert found["machine"]["name"].startswith("this machine") and found["machine"]["ranks"] == 1

@@ -156,6 +156,7 @@ def start(*arguments: object, **options) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_real_processes(text, tmp_path, results):
     """Ctrl-C with a bar on a terminal; beside it, a reader that goes away."""
     leader, follower = pty.openpty()

@@ -9,7 +9,7 @@ import torch
 from support import whole
 
 import longshore
-from engine.scenarios import SCENARIOS, Oracle, drive, make_model, norm_of
+from engine.scenarios import SCENARIOS, Oracle, Scenario, drive, make_model, norm_of
 from longshore.host import Forecast
 from longshore.host.speculation import Ahead, Predictor
 from longshore.kernels import HostRule, Scale
@@ -56,12 +56,11 @@ def step_ahead(store: Any, ahead: str) -> None:
             speculator.forecast = WrongForecast(speculator.forecast, ahead == "mixed")
 
 
-def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: str, world_size: int) -> dict[str, Any]:
-    """Train the scenario on an engine and in plain torch; raises where a weight differs in a bit."""
+def engine_of(scenario: Scenario, stage: int, place: str, bucket: str, dtype: torch.dtype, ahead: str) -> Any:
+    """The engine of a cell, on this rank."""
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    scenario, dtype = SCENARIOS[name], DTYPES[dtype_name]
     model = make_model(dtype, scenario.tied)
     scenario.prepare(model)
     # At stage 2 a bucket has half of what is asked for: another is on its way meanwhile.
@@ -87,14 +86,37 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
     )
     schedule = scenario.schedule
     units = ("first", "heads.a", "heads.b", *(() if scenario.tied else ("second",)))
-    engine, _, _, _ = longshore.initialize(
+    return longshore.initialize(
         model=model,
         model_parameters=scenario.groups(model) if scenario.groups else list(model.parameters()),
         config=config,
         offload=offload,
         wrap_policy=(lambda fqn, _: fqn in units) if stage == 3 else None,
         lr_scheduler=(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)) if schedule else None,
-    )
+    ).engine
+
+
+def program(stage: int, place: str) -> list[Any]:
+    """What an engine of this stage and place is made of: equal lists train with the same code."""
+    engine = engine_of(SCENARIOS["single backward"], stage, place, "small", torch.float32, "off")
+    try:
+        outer = engine.optimizer._core.store
+        store = getattr(outer, "inner", outer)
+        parts = [store.host, store.device] if place == "split" else [store]
+        made = [type(entry) for part in parts for entry in (part, part.transfer, part.kernels)]
+        return [type(outer), type(store), *made, engine.explain(False).tiles]
+    finally:
+        engine.optimizer.close()
+
+
+def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: str, world_size: int) -> dict[str, Any]:
+    """Train the scenario on an engine and in plain torch; raises where a weight differs in a bit."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    scenario, dtype = SCENARIOS[name], DTYPES[dtype_name]
+    engine = engine_of(scenario, stage, place, bucket, dtype, ahead)
+    model = engine.module
     oracle = Oracle(scenario, dtype, world_size, stage, **OPTIONS)
     base = [group["lr"] for group in oracle.loop.optimizer.param_groups]
     clipped = kept = redone = 0
@@ -104,9 +126,9 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
             window = scenario.plan(step)
             accumulation = window.accumulation or engine.gradient_accumulation_steps()
             drive(engine, window, step, rank, dtype)
-            if schedule is not None:
+            if scenario.schedule is not None:
                 for group, lr in zip(oracle.loop.optimizer.param_groups, base, strict=True):
-                    group["lr"] = lr * schedule(step)
+                    group["lr"] = lr * scenario.schedule(step)
             gradients = oracle.gradients(window, step, accumulation)
             coefficient = 1.0
             if scenario.clip is not None:

@@ -35,7 +35,7 @@ def test_a_few_schedules(first: int, two_ranks: Ranks) -> None:
     assert seen["stepped"] == 5 * _FEW
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.chaos
 @pytest.mark.parametrize("part", range(2))
 def test_chosen_schedules(part: int, request: pytest.FixtureRequest, two_ranks: Ranks) -> None:

@@ -29,7 +29,11 @@ def run(ranks: int, script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+ALONE = pytest.param(1, marks=pytest.mark.full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_multi_task(ranks: int) -> None:
     out = run(ranks, "multi_task.py", "--check", "--steps", "5")
     for rank in range(ranks):
@@ -43,7 +47,7 @@ def test_multi_task(ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_train_torchrun(ranks: int) -> None:
     out = run(ranks, "train_torchrun.py", "--epochs", "2", "--samples", "320")
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", out)]

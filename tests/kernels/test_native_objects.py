@@ -37,6 +37,7 @@ def symbols(source: Path, flags: list[str], folder: Path) -> list[tuple[str, str
     return [(kind, name) for kind, name in rows if kind.isupper() or kind in "uvw"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set only")
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
 def test_kernel_objects_define_their_table_alone(isa: str, tmp_path: Path) -> None:

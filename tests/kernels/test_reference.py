@@ -101,7 +101,7 @@ def test_hundreds_of_steps_equal_torch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("decoupled", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_millions_of_elements_equal_torch(decoupled: bool) -> None:
     numel = 1 << 22
     values = torch.randn(numel)

@@ -1,6 +1,6 @@
 """The tests bite: changes that break the code, and the tests that have to fail for each (``make test-mutants``)."""
 
-from mutants import checkpoint, fully_sharded, host, sharding, speculation, transfer
+from mutants import checkpoint, export, fully_sharded, host, others, planning, sharding, speculation, transfer
 from mutants.mutant import ROOT, Mutant
 
 __all__ = ["MUTANTS", "ROOT", "Mutant"]
@@ -12,4 +12,7 @@ MUTANTS = [
     *sharding.MUTANTS,
     *fully_sharded.MUTANTS,
     *checkpoint.MUTANTS,
+    *export.MUTANTS,
+    *planning.MUTANTS,
+    *others.MUTANTS,
 ]

@@ -1,31 +1,42 @@
-"""Run every mutant: ``python -m mutants [words of a name]``, with ``tests`` on the path (``make test-mutants``).
+"""Run mutants: ``python -m mutants [words of a name]``, with ``tests`` on the path (``make test-mutants``).
 
-Each mutant is made in a copy of the tree, whose tests run on the copied package. Before that, what mutants name runs on
-an unchanged copy: it has to pass there, and says how long a mutant may take.
+Each mutant is made in a copy of the tree, whose tests run on the copied package. Only tests of ``make test`` count. The
+tests that a mutant names run on an unchanged copy first: they have to pass there, and their time limits the mutant's.
+
+With ``--minutes 4 --seed TEXT`` (``make test-mutants-sample``) mutants are started until the time has passed, in an
+order that depends on the text: in CI, on the commit's hash.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from mutants import MUTANTS, ROOT, Mutant
+from mutants.mutant import what_does_not_apply
 
 AT_ONCE = 2
 PASSED, FAILED = 0, 1
 """Exit codes of pytest; others (nothing collected, a usage error) say nothing about a mutant."""
+_ENDS = {FAILED: "caught", None: "caught, hangs", PASSED: "SURVIVED"}
 COPIED = ("src", "tests", "examples", "pyproject.toml", "README.md", "docs")
 LONGEST_UNCHANGED_S = 600.0
+_COMPILED = shutil.ignore_patterns("__pycache__")
 
 FROM_THE_COPY = """\
 # The editable install finds the package before PYTHONPATH does.
@@ -53,7 +64,8 @@ def copied_tree():
         tree = Path(folder)
         for name in COPIED:
             if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+                # Compiled tests would know the path of the original.
+                shutil.copytree(ROOT / name, tree / name, ignore=_COMPILED if name != "src" else None)
             else:
                 shutil.copy(ROOT / name, tree / name)
         shutil.copy(native.__file__, tree / "src/longshore/kernels")
@@ -124,31 +136,56 @@ def run_mutant(mutant: Mutant, unchanged_s: float) -> Outcome:
         return run_tests(tree, mutant.tests, 30.0 + 3.0 * unchanged_s)
 
 
-def main(words: Sequence[str]) -> int:
-    mutants = [mutant for mutant in MUTANTS if all(word in f"{mutant.file} {mutant.name}" for word in words)]
-    for mutant in mutants:
-        mutant.applied_to((ROOT / "src/longshore" / mutant.file).read_text())
+class Player:
+    """Plays mutants at once until a time; each selection of tests runs once on an unchanged copy."""
+
+    def __init__(self, minutes: float) -> None:
+        self._deadline = time.monotonic() + 60.0 * minutes
+        self._unchanged: dict[tuple[str, ...], Future[Outcome]] = {}
+        self._lock = threading.Lock()
+
+    def play(self, mutant: Mutant) -> Outcome | None:
+        """How the mutant's tests end; None: it is too late to begin."""
+        if time.monotonic() > self._deadline:
+            return None
+        with self._lock:
+            mine = mutant.tests not in self._unchanged
+            unchanged = self._unchanged.setdefault(mutant.tests, Future())
+        if mine:
+            try:
+                unchanged.set_result(run_unchanged(mutant.tests))
+            except BaseException as error:
+                unchanged.set_exception(error)
+        return run_mutant(mutant, unchanged.result().seconds)
+
+
+def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mutants")
+    parser.add_argument("words", nargs="*", help="that a mutant's file and name have in them")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="until then mutants are started")
+    parser.add_argument("--seed", help="any text: says in which order they are")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = arguments_of(words)
+    mutants = [mutant for mutant in MUTANTS if all(word in f"{mutant.file} {mutant.name}" for word in arguments.words)]
+    if stale := what_does_not_apply(mutants):
+        raise SystemExit("\n".join(stale))
+    if arguments.seed is not None:
+        random.Random(arguments.seed).shuffle(mutants)
+    player, said = Player(arguments.minutes), Counter[str]()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        selections = sorted({mutant.tests for mutant in mutants})
-        unchanged = dict(zip(selections, pool.map(run_unchanged, selections), strict=True))
-        print(f"{len(selections)} selections of tests pass on the unchanged tree", flush=True)
-        survived, unclear = [], []
-        outcomes = pool.map(lambda mutant: run_mutant(mutant, unchanged[mutant.tests].seconds), mutants)
-        for mutant, outcome in zip(mutants, outcomes, strict=True):
-            if outcome.code is None:
-                said = "caught, hangs"
-            elif outcome.code == FAILED:
-                said = "caught"
-            elif outcome.code == PASSED:
-                said = "SURVIVED"
-                survived.append(mutant)
-            else:
-                said = f"pytest ended with {outcome.code}"
-                unclear.append(mutant)
-            print(f"{said}: {mutant.file}: {mutant.name} ({outcome.seconds:.0f} s) {outcome.first[:160]}", flush=True)
-    print(f"{len(mutants)} mutants: {len(mutants) - len(survived) - len(unclear)} caught, {len(survived)} survived")
-    return 1 if survived or unclear or not mutants else 0
+        for mutant, outcome in zip(mutants, pool.map(player.play, mutants), strict=True):
+            if outcome is None:
+                continue
+            end = _ENDS.get(outcome.code, f"pytest ended with {outcome.code}")
+            said[end] += 1
+            print(f"{end}: {mutant.file}: {mutant.name} ({outcome.seconds:.0f} s) {outcome.first[:160]}", flush=True)
+    played, caught = said.total(), said[_ENDS[FAILED]] + said[_ENDS[None]]
+    print(f"{len(mutants)} mutants: {played} played, {caught} caught, {said[_ENDS[PASSED]]} survived")
+    return 0 if 0 < played == caught else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,17 @@ FOLDER = "tests/checkpoint/test_folder.py"
 ONE_LINE = "tests/checkpoint/test_one_line.py"
 RESHARDING = "tests/checkpoint/test_resharding.py"
 RESUME = "tests/checkpoint/test_resume.py"
+EXPORT = "tests/checkpoint/test_export.py"
+DEEPSPEED = "tests/checkpoint/test_deepspeed.py"
+PLANNER = "tests/plan/test_planner.py"
+PLAN_MEMORY = "tests/plan/test_memory.py"
+SIMULATION = "tests/plan/test_simulation.py"
+COMPAT_NAMES = "tests/compat/test_names.py"
+COMPAT_SURFACE = "tests/compat/test_surface.py"
+TRAINER = "tests/integrations/transformers/test_trainer.py"
+LIGHTNING = "tests/integrations/lightning/test_training.py"
+FABRIC = "tests/integrations/lightning/test_fabric.py"
+LIGHTNING_CHECKPOINTS = "tests/integrations/lightning/test_checkpoints.py"
 
 
 @dataclass(frozen=True)
@@ -66,3 +79,24 @@ class Mutant:
                 f"src/longshore/{self.file}: write it anew"
             )
         return text.replace(self.source, self.replacement)
+
+
+def what_does_not_apply(mutants: Iterable[Mutant]) -> list[str]:
+    """A line for each mutant that cannot be played: its text or its tests are gone, or nothing changes."""
+    return [f"{mutant.name}: {said}" for mutant in mutants if (said := _what_is_wrong(mutant))]
+
+
+def _what_is_wrong(mutant: Mutant) -> str:
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        if not (ROOT / file).exists() or f"def {name.rpartition('::')[2]}" not in (ROOT / file).read_text():
+            return f"there is no {test}"
+    path = ROOT / "src" / "longshore" / mutant.file
+    if not path.exists():
+        return f"there is no src/longshore/{mutant.file}"
+    text = path.read_text()
+    try:
+        mutated = ast.parse(mutant.applied_to(text))
+    except (ValueError, SyntaxError) as error:
+        return str(error)
+    return "it changes nothing" if ast.dump(mutated) == ast.dump(ast.parse(text)) else ""

@@ -32,7 +32,7 @@ def test_a_hundred_schedules(first: int) -> None:
         assert seen[what] > 0, what
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.chaos
 @pytest.mark.parametrize("part", range(2))
 def test_chosen_schedules(part: int, request: pytest.FixtureRequest) -> None:

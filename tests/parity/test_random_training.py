@@ -173,7 +173,7 @@ def test_random_training(case: dict[str, Any]) -> None:
     run(case)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases)
 def test_much_random_training(case: dict[str, Any]) -> None:

@@ -21,6 +21,15 @@ def test_a_model_that_fits_is_not_offloaded() -> None:
     assert found.recommended.choice == PlanChoice(0, "none")
     assert {each.choice.stage for each in found.candidates} == {0, 1, 2, 3}
     assert all(each.times is not None for each in found.candidates)
+    # The device has room for all of the state, which would be no offload.
+    assert {each.choice.ratio for each in found.candidates} == {1.0}
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    together, apart = machine(gpus=8), replace(machine(gpus=8), ranks_per_host=1)
+    one, other = (Planner(SMALL, each, Job()).evaluate(PlanChoice(2, "cpu")) for each in (together, apart))
+    assert one.bytes == other.bytes and one.bytes.host_total > 0
+    assert one.missing_host - other.missing_host == 7 * one.bytes.host_total
 
 
 def test_a_model_that_does_not_is() -> None:

@@ -40,6 +40,6 @@ def test_mini_lm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_mini_lm_on_two_ranks(number: int, two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.mini_lm, str(tmp_path), number)

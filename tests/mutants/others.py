@@ -1,0 +1,116 @@
+"""Mutants of the doors from elsewhere: DeepSpeed's names, transformers' Trainer and Lightning's."""
+
+from __future__ import annotations
+
+from mutants.mutant import COMPAT_NAMES, COMPAT_SURFACE, FABRIC, LIGHTNING, LIGHTNING_CHECKPOINTS, TRAINER, Mutant
+
+MUTANTS = [
+    # -- DeepSpeed's names ----------------------------------------------------
+    Mutant(
+        "a module loses its own specification",
+        "compat/finder.py",
+        "        module.__spec__ = self._spec  #",
+        "        pass  #",
+        (COMPAT_NAMES,),
+    ),
+    Mutant(
+        "what was imported already is replaced",
+        "compat/finder.py",
+        "    if already is not None and not already.__name__.startswith(HERE):\n",
+        "    if False:\n",
+        (COMPAT_NAMES,),
+    ),
+    Mutant(
+        "modules stay when longshore stands aside",
+        "compat/finder.py",
+        "        del sys.modules[name]\n",
+        "        pass\n",
+        (COMPAT_NAMES,),
+    ),
+    Mutant(
+        "an optimizer without an engine is not the fused one",
+        "compat/standalone.py",
+        'group["fused"] = True',
+        'group["fused"] = False',
+        (f"{COMPAT_SURFACE}::test_optimizers",),
+    ),
+    Mutant(
+        "what is inside a leaf is gathered by itself",
+        "compat/leaves.py",
+        " - inside | {",
+        " | {",
+        (f"{COMPAT_SURFACE}::test_leaves_are_gathered_as_a_whole",),
+    ),
+    Mutant(
+        "one zero.Init inside another begins anew",
+        "compat/deepspeed/zero/__init__.py",
+        "                if Init._depth == 0:\n",
+        "                if True:\n",
+        (f"{COMPAT_SURFACE}::test_zero_on_two_ranks",),
+    ),
+    # -- transformers ---------------------------------------------------------
+    Mutant(
+        "no backward of the Trainer ends the window",
+        "integrations/transformers/accelerator.py",
+        "set_gradient_accumulation_boundary(self.sync_gradients)",
+        "set_gradient_accumulation_boundary(False)",
+        (f"{TRAINER}::test_one_rank", f"{TRAINER}::test_two_ranks"),
+    ),
+    Mutant(
+        "the Trainer's norm is not filled in",
+        "integrations/transformers/accelerator.py",
+        "            self._pending_norm.fill_(norm)\n",
+        "            pass\n",
+        (f"{TRAINER}::test_the_norm_is_the_step_before_clipping",),
+    ),
+    Mutant(
+        "the Trainer's schedule goes on where the step was skipped",
+        "integrations/transformers/accelerator.py",
+        "self._is_overflow = not self._engine.was_step_applied()",
+        "self._is_overflow = False",
+        (f"{TRAINER}::test_overflow_skips_the_schedule_too",),
+    ),
+    Mutant(
+        "a step clips without being asked to",
+        "integrations/transformers/accelerator.py",
+        "        if clip is not None and self._pending_norm is None:\n",
+        "        if False:\n",
+        (f"{TRAINER}::test_clipping_that_changes",),
+    ),
+    Mutant(
+        "the Trainer's loss is divided twice",
+        "integrations/transformers/accelerator.py",
+        "scale_wrt_gas=False",
+        "scale_wrt_gas=True",
+        (f"{TRAINER}::test_one_rank", f"{TRAINER}::test_two_ranks"),
+    ),
+    # -- Lightning ------------------------------------------------------------
+    Mutant(
+        "a state_dict counts as unchanged whatever hooks put into it",
+        "integrations/lightning/checkpoints.py",
+        "found.keys() == handed_out.keys()",
+        "True",
+        (f"{LIGHTNING_CHECKPOINTS}::test_what_hooks_put_into_the_state_dict_comes_back",),
+    ),
+    Mutant(
+        "a file that a folder was to replace is lost",
+        "integrations/lightning/checkpoints.py",
+        "            aside.rename(path)\n",
+        "            pass\n",
+        (f"{LIGHTNING_CHECKPOINTS}::test_a_folder_takes_the_place_of_a_file_when_it_is_whole",),
+    ),
+    Mutant(
+        "Lightning's clipping does nothing",
+        "integrations/lightning/precision.py",
+        "        engine.optimizer.clip_grad_norm_(max_norm)\n",
+        "        pass\n",
+        (f"{LIGHTNING}::test_clipping_in_manual_optimization", f"{FABRIC}::test_clipping"),
+    ),
+    Mutant(
+        "Lightning's loss is divided twice",
+        "integrations/lightning/precision.py",
+        "scale_wrt_gas=False",
+        "scale_wrt_gas=True",
+        (f"{LIGHTNING}::test_the_weights_are_the_plain_trainers",),
+    ),
+]

@@ -1,0 +1,78 @@
+"""Mutants of the planner, of the bytes that it counts and of the step that it simulates."""
+
+from __future__ import annotations
+
+from mutants.mutant import PLAN_MEMORY, PLANNER, SIMULATION, Mutant
+
+MUTANTS = [
+    Mutant(
+        "ranks of a host do not add up",
+        "plan/planner.py",
+        "host * machine.ranks_per_host - int(",
+        "host - int(",
+        (PLANNER,),
+    ),
+    Mutant(
+        "the last of equal choices is recommended",
+        "plan/planner.py",
+        "    return min(good, key=features)\n",
+        "    return good[-1]\n",
+        (PLANNER,),
+    ),
+    Mutant(
+        "state that is all on the device counts as a part of it",
+        "plan/planner.py",
+        "return ratio if ratio > 0.0 else 1.0",
+        "return ratio",
+        (PLANNER,),
+    ),
+    Mutant(
+        "stage 3 shards a single number",
+        "plan/planner.py",
+        "        if choice.stage == 3 and scalar is not None and machine.ranks > 1:\n",
+        "        if False:\n",
+        (PLANNER,),
+    ),
+    Mutant(
+        "accumulators are not counted",
+        "plan/memory.py",
+        "        if arrivals > 1:\n            accumulators +=",
+        "        if False:\n            accumulators +=",
+        (PLAN_MEMORY,),
+    ),
+    Mutant(
+        "more spares are planned than are granted",
+        "plan/memory.py",
+        "granted = min(count, budget // (page + output))",
+        "granted = count",
+        (PLAN_MEMORY,),
+    ),
+    Mutant(
+        "every tile is staged at once",
+        "plan/memory.py",
+        "min(PIPELINE_DEPTH, tiles)",
+        "tiles",
+        (PLAN_MEMORY,),
+    ),
+    Mutant(
+        "a simulated step leaves out the backwards between the first and the last",
+        "plan/simulation.py",
+        "step, computed = self._time.end + skipped, ends[-1] + skipped",
+        "step, computed = self._time.end, ends[-1]",
+        (SIMULATION,),
+    ),
+    Mutant(
+        "a simulated commit does not wait for passes that were put off",
+        "plan/simulation.py",
+        "                put_off.append(tile)\n",
+        "                pass\n",
+        (SIMULATION,),
+    ),
+    Mutant(
+        "units are gathered as early as one likes",
+        "plan/simulation.py",
+        "free = used[-2] if len(used) > 1 else 0.0",
+        "free = 0.0",
+        (SIMULATION,),
+    ),
+]
