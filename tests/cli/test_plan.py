@@ -226,7 +226,7 @@ def test_this_machine_is_measured_in_the_models_own_dtype(cli, llama, monkeypatc
         seen.append(job.dtype)
         raise ValueError("enough")
 
-    monkeypatch.setattr("longshore.plan.here.this_machine", measured)
+    monkeypatch.setattr("longshore.plan.measurement.this_machine", measured)
     for dtype in ("own", "fp16"):
         assert "enough" in cli("plan", str(llama(dtype="bfloat16")), "--dtype", dtype).err
     assert seen == [torch.bfloat16, torch.float16]
@@ -244,9 +244,9 @@ def test_this_machine_is_measured(cli, llama):
     [
         (("nowhere", *GPU), "nowhere does not exist, and nothing is downloaded: give a folder with config.json"),
         (("json:nothing", *GPU), "json has no 'nothing'"),
-        (("no_such_package:make", *GPU), "there is no module 'no_such_package' here"),
+        (("no_such_package:make", *GPU), "there is no module 'no_such_package' in the current folder"),
         (("my_models:make_smal", *GPU), "did you mean 'make_small'?"),
-        (("my_models:make_number", *GPU), "returned a int, and not a torch.nn.Module"),
+        (("my_models:make_number", *GPU), "returned a int, not a torch.nn.Module"),
         (("LLAMA", "--gpu", "h20"), "--gpu h20 is not in the table; did you mean 'h200'?"),
         (("LLAMA", "--gpu", "h200"), "give --host-memory"),
         (("LLAMA", *GPU, "--link", "50 parsecs"), "--link '50 parsecs' is not a bandwidth as 400GB/s"),
@@ -259,9 +259,12 @@ def test_this_machine_is_measured(cli, llama):
         (("--stage", "2", *GPU), "give MODEL, or --size for a model of longshore train"),
         (("--size", "hug", *GPU), "--size 'hug' is not known; choose from tiny"),
         (("LLAMA", *GPU, "--clip", "inf"), "--clip must be a finite number, not inf"),
-        ((".relative:make", *GPU), "'.relative:make': a module is named by its whole name"),
-        ((":make", *GPU), "':make': a module is named by its whole name"),
-        (("my_models:make_of_size", *GPU), "my_models:make_of_size is called without arguments, and: "),
+        ((".relative:make", *GPU), "'.relative:make': give the module's full name"),
+        ((":make", *GPU), "':make': give the module's full name"),
+        (
+            ("my_models:make_of_size", *GPU),
+            "my_models:make_of_size is called without arguments, and needs some (",
+        ),
         (("LLAMA", *GPU, "--dtype", "fp8"), "--dtype 'fp8' is not known; choose from fp32, bf16, fp16, own"),
     ],
 )
@@ -279,17 +282,25 @@ def test_what_is_refused(cli, llama, monkeypatch, arguments, said):
         ("config.json", b"{", "is not valid JSON"),
         ("config.json", b"[]", "has no model_type"),
         ("config.json", b'{"model_type": "lama"}', "does not know model_type 'lama'; did you mean"),
-        ("x.safetensors", b"\xff" * 30, "is no safetensors file: its header would have"),
-        ("x.safetensors", (10).to_bytes(8, "little") + b"not json at all", "its header is no JSON"),
+        ("x.safetensors", b"\xff" * 30, "is not a safetensors file: its header would have"),
+        ("x.safetensors", (10).to_bytes(8, "little") + b"not json at all", "its header is not JSON"),
         ("x.safetensors", (2).to_bytes(8, "little") + b"[]", "its header is a list"),
-        ("x.safetensors", (14).to_bytes(8, "little") + b'{"a": {"b":1}}', "tensor a has no shape and dtype"),
+        ("x.safetensors", (14).to_bytes(8, "little") + b'{"a": {"b":1}}', "tensor a has no valid shape and dtype"),
         ("config.json", b"[" * 100_000, "is not valid JSON"),
         ("config.json", b'{"model_type": ["llama"]}', "does not know model_type ['llama']"),
-        ("x.safetensors", (100_000).to_bytes(8, "little") + b"[" * 100_000, "its header is no JSON"),
-        ("x.safetensors", (34).to_bytes(8, "little") + b'{"a": {"shape":[1],"dtype":["F"]}}', "no shape and dtype"),
-        ("model.safetensors.index.json", b"[" * 100_000, "is no index of safetensors files"),
+        ("x.safetensors", (100_000).to_bytes(8, "little") + b"[" * 100_000, "its header is not JSON"),
+        (
+            "x.safetensors",
+            (34).to_bytes(8, "little") + b'{"a": {"shape":[1],"dtype":["F"]}}',
+            "no valid shape and dtype",
+        ),
+        ("model.safetensors.index.json", b"[" * 100_000, "is not an index of safetensors files"),
         ("model.safetensors.index.json", b"{}", "has no weight_map"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}', "names b (1 such), which is not beside it"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "b"}}',
+            "names 1 files that are not beside it, b first",
+        ),
         ("notes.txt", b"", "is neither JSON nor safetensors"),
     ],
 )
@@ -322,9 +333,7 @@ def test_choices_that_are_asked_for(cli, llama, gpus):
             options += {None: [], "none": ["--no-offload"], "cpu": ["--offload"]}[offload]
             found = planned(cli, *common, *options)
             assert found["choices"] == [
-                each
-                for each in every
-                if stage in (None, each["stage"]) and offload in (None, each["offload_optimizer"])
+                each for each in every if stage in (None, each["stage"]) and offload in (None, each["offload_device"])
             ]
             assert found["recommended"] in found["choices"] != []
             assert "recommended: stage" in cli("plan", *common, *options).out

@@ -100,11 +100,9 @@ def program(stage: int, place: str) -> list[Any]:
     """What an engine of this stage and place is made of: equal lists train with the same code."""
     engine = engine_of(SCENARIOS["single backward"], stage, place, "small", torch.float32, "off")
     try:
-        outer = engine.optimizer._core.store
-        store = getattr(outer, "inner", outer)
-        parts = [store.host, store.device] if place == "split" else [store]
-        made = [type(entry) for part in parts for entry in (part, part.transfer, part.kernels)]
-        return [type(outer), type(store), *made, engine.explain(False).tiles]
+        store = engine.optimizer._core.store
+        made = [type(entry) for part in store.local.backends for entry in (part.transfer, part.kernels)]
+        return [type(store), *made, engine.explain(False).tiles]
     finally:
         engine.optimizer.close()
 

@@ -46,17 +46,19 @@ def trained(
     found = []
     with started(content, model) as engine:
         store = engine.optimizer._core.store
-        reduced, agree, early = Counted(store._reducer, "reduce"), store.agree, []
+        reduced, early = Counted(store._reducer, "reduce"), []
 
-        def observed(collect: Any) -> Any:
+        collect = engine.optimizer._core._collect
+
+        def observed() -> Any:
             if taken_out is not None and rank in by:
                 model.get_parameter(taken_out).grad = None
             if not early:
                 store.collectives.drain()
                 early.append(reduced.take())
-            return agree(collect)
+            return collect()
 
-        store.agree = observed
+        engine.optimizer._core._collect = observed
         for step, window in enumerate(plans[rank]):
             early.clear()
             drive(engine, window, step, rank, dtype)

@@ -84,7 +84,7 @@ def words_of(step: int, rank: int) -> Tensor:
 def config_of(dtype: torch.dtype | None = torch.float32, **fields: Any) -> longshore.Config:
     defaults: dict[str, Any] = {
         "stage": 3,
-        "offload_optimizer": "cpu",
+        "offload_device": "cpu",
         "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: None}[dtype],
         "optimizer": {"type": "AdamW", **OPTIONS},
     }

@@ -82,11 +82,10 @@ with device_kernels() as kernels:
 assert same_bits(page, expected) and same_bits(found.cpu(), expected)
 """,
     "planner and documentation": """
-from longshore.plan.choice import Choice, Job
-from longshore.plan.configuration import configuration
+from longshore.plan.job import Job, PlanChoice, configuration
 job = Job(optimizer="Signum")
-assert job.page_arrays == 2
-written = configuration(job, Choice(stage=0, offload="cpu"))
+assert job.state_arrays == 2
+written = configuration(job, PlanChoice(stage=0, offload="cpu"))
 assert written["optimizer"] == {"type": "Signum", "params": {"lr": 1e-4}}
 from scripts.docs import config_page
 page = config_page.page()

@@ -7,6 +7,7 @@ traced engine. It has no tensors and no threads.
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -186,3 +187,8 @@ def commit_moves(count: int, depth: int) -> Iterator[tuple[Move, int]]:
         yield Move.FILL, place
     for place in range(max(0, count - depth), count):
         yield Move.FINISH, place
+
+
+def debugging() -> bool:
+    """Whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
+    return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")

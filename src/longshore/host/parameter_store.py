@@ -178,7 +178,8 @@ class ParameterStore(ABC):
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         """Step every parameter in ``steps``, publish it, and end the window.
 
-        ``then`` does the caller's own bookkeeping; where it fails, the commit has failed.
+        On return the current stream sees the new parameters. ``then`` does the caller's own bookkeeping; where it
+        fails, the commit has failed.
 
         Raises:
             GradientError: the window is incomplete; nothing was stepped.

@@ -7,7 +7,6 @@ The store knows parameters by index, as flat tensors; groups, names and
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,11 +25,6 @@ from longshore.host.stepping import Record as SpeculationRecord
 from longshore.host.tile import Segment, Tile, TileEvent, TileState
 from longshore.kernels import Scale, total_of_blocks
 from longshore.layout import plan_tiles
-
-
-def debugging() -> bool:
-    """Whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
-    return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")
 
 
 class HostStore(ParameterStore):
@@ -260,16 +254,7 @@ class HostStore(ParameterStore):
         return total_of_blocks(sums[parameter] for parameter in gradients for sums in found if parameter in sums)
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
-        """Step every parameter in ``steps``, tile by tile, and end the window.
-
-        Gradients come down, tiles are stepped and new values go up at the same
-        time. On return the current stream sees the new parameters. ``then`` does
-        the caller's own bookkeeping; where it fails, the commit has failed.
-
-        Raises:
-            GradientError: see :meth:`settle`; nothing was stepped.
-            BrokenStateError: this or an earlier commit failed half way.
-        """
+        # Gradients come down, tiles are stepped and new values go up at the same time.
         self.settle()
         work: dict[int, Active] = {}
         for parameter, step in steps.items():
@@ -279,11 +264,8 @@ class HostStore(ParameterStore):
         try:
             # A CUDA device does its part while the host steps.
             for backend in self.backends:
-                backend.run(
-                    [(tile, work[tile.layout.index]) for tile in backend.tiles if tile.layout.index in work],
-                    scale,
-                    stepped,
-                )
+                active = [(tile, work[tile.layout.index]) for tile in backend.tiles if tile.layout.index in work]
+                backend.run(active, scale, stepped)
             for backend in self.backends:
                 backend.end_step(scale)
             then()
@@ -369,13 +351,12 @@ class HostStore(ParameterStore):
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
         self.check_usable()
-        return sum(
-            backend.kernels.reconcile(
-                tile.page_view(segment.layout, 0), backend.transfer.read(segment.part_of(values)), adopt=False
-            )
-            for backend in self.backends
-            for tile, segment in backend.parts[parameter]
-        )
+        differing = 0
+        for backend in self.backends:
+            for tile, segment in backend.parts[parameter]:
+                host = backend.transfer.read(segment.part_of(values))
+                differing += backend.kernels.reconcile(tile.page_view(segment.layout, 0), host, adopt=False)
+        return differing
 
     def read_state(self, parameter: int, which: str) -> Tensor:
         self.check_usable()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from longshore.byte_sizes import format_byte_size
 from longshore.report.facts import Machine
 from longshore.report.figures import Figures
 
@@ -98,7 +99,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     memory = machine.memory
     if memory.swap_used_bytes > memory.total_bytes // 100:
         yield Finding(
-            f"{memory.swap_used_bytes / 2**30:.1f} GiB are swapped out: a step that reads them takes seconds",
+            f"{format_byte_size(memory.swap_used_bytes)} are swapped out: a step that reads them takes seconds",
             "free memory, or turn swap off (swapoff)",
         )
     if memory.huge_pages == "never":
@@ -108,8 +109,8 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         )
     if memory.limit_bytes is not None and memory.limit_bytes < memory.total_bytes:
         yield Finding(
-            f"the container may use {memory.limit_bytes / 2**30:.1f} of {memory.total_bytes / 2**30:.1f} GiB; Linux "
-            "kills it if it uses more",
+            f"the container may use {format_byte_size(memory.limit_bytes)} of {format_byte_size(memory.total_bytes)}; "
+            "Linux kills it if it uses more",
             "count 12 bytes for each parameter for AdamW's state, and 2 to 4 for gradients, divided by the number of "
             "ranks that share them",
         )
@@ -123,13 +124,13 @@ def limit_findings(shared_free_bytes: int | None, locked_limit_bytes: int | None
     """
     if shared_free_bytes is not None and shared_free_bytes < _LEAST_SHARED_BYTES:
         yield Finding(
-            f"/dev/shm has {shared_free_bytes / 2**20:.0f} MiB free: ranks without a device exchange gradients "
+            f"/dev/shm has {format_byte_size(shared_free_bytes)} free: ranks without a device exchange gradients "
             "there, and data loaders their batches",
             "use docker run --shm-size=8g (or --ipc=host)",
         )
     if locked_limit_bytes is not None and locked_limit_bytes < _LEAST_LOCKED_BYTES and gpus:
         yield Finding(
-            f"a process may lock {locked_limit_bytes / 2**20:.3g} MiB of memory: InfiniBand needs more, and so does "
+            f"a process may lock {format_byte_size(locked_limit_bytes)} of memory: InfiniBand needs more, and so does "
             "pinned memory with some drivers",
             "use ulimit -l unlimited (docker run --ulimit memlock=-1)",
         )
