@@ -45,18 +45,18 @@ def trained(
         content["bf16"] = {"enabled": True, "check_grad_overflow": False}
     found = []
     with started(content, model) as engine:
-        store = engine.optimizer._core.store
-        reduced, agree, early = Counted(store._reducer, "reduce"), store.agree, []
+        core = engine.optimizer._core
+        reduced, collect, early = Counted(core.store._reducer, "reduce"), core.window_gradients, []
 
-        def observed(collect: Any) -> Any:
+        def observed() -> Any:
             if taken_out is not None and rank in by:
                 model.get_parameter(taken_out).grad = None
             if not early:
-                store.collectives.drain()
+                core.store.collectives.drain()
                 early.append(reduced.take())
-            return agree(collect)
+            return collect()
 
-        store.agree = observed
+        core.window_gradients = observed
         for step, window in enumerate(plans[rank]):
             early.clear()
             drive(engine, window, step, rank, dtype)
