@@ -119,7 +119,7 @@ MUTANTS = [
         (SPECULATION,),
     ),
     Mutant(
-        "a page that is dropped is lost",
+        "a buffer that is dropped is lost",
         "host/speculation.py",
         "            drop(tile, self._pool)\n",
         "            tile.spare = None\n",
