@@ -21,6 +21,13 @@ MUTANTS = [
         (STEPPING,),
     ),
     Mutant(
+        "additions of a discarded window are made",
+        "host/tile.py",
+        "        self.window += 1\n",
+        "",
+        (STEPPING,),
+    ),
+    Mutant(
         "arrivals of the last window count",
         "host/tile.py",
         "                segment.expected = segment.arrivals\n            segment.clear()\n",
@@ -209,6 +216,13 @@ MUTANTS = [
         "host/backend.py",
         "                tile.output_slot.last_publish.wait()  # the kernel writes at once, on no stream\n",
         "                pass\n",
+        (STORE,),
+    ),
+    Mutant(
+        "a failure after tiles were stepped is forgotten",
+        "host/backend.py",
+        "        stepped.append(tile)\n        for segment_step",
+        "        for segment_step",
         (STORE,),
     ),
     Mutant(

@@ -231,6 +231,13 @@ MUTANTS = [
         (SPECULATION,),
     ),
     Mutant(
+        "a failure after only kept tiles is forgotten",
+        "host/backend.py",
+        "        stepped.append(tile)  # its page is the new one: from here on there is no way back\n",
+        "",
+        (SPECULATION,),
+    ),
+    Mutant(
         "tiles that were stepped do not end their window",
         "host/backend.py",
         "self.end_window([tile for tile in self.tiles if tile.state is TileState.COMMITTED], TileEvent.PUBLISHED)",

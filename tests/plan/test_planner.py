@@ -190,8 +190,8 @@ def test_grouped_tiles_take_as_long_as_single_ones(accumulation: int, monkeypatc
     [
         PlanChoice(0, "none"),
         PlanChoice(1, "cpu"),
-        PlanChoice(2, "cpu", 0.85, 0.5),
-        PlanChoice(3, "cpu", 1.0, 1.0),
+        PlanChoice(2, "cpu", 0.85, "50%"),
+        PlanChoice(3, "cpu", 1.0, "100%"),
         PlanChoice(2, "cpu", 1.0, 1 << 30),
     ],
     ids=lambda choice: choice.title,
