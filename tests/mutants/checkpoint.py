@@ -7,35 +7,35 @@ from mutants.mutant import ASYNC, FOLDER, MEMORY, ONE_LINE, RESHARDING, RESUME, 
 MUTANTS = [
     # -- snapshots ------------------------------------------------------------
     Mutant(
-        "a page is stepped in place while it is written",
+        "a buffer is stepped in place while it is written",
         "host/snapshot.py",
         "        while page in self._holds:\n",
         "        while False:\n",
         (f"{ASYNC}::test_training_goes_on",),
     ),
     Mutant(
-        "a page that is still to be written is handed out again",
+        "a buffer that is still to be written is handed out again",
         "host/memory.py",
         "        if self._holds is not None and self._holds.leave(page, self.give_back):\n            return\n",
         "",
         (f"{ASYNC}::test_training_goes_on",),
     ),
     Mutant(
-        "what has no gradient is not carried over to the other page",
-        "host/stepping.py",
+        "what has no gradient is not copied to the other buffer",
+        "host/backend.py",
         "                into[:, part] = page[:, part]\n",
         "                pass\n",
         (f"{ASYNC}::test_training_goes_on",),
     ),
     Mutant(
-        "state is written into a page that is held",
+        "state is written into a buffer that a snapshot reads",
         "host/store.py",
-        "            self._snapshots.make_writable(tile)\n",
+        "                backend.snapshots.make_writable(tile)\n",
         "",
         (f"{ASYNC}::test_writes_to_state",),
     ),
     Mutant(
-        "a page is let go of after its first read",
+        "a buffer is released after its first read",
         "host/snapshot.py",
         "            if self._missing[address] == 0:\n",
         "            if address in self._pages:\n",
@@ -49,14 +49,14 @@ MUTANTS = [
         (f"{ASYNC}::test_no_more_memory_than_granted",),
     ),
     Mutant(
-        "pages that were written are not let go of",
+        "buffers that were written are not released",
         "host/snapshot.py",
         "            self._pages.trim()\n",
         "            pass\n",
         (f"{ASYNC}::test_training_goes_on",),
     ),
     Mutant(
-        "a failed write keeps its pages",
+        "a failed write keeps its buffers",
         "checkpoint/saving.py",
         "    finally:\n        content.close()\n",
         "    finally:\n        pass\n",
@@ -77,7 +77,7 @@ MUTANTS = [
         (f"{ASYNC}::test_what_fails_is_raised_by_the_next_call",),
     ),
     Mutant(
-        "a free page counts against the limit",
+        "a free buffer counts against the limit",
         "host/memory.py",
         "        return self.take(page_numel) if self._free.get(page_numel) or fits else None\n",
         "        return self.take(page_numel) if fits else None\n",
@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(
         "a window that a failed load left cannot be left",
         "engine/checkpoints.py",
-        "        gone = engine.optimizer.store.broken and not module_only\n",
+        "        gone = engine.optimizer._core.store.broken is not None and not module_only\n",
         "        gone = False\n",
         (f"{RESUME}::test_half_of_a_checkpoint_is_not_trained_on",),
     ),
@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         "gradients on the host are lost",
         "checkpoint/one_line.py",
-        "    if optimizer is not None and not optimizer.store.broken and optimizer.gradients_arrived:\n",
-        "    if False:\n",
+        "if optimizer is not None and optimizer._core.store.broken is None and optimizer._core.gradients_arrived:",
+        "if False:",
         (ONE_LINE,),
     ),
 ]

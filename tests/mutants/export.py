@@ -55,10 +55,10 @@ MUTANTS = [
         (DEEPSPEED,),
     ),
     Mutant(
-        "parameters at stage 3 are cut without their last elements",
+        "parameters at stage 3 are read without their last elements",
         "checkpoint/deepspeed_layout.py",
-        "part = -(-math.prod(shape) // len(shards))",
-        "part = math.prod(shape) // len(shards)",
+        "numel = -(-math.prod(shape) // len(shards))",
+        "numel = math.prod(shape) // len(shards)",
         (DEEPSPEED,),
     ),
     Mutant(

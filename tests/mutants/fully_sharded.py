@@ -142,7 +142,7 @@ MUTANTS = [
         (FULLY_SHARDED,),
     ),
     Mutant(
-        "a rank holds the next one's rows",
+        "a rank has the next one's rows",
         "sharding/rank_grid.py",
         "start, stop = chunk(rows, self.shards, position.shard)",
         "start, stop = chunk(rows, self.shards, (position.shard + 1) % self.shards)",

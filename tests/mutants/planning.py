@@ -15,22 +15,22 @@ MUTANTS = [
     Mutant(
         "the last of equal choices is recommended",
         "plan/planner.py",
-        "    return min(good, key=features)\n",
-        "    return good[-1]\n",
+        'min(good, key=lambda choice: (choice.offload != "none", bool(choice.speculation), choice.ratio < 1))',
+        "good[-1]",
         (PLANNER,),
     ),
     Mutant(
         "state that is all on the device counts as a part of it",
         "plan/planner.py",
-        "return ratio if ratio > 0.0 else 1.0",
-        "return ratio",
+        "return ratio or 1.0  #",
+        "return ratio  #",
         (PLANNER,),
     ),
     Mutant(
         "stage 3 shards a single number",
         "plan/planner.py",
-        "        if choice.stage == 3 and scalar is not None and machine.ranks > 1:\n",
-        "        if False:\n",
+        "        stages = range(3)\n",
+        "",
         (PLANNER,),
     ),
     Mutant(
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "more spares are planned than are granted",
         "plan/memory.py",
-        "granted = min(count, budget // (page + output))",
+        "granted = min(count, budget // (state + output))",
         "granted = count",
         (PLAN_MEMORY,),
     ),
@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "a simulated commit does not wait for passes that were put off",
         "plan/simulation.py",
-        "                put_off.append(tile)\n",
+        "                delayed.append(tile)\n",
         "                pass\n",
         (SIMULATION,),
     ),

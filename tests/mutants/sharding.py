@@ -312,7 +312,7 @@ MUTANTS = [
     Mutant(
         "what was reduced in vain stays",
         "sharding/store.py",
-        "                    self.inner.discard()  # some rank",
+        "                    self.local.discard()  # some rank",
         "                    pass  # some rank",
         (CLOSING,),
     ),

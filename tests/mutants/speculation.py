@@ -27,38 +27,39 @@ MUTANTS = [
         (SPECULATION,),
     ),
     Mutant(
-        "one part is stepped where the other cannot be",
-        "host/split.py",
-        "            store.settle()  # neither steps unless both can\n",
-        "            pass\n",
+        "the device's part is stepped where the host's cannot be",
+        "host/store.py",
+        "        for backend in self.backends:\n            self._failure =",
+        "        for backend in self.backends[:1]:\n            self._failure =",
         (SPLIT,),
     ),
     Mutant(
-        "a parameter is cut anywhere",
-        "host/split.py",
+        "a parameter is split between two blocks of the norm",
+        "host/backend.py",
         "left // NORM_BLOCK_NUMEL * NORM_BLOCK_NUMEL",
         "left",
         (SPLIT,),
     ),
     Mutant(
         "what comes first goes to the host",
-        "host/split.py",
-        "        self.device.add_parameters(on_device)\n        self.host.add_parameters(on_host)\n",
-        "        self.device.add_parameters(on_host)\n        self.host.add_parameters(on_device)\n",
+        "host/store.py",
+        "            self._add(self.backends[0], first)\n",
+        "            first, rest = rest, first\n            self._add(self.backends[0], first)\n",
         (SPLIT,),
     ),
     Mutant(
         "the device's part keeps a discarded window",
-        "host/split.py",
-        "for store in self._stores if parameter is None else",
-        "for store in [self.host] if parameter is None else",
+        "host/store.py",
+        "                    backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
+        "                    if backend is self.backend:\n"
+        "                        backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
         (SPLIT,),
     ),
     Mutant(
         "half a step is forgotten",
-        "host/split.py",
-        "                self._broken = failure\n",
-        "                pass\n",
+        "host/store.py",
+        "        if begun or any(tile.state in stepping for tile in self.tiles):\n",
+        "        if any(tile.state in stepping for tile in self.backend.tiles):\n",
         (SPLIT,),
     ),
     Mutant(
@@ -118,7 +119,7 @@ MUTANTS = [
         (SPECULATION,),
     ),
     Mutant(
-        "a page that is dropped is lost",
+        "a buffer that is dropped is lost",
         "host/speculation.py",
         "            drop(tile, self._pool)\n",
         "            tile.spare = None\n",
@@ -161,25 +162,30 @@ MUTANTS = [
     ),
     Mutant(
         "passes are not harvested",
-        "host/store.py",
+        "host/backend.py",
         "        self.speculator.harvest()\n",
         "",
         (SPECULATION,),
     ),
     Mutant(
         "an arrival leaves the step that it voids",
-        "host/store.py",
-        "        tile.arrived(segment)\n        self.speculator.drop(tile)\n",
-        "        tile.arrived(segment)\n",
+        "host/backend.py",
+        "        self.speculator.drop(tile)\n        if segment.arrivals == 1:\n",
+        "        if segment.arrivals == 1:\n",
         (SPECULATION,),
     ),
     Mutant(
         "adopted values do not void a step",
         "host/store.py",
-        "        self._void(parameter)\n        for tile, segment in self._parts[parameter]:\n"
-        "            tile.have_page(self._pages)\n            master",
-        "        for tile, segment in self._parts[parameter]:\n"
-        "            tile.have_page(self._pages)\n            master",
+        "        self._void(parameter)\n"
+        "        for backend in self.backends:\n"
+        "            for tile, segment in backend.parts[parameter]:\n"
+        "                tile.have_page(backend.pages)\n"
+        "                master",
+        "        for backend in self.backends:\n"
+        "            for tile, segment in backend.parts[parameter]:\n"
+        "                tile.have_page(backend.pages)\n"
+        "                master",
         (SPECULATION,),
     ),
     Mutant(
@@ -211,46 +217,52 @@ MUTANTS = [
         (SPECULATION,),
     ),
     Mutant(
-        "a gradient that is taken out leaves the ticket",
+        "a gradient that is taken out leaves the version",
         "host/tile.py",
-        "            self.move(TileEvent.FORGET)\n"
-        "            self.ticket = Ticket(self.ticket.window, self.ticket.arrivals + 1)\n",
+        "            self.move(TileEvent.FORGET)\n            self.version += 1\n",
         "            self.move(TileEvent.FORGET)\n",
         (STEPPING,),
     ),
     Mutant(
         "a tile that was stepped ahead is not published",
-        "host/pipeline.py",
+        "host/backend.py",
         "            slot.last_publish = self._publish(tile, output, segment.part_of(step.target))\n",
         "            pass\n",
         (SPECULATION,),
     ),
     Mutant(
-        "a tile that was stepped ahead does not end its window",
-        "host/pipeline.py",
-        "        self.stepped.append(tile)  # its page is the new one: from here on there is no way back\n",
+        "a failure after only kept tiles is forgotten",
+        "host/backend.py",
+        "        stepped.append(tile)  # its page is the new one: from here on there is no way back\n",
         "",
+        (SPECULATION,),
+    ),
+    Mutant(
+        "tiles that were stepped do not end their window",
+        "host/backend.py",
+        "self.end_window([tile for tile in self.tiles if tile.state is TileState.COMMITTED], TileEvent.PUBLISHED)",
+        "pass",
         (SPECULATION,),
     ),
     Mutant(
         "a norm holds whatever arrived since",
         "host/early_norms.py",
-        "if sums.scale == scale and sums.tickets == [tile.ticket for tile, _ in self._parts_of(parameter)]",
+        "if sums.scale == scale and sums.versions == [tile.version for tile, _ in self._parts_of(parameter)]",
         "if sums.scale == scale",
         (NORMS, SPECULATION),
     ),
     Mutant(
         "a norm holds at any scale",
         "host/early_norms.py",
-        "if sums.scale == scale and sums.tickets ==",
-        "if sums.tickets ==",
+        "if sums.scale == scale and sums.versions ==",
+        "if sums.versions ==",
         (NORMS, SPECULATION),
     ),
     Mutant(
         "squares are added in another order",
         "host/store.py",
-        "{one: known[one] if one in known else measured[one] for one in gradients}",
-        "{**measured, **known}",
+        "(sums[parameter] for parameter in gradients for sums in found if parameter in sums)",
+        "(values for sums in found for values in sums.values())",
         (NORMS,),
     ),
     Mutant(

@@ -37,7 +37,7 @@ MUTANTS = [
         (SIMULATED,),
     ),
     Mutant(
-        "a lane that reads freed memory says nothing",
+        "a stream that reads freed memory says nothing",
         FILE,
         '        raise RuntimeError("the source of a copy was freed before the copy ran")\n',
         "        return\n",
@@ -60,7 +60,7 @@ MUTANTS = [
     ),
     Mutant("threads outlive the transfer", FILE, "        self._thread.join()\n", "", (SIMULATED,)),
     Mutant(
-        "a lane at rest keeps its last copy alive",
+        "a stream at rest keeps its last copy alive",
         FILE,
         "        del job  # it refers to the lane, which may be garbage before the next job comes\n",
         "",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import longshore
+from longshore.errors import BrokenStateError
 from longshore.kernels import HostKernels
 
 TILE = 300
@@ -308,6 +309,22 @@ def test_a_pass_that_fails_is_made_again_at_the_verdict(pair: Pair, monkeypatch:
     monkeypatch.setattr(HostKernels, "step_tile", failing)
     record = pair.train(1)
     assert len(failures) == record.begun > 2 and record.kept == 0
+
+
+def test_a_failure_after_only_kept_tiles_breaks_the_store(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile was stepped ahead and kept, and then the bookkeeping fails: the step cannot be made again."""
+    pair.backward()
+
+    def fail() -> None:
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pair.ahead._core.store.backend.accumulators, "trim", fail)
+        patched.setattr("longshore.host.backend.commit_tile", lambda *_: pytest.fail("a tile was stepped in place"))
+        with pytest.raises(RuntimeError, match="no more"):
+            pair.ahead.step()
+    with pytest.raises(BrokenStateError, match="no more"):
+        pair.ahead.step()
 
 
 def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
