@@ -242,7 +242,7 @@ class OptimizerCore:
 
     def shards(self) -> Mapping[int, Tensor]:
         """The parameters of which the store knows this process's part only."""
-        return self.offload.shards_among(self._parameters)
+        return self.offload.shards_among(self._parameters) if self.offload.keeps_shards else {}
 
     # -- the step -------------------------------------------------------------
 

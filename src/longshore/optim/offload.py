@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Placement(ABC):
     takes_shards: bool = True
     """Whether parameters may be DTensors, of which this process has a part."""
 
-    keeps_shards: bool = False
+    keeps_shards: ClassVar[bool] = False
     """Whether the store knows only that part of them."""
 
     @abstractmethod
@@ -85,6 +86,7 @@ class Offload(Placement):
     device: str = "cpu"
     speculation_memory: SpeculationMemory = 0
     ratio: float = 1.0
+    keeps_shards: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
         for name, of in (("tile_numel", "elements"), ("threads", "host threads")):
@@ -113,10 +115,6 @@ class Offload(Placement):
                 f"device='none' copies nothing, and a {type(self.transfer).__name__} was given to copy with; "
                 "leave transfer out, or use device='cpu'"
             )
-
-    @property
-    def keeps_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return True
 
     @property
     def leaves_on_device(self) -> bool:

@@ -89,7 +89,9 @@ def _moved(args: Any, asking: str) -> LongshoreError:
 
 def is_released(gradient: Tensor | None) -> bool:
     """Whether it is a placeholder, or a ``DTensor`` of which this process has one."""
-    return gradient is not None and isinstance(held_part(gradient), ReleasedGradient)
+    if gradient is None or type(gradient) is Tensor:
+        return False
+    return isinstance(gradient, ReleasedGradient) or isinstance(held_part(gradient), ReleasedGradient)
 
 
 def _names(args: Any) -> str:

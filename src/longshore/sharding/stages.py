@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,9 @@ class ShardedOffload(Placement):
     def takes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.sharded is not None
 
-    def leaf_of(self, parameter: Tensor) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return parameter if self.sharded is None else self.sharded.leaf_of(parameter)
+    @property
+    def leaf_of(self) -> Callable[[Tensor], Tensor | None] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.sharded is None else self.sharded.leaf_of
 
     @property
     def leaves_on_device(self) -> bool:
