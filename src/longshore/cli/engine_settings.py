@@ -16,7 +16,7 @@ from typing import Any
 from longshore.cli.failure import SettingsError
 from longshore.cli.settings import EngineSettings, TrainSettings
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
-from longshore.engine.config.agreement import Statement, contradictions, put, settle
+from longshore.engine.config.agreement import ArgumentValue, contradictions, put, settle
 from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, Names, resolve
 from longshore.engine.config.load import read_file
 from longshore.engine.config.reading import Reading
@@ -140,7 +140,7 @@ class _CommandLine:
             "log_every": loop.log_every,
         }
 
-    def _says(self, name: str, path: str, value: Any, fills: bool = False) -> Statement:
+    def _says(self, name: str, path: str, value: Any, fills: bool = False) -> ArgumentValue:
         """What an option says about ``path``, with the option as the user wrote it."""
         if name in ("bf16", "fp16"):
             option = f"--dtype {self.settings.model.dtype}"
@@ -148,9 +148,9 @@ class _CommandLine:
             option = "--offload" if self.settings.optimizer.offload else "--no-offload"
         else:
             option = f"--{name.replace('_', '-')} {self.given.get(name, self.values().get(name))}"
-        return Statement(path, value, option, "change one, or leave the option out", fills)
+        return ArgumentValue(path, value, option, "change one, or leave the option out", fills)
 
-    def statements(self, data: Mapping[str, Any], defaults: bool) -> Iterator[Statement]:
+    def statements(self, data: Mapping[str, Any], defaults: bool) -> Iterator[ArgumentValue]:
         """Statements of the options that were given; with ``defaults`` of all of them."""
         autocast = Reading(data, {}).values.get("torch_autocast.enabled")
         names = set(self.given) | ({"stage"} if self.stage is not None else set())

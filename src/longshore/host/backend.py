@@ -56,8 +56,8 @@ class OnDevice(NamedTuple):
 
 
 def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
-    """Of parameters with so many elements, how many of each stay on the device where ``ratio`` of all are on the host:
-    the first ones, and of one of them the first blocks of the norm."""
+    """How many elements of each parameter stay on the device if ``ratio`` of all are on the host: the first parameters,
+    and the first blocks of one more, as the norm counts blocks."""
     total = sum(numels)
     left = total - round(total * ratio)
     kept_numels = []

@@ -233,7 +233,7 @@ class ParameterStore(ABC):
         return held
 
     def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
-        """Of the whole parameter, flat, what this process has on its device."""
+        """Return the range of the whole parameter, flat, that this process has on its device."""
         return values
 
     def meet(self, loading: bool) -> None:

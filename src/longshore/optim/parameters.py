@@ -33,7 +33,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, held: Tensor) -> Identity:
-        """Of a parameter, of which this process has ``held``."""
+        """The identity of a parameter, of which this process has ``held``."""
         storage = StorageWeakRef(held.untyped_storage())
         # Writing a DTensor changes its own version, and not that of the shard.
         return cls((tensor._version, held._version), held.data_ptr(), held.stride(), storage)

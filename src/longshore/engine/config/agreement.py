@@ -18,7 +18,7 @@ _FIELDS = {path: field for field, path in TARGETS.items()}
 _INVALID = object()
 
 
-class Statement(NamedTuple):
+class ArgumentValue(NamedTuple):
     """What an argument says about one setting.
 
     Attributes:
@@ -39,7 +39,7 @@ class Statement(NamedTuple):
         return Problem(self.path, f"contradicts {self.argument}; {self.advice}", found)
 
 
-def contradictions(found: Mapping[str, Any], statements: Iterable[Statement]) -> list[Problem]:
+def contradictions(found: Mapping[str, Any], statements: Iterable[ArgumentValue]) -> list[Problem]:
     """A problem for each statement that is about a value in ``found`` (by path) and gives another."""
     return [
         each.problem(found[each.path])
@@ -48,7 +48,7 @@ def contradictions(found: Mapping[str, Any], statements: Iterable[Statement]) ->
     ]
 
 
-def settle(data: dict[str, Any], statements: Iterable[Statement]) -> list[Problem]:
+def settle(data: dict[str, Any], statements: Iterable[ArgumentValue]) -> list[Problem]:
     """Write each statement into a file's content where that leaves the value open; returns the contradictions.
 
     A value that is wrong by itself is left to :func:`load_config`.
@@ -62,7 +62,7 @@ def settle(data: dict[str, Any], statements: Iterable[Statement]) -> list[Proble
     return contradictions(said, statements)
 
 
-def settle_config(config: Config, statements: Iterable[Statement]) -> tuple[dict[str, Any], list[Problem]]:
+def settle_config(config: Config, statements: Iterable[ArgumentValue]) -> tuple[dict[str, Any], list[Problem]]:
     """The same for a :class:`Config`: fields that it leaves open, with the statements' values; and contradictions.
 
     Statements about hyperparameters that its optimizer does not have are left out.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
-from longshore.engine.config.agreement import Statement, contradictions, put, settle, settle_config
+from longshore.engine.config.agreement import ArgumentValue, contradictions, put, settle, settle_config
 from longshore.engine.config.load import read_file
 
 PRECISIONS: Mapping[str, tuple[str | None, str | None]] = {
@@ -54,7 +54,7 @@ class LightningArguments:
     has_scheduler: bool = False
     loss_scaling: LossScaling | None = None
 
-    def statements(self) -> Iterator[Statement]:
+    def statements(self) -> Iterator[ArgumentValue]:
         """Values that the configuration may give too."""
         if self.accumulation is None:
             loop, advice = (
@@ -63,13 +63,13 @@ class LightningArguments:
             )
         else:
             loop, advice = f"{self.by}(accumulate_grad_batches={self.accumulation})", "leave it out, or make them agree"
-        yield Statement(_STEPS, self.accumulation or 1, loop, advice)
+        yield ArgumentValue(_STEPS, self.accumulation or 1, loop, advice)
         if self.clipping is not None:
             argument = f"{self.by}(gradient_clip_val={self.clipping:g})"
-            yield Statement(_CLIPPING, self.clipping, argument, "give it in one place")
+            yield ArgumentValue(_CLIPPING, self.clipping, argument, "give it in one place")
         if self.micro_batch_size is not None:
             argument = f"the DataLoader, whose batch_size is {self.micro_batch_size}"
-            yield Statement(_MICRO, self.micro_batch_size, argument, "leave it out, or make them agree", False)
+            yield ArgumentValue(_MICRO, self.micro_batch_size, argument, "leave it out, or make them agree", False)
 
 
 class StrategySettings:
@@ -176,7 +176,7 @@ def _decided_by_lightning(config: Config, given: LightningArguments, from_file: 
     other = next((name for name, each in PRECISIONS.items() if each == pair), "32-true")
     default = " (the default)" if given.precision == "32-true" else ""
     argument = f"{given.by}(precision={given.precision!r}){default}, which decides"
-    says = Statement("", None, argument, f"leave it out, or pass precision={other!r}")
+    says = ArgumentValue("", None, argument, f"leave it out, or pass precision={other!r}")
     statements = []
     # A dtype that the configuration does not give is whatever Lightning says.
     if config.dtype is not None:

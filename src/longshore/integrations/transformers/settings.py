@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.engine.config import Config, ConfigError, SchedulerConfig, load_config
-from longshore.engine.config.agreement import Statement, contradictions, settle, settle_config
+from longshore.engine.config.agreement import ArgumentValue, contradictions, settle, settle_config
 from longshore.engine.config.load import read_file
 from longshore.engine.config.reading import Reading
 
@@ -88,13 +88,13 @@ def _parameters(data: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     return params if isinstance(params, Mapping) else {}
 
 
-def _says(path: str, value: Any, argument: str, fills: bool) -> Statement:
+def _says(path: str, value: Any, argument: str, fills: bool) -> ArgumentValue:
     """A statement of the arguments; ``argument``: its name."""
     advice = 'make them the same, or leave it to the arguments: write "auto"'
-    return Statement(path, value, f"TrainingArguments({argument}={value!r})", advice, fills)
+    return ArgumentValue(path, value, f"TrainingArguments({argument}={value!r})", advice, fills)
 
 
-def _batch(args: Any, world_size: int) -> Iterator[Statement]:
+def _batch(args: Any, world_size: int) -> Iterator[ArgumentValue]:
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     yield _says("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size", True)
     yield _says("gradient_accumulation_steps", steps, "gradient_accumulation_steps", True)
@@ -105,7 +105,7 @@ def _batch(args: Any, world_size: int) -> Iterator[Statement]:
     yield _says("gradient_clipping", clip, "max_grad_norm", True)
 
 
-def _optimizer(args: Any, section: Any) -> Iterator[Statement]:
+def _optimizer(args: Any, section: Any) -> Iterator[ArgumentValue]:
     if not isinstance(section, Mapping):
         return
     adam = str(section.get("type", "")).lower() in _ADAMS
@@ -117,7 +117,7 @@ def _optimizer(args: Any, section: Any) -> Iterator[Statement]:
     yield _says(f"{path}.eps", args.adam_epsilon, "adam_epsilon", adam)
 
 
-def _schedule(args: Any, training_steps: int | None) -> Iterator[Statement]:
+def _schedule(args: Any, training_steps: int | None) -> Iterator[ArgumentValue]:
     path = "scheduler.params"
     yield _says(f"{path}.warmup_min_lr", 0, "first learning rate", False)
     yield _says(f"{path}.warmup_max_lr", args.learning_rate, "learning_rate", False)
@@ -127,7 +127,7 @@ def _schedule(args: Any, training_steps: int | None) -> Iterator[Statement]:
         yield _says(f"{path}.total_num_steps", training_steps, "steps of the training", False)
 
 
-def _precision(args: Any, data: Mapping[str, Any]) -> Iterator[Statement]:
+def _precision(args: Any, data: Mapping[str, Any]) -> Iterator[ArgumentValue]:
     """Statements about the dtype.
 
     ``bf16=True`` alone means autocast, as in the plain Trainer. ``"auto"`` in the file means what it does there:
@@ -145,11 +145,11 @@ def _precision(args: Any, data: Mapping[str, Any]) -> Iterator[Statement]:
         yield says._replace(path="torch_autocast.dtype", value=wanted)
 
 
-def _wanted_dtype(args: Any) -> tuple[str | None, Statement]:
+def _wanted_dtype(args: Any) -> tuple[str | None, ArgumentValue]:
     """The dtype below float32 that the arguments ask for, and a statement of it for a field of a Config."""
     wanted = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     argument = f"TrainingArguments(bf16={args.bf16!r}, fp16={args.fp16!r})"
-    return wanted, Statement("autocast", wanted, argument, "make them the same, or leave it to the arguments")
+    return wanted, ArgumentValue("autocast", wanted, argument, "make them the same, or leave it to the arguments")
 
 
 def _autocast_dtype(args: Any) -> dict[str, str]:
