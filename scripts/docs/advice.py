@@ -29,7 +29,6 @@ BY_CLASS = {
     "ConfigError": "mend every line that it lists",
     "LossScaleError": "look for NaN or infinity in the data and the loss, or lower the learning rate",
     "RendezvousError": "start all ranks, with an address and a port that all of them reach",
-    "IllegalTransitionError": "report it",
     "LongshoreError": "as it says",
 }
 """How to go on, by the class that users catch."""

@@ -36,7 +36,3 @@ class CheckpointError(LongshoreError):
 
     Raised before anything was loaded, unless it says otherwise.
     """
-
-
-class IllegalTransitionError(LongshoreError):
-    """A tile was asked for a move that its state machine does not have: a bug in longshore."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, IllegalTransitionError
+from longshore.errors import BrokenStateError
 from longshore.host.backend import commit_tile
 from longshore.host.memory import PagePool
 from longshore.host.stepping import (
@@ -20,7 +20,7 @@ from longshore.host.stepping import (
     redo,
     run_speculation,
 )
-from longshore.host.tile import Tile, TileEvent, TileState
+from longshore.host.tile import IllegalTransitionError, Tile, TileEvent, TileState
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.kernels.reference import rule_step
 from longshore.layout import plan_tiles

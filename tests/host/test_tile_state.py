@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from longshore.errors import BrokenStateError, IllegalTransitionError, LongshoreError
-from longshore.host.tile import TileEvent, TileState, next_state
+from longshore.errors import BrokenStateError, LongshoreError
+from longshore.host.tile import IllegalTransitionError, TileEvent, TileState, next_state
 
 # Written out once more, row by row, and not read from the table that is tested.
 TABLE = """

@@ -9,11 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, IllegalTransitionError
+from longshore.errors import BrokenStateError, LongshoreError
 from longshore.host.events import NO_RECORDER, Recorder
 from longshore.host.memory import PagePool, Slot
 from longshore.layout import SegmentLayout, TileLayout
 from longshore.transfer import CopyHandle
+
+
+class IllegalTransitionError(LongshoreError):
+    """A tile was asked for a move that its state machine does not have: a bug in longshore."""
 
 
 class TileState(Enum):
