@@ -262,7 +262,7 @@ def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     ranks: Any = SimpleNamespace(world_size=2)
     with pytest.raises(ValueError, match=r"stage 3 needs torch 2\.13 or newer, and this is 2\.12\.1\+cu130"):
-        shard_model(cases.make_tower(), None, cases.config_of(), ranks, None, None, Weights())
+        shard_model(cases.make_tower(), None, cases.config_of(), ranks, Weights())
 
 
 def test_a_policy_below_stage_3_is_refused() -> None:

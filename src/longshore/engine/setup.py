@@ -22,18 +22,16 @@ from longshore.engine.binding import Binding, bind, host_cpus
 from longshore.engine.config import Config, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
-from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.model_sharding import (
     WrapPolicy,
     check_already_sharded,
     data_parallel,
-    materialized,
     shard_model,
     tensor_parallel_size,
 )
 from longshore.engine.monitoring import check_installed
 from longshore.engine.optimizers import client_optimizer, make_optimizer
-from longshore.engine.precision import DTYPES, Precision
+from longshore.engine.precision import DTYPES
 from longshore.engine.ranks import Ranks, expected_world_size, join, with_port
 from longshore.engine.schedules import adopt_schedule, make_schedule
 from longshore.engine.weights import Weights, first_weights
@@ -118,45 +116,39 @@ def initialize(
     ranks, settings = join(device=device, environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
-        binding = _begin(loaded.notes, settings, ranks, environ, undo)
-        precision, first = _place(model, settings, ranks, weights)
-        listed = materialized(model_parameters)
-        client = client_optimizer(model, optimizer, listed, settings)
-        sharded, present = shard_model(model, wrap_policy, settings, ranks, client, listed, first)
+        for note in loaded.notes if ranks.rank == 0 else ():
+            warnings.warn(note, stacklevel=2)
+        # Before memory is allocated, which then comes from the NUMA node of this rank's CPUs.
+        binding = bind(settings, ranks, os.environ if environ is None else environ)
+        undo.callback(binding.release)
+        first = _place(model, settings, ranks, weights)
+        client, groups = client_optimizer(model, optimizer, model_parameters, settings)
+        sharded = shard_model(model, wrap_policy, settings, ranks, first, client, groups)
         first.close()
-        made = make_optimizer(model, client, present, settings, _placement(settings, ranks, offload, sharded, binding))
+        made = make_optimizer(model, client, groups, settings, _placement(settings, ranks, offload, sharded, binding))
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
-        engine = Engine(model, made, settings, ranks, precision, make_loss_scale(settings.loss_scaling), binding)
+        engine = Engine(model, made, settings, ranks, binding)
         engine.lr_scheduler = schedule = _schedule(lr_scheduler, settings, made, client)
-        engine.training_dataloader = _loader(training_data, settings, data_parallel(ranks, sharded), collate_fn)
+        if training_data is not None:
+            assert settings.micro_batch_size is not None
+            engine.training_dataloader = make_loader(
+                training_data, settings.micro_batch_size, data_parallel(ranks, sharded), collate_fn, settings.drop_last
+            )
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
     return Initialized(engine, made, engine.training_dataloader, schedule)
 
 
-def _begin(
-    notes: Iterable[str], config: Config, ranks: Ranks, environ: Mapping[str, str] | None, undo: contextlib.ExitStack
-) -> Binding:
-    """Warn, and bind this rank to CPUs before memory is allocated, which then comes from their NUMA node."""
-    if ranks.rank == 0:
-        for note in notes:
-            warnings.warn(note, stacklevel=4)
-    binding = bind(config, ranks, os.environ if environ is None else environ)
-    undo.callback(binding.release)
-    return binding
-
-
-def _place(
-    model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None
-) -> tuple[Precision, Weights]:
+def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None) -> Weights:
     """Convert the model and move it to this rank's device with its first weights. A model that is, or will be, sharded
     gets them with its shards."""
-    precision = Precision.of(settings, ranks.device)
-    sharded = check_already_sharded(model, settings, ranks, precision)
-    if not sharded:
-        precision.convert(model)
+    dtype = None if settings.dtype is None else DTYPES[settings.dtype]
+    sharded = check_already_sharded(model, settings, ranks, dtype)
+    for parameter in model.parameters() if dtype is not None and not sharded else ():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)  # the same object; buffers keep their dtype
     _check_same_setup(model, settings, ranks)
     in_shards = sharded or (settings.stage == 3 and ranks.world_size > 1)
     weights = first_weights(model, path, ranks, in_shards)
@@ -164,7 +156,7 @@ def _place(
         weights.place(model, ranks, parameters=not in_shards)
     if settings.cpu_checkpointing and not is_configured():
         install(cpu_checkpointing=True)
-    return precision, weights
+    return weights
 
 
 def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
@@ -177,8 +169,7 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
-    from_args = getattr(args, "deepspeed_config", None) if args is not None else None
-    given = [value for value in (config, config_params, from_args) if value is not None]
+    given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     if len(given) != 1:
         raise ValueError(
             "initialize() needs config=: a path, a dictionary, or a longshore.Config"
@@ -206,14 +197,13 @@ def _placement(
     if ranks.world_size == 1:
         return offload
     averaged = data_parallel(ranks, sharded).world_size
-    predivide = float(averaged) if config.prescale_gradients else config.gradient_predivide_factor
     reduction = ReductionSettings(
         bucket_numel=config.reduce_bucket_numel,
         each_backward=False,
         early=config.overlap_comm,
         wire_dtype=DTYPES[config.communication_dtype] if config.communication_dtype else None,
         sum_dtype=DTYPES[config.accumulation_dtype],
-        predivide=predivide,
+        predivide=float(averaged) if config.prescale_gradients else config.gradient_predivide_factor,
     )
     return ShardedOffload(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel, sharded)
 
@@ -237,13 +227,6 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     )
 
 
-def _loader(data: Any, config: Config, ranks: Ranks, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
-    if data is None:
-        return None
-    assert config.micro_batch_size is not None
-    return make_loader(data, config.micro_batch_size, ranks, collate_fn, config.drop_last)
-
-
 def _prepare(optimizer: HostOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
     """Check and connect a new optimizer. No window begins with gradients of another loop (law 2)."""
     _check_same_parameters(optimizer, ranks)
@@ -263,9 +246,7 @@ def _prepare(optimizer: HostOptimizer, ranks: Ranks, sharded: FullyShardedModel 
 
 def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimizer | None) -> Any:
     if given is None:
-        if config.scheduler is None:
-            return None
-        return make_schedule(config.scheduler, optimizer)
+        return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
     return adopt_schedule(given, optimizer, client)
