@@ -63,9 +63,9 @@ def test_units() -> None:
     names.update((id(module), name) for name, module in model.named_modules())
     assert units(["Linear"]) == ["outside", "inside.pair.1", "inside.pair.0", "inside.first.down", "inside.first.up"]
     assert units("Sequential") == ["inside.pair"]
-    assert units(20) == ["inside.first.up", "inside.first.down", "inside.pair"]
-    assert units(24) == ["inside.first.up", "inside.first.down", "inside.pair"]
-    assert units(25) == ["inside.first.up", "inside.first.down", "inside"]
+    assert units(20) == ["inside.pair", "inside.first.down", "inside.first.up"]
+    assert units(24) == ["inside.pair", "inside.first.down", "inside.first.up"]
+    assert units(25) == ["inside.first.down", "inside.first.up", "inside"]
     assert units(10**6) == []
     assert units(lambda name, module: name == "outside") == ["outside"]
     with pytest.raises(

@@ -19,7 +19,7 @@ from longshore.byte_sizes import LEAST_BUDGET
 from longshore.engine.access import register
 from longshore.engine.activation_checkpointing import install, is_configured
 from longshore.engine.binding import Binding, bind, host_cpus
-from longshore.engine.config import Config, load_config
+from longshore.engine.config import Config, LoadedConfig, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
 from longshore.engine.model_sharding import (
@@ -107,19 +107,16 @@ def initialize(
         ValueError, TypeError: arguments that are not supported, by name.
     """
     model = _checked_model(model, mpu, mesh_param)
-    chosen = _chosen_config(args, config, config_params)
     environ = _environ(distributed_port, dist_init_required)
-    # Before the ranks meet: they would wait for each other only to hear of a mistake in a file.
-    data_ranks = max(1, expected_world_size(environ) // tensor_parallel_size(model))
-    loaded = load_config(chosen, world_size=data_ranks, needs_optimizer=optimizer is None)
-    check_installed(loaded.config)
+    configs = (config, config_params, getattr(args, "deepspeed_config", None))
+    loaded = _loaded(configs, model, environ, needs_optimizer=optimizer is None)
     ranks, settings = join(device=device, environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
         for note in loaded.notes if ranks.rank == 0 else ():
             warnings.warn(note, stacklevel=2)
         # Before memory is allocated, which then comes from the NUMA node of this rank's CPUs.
-        binding = bind(settings, ranks, os.environ if environ is None else environ)
+        binding = bind(settings, ranks, environ)
         undo.callback(binding.release)
         first = _place(model, settings, ranks, weights)
         client, groups = client_optimizer(model, optimizer, model_parameters, settings)
@@ -129,16 +126,14 @@ def initialize(
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
         engine = Engine(model, made, settings, ranks, binding)
-        engine.lr_scheduler = schedule = _schedule(lr_scheduler, settings, made, client)
+        engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
         if training_data is not None:
-            assert settings.micro_batch_size is not None
-            engine.training_dataloader = make_loader(
-                training_data, settings.micro_batch_size, data_parallel(ranks, sharded), collate_fn, settings.drop_last
-            )
+            size, share = engine.train_micro_batch_size_per_gpu(), data_parallel(ranks, sharded)
+            engine.training_dataloader = make_loader(training_data, size, share, collate_fn, settings.drop_last)
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
-    return Initialized(engine, made, engine.training_dataloader, schedule)
+    return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
 
 
 def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None) -> Weights:
@@ -168,19 +163,26 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
     return model
 
 
-def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
-    given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
+def _loaded(
+    configs: Iterable[Any], model: nn.Module, environ: Mapping[str, str], needs_optimizer: bool
+) -> LoadedConfig:
+    """Read and check the configuration, before the ranks meet: otherwise they would wait for each other only to hear of
+    a mistake in a file."""
+    given = [config for config in configs if config is not None]
     if len(given) != 1:
         raise ValueError(
             "initialize() needs config=: a path, a dictionary, or a longshore.Config"
             if not given
             else "the configuration is given twice: as config=, config_params= or args.deepspeed_config; keep config="
         )
-    return given[0]
+    data_ranks = max(1, expected_world_size(environ) // tensor_parallel_size(model))
+    loaded = load_config(given[0], world_size=data_ranks, needs_optimizer=needs_optimizer)
+    check_installed(loaded.config)
+    return loaded
 
 
-def _environ(port: int | None, required: bool | None) -> dict[str, str] | None:
-    """Return the variables that identify this rank; None: the process's environment."""
+def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
+    """Return the variables that identify this rank."""
     if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "dist_init_required=False, and no process group is initialised; initialise it, or leave the argument out"
