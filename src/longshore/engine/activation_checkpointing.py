@@ -157,9 +157,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finally:
             _nesting.inside = former
 
-    # Autograd may have tensors saved in host memory. Tensors on the CPU are copied too, so that a run there does what a
-    # CUDA run does. Nested calls, in forward and in the recomputation alike, must be seen by the outer checkpoint's own
-    # hooks.
+    # Tensors on the CPU are copied too, so that a CPU run does what a CUDA run does. Nested calls, in forward and in the
+    # recomputation, must be seen by the outer checkpoint's own hooks.
     hooks = saved_tensors_hooks(HostInput, lambda saved: saved.restore())
     with hooks if _on_host and not _nesting.inside else contextlib.nullcontext():
         # Keyword arguments go by position: torch saves only positional tensors as autograd does, with a version.
