@@ -157,7 +157,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finally:
             _nesting.inside = former
 
-    # Tensors on the CPU are copied too, so that a CPU run does what a CUDA run does. Nested calls, in forward and in the
+    # CPU tensors are copied too, so that a CPU run does what a CUDA run does. Nested calls, in forward and in the
     # recomputation, must be seen by the outer checkpoint's own hooks.
     hooks = saved_tensors_hooks(HostInput, lambda saved: saved.restore())
     with hooks if _on_host and not _nesting.inside else contextlib.nullcontext():

@@ -219,14 +219,7 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     if ahead == "auto" and neighbours.on_machine > 1:
         ahead = max(LEAST_BUDGET, memory_for_speculation() // neighbours.on_machine)
     cpus = host_cpus(config, neighbours, binding.host_threads)
-    return Offload(
-        config.tile_numel,
-        cpus.threads,
-        cpus.cpu_set,
-        device=place,
-        speculation_memory=ahead,
-        ratio=config.offload_ratio,
-    )
+    return Offload(config.tile_numel, *cpus, device=place, speculation_memory=ahead, ratio=config.offload_ratio)
 
 
 def _prepare(optimizer: HostOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
