@@ -65,7 +65,7 @@ class Engine(nn.Module):
         # Parts of the engine.
         self._deepspeed = DeepSpeedNames(module, optimizer, config, ranks, self.loss_scaling, self._window)
         self._reports = Reports(config, ranks, optimizer)
-        self._checkpoints = Checkpoints(self, self._window)
+        self._checkpoints = Checkpoints(self)
         self.save_checkpoint = self._checkpoints.save
         self.load_checkpoint = self._checkpoints.load
         self.wait_for_checkpoint = self._checkpoints.wait
