@@ -124,14 +124,8 @@ def bind(config: Config, ranks: Ranks, environ: Mapping[str, str], root: Path = 
 def plan_or_refusal(
     rows: Sequence[Situation], place: int, topology: Topology, root: Path = Path("/")
 ) -> RankBinding | str:
-    """Return the CPUs of one rank, or why it is not bound. Each rank of the machine computes the same plan.
-
-    Args:
-        rows: what the ranks of one machine said, in order.
-        place: index of this rank among them.
-        topology: the machine, as all of them see it.
-        root: parent folder of ``sys``.
-    """
+    """Return the CPUs of one rank, or why it is not bound; each rank of a machine computes the same plan. ``rows`` are
+    of the machine's ranks, in order, and ``place`` is the index of this one."""
     mine = rows[place]
     if mine.refusal:
         return mine.refusal

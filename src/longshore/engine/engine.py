@@ -109,9 +109,7 @@ class Engine(nn.Module):
         return self._times_scale(loss)
 
     def _times_scale(self, loss: Tensor) -> Tensor:
-        if not self.loss_scaling.skips_overflow or self.loss_scaling.value == 1.0:
-            return loss
-        return loss.float() * self.loss_scaling.value
+        return loss if self.loss_scaling.value == 1.0 else loss.float() * self.loss_scaling.value
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run one backward of the window.
@@ -182,7 +180,7 @@ class Engine(nn.Module):
         if not window.failed and not (window.due(raw) and self._anything()):
             window.calls += 1
             return
-        if raw and not window.scaled and self.loss_scaling.skips_overflow and self.loss_scaling.value != 1.0:
+        if raw and not window.scaled and self.loss_scaling.value != 1.0:
             raise GradientError(
                 f"gradients came from loss.backward() without the loss scale ({self.loss_scaling.value:g}); "
                 "call engine.backward(loss), or engine.scale(loss).backward()"
@@ -243,7 +241,7 @@ class Engine(nn.Module):
         if discarded:
             self._window.discard()
         else:
-            self._window.close()
+            self._window.begin()
         if not self._stepping:  # otherwise they are written when the step is over
             self._reports.discard()
 

@@ -74,33 +74,26 @@ class DynamicLossScale:
         Raises:
             LossScaleError: the scale cannot go lower. It is as it was before the call.
         """
-        if overflow:
-            self._shrink()
-            self._last_overflow = self._windows
-        else:
-            self._grow()
-        self._windows += 1
-
-    def _shrink(self) -> None:
-        if self._hysteresis_left > 1:
+        scaling, clean = self._scaling, self._windows - self._last_overflow - 1
+        if overflow and self._hysteresis_left > 1:
             self._hysteresis_left -= 1
-            return
-        if self.value == self._scaling.min_scale:
+        elif overflow and self.value == scaling.min_scale:
             raise LossScaleError(
                 f"the gradients of window {self._windows} overflow at a loss scale of {self.value:g}, which is "
                 f"min_loss_scale, so it cannot be halved again. The step was skipped and no weight changed. Look for "
                 f"NaN or infinity in the data and the loss (torch.autograd.set_detect_anomaly), lower the learning "
                 f"rate, train in bf16, or lower min_loss_scale"
             )
-        self.value = max(self.value / 2.0, self._scaling.min_scale)
-
-    def _grow(self) -> None:
-        clean = self._windows - self._last_overflow - 1
-        doubles = clean > 0 and clean % self._scaling.window == 0
-        if doubles:
+        elif overflow:
+            self.value = max(self.value / 2.0, scaling.min_scale)
+        elif clean > 0 and clean % scaling.window == 0:
             self.value = min(self.value * 2.0, LARGEST_SCALE)
-        if doubles or self._scaling.consecutive_hysteresis:
-            self._hysteresis_left = self._scaling.hysteresis
+            self._hysteresis_left = scaling.hysteresis
+        elif scaling.consecutive_hysteresis:
+            self._hysteresis_left = scaling.hysteresis
+        if overflow:
+            self._last_overflow = self._windows
+        self._windows += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers to save."""

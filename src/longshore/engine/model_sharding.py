@@ -36,19 +36,11 @@ def shard_model(
     client: Optimizer | None = None,
     groups: Sequence[dict[str, Any]] = (),
 ) -> FullyShardedModel | None:
-    """Apply FSDP2 where the configuration asks for it; all ranks have to call.
+    """Apply FSDP2 at stage 3 on several ranks, and return None otherwise; all ranks have to call.
 
-    Args:
-        model: its parameters, on whichever device, become DTensors on this rank's device.
-        wrap_policy: as in :func:`units_of`; None: the configuration's.
-        config: says the stage.
-        ranks: a single rank has nothing to shard.
-        weights: the model's first weights.
-        client: the user's optimizer, if there is one; its parameters are replaced.
-        groups: groups of ``(name, parameter)``, in which parameters are replaced too.
-
-    Returns:
-        The sharded model; None where nothing is sharded.
+    The model's parameters, on whichever device, become DTensors on this rank's device, with their first ``weights``.
+    They also take the former parameters' places in ``client``, the user's optimizer, and in ``groups`` of ``(name,
+    parameter)``. ``wrap_policy`` is as in :func:`units_of`; None: the configuration's.
 
     Raises:
         ValueError: an older torch, or a parameter or policy that is not supported, by name.

@@ -99,8 +99,14 @@ class Reports:
         """
         if self._every is not None and engine.global_steps % self._every == 0:
             self._print(engine, self._every)
-        if self._writers:
-            self._write(engine.global_samples, self._values(engine, exposed_s))
+        values = self._values(engine, exposed_s) if self._writers else {}
+        for name, writer in list(self._writers.items()):
+            try:
+                writer.write(engine.global_samples, values)
+            except Exception as error:
+                del self._writers[name]
+                what = f"{name} failed ({type(error).__name__}: {error})"
+                _log.warning("%s and gets no more numbers; training goes on", what)
 
     def _print(self, engine: Engine, every: int) -> None:
         rates = ", ".join(f"{rate:.4g}" for rate in engine.get_lr())
@@ -114,15 +120,6 @@ class Reports:
             line += f", {part} {1e3 * seconds / every:.1f} ms"
         self._seconds.clear()
         print(line, flush=True)
-
-    def _write(self, samples: int, values: Mapping[str, float | None]) -> None:
-        for name, writer in list(self._writers.items()):
-            try:
-                writer.write(samples, values)
-            except Exception as error:
-                del self._writers[name]
-                what = f"{name} failed ({type(error).__name__}: {error})"
-                _log.warning("%s and gets no more numbers; training goes on", what)
 
     def _values(self, engine: Engine, exposed_s: float) -> dict[str, float | None]:
         """Name the numbers, the first three as DeepSpeed does; None stands for a number that does not exist."""

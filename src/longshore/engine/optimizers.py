@@ -22,13 +22,8 @@ def client_optimizer(
     config: Config,
 ) -> tuple[Optimizer | None, list[dict[str, Any]]]:
     """Return the optimizer that the user built, or that a function of theirs builds; None: the configuration names one.
-    Also return the groups for that one, of ``(FQN, parameter)``, so that errors can name parameters.
-
-    Args:
-        model: whose trainable parameters are taken where ``model_parameters`` is None.
-        given: the user's optimizer, or a function that makes one from parameters.
-        model_parameters: parameters or groups.
-        config: may name an optimizer.
+    Also return the groups for that one, of ``(FQN, parameter)``, so that errors can name parameters; without
+    ``model_parameters`` all that are trainable.
 
     Raises:
         ValueError: two optimizers, or one that was built with other parameters.
@@ -88,12 +83,7 @@ def make_optimizer(
 ) -> HostOptimizer:
     """Make an optimizer whose state is where ``placement`` says, and whose gradients leave during backward.
 
-    Args:
-        model: names the parameters.
-        client: the user's, which it replaces; None: the configuration names one.
-        groups: parameters for that one, by group.
-        config: names an optimizer where there is no client's.
-        placement: makes the store.
+    It takes the place of ``client``, the user's; without one it has the ``groups``, and the configuration names it.
     """
     if client is not None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -134,27 +134,17 @@ class Schedule(LRScheduler):
         self._last_lr = self.get_lr()
 
 
-class LRRangeTest(Schedule):
-    """Rates that grow, to see which are too high."""
+_CLASSES: dict[str, type[Schedule]] = {
+    name: type(name, (Schedule,), {"__doc__": kind.__doc__, "__module__": __name__})
+    for name, kind in SCHEDULERS.items()
+}
 
 
-class OneCycle(Schedule):
-    """Up, down, and then decay."""
-
-
-class WarmupLR(Schedule):
-    """Warmup to a rate that stays."""
-
-
-class WarmupDecayLR(Schedule):
-    """Warmup, then a straight line to 0."""
-
-
-class WarmupCosineLR(Schedule):
-    """Warmup, then half a cosine."""
-
-
-_CLASSES = {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+def __getattr__(name: str) -> Any:
+    """``WarmupLR`` and so on, which are made from the configuration's schedules."""
+    if name in _CLASSES:
+        return _CLASSES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def make_schedule(config: ScheduleConfig, optimizer: Optimizer) -> Schedule:

@@ -144,7 +144,13 @@ def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.Path
     for parameter in model.parameters() if dtype is not None and not sharded else ():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)  # the same object; buffers keep their dtype
-    _check_same_setup(model, settings, ranks)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    setup = {
+        "configuration": (f"{name}={value!r}" for name, value in settings.model_dump().items()),
+        "model": (f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
+        "choice of trainable parameters": (name for name, tensor in tensors if tensor.requires_grad),
+    }
+    _check_same(setup, ranks, "build the same model and give initialize() the same configuration")
     in_shards = sharded or (settings.stage == 3 and ranks.world_size > 1)
     weights = first_weights(model, path, ranks, in_shards)
     if path is not None or not sharded:
@@ -224,7 +230,16 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
 
 def _prepare(optimizer: HostOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
     """Check and connect a new optimizer. No window begins with gradients of another loop (law 2)."""
-    _check_same_parameters(optimizer, ranks)
+    # Buckets are filled in this order: another one on some rank, as set(model.parameters()) gives, would add up
+    # gradients of different parameters.
+    order = {
+        "order of the optimizer's parameters": (
+            f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer._core.records
+        ),
+        "division into groups": (str(len(group["params"])) for group in optimizer.param_groups),
+    }
+    duty = "give its optimizer the same parameters in the same order (a list, never a set) and groups"
+    _check_same(order, ranks, duty)
     left = [record for record in optimizer._core.records if record.parameter.grad is not None]
     for record in left:
         record.parameter.grad = None
@@ -247,56 +262,18 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimize
     return adopt_schedule(given, optimizer, client)
 
 
-# -- the same on all ranks (law 11) ------------------------------------------------
-
-
-def _check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Check that model and configuration are the same on all ranks; all have to call.
-
-    Raises:
-        RankError: says what differs, and on which ranks.
-    """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    parts = {
-        "configuration": _digest(f"{name}={value!r}" for name, value in config.model_dump().items()),
-        "model": _digest(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
-        "choice of trainable parameters": _digest(name for name, tensor in tensors if tensor.requires_grad),
+def _check_same(parts: Mapping[str, Iterable[str]], ranks: Ranks, duty: str) -> None:
+    """Check that lines are the same on all ranks (law 11); all have to call. RankError says what differs, and where."""
+    digests = {
+        what: hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest() for what, lines in parts.items()
     }
-    _check_same(parts, ranks, "build the same model and give initialize() the same configuration")
-
-
-def _check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
-    """Check that the optimizer has the same parameters in the same order on all ranks; all have to call.
-
-    Buckets are filled in that order: another one, as ``set(model.parameters())`` gives, would add up gradients of
-    different parameters.
-
-    Raises:
-        RankError: names the ranks that differ.
-    """
-    lines = (f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer._core.records)
-    sizes = (str(len(group["params"])) for group in optimizer.param_groups)
-    parts = {"order of the optimizer's parameters": _digest(lines), "division into groups": _digest(sizes)}
-    _check_same(
-        parts, ranks, "give its optimizer the same parameters in the same order (a list, never a set) and groups"
-    )
-
-
-def _check_same(parts: Mapping[str, bytes], ranks: Ranks, duty: str) -> None:
-    rows = ranks.gather(parts)
-    for what in parts:
+    rows = ranks.gather(digests)
+    for what in digests:
         differing = [rank for rank, row in enumerate(rows) if row[what] != rows[0][what]]
         if differing:
             raise RankError(
                 f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to {duty}"
             )
-
-
-def _digest(lines: Iterable[str]) -> bytes:
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
-
-
-# -- scripts -----------------------------------------------------------------------
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

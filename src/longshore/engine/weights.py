@@ -142,13 +142,8 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, sharded: FullyShardedModel, former: dict[str, Tensor], ranks: Ranks) -> None:
-        """Fill each rank's shards; all ranks have to call.
-
-        Args:
-            sharded: the model, with memory for the shards.
-            former: the model's parameters before it was sharded, by name. Their memory is freed, one by one.
-            ranks: this process among the run's.
-        """
+        """Fill each rank's shards, for which there is memory; all ranks have to call. ``former``: the parameters before
+        the model was sharded, by name. Their memory is freed, one by one."""
         for name, parameter in sharded.model.named_parameters():
             shards = [sharded.layout.shard_of(parameter, rank) for rank in range(ranks.world_size)]
             if self.path is not None:
@@ -202,12 +197,10 @@ def _files(path: Path) -> Sequence[Path]:
 
 
 def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: Ranks, everywhere: bool) -> Weights:
-    """Find the model's first weights, and check them on every rank; all have to call.
+    """Find the first weights of a model, which has its dtype, and check them on every rank; all have to call.
 
     Args:
-        model: in its dtype.
         path: of files, or None for rank 0's weights.
-        ranks: this process among the run's.
         everywhere: every rank reads its shards, instead of rank 0 everything.
 
     Raises:

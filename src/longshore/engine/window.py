@@ -79,9 +79,10 @@ class Window:
         """What the user declared last; None: nothing, so backwards are counted."""
         self.discards = 0
         """Partly filled windows that were discarded since the last step that was due."""
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a new window; the former one's step was applied or skipped."""
         self.backwards = 0
         """Calls of ``engine.backward()``."""
         self.calls = 0
@@ -163,10 +164,6 @@ class Window:
 
     # -- the end --------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the window, whose step was applied or skipped."""
-        self._begin()
-
     def discard(self) -> None:
         """End the window, which the user discarded; warn about a loop that never trains."""
         kept, steps = self.backwards, self.sizes.accumulation_steps
@@ -179,4 +176,4 @@ class Window:
                 "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
                 stacklevel=5,
             )
-        self._begin()
+        self.begin()
