@@ -171,7 +171,7 @@ def big(folder: str, how: str) -> float:
         with longshore.Init(empty=how == "files", enabled=how != "without"):
             model = make()
         weights = first_weights(model, folder if how == "files" else None, ranks, everywhere=True)
-        sharded, _ = shard_model(model, None, settings, ranks, None, None, weights)
+        sharded = shard_model(model, None, settings, ranks, weights)
         weights.close()
     assert sharded is not None
     return watch.growth / weights_bytes

@@ -63,9 +63,9 @@ def test_units() -> None:
     names.update((id(module), name) for name, module in model.named_modules())
     assert units(["Linear"]) == ["outside", "inside.pair.1", "inside.pair.0", "inside.first.down", "inside.first.up"]
     assert units("Sequential") == ["inside.pair"]
-    assert units(20) == ["inside.first.up", "inside.first.down", "inside.pair"]
-    assert units(24) == ["inside.first.up", "inside.first.down", "inside.pair"]
-    assert units(25) == ["inside.first.up", "inside.first.down", "inside"]
+    assert units(20) == ["inside.pair", "inside.first.down", "inside.first.up"]
+    assert units(24) == ["inside.pair", "inside.first.down", "inside.first.up"]
+    assert units(25) == ["inside.first.down", "inside.first.up", "inside"]
     assert units(10**6) == []
     assert units(lambda name, module: name == "outside") == ["outside"]
     with pytest.raises(
@@ -262,7 +262,7 @@ def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     ranks: Any = SimpleNamespace(world_size=2)
     with pytest.raises(ValueError, match=r"stage 3 needs torch 2\.13 or newer, and this is 2\.12\.1\+cu130"):
-        shard_model(cases.make_tower(), None, cases.config_of(), ranks, None, None, Weights())
+        shard_model(cases.make_tower(), None, cases.config_of(), ranks, Weights())
 
 
 def test_a_policy_below_stage_3_is_refused() -> None:

@@ -342,5 +342,5 @@ def test_the_device() -> None:
     count = torch.cuda.device_count()
     with pytest.raises(ValueError, match=f"asks for cuda:{count + 3}"):
         initialize(config=file(), device=f"cuda:{count + 3}")
-    with pytest.raises(ValueError, match=r"device='gpu' is no device"):
+    with pytest.raises(ValueError, match=r"device='gpu' is not a device"):
         initialize(config=file(), device="gpu")

@@ -122,7 +122,7 @@ def test_ranks_that_do_not_come_are_missed_in_time() -> None:
     [
         ({"backend": "glo"}, ValueError, "did you mean 'gloo'"),
         ({"backend": 3}, TypeError, "backend is a name"),
-        ({"device": "gpu"}, ValueError, "device='gpu' is no device"),
+        ({"device": "gpu"}, ValueError, "device='gpu' is not a device"),
         ({"device": 0}, TypeError, "device is a name"),
         ({"timeout": 0}, ValueError, "above 0 seconds"),
         ({"timeout": timedelta(seconds=-1)}, ValueError, "above 0 seconds"),

@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant(
         "random numbers are not restored",
         "engine/checkpoints.py",
-        '            restore_random_states(found.own["random"], engine.ranks.device)\n',
+        '            restore_random_states(own["random"], engine.device)\n',
         "            pass\n",
         (RESUME,),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -67,16 +68,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         ValueError: ``max_shard_size`` is not a valid size.
     """
-    from longshore.engine.weight_files import save_weights
+    from longshore.engine.deepspeed_names import save_weights
 
     max_bytes = _bytes(max_shard_size)
     if not safe_serialization:
         state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-        save_weights(state, output_dir, "pytorch_model.bin")
+        save_weights(state, Path(output_dir) / "pytorch_model.bin")
         return
     if exclude_frozen_parameters:
         state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, True)
-        save_weights(state, output_dir, "model.safetensors")
+        save_weights(state, Path(output_dir) / "model.safetensors")
         return
     import torch
 

@@ -31,8 +31,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
         return None
     optimizer, record = found
     if not record.has_master or record.changed:
-        values = optimizer._core.store.read_values(record.index, record.values())
-        return values.detach().to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
+        return _copy(optimizer._core.store.read_values(record.index, record.values())).view(record.shape)
     return optimizer._core.store.read_state(record.index, MASTER).view(record.shape)
 
 
@@ -42,16 +41,13 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     Raises:
         ValueError: another shape, or a parameter that no engine steps.
     """
-    optimizer, record = _found(param)
-    _check_shape(value, record)
+    optimizer, record = _found(param, value)
     with torch.no_grad():
         part = optimizer._core.store.part_to_hold(record.index, flat(value))
         record.held.copy_(part.view(record.held.shape))
         torch.autograd.graph.increment_version(param)
     if record.index in optimizer._core.store:
-        optimizer._core.store.write_state(
-            record.index, MASTER, flat(value.detach().to(device="cpu", dtype=torch.float32))
-        )
+        optimizer._core.store.write_state(record.index, MASTER, flat(_copy(value)))
         record.has_master = True
         record.mark_published()  # it is the rounded master
 
@@ -65,9 +61,8 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     found = _find(param)
     if found is None:
         return None
-    optimizer, _ = found
-    _check_key(optimizer, optim_state_key)
-    return optimizer.state[param].get(optim_state_key)
+    _check_key(found[0], optim_state_key)
+    return found[0].state[param].get(optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -76,9 +71,8 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     Raises:
         ValueError: another shape or name, or a parameter that no engine steps.
     """
-    optimizer, record = _found(param)
+    optimizer, _ = _found(param, value)
     _check_key(optimizer, optim_state_key)
-    _check_shape(value, record)
     optimizer.state[param][optim_state_key] = value
 
 
@@ -97,7 +91,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     gradient = gradients[record.index]
     if gradient is None:
         gradient = optimizer._core.store.read_gradient(record.index)
-    return None if gradient is None else gradient.to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
+    return None if gradient is None else _copy(gradient).view(record.shape)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -106,11 +100,14 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     Raises:
         ValueError: another shape, or a parameter that no engine steps or that has no gradient in this window.
     """
-    optimizer, record = _found(param)
-    _check_shape(value, record)
+    optimizer, record = _found(param, value)
     if optimizer._core.window_gradients().get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
-    optimizer._core.store.write_gradient(record.index, flat(value.detach().to(device="cpu", dtype=torch.float32)))
+    optimizer._core.store.write_gradient(record.index, flat(_copy(value)))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True)
 
 
 def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
@@ -126,17 +123,16 @@ def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
     return None
 
 
-def _found(param: Tensor) -> tuple[HostOptimizer, ParameterRecord]:
+def _found(param: Tensor, value: Tensor) -> tuple[HostOptimizer, ParameterRecord]:
+    """Return the parameter's optimizer and record; ValueError if there is none, or ``value`` has another shape."""
     found = _find(param)
     if found is None:
         raise ValueError("no engine steps this tensor: it is not a parameter that was passed to longshore.initialize()")
-    return found
-
-
-def _check_shape(value: Tensor, record: ParameterRecord) -> None:
+    record = found[1]
     if not isinstance(value, Tensor) or value.shape != record.shape:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"parameter {record.name} has shape {list(record.shape)}, and the value is {shape}")
+    return found
 
 
 def _check_key(optimizer: HostOptimizer, key: str) -> None:

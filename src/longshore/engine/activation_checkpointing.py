@@ -9,11 +9,9 @@ alignment that it had, so that the recomputation runs the same kernels on it and
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -23,18 +21,13 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from longshore.engine.wording import did_you_mean, is_integer, shown
+from longshore.engine.config.load import read_file
+from longshore.engine.config.table import KEYS
+from longshore.engine.config.values import WrongValueError
+from longshore.engine.wording import did_you_mean, shown
 
-SECTION = "activation_checkpointing"
-
-CANNOT_CHANGE_RESULTS: dict[str, str] = {
-    "partition_activations": "it splits saved inputs over model-parallel ranks, and there are none",
-    "contiguous_memory_optimization": "it says where saved inputs lie in memory, which torch's allocator decides here",
-    "number_checkpoints": "it sizes the buffer of contiguous_memory_optimization",
-    "synchronize_checkpoint_boundary": "it waits for the device, and what is computed stays the same",
-    "profile": "it logs times; torch.profiler shows them here",
-}
-"""Keys that are accepted and do nothing, each with the reason."""
+_SECTION = "activation_checkpointing"
+_KEYS = {name: key for (section, name), key in KEYS.items() if section == _SECTION}
 
 _ALIGNMENT_BYTES = 256
 """Matrix libraries choose kernels by how well their operands are aligned, up to this."""
@@ -44,7 +37,6 @@ _ALIGNMENT_BYTES = 256
 
 _on_host: bool | None = None
 """Whether inputs of checkpointed functions are kept in host memory; None: never configured."""
-_nesting = threading.local()
 
 
 def install(cpu_checkpointing: bool | None) -> None:
@@ -63,22 +55,6 @@ def reset() -> None:
     by a backward frees them with its outputs. Settings stay."""
 
 
-def section_problems(section: Any) -> list[tuple[str, str]]:
-    """Everything that is wrong with the section ``activation_checkpointing`` of a configuration, as (key, problem)."""
-    if not isinstance(section, Mapping):
-        return [("", f"must be a table, and is {shown(section)}")]
-    known = {"cpu_checkpointing", *CANNOT_CHANGE_RESULTS}
-    problems = [(str(key), f"is not known; {did_you_mean(key, known)}") for key in section if key not in known]
-    for key in sorted(known & set(section)):
-        value = section[key]
-        if key == "number_checkpoints":
-            if value is not None and not (is_integer(value) and value >= 0):
-                problems.append((key, f"must be an integer that is not negative, and is {shown(value)}"))
-        elif not isinstance(value, bool):
-            problems.append((key, f"must be true or false, and is {shown(value)}"))
-    return problems
-
-
 def configure(
     mpu_: Any = None,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -95,8 +71,7 @@ def configure(
         mpu_: a model-parallel unit; accepted when it has one model-parallel rank.
         deepspeed_config: a path or a dict, of which ``activation_checkpointing`` is read.
         partition_activations: overrides its key there. Like ``contiguous_checkpointing``, ``num_checkpoints``,
-            ``synchronize`` and ``profile`` it is checked, and changes nothing (:data:`CANNOT_CHANGE_RESULTS`
-            says why).
+            ``synchronize`` and ``profile`` it is checked, and changes nothing (``docs/deepspeed_config.md`` says why).
         contiguous_checkpointing: overrides ``contiguous_memory_optimization``.
         num_checkpoints: overrides ``number_checkpoints``.
         checkpoint_in_cpu: overrides ``cpu_checkpointing``.
@@ -104,13 +79,16 @@ def configure(
         profile: overrides its key there.
 
     Raises:
-        ValueError: all that is wrong with the section and the arguments; a file that is no JSON object;
-            several model-parallel ranks.
-        OSError: a file that cannot be read.
+        ValueError: all that is wrong with the section and the arguments; a file that cannot be read or is not a JSON
+            object; several model-parallel ranks.
     """
     _check_model_parallel(mpu_)
-    section = _section_of(deepspeed_config)
-    given = {
+    config = {} if deepspeed_config is None else deepspeed_config
+    config = config if isinstance(config, Mapping) else read_file(Path(config))
+    section = config.get(_SECTION, {})
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{_SECTION} must be a section, an object in braces, and is {shown(section)}")
+    arguments = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints,
@@ -118,44 +96,33 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    if isinstance(section, Mapping):
-        section = {**section, **{key: value for key, value in given.items() if value is not None}}
-    problems = section_problems(section)
+    settings = {**section, **{name: value for name, value in arguments.items() if value is not None}}
+    problems = ""
+    for name, value in settings.items():
+        try:
+            if name not in _KEYS:
+                raise WrongValueError(f"is not known; {did_you_mean(name, _KEYS)}")
+            if value is not None:
+                _KEYS[name].kind.check(value)
+        except WrongValueError as error:
+            problems += f"\n  {_SECTION}.{name} = {shown(value)}: {error}"
     if problems:
-        lines = (f"\n  {SECTION}{'.' * bool(key)}{key}: {problem}" for key, problem in problems)
-        raise ValueError("activation checkpointing cannot be configured:" + "".join(lines))
-    install(section.get("cpu_checkpointing", False))
+        raise ValueError(f"activation checkpointing cannot be configured:{problems}")
+    install(bool(settings.get("cpu_checkpointing")))
 
 
 def _check_model_parallel(mpu: Any) -> None:
-    if mpu is None:
-        return
-    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
-        size = getattr(mpu, name, None)
-        if size is not None:
-            if size() != 1:
-                raise ValueError(
-                    f"activation checkpointing does not keep the random states of model-parallel ranks, "
-                    f"and mpu_.{name}() is {size()}: use one model-parallel rank, and mpu_=None"
-                )
-            return
-    raise ValueError(
-        f"mpu_ must have get_model_parallel_world_size(), and {type(mpu).__name__} does not: use mpu_=None"
-    )
-
-
-def _section_of(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Any:
-    if config is None:
-        return {}
-    if not isinstance(config, Mapping):
-        path = config
-        try:
-            config = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{path} must contain a JSON object, and contains {shown(config)}")
-    return config.get(SECTION, {})
+    names = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+    name = next((name for name in names if getattr(mpu, name, None) is not None), None)
+    if name is None and mpu is not None:
+        raise ValueError(
+            f"mpu_ must have get_model_parallel_world_size(), and {type(mpu).__name__} does not: use mpu_=None"
+        )
+    if name is not None and (size := getattr(mpu, name)()) != 1:
+        raise ValueError(
+            f"activation checkpointing does not keep the random states of model-parallel ranks, and mpu_.{name}() is "
+            f"{size}: use one model-parallel rank, and mpu_=None"
+        )
 
 
 # -- the call ----------------------------------------------------------------------
@@ -184,25 +151,26 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     names, positional = tuple(kwargs), len(args)
 
     def run(*values: Any) -> Any:
-        with _nested():
+        former, _nesting.inside = _nesting.inside, True
+        try:
             return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+        finally:
+            _nesting.inside = former
 
-    # Keyword arguments go by position: torch saves only positional tensors as autograd does, with a version.
-    values = (*args, *kwargs.values())
-    # Nested calls, in forward and in the recomputation alike, must be seen by the outer checkpoint's own hooks.
-    with save_on_host() if _on_host and not getattr(_nesting, "depth", 0) else contextlib.nullcontext():
-        return torch.utils.checkpoint.checkpoint(run, *values, use_reentrant=False)
+    # CPU tensors are copied too, so that a CPU run does what a CUDA run does. Nested calls, in forward and in the
+    # recomputation, must be seen by the outer checkpoint's own hooks.
+    hooks = saved_tensors_hooks(HostInput, lambda saved: saved.restore())
+    with hooks if _on_host and not _nesting.inside else contextlib.nullcontext():
+        # Keyword arguments go by position: torch saves only positional tensors as autograd does, with a version.
+        return torch.utils.checkpoint.checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
 
-@contextlib.contextmanager
-def _nested() -> Iterator[None]:
-    depth = getattr(_nesting, "depth", 0)
-    _nesting.depth = depth + 1
-    try:
-        yield
-    finally:
-        _nesting.depth = depth
+class _Nesting(threading.local):
+    inside = False
+    """Whether this thread runs a checkpointed function."""
 
+
+_nesting = _Nesting()
 
 # -- inputs in host memory ---------------------------------------------------------
 
@@ -218,22 +186,25 @@ class HostInput:
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
         self._size, self._stride = tensor.size(), None
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         with torch.no_grad():
-            plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-            if not plain or tensor.is_nested:
-                self._host = tensor.detach().to("cpu", copy=True)
-                return
-            self._stride = tensor.stride()
-            self._phase = tensor.data_ptr() % _ALIGNMENT_BYTES // tensor.element_size()
-            self._extent = _extent(self._size, self._stride)
-            self._has_gaps = self._extent > tensor.numel() and _has_no_overlap(self._size, self._stride)
-            source = tensor.detach()
-            if not self._has_gaps:
-                source = source.as_strided((self._extent,), (1,), tensor.storage_offset())
-            pinned = tensor.device.type == "cuda"
-            host = torch.empty(source.size(), dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-            # torch's pinned allocator does not hand the block out again before this copy is done.
-            self._host = host.copy_(source, non_blocking=pinned)
+            as_is = plain and not tensor.is_nested
+            self._host = self._memory_of(tensor) if as_is else tensor.detach().to("cpu", copy=True)
+        _alive.add(self)
+
+    def _memory_of(self, tensor: Tensor) -> Tensor:
+        self._stride = tensor.stride()
+        self._phase = tensor.data_ptr() % _ALIGNMENT_BYTES // tensor.element_size()
+        spans = ((count - 1) * step for count, step in zip(self._size, self._stride, strict=True))
+        self._extent = 0 if tensor.numel() == 0 else 1 + sum(spans)  # elements from the first to the last in memory
+        self._has_gaps = self._extent > tensor.numel() and _has_no_overlap(self._size, self._stride)
+        source = tensor.detach()
+        if not self._has_gaps:
+            source = source.as_strided((self._extent,), (1,), tensor.storage_offset())
+        pinned = tensor.device.type == "cuda"
+        host = torch.empty(source.size(), dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        # torch's pinned allocator does not hand the block out again before this copy is done.
+        return host.copy_(source, non_blocking=pinned)
 
     @property
     def host_bytes(self) -> int:
@@ -254,13 +225,6 @@ class HostInput:
             return restored
 
 
-def _extent(size: torch.Size, stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last in memory."""
-    if 0 in size:
-        return 0
-    return 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
-
-
 def _has_no_overlap(size: torch.Size, stride: tuple[int, ...]) -> bool:
     """Whether certainly no two elements share memory."""
     end = 1
@@ -274,18 +238,6 @@ def _has_no_overlap(size: torch.Size, stride: tuple[int, ...]) -> bool:
 _alive: WeakSet[HostInput] = WeakSet()
 
 
-def save_on_host() -> AbstractContextManager[Any]:
-    """Context in which autograd saves tensors to host memory. CPU tensors are copied too, so that a CPU run does what a
-    CUDA run does."""
-    return saved_tensors_hooks(_pack, lambda packed: packed.restore())
-
-
-def _pack(tensor: Tensor) -> HostInput:
-    packed = HostInput(tensor)
-    _alive.add(packed)
-    return packed
-
-
 def held_host_bytes() -> int:
-    """Bytes of host memory that saved inputs take at the moment, until their backward or the end of their graph."""
-    return sum(packed.host_bytes for packed in list(_alive))
+    """Return the bytes of host memory that saved inputs take now, until their backward or the end of their graph."""
+    return sum(saved.host_bytes for saved in list(_alive))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,28 +47,21 @@ _LEAST_CORES = 4
 class Neighbours(NamedTuple):
     """Ranks of one machine, including this one."""
 
-    on_machine: int = 1
-    on_cpus: int = 1
+    on_machine: int
+    on_cpus: int
     """Number of ranks that may use the same CPUs; a launcher may have given each its own."""
-    place: int = 0
+    place: int
     """Index of this rank among the latter."""
 
 
 @dataclass
 class Binding:
-    """The CPUs on which a rank's threads run.
+    """The CPUs on which a rank's threads run."""
 
-    Attributes:
-        text: one line with the CPUs and the reason.
-        host_threads: number of threads of the host step; None: not chosen here.
-        threads: what the engine bound; None: nothing.
-        neighbours: who shares the machine's memory and CPUs.
-    """
-
-    text: str
-    host_threads: int | None = None
-    threads: BoundThreads | None = None
-    neighbours: Neighbours = field(default_factory=Neighbours)
+    text: str  # one line with the CPUs and the reason
+    host_threads: int | None  # number of threads of the host step; None: not chosen here
+    threads: BoundThreads | None  # what the engine bound; None: nothing
+    neighbours: Neighbours  # who shares the machine's memory and CPUs
 
     def release(self) -> None:
         """Move threads back to where they were before the engine bound them; a second call does nothing."""
@@ -81,25 +74,18 @@ class Binding:
 class Situation:
     """Information that one rank gives the others about its machine.
 
-    Attributes:
-        machine: the same for all ranks of one machine.
-        refusal: why this rank cannot be bound; empty: it can.
-        asked: whether LONGSHORE_BIND=1 is set.
-        cpus: logical CPUs that the rank may use, as a list.
-        occupied: those to which ranks of other runs were bound, as a list.
-        torch_threads: number of torch's threads.
-        device: name, PCI address and NUMA node of the rank's device.
-        visible: PCI addresses of the GPUs that the rank sees.
+    ``cpus`` are logical CPUs that the rank may use, as a list in words; ``occupied`` are those to which ranks of other
+    runs were bound.
     """
 
-    machine: str
-    refusal: str = ""
-    asked: bool = False
+    machine: str  # the same for all ranks of one machine
+    refusal: str = ""  # why this rank cannot be bound; empty: it can
+    asked: bool = False  # LONGSHORE_BIND=1 is set
     cpus: str = ""
     occupied: str = ""
     torch_threads: int = 1
-    device: tuple[str, str | None, int | None] = ("cpu", None, None)
-    visible: tuple[str, ...] = ()
+    device: tuple[str, str | None, int | None] = ("cpu", None, None)  # its name, PCI address and NUMA node
+    visible: tuple[str, ...] = ()  # PCI addresses of the GPUs that the rank sees
 
 
 def bind(config: Config, ranks: Ranks, environ: Mapping[str, str], root: Path = Path("/")) -> Binding:
@@ -117,29 +103,29 @@ def bind(config: Config, ranks: Ranks, environ: Mapping[str, str], root: Path = 
     mine = _situation(config, ranks, environ, topology, root)
     here = {rank: row for rank, row in enumerate(ranks.gather(mine)) if row.machine == mine.machine}
     sharing = [rank for rank, row in here.items() if row.cpus == mine.cpus]
+    threads: BoundThreads | None = None
     if launched is not None:
-        binding = Binding(_as_launched(launched), launched.host_threads)
+        now = usable_cpus()
+        moved = f"; since then moved to CPU {cpu_list(now)}" if launched.cpus and now != list(launched.cpus) else ""
+        text, host_threads = f"longshore launch: {launched}{moved}", launched.host_threads
     else:
-        place = list(here).index(ranks.rank)
-        binding = _own(plan_or_refusal(list(here.values()), place, topology, root))
-    if binding.threads is not None:
-        sharing = [ranks.rank]
-    binding.neighbours = Neighbours(len(here), len(sharing), sharing.index(ranks.rank))
-    _LOGGER.info("rank %d: %s", ranks.rank, binding.text)
-    return binding
+        chosen = plan_or_refusal(list(here.values()), list(here).index(ranks.rank), topology, root)
+        text, host_threads = f"not bound to CPUs ({chosen})", None
+        if isinstance(chosen, RankBinding):
+            try:
+                threads, sharing = BoundThreads(chosen.cpus), [ranks.rank]
+                text, host_threads = str(chosen), chosen.host_threads
+            except OSError as error:
+                text = f"not bound to CPUs ({error})"
+    _LOGGER.info("rank %d: %s", ranks.rank, text)
+    return Binding(text, host_threads, threads, Neighbours(len(here), len(sharing), sharing.index(ranks.rank)))
 
 
 def plan_or_refusal(
     rows: Sequence[Situation], place: int, topology: Topology, root: Path = Path("/")
 ) -> RankBinding | str:
-    """Return the CPUs of one rank, or why it is not bound. Each rank of the machine computes the same plan.
-
-    Args:
-        rows: what the ranks of one machine said, in order.
-        place: index of this rank among them.
-        topology: the machine, as all of them see it.
-        root: parent folder of ``sys``.
-    """
+    """Return the CPUs of one rank, or why it is not bound; each rank of a machine computes the same plan. ``rows`` are
+    of the machine's ranks, in order, and ``place`` is the index of this one."""
     mine = rows[place]
     if mine.refusal:
         return mine.refusal
@@ -165,27 +151,10 @@ def plan_or_refusal(
     return plan[place]
 
 
-def _own(chosen: RankBinding | str) -> Binding:
-    if isinstance(chosen, str):
-        return Binding(f"not bound to CPUs ({chosen})")
-    try:
-        threads = BoundThreads(chosen.cpus)
-    except OSError as error:
-        return Binding(f"not bound to CPUs ({error})")
-    return Binding(str(chosen), chosen.host_threads, threads)
-
-
-def _as_launched(launched: RankBinding) -> str:
-    now = usable_cpus()
-    moved = bool(launched.cpus) and now != list(launched.cpus)
-    return f"longshore launch: {launched}" + (f"; since then moved to CPU {cpu_list(now)}" if moved else "")
-
-
 def _situation(config: Config, ranks: Ranks, environ: Mapping[str, str], topology: Topology, root: Path) -> Situation:
     cpus = [cpu.number for cpu in topology.cpus]
     machine, asked = machine_identity(root), binding_wanted(environ)
-    refusal = _refusal(config, ranks, environ, topology, asked)
-    if refusal:
+    if refusal := _refusal(config, ranks, environ, topology, asked):
         return Situation(machine, refusal, cpus=cpu_list(cpus))
     occupied = {cpu for each in cpus_of_other_ranks(cpus).values() for cpu in each}
     device, visible = ("cpu", None, None), ()
@@ -216,25 +185,20 @@ def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology:
     return ""
 
 
-class HostCpus(NamedTuple):
-    """``threads`` and ``cpu_set`` of :class:`longshore.Offload`."""
-
-    threads: int | None
-    cpu_set: tuple[int, ...] | None
-
-
-def host_cpus(config: Config, neighbours: Neighbours, granted: int | None = None) -> HostCpus:
-    """Choose the host threads: as configured; else as many as were ``granted`` when this rank was bound; else an equal
-    share for each rank that may use the same CPUs."""
+def host_cpus(
+    config: Config, neighbours: Neighbours, granted: int | None = None
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """Choose ``threads`` and ``cpu_set`` of :class:`longshore.Offload`: as configured; else as many threads as were
+    ``granted`` when this rank was bound; else an equal share for each rank that may use the same CPUs."""
     if config.threads is not None or config.cpu_set is not None:
-        return HostCpus(config.threads, config.cpu_set)
+        return config.threads, config.cpu_set
     if config.cpu_share is None and granted is not None:
-        return HostCpus(granted, None)
+        return granted, None
     cpus = usable_cpus()
     if config.cpu_share is None:
-        return HostCpus(max(1, len(cpus) // neighbours.on_cpus), None)
+        return max(1, len(cpus) // neighbours.on_cpus), None
     # With more ranks than CPUs some share one.
     first = neighbours.place * len(cpus) // neighbours.on_cpus
     end = max(first + 1, (neighbours.place + 1) * len(cpus) // neighbours.on_cpus)
     count = max(1, round(config.cpu_share * (end - first)))
-    return HostCpus(count, tuple(cpus[end - count : end]))
+    return count, tuple(cpus[end - count : end])

@@ -8,9 +8,7 @@ import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.folder import WholeCheckpoint, check_tag
@@ -19,57 +17,23 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.reading import checked
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState
-from longshore.engine.loss_scale import LossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
-from longshore.engine.ranks import Ranks
-from longshore.engine.window import Window
 from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError
-from longshore.optim.host_optimizer import HostOptimizer
 from longshore.sharding.collective_thread import twin_of
+
+if TYPE_CHECKING:
+    from longshore.engine.engine import Engine
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
 
 
-class _Found(NamedTuple):
-    """The engine's own part of a checkpoint."""
-
-    state: Mapping[str, Any]
-    own: Mapping[str, Any]
-    """This rank's part."""
-    client: dict[str, Any]
-
-
-class Resumable(Protocol):
-    """Attributes of an engine that checkpoints save and restore, besides its accumulation steps."""
-
-    module: nn.Module
-    optimizer: HostOptimizer
-    ranks: Ranks
-    loss_scaling: LossScale
-    lr_scheduler: Any
-    training_dataloader: Any
-    global_steps: int
-    micro_steps: int
-    skipped_steps: int
-
-    @property
-    def in_window(self) -> bool: ...
-
-
 class Checkpoints:
-    """Saves and loads the checkpoints of an engine.
+    """Saves and loads the checkpoints of an engine."""
 
-    Args:
-        engine: of this rank.
-        window: the engine's.
-    """
-
-    def __init__(self, engine: Resumable, window: Window) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._window = window
-        # Set when the first checkpoint is saved or loaded.
-        self._crew: RankGroup | None = None
+        self._group: RankGroup | None = None  # set when the first checkpoint is saved or loaded
         self._background = Background()
         self._run = secrets.token_hex(8)
         """Identifies the run, also after it was resumed: ``keep_last`` removes only its own checkpoints."""
@@ -128,28 +92,27 @@ class Checkpoints:
         return self._save(target, dict(client_state), exclude_frozen_parameters, async_save)
 
     def _save(self, target: Target, client_state: dict[str, Any], exclude_frozen: bool, async_save: bool) -> Path:
-        engine = self._engine
-        crew = self._met(loading=False)
-        crew.together(lambda: self._check_no_window("a checkpoint has no gradients, and {} would be lost: save"))
-        self._check_same(crew, "tag", target.tag)
-        self._check_same(crew, "save_dir", str(target.root))
-        session = TrainingState(engine.module, engine.optimizer, crew)
-        memory_bytes = memory_for_snapshot(crew) if async_save else None
+        engine, group = self._engine, self._met(loading=False)
+        group.together(lambda: self._check_no_window("a checkpoint has no gradients, and {} would be lost: save"))
+        self._check_same(group, "tag", target.tag)
+        self._check_same(group, "save_dir", str(target.root))
+        state = TrainingState(engine.module, engine.optimizer, group)
+        memory_bytes = memory_for_snapshot(group) if async_save else None
         content = prepare(
-            lambda: session.content(
+            lambda: state.content(
                 {"engine": self._state(), CLIENT_STATE: client_state},
-                self._own_state(),
+                {"random": random_states(engine.device), "loader": _state_of(engine.training_dataloader)},
                 engine.global_steps,
                 self._run,
                 exclude_frozen,
                 memory_bytes,
             ),
-            crew,
+            group,
         )
         if not async_save:
-            return write(content, target, crew)
+            return write(content, target, group)
         path = target.root / target.tag
-        self._background.start(lambda: write(content, target, crew), f"saving {path}", content.close)
+        self._background.start(lambda: write(content, target, group), f"saving {path}", content.close)
         return path
 
     def wait(self) -> None:
@@ -172,14 +135,10 @@ class Checkpoints:
         return {
             "run": self._run,
             **{name: getattr(engine, name) for name in _COUNTERS},
-            "gradient_accumulation_steps": self._window.sizes.accumulation_steps,
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
             "loss_scale": engine.loss_scaling.state_dict(),
             "lr_scheduler": _state_of(engine.lr_scheduler),
         }
-
-    def _own_state(self) -> dict[str, Any]:
-        engine = self._engine
-        return {"random": random_states(engine.ranks.device), "loader": _state_of(engine.training_dataloader)}
 
     # -- loading --------------------------------------------------------------
 
@@ -219,81 +178,84 @@ class Checkpoints:
         self.wait()
         strict = load_module_strict if strict is None else strict
         selection = Selection(strict, load_optimizer_states and not load_module_only)
-        root = Path(load_dir).absolute()
+        root, tag = Path(load_dir).absolute(), None if tag is None else str(tag)
         return self._load(root, tag, selection, load_lr_scheduler_states, load_module_only)
 
     def _load(
         self, root: Path, tag: str | None, selection: Selection, scheduler: bool, module_only: bool
     ) -> tuple[Path | None, dict[str, Any] | None]:
-        engine = self._engine
-        crew = self._met(loading=True)
-        self._check_same(crew, "load_dir", str(root))
-        self._check_same(crew, "tag", tag)
+        engine, group = self._engine, self._met(loading=True)
+        self._check_same(group, "load_dir", str(root))
+        self._check_same(group, "tag", tag)
         # Where a step failed half way, perhaps on this rank alone, its window is lost with it.
         gone = engine.optimizer._core.store.broken is not None and not module_only
-        crew.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
-        crew.first(lambda: _check_ours(root, None if tag is None else str(tag)))
-        whole = find(root, None if tag is None else str(tag), crew)
+        group.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
+        group.first(lambda: _check_ours(root, tag))
+        whole = find(root, tag, group)
         if whole is None:
-            if crew.rank == 0:
+            if group.rank == 0:
                 what = "nothing was loaded (if this is not a first start, check the path)"
                 warnings.warn(f"{root} has no checkpoint; {what}", stacklevel=3)
             return None, None
-        session = TrainingState(engine.module, engine.optimizer, crew)
-        looked: list[_Found] = []
+        own: dict[str, Any] = {}
 
         def look(values: Mapping[str, Any]) -> None:
-            looked.append(self._look(whole, values, crew, module_only))
+            """Check the engine's own part before anything changes."""
+            checked(values.get(CLIENT_STATE), dict, f"{whole.path}: {CLIENT_STATE}")
+            if not module_only:
+                own.update(self._looked(whole, values.get("engine"), group))
 
-        session.load(whole, selection, look)
-        found = looked[0]
+        values = TrainingState(engine.module, engine.optimizer, group).load(whole, selection, look)
         if not module_only:
-            crew.together(lambda: self._restore(whole, found, scheduler, crew))
-        return whole.path, found.client
+            group.together(lambda: self._restore(whole, values["engine"], own, scheduler, group))
+        return whole.path, values[CLIENT_STATE]
 
-    def _look(self, whole: WholeCheckpoint, values: Mapping[str, Any], crew: RankGroup, module_only: bool) -> _Found:
-        """Read and check the engine's own part before anything changes. Raises CheckpointError."""
+    def _looked(self, whole: WholeCheckpoint, state: Any, group: RankGroup) -> dict[str, Any]:
+        """Check the engine's state, and read and check this rank's own. Raises CheckpointError."""
         where = str(whole.path)
-        client = checked(values.get(CLIENT_STATE), dict, f"{where}: {CLIENT_STATE}")
-        if module_only:
-            return _Found({}, {}, client)
-        state = checked(values.get("engine"), dict, f"{where}: engine")
+        state = checked(state, dict, f"{where}: engine")
         for name in (*_COUNTERS, "gradient_accumulation_steps"):
             checked(state.get(name), int, f"{where}: {name}")
         checked(state.get("run"), str, f"{where}: run")
         scaling = checked(state.get("loss_scale"), dict, f"{where}: loss_scale")
         try:
             copy.copy(self._engine.loss_scaling).load_state_dict(scaling)
-            self._window.sizes.with_accumulation_steps(state["gradient_accumulation_steps"])
+            self._engine._window.sizes.with_accumulation_steps(state["gradient_accumulation_steps"])
         except (ValueError, TypeError, LongshoreError) as error:
             raise CheckpointError(f"{where}: {error}") from error
-        saved = f"{rank_file(crew.rank)}.json" in whole.files
+        saved = f"{rank_file(group.rank)}.json" in whole.files
         # A rank that the saving run did not have takes rank 0's position in the data.
-        own = read_values(whole.path, rank_file(crew.rank if saved else 0))
+        own = read_values(whole.path, rank_file(group.rank if saved else 0))
         if not saved:
             own["random"] = None
         if own.get("random") is not None:
-            check_random_states(checked(own["random"], dict, f"{where}: random"), self._engine.ranks.device)
-        return _Found(state, own, client)
+            check_random_states(checked(own["random"], dict, f"{where}: random"), self._engine.device)
+        return own
 
-    def _restore(self, whole: WholeCheckpoint, found: _Found, scheduler: bool, crew: RankGroup) -> None:
-        engine, state = self._engine, found.state
+    def _restore(
+        self,
+        whole: WholeCheckpoint,
+        state: Mapping[str, Any],
+        own: Mapping[str, Any],
+        scheduler: bool,
+        group: RankGroup,
+    ) -> None:
+        engine = self._engine
         for name in _COUNTERS:
             setattr(engine, name, state[name])
         self._run = state["run"]
-        self._window.set_accumulation_steps(state["gradient_accumulation_steps"])
-        engine.optimizer.expect_backwards(state["gradient_accumulation_steps"])
+        engine.set_gradient_accumulation_steps(state["gradient_accumulation_steps"])
         engine.loss_scaling.load_state_dict(state["loss_scale"])
         engine.optimizer.set_loss_scale(engine.loss_scaling.value)
         if scheduler:
             _load_state(engine.lr_scheduler, state.get("lr_scheduler"), "lr_scheduler", whole)
-        _load_state(engine.training_dataloader, found.own.get("loader"), "training_dataloader", whole)
-        if found.own.get("random") is not None:
-            restore_random_states(found.own["random"], engine.ranks.device)
+        _load_state(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)
+        if own.get("random") is not None:
+            restore_random_states(own["random"], engine.device)
         ranks = whole.manifest.get("world_size")
-        if ranks != crew.world_size and crew.rank == 0:
+        if ranks != group.world_size and group.rank == 0:
             warnings.warn(
-                f"{whole.path} was saved by {ranks} ranks, and these are {crew.world_size}: random numbers (dropout) "
+                f"{whole.path} was saved by {ranks} ranks, and these are {group.world_size}: random numbers (dropout) "
                 "and the split of batches over ranks differ from that run; everything else is the same",
                 stacklevel=6,
             )
@@ -304,14 +266,14 @@ class Checkpoints:
         """Wait for all ranks, and return the group in which they exchange what is not a tensor."""
         ranks = self._engine.ranks
         self._engine.optimizer._core.store.meet(loading)
-        if self._crew is None:
-            group = twin_of(ranks.group, ranks.device, backend="gloo") if ranks.world_size > 1 else None
-            self._crew = RankGroup(group)
-        return self._crew
+        if self._group is None:
+            several = ranks.world_size > 1
+            self._group = RankGroup(twin_of(ranks.group, ranks.device, backend="gloo") if several else None)
+        return self._group
 
     @staticmethod
-    def _check_same(crew: RankGroup, name: str, value: Any) -> None:
-        said = crew.gather(value)
+    def _check_same(group: RankGroup, name: str, value: Any) -> None:
+        said = group.gather(value)
         if len(set(said)) > 1:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(map(repr, said))}")
 
@@ -321,9 +283,9 @@ class Checkpoints:
             self.wait()
         finally:
             # After Ctrl-C the save may go on, and uses the group.
-            if self._crew is not None and not self._background.busy:
-                self._crew.close()
-                self._crew = None
+            if self._group is not None and not self._background.busy:
+                self._group.close()
+                self._group = None
 
 
 def _check_ours(root: Path, tag: str | None) -> None:

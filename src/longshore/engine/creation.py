@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from longshore.engine.ranks import Ranks, expected_world_size, join
 from longshore.errors import RankError
-
-META = torch.device("meta")
 
 
 class Init:
@@ -55,13 +52,18 @@ class Init:
         Init._active = True
         self._before = torch.get_rng_state()
         if self._empty or (self._ranks is not None and self._ranks.rank > 0):
-            self._former = nn.Module.register_parameter
-            nn.Module.register_parameter = self._registering(self._former)
+            former = self._former = nn.Module.register_parameter
+
+            def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+                if isinstance(param, nn.Parameter) and not param.is_meta and not is_lazy(param):
+                    # The same object: a module may keep it elsewhere too, or be given it again.
+                    put(on_meta(param), into=param)
+                former(module, name, param)
+
+            nn.Module.register_parameter = register_parameter
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._enabled:
             return
         Init._active = False
@@ -70,33 +72,23 @@ class Init:
         if self._ranks is not None:
             self._adopt_generator(self._ranks, error)  # also after an exception: the other ranks come here too
 
-    def _registering(self, register: Any) -> Any:
-        def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            if isinstance(param, nn.Parameter) and not param.is_meta and not is_lazy(param):
-                # The same object: a module may keep it elsewhere too, or be given it again.
-                put(on_meta(param), into=param)
-            register(module, name, param)
-
-        return register_parameter
-
     def _adopt_generator(self, ranks: Ranks, error: BaseException | None) -> None:
         """Take rank 0's generator if all ranks came with the same state, and none of them failed."""
         assert self._before is not None
         digest = hashlib.blake2b(bytes(self._before.tolist()), digest_size=16).hexdigest()
         drawn = torch.get_rng_state() if ranks.rank == 0 and not self._empty else None
         said = ranks.gather((digest, drawn, None if error is None else f"{type(error).__name__}: {error}"))
-        failures = [(rank, failure) for rank, (_, _, failure) in enumerate(said) if failure is not None]
-        if failures and error is None:
-            rank, failure = failures[0]
+        digests, states, failures = zip(*said, strict=True)
+        if any(failures) and error is None:
+            rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
             raise RankError(f"rank {rank} failed inside longshore.Init ({failure}); no rank has a model")
-        first, state, _ = said[0]
-        if not failures and state is not None and all(each == first for each, _, _ in said):
-            torch.set_rng_state(state)
+        if not any(failures) and states[0] is not None and len(set(digests)) == 1:
+            torch.set_rng_state(states[0])
 
 
 def on_meta(param: nn.Parameter) -> nn.Parameter:
     """Return the same parameter without memory, with its attributes."""
-    made = nn.Parameter(param.detach().to(META), requires_grad=param.requires_grad)
+    made = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
     vars(made).update(vars(param))
     return made
 

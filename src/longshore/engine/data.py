@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from longshore.engine.ranks import Ranks
 from longshore.engine.wording import is_integer, shown
@@ -16,19 +16,14 @@ from longshore.engine.wording import is_integer, shown
 Batch = TypeVar("Batch")
 
 
-class _Order(Sampler[int]):
-    """The samples of one rank in an epoch; the first ``skipped`` ones are left out by the next ``iter()``."""
+class _Order(DistributedSampler[Any]):
+    """The samples of one rank in an epoch; the next ``iter()`` leaves the first ``skipped`` ones out."""
 
-    def __init__(self, sampler: DistributedSampler[Any]) -> None:
-        self.sampler = sampler
-        self.skipped = 0
+    skipped = 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         skipped, self.skipped = self.skipped, 0
-        return itertools.islice(iter(self.sampler), skipped, None)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
+        return itertools.islice(super().__iter__(), skipped, None)
 
 
 class TrainingLoader(Generic[Batch]):
@@ -41,7 +36,6 @@ class TrainingLoader(Generic[Batch]):
     def __init__(self, loader: DataLoader[Any], order: _Order | None) -> None:
         self.loader = loader
         self._order = order
-        self._sampler = None if order is None else order.sampler
         self._batches = 0
         """Batches of the current epoch that were returned."""
         self._resumed: int | None = None
@@ -49,14 +43,13 @@ class TrainingLoader(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         self._batches, self._resumed = self._resumed or 0, None
-        if self._batches == 0:
-            return self._counted(iter(self.loader))
-        assert self._order is not None
-        self._order.skipped = self._batches * self.batch_size
-        # torch draws a seed for the workers of an epoch; the run that is resumed here has drawn it.
         random_state = torch.get_rng_state()
+        if self._order is not None:
+            self._order.skipped = self._batches * self.batch_size
         batches = iter(self.loader)
-        torch.set_rng_state(random_state)
+        if self._batches > 0:
+            # torch draws a seed for the workers of an epoch; the run that is resumed here has drawn it.
+            torch.set_rng_state(random_state)
         return self._counted(batches)
 
     def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -67,10 +60,10 @@ class TrainingLoader(Generic[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the current epoch, in samples of all ranks, so that any number of ranks can resume."""
-        if self._sampler is None:
+        if self._order is None:
             return {}  # only the stream itself may know its position
         batches = self._batches if self._resumed is None else self._resumed
-        return {"epoch": self.epoch, "samples": batches * self.batch_size * self._sampler.num_replicas}
+        return {"epoch": self.epoch, "samples": batches * self.batch_size * self._order.num_replicas}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` continue after the batches that :meth:`state_dict` counted. If no batch begins there,
@@ -82,13 +75,13 @@ class TrainingLoader(Generic[Batch]):
         if not state_dict:
             return
         epoch, samples = (state_dict.get(name, -1) for name in ("epoch", "samples"))
-        if self._sampler is None or not is_integer(epoch) or not is_integer(samples) or epoch < 0 or samples < 0:
+        if self._order is None or not is_integer(epoch) or not is_integer(samples) or epoch < 0 or samples < 0:
             raise ValueError(f"{shown(dict(state_dict))} is no position in these data")
-        batches, rest = divmod(samples, self.batch_size * self._sampler.num_replicas)
+        batches, rest = divmod(samples, self.batch_size * self._order.num_replicas)
         if rest:
             warnings.warn(
                 f"the run was {samples} samples into its epoch, which is in the middle of a batch of {self.batch_size} "
-                f"on each of {self._sampler.num_replicas} ranks: the last {rest} come again",
+                f"on each of {self._order.num_replicas} ranks: the last {rest} come again",
                 stacklevel=2,
             )
         self.set_epoch(epoch)
@@ -111,7 +104,7 @@ class TrainingLoader(Generic[Batch]):
 
     @property
     def epoch(self) -> int:
-        return 0 if self._sampler is None else self._sampler.epoch
+        return 0 if self._order is None else self._order.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle differently from the next ``iter()`` on; all ranks have to pass the same number.
@@ -122,11 +115,11 @@ class TrainingLoader(Generic[Batch]):
         """
         if not is_integer(epoch) or epoch < 0:
             raise ValueError(f"an epoch is an integer that is not negative, not {shown(epoch)}")
-        if self._sampler is None:
+        if self._order is None:
             raise TypeError("an IterableDataset has its own order: tell the dataset about the epoch")
         if epoch != self.epoch:
             self._resumed = None  # it was a position in another epoch
-        self._sampler.set_epoch(epoch)
+        self._order.set_epoch(epoch)
 
 
 def make_loader(
@@ -145,8 +138,7 @@ def make_loader(
 
     Args:
         training_data: with ``__getitem__`` and ``__len__``; or, for one rank, an ``IterableDataset``.
-        micro_batch_size: samples per batch and rank.
-        ranks: this process among its ranks; batches for a CUDA device are pinned.
+        micro_batch_size: samples per batch and rank. Batches for a CUDA device are pinned.
         collate_fn: list of samples -> batch; by default torch's.
         drop_last: leave out a last batch with fewer samples (the configuration's ``dataloader_drop_last``).
         num_workers: processes that read ahead.
@@ -156,19 +148,25 @@ def make_loader(
         TypeError: not a dataset, a stream with several ranks, or arguments of another type.
         ValueError: sizes below 1, no samples, or no full batch where smaller ones are dropped.
     """
-    _check_numbers(micro_batch_size, drop_last, num_workers, 0 if seed is None else seed)
+    numbers = {"the micro batch size": (micro_batch_size, 1), "num_workers": (num_workers, 0), "seed": (seed, 0)}
+    for name, (value, least) in numbers.items():
+        if value is None and name == "seed":
+            continue
+        if not is_integer(value):
+            raise TypeError(f"{name} is an integer, not {shown(value)}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, and is {value}")
+    if not isinstance(drop_last, bool):
+        raise TypeError(f"drop_last is true or false, not {shown(drop_last)}")
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn is a function from a list of samples to a batch, not {shown(collate_fn)}")
     _check_data(training_data, ranks)
     order: _Order | None = None
     if not isinstance(training_data, IterableDataset):
-        sampler = DistributedSampler(
-            training_data, ranks.world_size, ranks.rank, shuffle=seed is not None, seed=seed or 0
-        )
-        order = _Order(sampler)
-        if drop_last and len(sampler) < micro_batch_size:
+        order = _Order(training_data, ranks.world_size, ranks.rank, shuffle=seed is not None, seed=seed or 0)
+        if drop_last and len(order) < micro_batch_size:
             raise ValueError(
-                f"drop_last leaves no batch: each of {ranks.world_size} ranks has {len(sampler)} samples, fewer than "
+                f"drop_last leaves no batch: each of {ranks.world_size} ranks has {len(order)} samples, fewer than "
                 f"the micro batch size {micro_batch_size}: lower it, or keep the last batch"
             )
     loader: DataLoader[Any] = DataLoader(
@@ -181,20 +179,6 @@ def make_loader(
         pin_memory=ranks.device.type == "cuda",
     )
     return TrainingLoader(loader, order)
-
-
-def _check_numbers(micro_batch_size: Any, drop_last: Any, num_workers: Any, seed: Any) -> None:
-    if not isinstance(drop_last, bool):
-        raise TypeError(f"drop_last is true or false, not {shown(drop_last)}")
-    for name, value, least in (
-        ("the micro batch size", micro_batch_size, 1),
-        ("num_workers", num_workers, 0),
-        ("seed", seed, 0),
-    ):
-        if not is_integer(value):
-            raise TypeError(f"{name} is an integer, not {shown(value)}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, and is {value}")
 
 
 def _check_data(data: Any, ranks: Ranks) -> None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from longshore.engine.config import Config
 from longshore.engine.data import TrainingLoader, make_loader
 from longshore.engine.loss_scale import LossScale
 from longshore.engine.precision import DTYPES
 from longshore.engine.ranks import Ranks
-from longshore.engine.weight_files import load_weights, save_weights, whole_weights
 from longshore.engine.window import Window
 from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.shards import is_sharded
+from longshore.sharding import gather
 
-_NO_PARTITION = "longshore frees what it gathers by itself; leave the call out"
 _NO_MODEL_PARALLELISM = "longshore shards over data-parallel ranks only; use engine.compile()"
 INSTEAD = {
     "offload_states": 'optimizer states are where offload_optimizer says; "cpu" keeps them off the device for good',
@@ -28,7 +31,7 @@ INSTEAD = {
     "load_universal_checkpoint": "load_checkpoint() takes a checkpoint of any number of ranks",
     "allreduce_gradients": "engine.step() reduces what is left; between backwards longshore.utils.safe_get_full_grad "
     "does",
-    "empty_partition_cache": _NO_PARTITION,
+    "empty_partition_cache": "longshore frees what it gathers by itself; leave the call out",
     "compile_autosp": _NO_MODEL_PARALLELISM,
     "compile_autotp": _NO_MODEL_PARALLELISM,
     "tput_timer": "engine.global_samples counts samples; longshore.trace() measures",
@@ -57,7 +60,7 @@ T = TypeVar("T")
 
 
 def _configured(read: Callable[[Config], T]) -> Callable[[Any], T]:
-    """A method without arguments that returns what the configuration says."""
+    """Make a method without arguments that reads the configuration."""
     return lambda self: read(self._config)
 
 
@@ -95,16 +98,36 @@ class DeepSpeedNames:
         """
         weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if weights is not None:
-            save_weights(weights, save_dir, save_filename)
+            save_weights(weights, Path(save_dir) / save_filename)
         return True
 
     save_fp16_model = save_16bit_model
 
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """Whole weights on the CPU, on rank 0; None on the others. At stage 3 all ranks have to call."""
-        return whole_weights(self._module, keep=self._ranks.rank == 0, trainable_only=exclude_frozen_parameters)
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Whole weights on the CPU, on rank 0; None on the others. At stage 3 all ranks have to call.
+
+        Tied tensors are copied once for all of their names; each module's shards are gathered in turn.
+        """
+        keep = self._ranks.rank == 0
+        state = self._module.state_dict(keep_vars=True)
+        wanted = {id(each) for each in state.values() if isinstance(each, Tensor)}
+        copies: dict[int, Tensor | None] = {}
+        for module in self._module.modules():
+            own = [each for each in module.parameters(recurse=False) if id(each) in wanted and id(each) not in copies]
+            with gather(own) if any(map(is_sharded, own)) else contextlib.nullcontext(own) as whole:
+                for parameter, values in zip(own, whole, strict=True):
+                    left_out = exclude_frozen_parameters and not parameter.requires_grad
+                    copies[id(parameter)] = values.detach().to("cpu", copy=True) if keep and not left_out else None
+        if not keep:
+            return None
+        found = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and id(value) not in copies:
+                copies[id(value)] = value.detach().to("cpu", copy=True)
+            copy = copies[id(value)] if isinstance(value, Tensor) else value
+            if copy is not None:
+                found[name] = copy
+        return found
 
     def module_state_dict(
         self,
@@ -119,7 +142,7 @@ class DeepSpeedNames:
         for name in list(state):
             if exclude_frozen_parameters and id(state[name]) in frozen:
                 del state[name]
-            elif isinstance(state[name], torch.Tensor) and not keep_vars:
+            elif isinstance(state[name], Tensor) and not keep_vars:
                 state[name] = state[name].detach()
         return state
 
@@ -136,11 +159,16 @@ class DeepSpeedNames:
             strict: as in torch.
             custom_load_fn: called with ``src`` and ``dst``, the state dict and the model, in place of torch's loading.
         """
-        state = checkpoint.get("module", checkpoint)
+        state, model = checkpoint.get("module", checkpoint), self._module
         if custom_load_fn is not None:
-            custom_load_fn(src=state, dst=self._module)
+            custom_load_fn(src=state, dst=model)
+        elif not any(map(is_sharded, model.parameters())):
+            model.load_state_dict(state, strict=strict)
         else:
-            load_weights(self._module, state, strict)
+            # Imported here: only shards need it, and it takes a while.
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+            set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True, strict=strict))
 
     @property
     def is_compiled(self) -> bool:
@@ -212,17 +240,10 @@ class DeepSpeedNames:
     def optimizer_name(self) -> str:
         return type(self._optimizer).__name__
 
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """The configured options; None where the optimizer was passed."""
-        return None if self._config.optimizer is None else dict(self._config.optimizer.arguments())
-
-    def scheduler_name(self) -> str | None:
-        """The configured schedule; None where there is none."""
-        return None if self._config.scheduler is None else self._config.scheduler.type
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        return None if self._config.scheduler is None else dict(self._config.scheduler.arguments())
-
+    # None where the optimizer was passed, or there is no schedule.
+    optimizer_params = _configured(lambda config: config.optimizer and config.optimizer.arguments())
+    scheduler_name = _configured(lambda config: config.scheduler and config.scheduler.type)
+    scheduler_params = _configured(lambda config: config.scheduler and config.scheduler.arguments())
     fp16_enabled = _configured(lambda config: "fp16" in (config.dtype, config.autocast))
     bfloat16_enabled = _configured(lambda config: config.dtype == "bf16")
     dynamic_loss_scale = _configured(
@@ -269,12 +290,37 @@ class DeepSpeedNames:
             )
         if route not in ("train", "eval", "predict"):
             raise ValueError(f"route is 'train', 'eval' or 'predict', not {route!r}")
-        size = self._window.sizes.micro_batch_size if batch_size is None else batch_size
-        seed = 0 if route == "train" else None
         return make_loader(
-            dataset, size, self._ranks, collate_fn, self._config.drop_last, num_local_io_workers or 0, seed
+            dataset,
+            self._window.sizes.micro_batch_size if batch_size is None else batch_size,
+            self._ranks,
+            collate_fn,
+            self._config.drop_last,
+            num_local_io_workers or 0,
+            0 if route == "train" else None,
         )
 
 
 PASSED_ON = frozenset(name for name in vars(DeepSpeedNames) if not name.startswith("__"))
 """Names of :class:`DeepSpeedNames` that are the engine's."""
+
+
+def save_weights(weights: Mapping[str, Any], path: Path) -> None:
+    """Write a state dict, as safetensors where the name ends so (tied tensors once), else for ``torch.load``.
+
+    The file is written atomically: it gets its name when it is complete.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.writing-{secrets.token_hex(4)}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save_file
+
+            once = {id(each): name for name, each in reversed(list(weights.items()))}  # the first name of each
+            own = {name: each.contiguous() for name, each in weights.items() if once[id(each)] == name}
+            save_file(own, draft, {"format": "pt"})
+        else:
+            torch.save(dict(weights), draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

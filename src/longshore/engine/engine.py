@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longshore.engine.batch_sizes import BatchSizes
 from longshore.engine.binding import Binding
 from longshore.engine.checkpoints import Checkpoints
 from longshore.engine.config import Config
 from longshore.engine.deepspeed_names import INSTEAD, PASSED_ON, DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
-from longshore.engine.loss_scale import LossScale
-from longshore.engine.monitoring import Reports, StepFigures
-from longshore.engine.precision import Precision
+from longshore.engine.loss_scale import make_loss_scale
+from longshore.engine.monitoring import Reports
+from longshore.engine.precision import DTYPES, cast
 from longshore.engine.ranks import Ranks
-from longshore.engine.weights import leaves_as_is
-from longshore.engine.window import Window
-from longshore.errors import GradientError, LongshoreError
+from longshore.engine.window import BatchSizes, Window
+from longshore.errors import GradientError, LongshoreError, ParameterError
 from longshore.optim.host_optimizer import HostOptimizer
 
 
@@ -41,8 +39,6 @@ class Engine(nn.Module):
         optimizer: HostOptimizer,
         config: Config,
         ranks: Ranks,
-        precision: Precision,
-        loss_scale: LossScale,
         binding: Binding,
     ) -> None:
         super().__init__()
@@ -50,9 +46,8 @@ class Engine(nn.Module):
         self.optimizer = optimizer
         self.config = config
         self.ranks = ranks
-        self.loss_scaling = loss_scale
+        self.loss_scaling = make_loss_scale(config.loss_scaling)
         self.binding = binding
-        self._precision = precision
         # Set by initialize().
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -68,17 +63,17 @@ class Engine(nn.Module):
         self._stepping = False
         self._destroyed = False
         # Parts of the engine.
-        self._deepspeed = DeepSpeedNames(module, optimizer, config, ranks, loss_scale, self._window)
-        self._reports = Reports.wanted(config, ranks, optimizer)
-        self._checkpoints = Checkpoints(self, self._window)
+        self._deepspeed = DeepSpeedNames(module, optimizer, config, ranks, self.loss_scaling, self._window)
+        self._reports = Reports(config, ranks, optimizer)
+        self._checkpoints = Checkpoints(self)
         self.save_checkpoint = self._checkpoints.save
         self.load_checkpoint = self._checkpoints.load
         self.wait_for_checkpoint = self._checkpoints.wait
-        optimizer.set_loss_scale(loss_scale.value)
+        optimizer.set_loss_scale(self.loss_scaling.value)
         # Whether the engine or its user calls the optimizer's step() or zero_grad(), the window ends with it.
         optimizer.register_step_pre_hook(_weakly(self._check_step))
         optimizer.register_step_post_hook(_weakly(self._end_window))
-        optimizer._core.when_discarded = _weakly(self._discard_window)
+        optimizer._core.when_discarded = _weakly(self._end_window, discarded=True)
 
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
@@ -97,8 +92,11 @@ class Engine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward, under the configured autocast."""
-        with self._timing("forward"), self._precision.entered():
-            inputs, kwargs = self._precision.cast((inputs, kwargs))
+        dtype, autocast = self.config.dtype, self.config.autocast
+        context = contextlib.nullcontext() if autocast is None else torch.autocast(self.device.type, DTYPES[autocast])
+        with self._reports.timing("forward"), context:
+            if dtype is not None and self.config.cast_inputs:
+                inputs, kwargs = cast((inputs, kwargs), DTYPES[dtype])
             try:
                 return self.module(*inputs, **kwargs)
             except BaseException:
@@ -111,9 +109,7 @@ class Engine(nn.Module):
         return self._times_scale(loss)
 
     def _times_scale(self, loss: Tensor) -> Tensor:
-        if not self.loss_scaling.skips_overflow or self.loss_scaling.value == 1.0:
-            return loss
-        return loss.float() * self.loss_scaling.value
+        return loss if self.loss_scaling.value == 1.0 else loss.float() * self.loss_scaling.value
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run one backward of the window.
@@ -137,7 +133,7 @@ class Engine(nn.Module):
         optimizer._core.begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
         try:
-            with self._timing("backward"):
+            with self._reports.timing("backward"):
                 self._times_scale(divided).backward(retain_graph=retain_graph)
         except BaseException as error:
             window.failed = True
@@ -150,8 +146,7 @@ class Engine(nn.Module):
         finally:
             optimizer._core.store.end_backward(failure)
             window.end_backward(optimizer._core.gradients_arrived, succeeded=failure is None)
-        if self._reports is not None:
-            self._reports.add_loss(loss)
+        self._reports.add_loss(loss)
         self.micro_steps += 1
         return divided
 
@@ -165,9 +160,6 @@ class Engine(nn.Module):
             self._synchronize = former
 
     coalesce_grad_reduction = no_sync
-
-    def _timing(self, part: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._reports is None else self._reports.timing(part)
 
     # -- the step -------------------------------------------------------------
 
@@ -188,7 +180,7 @@ class Engine(nn.Module):
         if not window.failed and not (window.due(raw) and self._anything()):
             window.calls += 1
             return
-        if raw and not window.scaled and self.loss_scaling.skips_overflow and self.loss_scaling.value != 1.0:
+        if raw and not window.scaled and self.loss_scaling.value != 1.0:
             raise GradientError(
                 f"gradients came from loss.backward() without the loss scale ({self.loss_scaling.value:g}); "
                 "call engine.backward(loss), or engine.scale(loss).backward()"
@@ -196,13 +188,13 @@ class Engine(nn.Module):
         began = time.perf_counter()
         self._stepping = True
         try:
-            with self._timing("step"):
+            with self._reports.timing("step"):
                 self._applied = self._apply_window()
         finally:
             self._stepping = False
         self.global_steps += 1
-        window.stepped()
-        self._report(time.perf_counter() - began)
+        window.discards = 0
+        self._reports.step(self, time.perf_counter() - began)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
@@ -232,21 +224,6 @@ class Engine(nn.Module):
         self.optimizer.set_loss_scale(scaling.value)
         return not overflow
 
-    def _report(self, exposed_s: float) -> None:
-        """Report a step with its rates, which the schedule is about to change."""
-        if self._reports is None or not self._reports.due(self.global_steps):
-            return
-        figures = StepFigures(
-            number=self.global_steps,
-            skipped=self.skipped_steps,
-            samples=self.global_samples,
-            rates=self.get_lr(),
-            norm=self.get_global_grad_norm(),
-            loss_scale=self.loss_scaling.value,
-            exposed_s=exposed_s,
-        )
-        self._reports.step(figures)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients of the window, on the host too."""
         self.optimizer.zero_grad(set_to_none)
@@ -260,16 +237,12 @@ class Engine(nn.Module):
                 "configuration asks for; call engine.step()"
             )
 
-    def _end_window(self) -> None:
-        self._window.close()
-        self._forget_losses()
-
-    def _discard_window(self) -> None:
-        self._window.discard()
-        self._forget_losses()
-
-    def _forget_losses(self) -> None:
-        if self._reports is not None and not self._stepping:  # otherwise they are written when the step is over
+    def _end_window(self, discarded: bool = False) -> None:
+        if discarded:
+            self._window.discard()
+        else:
+            self._window.begin()
+        if not self._stepping:  # otherwise they are written when the step is over
             self._reports.discard()
 
     # -- the window -----------------------------------------------------------
@@ -353,11 +326,26 @@ class Engine(nn.Module):
         """Compile the model's forward in place; ``compile_kwargs`` are more arguments of ``torch.compile``."""
         self.module.compile(backend=backend, **(compile_kwargs or {}), **more)
 
+    @torch.no_grad()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
+        """Convert or move the model, as ``nn.Module.to()`` and the like do.
+
+        Raises:
+            ParameterError: it would change a parameter that the optimizer steps; nothing was converted.
+        """
+        if self._destroyed:
+            return super()._apply(fn, recurse)
+        for record in self.optimizer._core.records:
+            found = fn(record.parameter)
+            if (found.dtype, found.device) != (record.dtype, record.device):
+                raise ParameterError(
+                    f"the engine steps {record.name} as {record.dtype} on {record.device}, and this would make it "
+                    f"{found.dtype} on {found.device}; set fp16 or bf16 in the configuration, or convert and move the "
+                    "model before initialize() (engine.destroy() ends this engine)"
+                )
         # Where nothing changes torch would still put a new .data into every parameter, and into placeholders of .grad.
-        if not self._destroyed and leaves_as_is(self.module, self.optimizer._core.records, fn):
-            return self
-        return super()._apply(fn, recurse)
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        return self if all(fn(tensor) is tensor for tensor in tensors) else super()._apply(fn, recurse)
 
     # -- the end --------------------------------------------------------------
 
@@ -370,8 +358,7 @@ class Engine(nn.Module):
         try:
             self._checkpoints.close()
         finally:
-            if self._reports is not None:
-                self._reports.close()
+            self._reports.close()
             self.optimizer.close()
             self.ranks.close()
             self.binding.release()
@@ -381,13 +368,13 @@ class Engine(nn.Module):
             raise LongshoreError("engine.destroy() was called, so nothing steps this model; call initialize() again")
 
 
-def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+def _weakly(method: Callable[..., None], **kwargs: Any) -> Callable[..., None]:
     """Return a function that calls a method of an engine that is still alive; the optimizer does not keep it alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*_: Any) -> None:
         alive = reference()
         if alive is not None:
-            alive()
+            alive(**kwargs)
 
     return call

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -11,10 +12,12 @@ from rich.table import Table
 
 from longshore.byte_sizes import format_byte_size
 from longshore.host import SpeculationRecord
-from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
 from longshore.sharding import ShardedStore
+
+if TYPE_CHECKING:
+    from longshore.engine.engine import Engine
 
 _MOST_ROWS = 60
 
@@ -35,7 +38,7 @@ class ParameterRow:
     """One parameter: where it is stepped, and what happened to its gradients in the last window.
 
     ``owners`` are the ranks that step a shard of it, with the numbers of elements; ``arrived``, ``reduced`` and
-    ``applied`` are those of :class:`longshore.optim.ledger.Entry`.
+    ``applied`` are those of :class:`longshore.optim.core.Entry`.
     """
 
     name: str
@@ -65,9 +68,9 @@ class Explanation:
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
     parameters: tuple[ParameterRow, ...]
-    speculation: SpeculationRecord | None = None
+    speculation: SpeculationRecord | None
     """Tiles that were stepped ahead in the last window; None if stepping ahead is off."""
-    cpus: str = ""
+    cpus: str
     """The CPUs and threads of this rank, with the reason."""
 
     def print(self, console: Console | None = None) -> None:
@@ -76,14 +79,17 @@ class Explanation:
             console = Console()
             if not console.is_terminal:  # a log has no width
                 console = Console(width=max(console.width, 160))
+        where = f"optimizer state on {'the host' if self.offload == 'cpu' else 'the device'}"
+        if self.offload == "cpu" and self.ratio < 1.0:
+            where = f"{self.ratio:.0%} of optimizer state on the host, the rest on the device"
         console.print(
-            f"longshore: stage {self.stage}, rank {self.rank} of {self.world_size}, {self._where()}, {self.tiles} "
-            f"tiles of up to {self.tile_numel:,} elements"
+            f"longshore: stage {self.stage}, rank {self.rank} of {self.world_size}, {where}, {self.tiles} tiles of up "
+            f"to {self.tile_numel:,} elements"
         )
-        if self.cpus:
-            console.print(f"CPUs: {self.cpus}")
-        console.print(_bytes_line("host", self.host_bytes))
-        console.print(_bytes_line("device", self.device_bytes))
+        console.print(f"CPUs: {self.cpus}")
+        for memory, kinds in (("host", self.host_bytes), ("device", self.device_bytes)):
+            parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items())
+            console.print(f"{memory}: {parts}")
         if (ahead := self.speculation) is not None:
             console.print(
                 f"stepped ahead: {ahead.begun} tiles, {ahead.kept} kept, {ahead.redone} redone, "
@@ -107,18 +113,12 @@ class Explanation:
         if len(self.parameters) > _MOST_ROWS:
             console.print(f"and {len(self.parameters) - _MOST_ROWS} more parameters")
 
-    def _where(self) -> str:
-        if self.offload == "cpu" and self.ratio < 1.0:
-            return f"{self.ratio:.0%} of optimizer state on the host, the rest on the device"
-        return f"optimizer state on {'the host' if self.offload == 'cpu' else 'the device'}"
 
-
-def explain(engine: Any) -> Explanation:
+def explain(engine: Engine) -> Explanation:
     """Describe an engine; no rank waits for another."""
-    optimizer: HostOptimizer = engine.optimizer
-    store, records = optimizer._core.store, optimizer._core.records
-    sharded = store if isinstance(store, ShardedStore) else None
-    tiles = store.local.tiles
+    core = engine.optimizer._core
+    store, local, records = core.store, core.store.local, core.records
+    ownership = store.ownership if isinstance(store, ShardedStore) else None
     names = {record.index: record.name for record in records}
     buckets = [
         BucketRow(
@@ -128,50 +128,36 @@ def explain(engine: Any) -> Explanation:
             bucket.shard_numel,
             tuple(names[member.parameter] for member in bucket.members),
         )
-        for bucket in (sharded.ownership.buckets if sharded else ())
+        for bucket in (ownership.buckets if ownership else ())
     ]
     rows = []
     for record in records:
-        entry = optimizer._core.ledger.get(record.index)
-        arrived, reduced, applied = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
         bucket, owners = None, ((0, record.parameter.numel()),)
-        if sharded is not None:
-            owners = sharded.ownership.owners(record.index)
-            holder = sharded.ownership.bucket_of(record.index)
-            bucket = None if holder is None else holder.index
-        rows.append(
-            ParameterRow(
-                record.name, record.parameter.numel(), str(record.dtype), bucket, owners, record.step, arrived, reduced,
-                applied,
-            )
-        )  # fmt: skip
-    parameter_bytes = sum(record.held.numel() * record.held.element_size() for record in records)
-    held = [record.parameter.grad for record in records]
-    gradient_bytes = sum(
-        held_part(gradient).untyped_storage().nbytes()
-        for gradient in held
-        if gradient is not None and not is_released(gradient)
+        if ownership is not None:
+            bucket, owners = ownership.bucket_of(record.index), ownership.owners(record.index)
+        entry = core.ledger.get(record.index)
+        counts = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
+        number = None if bucket is None else bucket.index
+        numel, dtype = record.parameter.numel(), str(record.dtype)
+        rows.append(ParameterRow(record.name, numel, dtype, number, owners, record.step, *counts))
+    gradients = [each for record in records if (each := record.parameter.grad) is not None and not is_released(each)]
+    device_bytes = Counter(
+        parameters=sum(record.held.numel() * record.held.element_size() for record in records),
+        gradients=sum(held_part(each).untyped_storage().nbytes() for each in gradients),
     )
-    device_bytes = {"parameters": parameter_bytes, "gradients": gradient_bytes}
-    for kind, count in store.local.device_bytes().items():
-        device_bytes[kind] = device_bytes.get(kind, 0) + count
+    device_bytes.update(local.device_bytes())
     return Explanation(
         stage=engine.config.stage,
         rank=engine.ranks.rank,
         world_size=engine.ranks.world_size,
         offload=engine.config.offload_device,
-        ratio=engine.config.offload_ratio if len(store.local.backends) > 1 else 1.0,
+        ratio=engine.config.offload_ratio if len(local.backends) > 1 else 1.0,
         buckets=tuple(buckets),
-        tiles=len(tiles),
-        tile_numel=max((tile.layout.numel for tile in tiles), default=0),
-        host_bytes=store.local.host_bytes(),
-        device_bytes=device_bytes,
+        tiles=len(local.tiles),
+        tile_numel=max((tile.layout.numel for tile in local.tiles), default=0),
+        host_bytes=local.host_bytes(),
+        device_bytes=dict(device_bytes),
         parameters=tuple(rows),
-        speculation=optimizer.speculation,
+        speculation=engine.optimizer.speculation,
         cpus=f"{engine.binding.text}; torch threads: {torch.get_num_threads()}",
     )
-
-
-def _bytes_line(where: str, kinds: dict[str, int]) -> str:
-    parts = ", ".join(f"{kind} {format_byte_size(count)}" for kind, count in kinds.items())
-    return f"{where}: {parts}"

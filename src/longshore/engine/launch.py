@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DEFAULT_PORT = 29500
 _SLURM_PORTS = (20000, 12000)
-"""The first port, and how many; below those that systems use for outgoing connections."""
+"""The first port of jobs, and how many there are; below those that systems use for outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class Launch:
 ALONE = Launch(rank=0, world_size=1, local_rank=0, launcher="none")
 
 
-@dataclass(frozen=True)
-class _Family:
+class _Family(NamedTuple):
     """Names of one launcher's variables; of several names the first that is set counts."""
 
     launcher: str
@@ -90,10 +90,9 @@ def detect(environ: Mapping[str, str]) -> Launch:
         return ALONE
     family = claimed[0]
     problems: list[str] = []
-    numbers = _numbers(family, environ, problems)
-    if not problems:
-        _check_agreement(family, numbers, claimed[1:], environ, problems)
-    rank, world_size, local_rank = numbers
+    rank, world_size, local_rank = _numbers(family, environ, problems)
+    if not problems and family is _RANK:
+        problems += _contradictions(rank, world_size, claimed[1:], environ)
     addr, port = _meeting_point(family, world_size, environ, problems)
     if problems:
         raise ValueError(
@@ -102,11 +101,12 @@ def detect(environ: Mapping[str, str]) -> Launch:
     return Launch(rank, world_size, local_rank, family.launcher, addr, port)
 
 
-def _first_set(names: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    return next((name for name in names if name in environ), None)
-
-
-def _integer(name: str, environ: Mapping[str, str], problems: list[str], least: int, most: int | None = None) -> int:
+def _integer(
+    name: str | None, environ: Mapping[str, str], problems: list[str], least: int, most: int | None = None
+) -> int:
+    """Read a variable; without one ``least``. Where it is wrong, also ``least``, with an entry in ``problems``."""
+    if name is None:
+        return least
     text = environ[name].strip()
     if text.isascii() and text.isdigit() and int(text) >= least and (most is None or int(text) <= most):
         return int(text)
@@ -120,103 +120,82 @@ def _numbers(family: _Family, environ: Mapping[str, str], problems: list[str]) -
     if family is _PMI and environ.get("SLURM_PROCID") != environ.get("PMI_RANK"):
         # Inherited from the job, the same for all ranks.
         environ = {name: value for name, value in environ.items() if name != "SLURM_LOCALID"}
-    names = [_first_set(each, environ) for each in (family.rank, family.world_size, family.local_rank)]
+    wanted = (family.rank, family.world_size, family.local_rank)
+    names = [next((name for name in each if name in environ), None) for each in wanted]
     rank_name, size_name, local_name = names
-    world_size = 1 if size_name is None else _integer(size_name, environ, problems, least=1)
-    # A single rank needs no local rank.
-    wanted = (family.rank, family.world_size) + ((family.local_rank,) if world_size > 1 or size_name is None else ())
-    missing = [each[0] for each in wanted if _first_set(each, environ) is None]
-    present = [name for name in names if name is not None]
+    world_size = _integer(size_name, environ, problems, least=1)
+    missing = [each[0] for each, name in zip(wanted, names, strict=True) if name is None]
+    if world_size == 1 and size_name is not None and local_name is None:
+        missing.pop()  # a single rank needs no local rank
     if missing:
-        problems.append(
-            f"{_listed(present)} {_is_are(present)} set, and {_listed(missing)} {_is_are(missing)} not: "
-            f"set all of them, or none to run as one rank"
-        )
-    rank = 0 if rank_name is None else _integer(rank_name, environ, problems, least=0)
-    local_rank = 0 if local_name is None else _integer(local_name, environ, problems, least=0)
+        present = [name for name in names if name is not None]
+        problems.append(f"{_are(present)} set, and {_are(missing)} not: set all of them, or none to run as one rank")
+    rank = _integer(rank_name, environ, problems, least=0)
+    local_rank = _integer(local_name, environ, problems, least=0)
     if rank_name is not None and size_name is not None:
         if rank >= world_size:
             problems.append(f"{rank_name}={rank} must be below {size_name}={world_size}")
-        elif local_name is not None and local_rank > rank:
+        elif local_rank > rank:
             # Ranks of one machine are numbered in the order of the run's ranks.
             problems.append(f"{local_name}={local_rank} must not be above {rank_name}={rank}")
     return rank, world_size, local_rank
 
 
-def _check_agreement(
-    family: _Family,
-    numbers: tuple[int, int, int],
-    others: Sequence[_Family],
-    environ: Mapping[str, str],
-    problems: list[str],
-) -> None:
-    """Check that RANK and WORLD_SIZE, if set by hand, are those of the launcher that started this process.
+def _contradictions(rank: int, world_size: int, others: Sequence[_Family], environ: Mapping[str, str]) -> list[str]:
+    """Compare RANK and WORLD_SIZE, if set by hand, with those of the launcher that started this process.
 
-    torchrun numbers its ranks itself, and sets a variable to show it. What a launcher inside a Slurm job inherits from
-    the job may differ; inside one ``srun`` step of the same size it may not.
+    torchrun numbers its ranks itself, and sets a variable to show it. Variables that a launcher inside a Slurm job
+    inherits from the job may differ; inside one ``srun`` step of the same size they may not.
     """
-    if family is not _RANK or "TORCHELASTIC_RUN_ID" in environ:
-        return
-    for other in others:
-        if other is _SLURM and not _same_slurm_step(numbers, environ):
+    found: list[str] = []
+    same_step = "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS") == str(world_size)
+    for other in others if "TORCHELASTIC_RUN_ID" not in environ else ():
+        if other is _SLURM and not same_step:
             continue
         ignored: list[str] = []
         theirs = _numbers(other, environ, ignored)
-        if ignored or theirs[:2] == numbers[:2]:
-            continue
-        names = (*other.rank, *(name for name in other.world_size if name in environ))
-        says = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-        problems.append(
-            f"RANK={numbers[0]}, WORLD_SIZE={numbers[1]} contradict {says} of {other.launcher}: "
-            f"unset RANK, WORLD_SIZE and LOCAL_RANK to use {other.launcher}'s, or unset the others"
-        )
-
-
-def _same_slurm_step(numbers: tuple[int, int, int], environ: Mapping[str, str]) -> bool:
-    return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS") == str(numbers[1])
+        if not ignored and theirs[:2] != (rank, world_size):
+            says = ", ".join(f"{name}={environ[name]}" for name in (*other.rank, *other.world_size) if name in environ)
+            found.append(
+                f"RANK={rank}, WORLD_SIZE={world_size} contradict {says} of {other.launcher}: unset RANK, WORLD_SIZE "
+                f"and LOCAL_RANK to use {other.launcher}'s, or unset the others"
+            )
+    return found
 
 
 def _meeting_point(
     family: _Family, world_size: int, environ: Mapping[str, str], problems: list[str]
 ) -> tuple[str | None, int]:
     """Return host and port of rank 0."""
-    port = DEFAULT_PORT
-    if "MASTER_PORT" in environ:
-        port = _integer("MASTER_PORT", environ, problems, least=1, most=65535)
+    port = _integer("MASTER_PORT", environ, problems, 1, 65535) if "MASTER_PORT" in environ else DEFAULT_PORT
     addr = environ.get("MASTER_ADDR", "").strip()
     if family is _RANK:
         if addr and "MASTER_PORT" in environ:
             return addr, port
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name, "").strip()]
         if world_size > 1:
-            problems.append(
-                f"{_listed(missing)} {_is_are(missing)} not set: where rank 0 listens for the other {world_size - 1}"
-            )
+            problems.append(f"{_are(missing)} not set: where rank 0 listens for the other {world_size - 1}")
         return None, port
     if world_size == 1:
         return None, port
-    if addr:
-        return addr, port if "MASTER_PORT" in environ else _port_of_job(environ)
-    if "SLURM_JOB_NODELIST" in environ:
+    if not addr and "SLURM_JOB_NODELIST" in environ:
         try:
             addr = first_host(environ["SLURM_JOB_NODELIST"])
         except ValueError as error:
             problems.append(f"SLURM_JOB_NODELIST: {error}")
-        return addr, port if "MASTER_PORT" in environ else _port_of_job(environ)
-    if family is _OPEN_MPI and environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world_size):
+    elif not addr and family is _OPEN_MPI and environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world_size):
         return "127.0.0.1", port
-    names = "MASTER_ADDR or SLURM_JOB_NODELIST" if family is _SLURM else "MASTER_ADDR"
-    problems.append(f"{names} is not set: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there")
-    return None, port
-
-
-def _port_of_job(environ: Mapping[str, str]) -> int:
-    """Return the same port on all ranks, and mostly different ones for two jobs or steps that share a host."""
+    elif not addr:
+        names = "MASTER_ADDR or SLURM_JOB_NODELIST" if family is _SLURM else "MASTER_ADDR"
+        problems.append(
+            f"{names} is not set: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there"
+        )
     job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    if not job.isdigit():
-        return DEFAULT_PORT
-    first, count = _SLURM_PORTS
-    return first + (int(job) * 7 + (int(step) if step.isdigit() else 0)) % count
+    if "MASTER_PORT" not in environ and job.isdigit():
+        # The same on all ranks, and mostly different for two jobs or steps that share a host.
+        first, count = _SLURM_PORTS
+        port = first + (int(job) * 7 + (int(step) if step.isdigit() else 0)) % count
+    return addr, port
 
 
 def first_host(nodelist: str) -> str:
@@ -231,9 +210,6 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[1])
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + f" and {names[-1]}"
-
-
-def _is_are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+def _are(names: Sequence[str]) -> str:
+    """``"A is"``, ``"A and B are"``."""
+    return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} are"

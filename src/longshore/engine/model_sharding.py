@@ -1,4 +1,4 @@
-"""Stage 3: sharding the model with torch's FSDP2, unit by unit, and replacing the user's parameters by shards."""
+"""Stage 3: shard the model with torch's FSDP2, unit by unit, and replace the user's parameters by shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longshore.engine.config import Config
-from longshore.engine.precision import Precision
 from longshore.engine.ranks import Ranks
 from longshore.engine.weights import Weights, with_memory, without_memory
 from longshore.optim.parameters import has_hooks
@@ -33,23 +32,15 @@ def shard_model(
     wrap_policy: WrapPolicy | None,
     config: Config,
     ranks: Ranks,
-    client: Optimizer | None,
-    model_parameters: Any,
     weights: Weights,
-) -> tuple[FullyShardedModel | None, Any]:
-    """Apply FSDP2 where the configuration asks for it; all ranks have to call.
+    client: Optimizer | None = None,
+    groups: Sequence[dict[str, Any]] = (),
+) -> FullyShardedModel | None:
+    """Apply FSDP2 at stage 3 on several ranks, and return None otherwise; all ranks have to call.
 
-    Args:
-        model: its parameters, on whichever device, become DTensors on this rank's device.
-        wrap_policy: as in :func:`units_of`; None: the configuration's.
-        config: says the stage.
-        ranks: a single rank has nothing to shard.
-        client: the user's optimizer, if there is one; its parameters are replaced.
-        model_parameters: as :func:`materialized` returns them.
-        weights: the model's first weights.
-
-    Returns:
-        The sharded model, or None; and ``model_parameters`` with the replacements.
+    The model's parameters, on whichever device, become DTensors on this rank's device, with their first ``weights``.
+    They also take the former parameters' places in ``client``, the user's optimizer, and in ``groups`` of ``(name,
+    parameter)``. ``wrap_policy`` is as in :func:`units_of`; None: the configuration's.
 
     Raises:
         ValueError: an older torch, or a parameter or policy that is not supported, by name.
@@ -57,7 +48,7 @@ def shard_model(
     if config.stage < 3 or ranks.world_size == 1:
         if wrap_policy is not None and config.stage < 3:
             raise ValueError(f"wrap_policy is for stage 3, and the stage is {config.stage}; leave it out")
-        return None, model_parameters
+        return None
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
         raise ValueError(
             f"stage 3 needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, and this is {torch.__version__}; "
@@ -69,11 +60,10 @@ def shard_model(
 
     from longshore.sharding.fsdp import FullyShardedModel
 
-    _check_hooks(model)
-    replacement = Replacement(model)
+    former = dict(model.named_parameters())
+    _check_parameters(former, scalars=isinstance(model, FSDPModule))
     if not isinstance(model, FSDPModule):
         units = units_of(model, config.wrap_policy if wrap_policy is None else wrap_policy)
-        _check_scalars(model)
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
         without_memory(model)
         for module in (*units, model):
@@ -84,46 +74,65 @@ def shard_model(
             register_fsdp_forward_method(model, "generate")
     with_memory(model, ranks.device)
     sharded = FullyShardedModel(model)
-    present = replacement.made(client, model_parameters)
-    weights.fill(sharded, replacement.former, ranks)
-    return sharded, present
+    present = dict(model.named_parameters())
+    _replace_parameters({id(each): present[name] for name, each in former.items()}, client, groups)
+    weights.fill(sharded, {name: each for name, each in former.items() if each is not present[name]}, ranks)
+    return sharded
 
 
-def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, precision: Precision) -> bool:
+def _check_parameters(parameters: Mapping[str, Tensor], scalars: bool) -> None:
+    for name, parameter in parameters.items():
+        if has_hooks(parameter):
+            raise ValueError(
+                f"parameter {name} has a hook on its gradient, which comes in another tensor where parameters are "
+                "sharded; hook the module (register_full_backward_hook), or use stage 2"
+            )
+        if parameter.ndim == 0 and not scalars:
+            raise ValueError(f"parameter {name} has no dimension, and FSDP2 cannot shard it; give it the shape [1]")
+
+
+def _replace_parameters(
+    present: Mapping[int, Tensor], client: Optimizer | None, groups: Sequence[dict[str, Any]]
+) -> None:
+    """Replace the parameters that a model had before it was sharded; ``present``: those of now, by the former's id."""
+    for group in groups:
+        group["params"] = [(name, present.get(id(each), each)) for name, each in group["params"]]
+    if client is not None:
+        for group in client.param_groups:
+            group["params"] = [present.get(id(each), each) for each in group["params"]]
+        for each in list(client.state):
+            client.state[present.get(id(each), each)] = client.state.pop(each)
+
+
+def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, dtype: torch.dtype | None) -> bool:
     """Whether the user applied ``fully_shard`` to the model.
 
     Raises:
         ValueError: the user did, and the configuration asks for something else, or for another dtype.
     """
-    sharded = [(name, parameter) for name, parameter in model.named_parameters() if is_sharded(parameter)]
+    sharded = {name: parameter for name, parameter in model.named_parameters() if is_sharded(parameter)}
     if not sharded:
         return False
+    found = f"parameter {next(iter(sharded))} is a DTensor"
     if not is_fully_sharded(model):
         raise ValueError(
-            f"parameter {sharded[0][0]} is a DTensor, and fully_shard was not applied to the model; after "
-            "parallelize_module, apply it to the whole model last, with the mesh of the other dimensions, or leave "
-            "both out"
+            f"{found}, and fully_shard was not applied to the model; after parallelize_module, apply it to the whole "
+            "model last, with the mesh of the other dimensions, or leave both out"
         )
-    plain = [name for name, parameter in model.named_parameters() if not is_sharded(parameter)]
-    if plain:
-        raise ValueError(
-            f"fully_shard was applied to a part of the model, and parameter {plain[0]} is not in it; apply it to the "
-            "whole model last, or leave all of it to initialize()"
-        )
-    if config.stage < 3:
-        raise ValueError(
-            f"parameter {sharded[0][0]} is a DTensor: fully_shard was applied to the model, and the stage is "
-            f"{config.stage}; set it to 3"
-        )
-    if ranks.world_size == 1:
-        raise ValueError(
-            f"parameter {sharded[0][0]} is a DTensor, and there is one rank; leave fully_shard out with one rank"
-        )
-    for name, parameter in sharded:
-        wanted = precision.parameters
-        if wanted is not None and parameter.is_floating_point() and parameter.dtype != wanted:
+    for name, _ in model.named_parameters():
+        if name not in sharded:
             raise ValueError(
-                f"parameter {name} is {parameter.dtype} and the configuration wants {wanted}; convert the model before "
+                f"fully_shard was applied to a part of the model, and parameter {name} is not in it; apply it to the "
+                "whole model last, or leave all of it to initialize()"
+            )
+    if config.stage < 3:
+        raise ValueError(f"{found}: fully_shard was applied to the model, and the stage is {config.stage}; set it to 3")
+    if ranks.world_size == 1:
+        raise ValueError(f"{found}, and there is one rank; leave fully_shard out with one rank")
+    for name, parameter in sharded.items():
+        if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} and the configuration wants {dtype}; convert the model before "
                 "fully_shard"
             )
     return True
@@ -168,148 +177,67 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
         ValueError: a class that no module has, or an invalid policy.
     """
     # Children come after their parents, so in reverse order before them. The root is left out.
-    holders = _holders(model)
-    inner = [(name, module) for name, module in list(model.named_modules())[:0:-1] if _stands_alone(module, holders)]
+    users = _users(model)
+    inner = [(name, module) for name, module in list(model.named_modules())[:0:-1] if _stands_alone(module, users)]
     if callable(policy):
         return [module for name, module in inner if policy(name, module)]
     if isinstance(policy, bool) or (isinstance(policy, int) and policy < 1):
         raise ValueError(f"wrap_policy counts elements from 1 on, and is {policy!r}")
     if isinstance(policy, int):
-        return _by_size(model, policy, holders)
+        return _by_size((module for _, module in inner), policy)
     if isinstance(policy, str) and policy != "auto":
         policy = (policy,)
     if policy == "auto":
-        names = _no_split(model)
+        named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        names = named & {type(module).__name__ for module in model.modules()}
         if not names:
-            return _repeated(model, holders)
+            return _repeated(model, users)
     else:
         if not isinstance(policy, Iterable) or not all(isinstance(name, str) for name in policy):
             raise ValueError(
                 f'wrap_policy is {policy!r}; it takes "auto", a list of names of classes (as strings), a whole number '
                 "of elements, or a function of name and module"
             )
-        names = frozenset(policy)
-        unknown = names - {type(module).__name__ for _, module in inner}
-        if unknown:
+        names = set(policy)
+        known = {type(module).__name__ for _, module in inner}
+        if names - known:
             raise ValueError(
-                f"wrap_policy names {', '.join(sorted(unknown))}, and the model has no module of that class; its "
-                f"classes: {', '.join(sorted({type(module).__name__ for _, module in inner}))}"
+                f"wrap_policy names {', '.join(sorted(names - known))}, and the model has no module of that class; its "
+                f"classes: {', '.join(sorted(known))}"
             )
     return [module for _, module in inner if type(module).__name__ in names]
 
 
-_Holders = Counter[int]
-"""The number of modules that have a parameter of their own, by the parameter's ``id``."""
-
-
-def _holders(module: nn.Module) -> _Holders:
+def _users(module: nn.Module) -> Counter[int]:
+    """Count the modules that have a parameter of their own, by the parameter's ``id``."""
     return Counter(id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False))
 
 
-def _stands_alone(module: nn.Module, holders: _Holders) -> bool:
+def _stands_alone(module: nn.Module, users: Counter[int]) -> bool:
     """Whether a module can be gathered as a whole: it has a forward, and parameters that no other module shares (tied
     ones are gathered with the model itself)."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
-    mine = _holders(module)
-    return bool(mine) and all(holders[key] == count for key, count in mine.items())
+    mine = _users(module)
+    return bool(mine) and all(users[key] == count for key, count in mine.items())
 
 
-def _no_split(model: nn.Module) -> frozenset[str]:
-    found: set[str] = set()
-    for module in model.modules():
-        found.update(getattr(module, "_no_split_modules", None) or ())
-    return frozenset(found & {type(module).__name__ for module in model.modules()})
-
-
-def _repeated(module: nn.Module, holders: _Holders) -> list[nn.Module]:
+def _repeated(module: nn.Module, users: Counter[int]) -> list[nn.Module]:
     """Return members of lists that have several of one class; of nested ones the outer members."""
     units: list[nn.Module] = []
     kinds = [type(child) for child in module.children()] if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
     for child in module.children():
-        is_unit = kinds.count(type(child)) > 1 and _stands_alone(child, holders)
-        units += [child] if is_unit else _repeated(child, holders)
+        is_unit = kinds.count(type(child)) > 1 and _stands_alone(child, users)
+        units += [child] if is_unit else _repeated(child, users)
     return units
 
 
-def _by_size(model: nn.Module, least: int, holders: _Holders) -> list[nn.Module]:
+def _by_size(modules: Iterable[nn.Module], least: int) -> list[nn.Module]:
     units: list[nn.Module] = []
     taken: set[int] = set()
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            visit(child)
+    for module in modules:
         mine = [parameter for parameter in module.parameters() if id(parameter) not in taken]
-        enough = sum(parameter.numel() for parameter in mine) >= least
-        if module is not model and enough and _stands_alone(module, holders):
+        if sum(parameter.numel() for parameter in mine) >= least:
             units.append(module)
             taken.update(map(id, mine))
-
-    visit(model)
     return units
-
-
-def _check_scalars(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise ValueError(f"parameter {name} has no dimension, and FSDP2 cannot shard it; give it the shape [1]")
-
-
-def _check_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if has_hooks(parameter):
-            raise ValueError(
-                f"parameter {name} has a hook on its gradient, which comes in another tensor where parameters are "
-                "sharded; hook the module (register_full_backward_hook), or use stage 2"
-            )
-
-
-class Replacement:
-    """Replaces the parameters that a model had before it was sharded by those that it has now.
-
-    Args:
-        model: not sharded yet.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._former = dict(model.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self._former.items()}
-        self._present: dict[str, nn.Parameter] = {}
-
-    def made(self, client: Optimizer | None, model_parameters: Any) -> Any:
-        """Replace in the user's optimizer, and return ``model_parameters`` with replacements; the model is sharded."""
-        self._present = dict(self._model.named_parameters())
-        if client is not None:
-            for group in client.param_groups:
-                group["params"] = [self._of(parameter) for parameter in group["params"]]
-            for parameter in list(client.state):
-                client.state[self._of(parameter)] = client.state.pop(parameter)
-        return self._in_entries(model_parameters) if isinstance(model_parameters, list) else model_parameters
-
-    @property
-    def former(self) -> dict[str, Tensor]:
-        """Parameters that were replaced, by name."""
-        return {name: each for name, each in self._former.items() if each is not self._present[name]}
-
-    def _of(self, parameter: Any) -> Any:
-        return self._present.get(self._names.get(id(parameter), ""), parameter)
-
-    def _in_entries(self, entries: Iterable[Any]) -> list[Any]:
-        return [self._in_entry(entry) for entry in entries]
-
-    def _in_entry(self, entry: Any) -> Any:
-        """Replace in a parameter, a ``(name, parameter)`` or a group of them."""
-        if isinstance(entry, Mapping):
-            params = entry.get("params", [])
-            return {**entry, "params": self._in_entries([params] if isinstance(params, Tensor) else params)}
-        if isinstance(entry, tuple):
-            return (entry[0], self._of(entry[1]))
-        return self._of(entry)
-
-
-def materialized(model_parameters: Any) -> Any:
-    """Return a generator of parameters as a list, before the model's are replaced."""
-    if isinstance(model_parameters, (nn.Module, Tensor, type(None))):
-        return model_parameters
-    return list(model_parameters)

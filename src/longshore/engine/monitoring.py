@@ -1,6 +1,6 @@
 """Reports of a run's steps: the line that rank 0 prints, and the numbers that it writes for TensorBoard and the like.
 
-Measuring changes no bit. Where the configuration asks for nothing, there is no object here, and nothing is measured.
+Measuring changes no bit. Where the configuration asks for nothing, nothing is measured.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import os
 import resource
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor
@@ -27,73 +26,45 @@ from longshore.engine.config import Config
 from longshore.engine.config.model import CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.ranks import Ranks
 from longshore.host import Recorder
-from longshore.host.events import DROPPED, KEPT, REDONE
+from longshore.host.events import COPY_TO_HOST, DROPPED, KEPT, PUBLISH, REDONE
 from longshore.kernels import TileSegment
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.transfer import CopyHandle
 
+if TYPE_CHECKING:
+    from longshore.engine.engine import Engine
+
 _log = logging.getLogger(__name__)
 
 
-class StepFigures(NamedTuple):
-    """Figures of a step that was applied or skipped.
-
-    ``rates`` are those of the step, one for each parameter group, and not of the next one. ``exposed_s`` is the time
-    that training waited in ``step()``.
-    """
-
-    number: int
-    skipped: int
-    samples: int
-    rates: list[float]
-    norm: float | None
-    loss_scale: float
-    exposed_s: float
-
-
 class Reports:
-    """Reports the steps of rank 0, as a printed line and as numbers for writers.
+    """Reports the steps of rank 0, as a printed line and as numbers for writers. On other ranks it does nothing.
 
     A writer that fails is left out from then on, with a warning: training goes on.
 
     Args:
-        config: with ``wall_clock_breakdown`` the line has the times of forward, backward and step. On CUDA they wait
-            for the device, which slows training.
-        writers: what writes the numbers.
+        config: names the writers. With ``wall_clock_breakdown`` the line has the times of forward, backward and step;
+            on CUDA they wait for the device, which slows training.
+        ranks: this process among the run's.
         optimizer: the engine's, whose store and memory are measured for writers.
-        device: of this rank.
     """
 
-    def __init__(
-        self, config: Config, writers: Sequence[Writer], optimizer: HostOptimizer, device: torch.device
-    ) -> None:
-        self._every = config.steps_per_print
+    def __init__(self, config: Config, ranks: Ranks, optimizer: HostOptimizer) -> None:
+        first = ranks.rank == 0
+        self._every = config.steps_per_print if first else None
         self._timed = config.wall_clock_breakdown and self._every is not None
-        self._writers = list(writers)
+        sections = {name: getattr(config, name) for name in _WRITERS} if first else {}
+        self._writers = {name: _WRITERS[name](section) for name, section in sections.items() if section is not None}
         self._optimizer = optimizer
-        self._device = device
+        self._device = ranks.device
         self._meter = Meter()
-        if writers:
+        if self._writers:
             optimizer._core.store.add_recorder(self._meter)
         self._seconds: dict[str, float] = defaultdict(float)
         """Time of forward, backward and step since the last line."""
         self._losses: list[Tensor] = []
         """Losses of the window, as the user gave them."""
         self._last = time.perf_counter()
-
-    @classmethod
-    def wanted(cls, config: Config, ranks: Ranks, optimizer: HostOptimizer) -> Reports | None:
-        """Return the reports that the configuration asks for, on rank 0."""
-        if ranks.rank != 0:
-            return None
-        writers: list[Writer] = []
-        if config.tensorboard is not None:
-            writers.append(TensorBoardWriter(config.tensorboard))
-        if config.wandb is not None:
-            writers.append(WandbWriter(config.wandb))
-        if config.csv_monitor is not None:
-            writers.append(CsvWriter(config.csv_monitor))
-        return cls(config, writers, optimizer, ranks.device) if writers or config.steps_per_print is not None else None
 
     @contextlib.contextmanager
     def timing(self, part: str) -> Iterator[None]:
@@ -119,54 +90,53 @@ class Reports:
         """Forget the losses of a window that the engine did not step."""
         self._losses.clear()
 
-    def due(self, number: int) -> bool:
-        """Whether :meth:`step` would report this step."""
-        return bool(self._writers) or (self._every is not None and number % self._every == 0)
+    def step(self, engine: Engine, exposed_s: float) -> None:
+        """Report a step that was applied or skipped, before the schedule changes the learning rates.
 
-    def step(self, step: StepFigures) -> None:
-        """Report a step that was applied or skipped."""
-        if self._every is not None and step.number % self._every == 0:
-            self._print(step, self._every)
-        if self._writers:
-            self._write(step)
+        Args:
+            engine: has the step's figures.
+            exposed_s: seconds that training waited in ``step()``.
+        """
+        if self._every is not None and engine.global_steps % self._every == 0:
+            self._print(engine, self._every)
+        values = self._values(engine, exposed_s) if self._writers else {}
+        for name, writer in list(self._writers.items()):
+            try:
+                writer.write(engine.global_samples, values)
+            except Exception as error:
+                del self._writers[name]
+                what = f"{name} failed ({type(error).__name__}: {error})"
+                _log.warning("%s and gets no more numbers; training goes on", what)
 
-    def _print(self, step: StepFigures, every: int) -> None:
-        rates = ", ".join(f"{rate:.4g}" for rate in step.rates)
-        line = f"step {step.number}, skipped {step.skipped}, lr {rates}"
-        if step.norm is not None:
-            line += f", gradient norm {step.norm:.4g}"
-        if step.loss_scale != 1.0:
-            line += f", loss scale {step.loss_scale:g}"
+    def _print(self, engine: Engine, every: int) -> None:
+        rates = ", ".join(f"{rate:.4g}" for rate in engine.get_lr())
+        line = f"step {engine.global_steps}, skipped {engine.skipped_steps}, lr {rates}"
+        norm = engine.get_global_grad_norm()
+        if norm is not None:
+            line += f", gradient norm {norm:.4g}"
+        if engine.loss_scaling.value != 1.0:
+            line += f", loss scale {engine.loss_scaling.value:g}"
         for part, seconds in self._seconds.items():
             line += f", {part} {1e3 * seconds / every:.1f} ms"
         self._seconds.clear()
         print(line, flush=True)
 
-    def _write(self, step: StepFigures) -> None:
-        values = self._values(step)
-        self._losses.clear()
-        for writer in list(self._writers):
-            try:
-                writer.write(step.samples, values)
-            except Exception as error:
-                self._writers.remove(writer)
-                what = f"{writer.name} failed ({type(error).__name__}: {error})"
-                _log.warning("%s and gets no more numbers; training goes on", what)
-
-    def _values(self, step: StepFigures) -> dict[str, float | None]:
+    def _values(self, engine: Engine, exposed_s: float) -> dict[str, float | None]:
         """Name the numbers, the first three as DeepSpeed does; None stands for a number that does not exist."""
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
         loss = float(torch.stack([each.float().reshape(()) for each in self._losses]).mean()) if self._losses else None
+        self._losses.clear()
+        rates = engine.get_lr()
         cuda = self._device.type == "cuda"
         return {
             "Train/Samples/train_loss": loss,
-            "Train/Samples/lr": step.rates[0] if step.rates else None,
-            "Train/Samples/loss_scale": step.loss_scale,
-            "Train/Samples/grad_norm": step.norm,
-            "Train/Samples/skipped_steps": step.skipped,
+            "Train/Samples/lr": rates[0] if rates else None,
+            "Train/Samples/loss_scale": engine.loss_scaling.value,
+            "Train/Samples/grad_norm": engine.get_global_grad_norm(),
+            "Train/Samples/skipped_steps": engine.skipped_steps,
             "Time/step_s": step_s,
-            "Time/exposed_s": step.exposed_s,
+            "Time/exposed_s": exposed_s,
             **self._meter.take(step_s),
             "Memory/host_bytes": sum(self._optimizer.host_bytes().values()),
             "Memory/process_bytes": _process_bytes(),
@@ -175,12 +145,12 @@ class Reports:
 
     def close(self) -> None:
         """End the writers' files."""
-        writers, self._writers = self._writers, []
-        for writer in writers:
+        writers, self._writers = self._writers, {}
+        for name, writer in writers.items():
             try:
                 writer.close()
             except Exception as error:
-                _log.warning("%s could not end its files: %s: %s", writer.name, type(error).__name__, error)
+                _log.warning("%s could not end its files: %s: %s", name, type(error).__name__, error)
 
 
 class Meter(Recorder):
@@ -188,13 +158,8 @@ class Meter(Recorder):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._pass_ns = 0
-        self._pass_bytes = 0
-        self._copied = {"copy to host": 0, "publish": 0}
-        self._verdicts = {KEPT: 0, REDONE: 0, DROPPED: 0}
+        self._counts: Counter[str] = Counter()
+        """Events and copied bytes by the event's name; time and bytes of passes over state on the host."""
 
     def take(self, step_s: float) -> dict[str, float | None]:
         """Return what was counted since the last call, ``step_s`` seconds ago; None where nothing was.
@@ -203,42 +168,36 @@ class Meter(Recorder):
         stepped ahead, and decided on, that were kept.
         """
         with self._lock:
-            decided = sum(self._verdicts.values())
-            figures = {
-                "Bandwidth/host_bytes_per_s": 1e9 * self._pass_bytes / max(1, self._pass_ns)
-                if self._pass_bytes
-                else None,
-                "Bandwidth/to_host_bytes_per_s": self._copied["copy to host"] / step_s,
-                "Bandwidth/to_device_bytes_per_s": self._copied["publish"] / step_s,
-                "Speculation/hit_rate": self._verdicts[KEPT] / decided if decided else None,
-            }
-            self._clear()
-        return figures
+            counts, self._counts = self._counts, Counter()
+        decided = counts[KEPT] + counts[REDONE] + counts[DROPPED]
+        return {
+            "Bandwidth/host_bytes_per_s": 1e9 * counts["pass bytes"] / max(1, counts["pass ns"]) or None,
+            "Bandwidth/to_host_bytes_per_s": counts[COPY_TO_HOST] / step_s,
+            "Bandwidth/to_device_bytes_per_s": counts[PUBLISH] / step_s,
+            "Speculation/hit_rate": counts[KEPT] / decided if decided else None,
+        }
 
     def begin(self, name: str, tile: int | None) -> int:
         return time.perf_counter_ns()
 
     def mark(self, name: str, tile: int | None) -> None:
-        if name in self._verdicts:
-            with self._lock:
-                self._verdicts[name] += 1
+        self._add({name: 1})
 
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
         return
 
     def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
-        if page.device.type != "cpu":  # a kernel that was only enqueued: its time is not known
-            return
-        took_ns = time.perf_counter_ns() - begin_ns
-        num_bytes = 2 * page.shape[0] * page.element_size() * sum(row.gradient.numel() for row in rows)
-        with self._lock:
-            self._pass_ns += took_ns
-            self._pass_bytes += num_bytes
+        if page.device.type == "cpu":  # otherwise a kernel was only enqueued, and its time is not known
+            took_ns = time.perf_counter_ns() - begin_ns
+            num_bytes = 2 * page.shape[0] * page.element_size() * sum(row.gradient.numel() for row in rows)
+            self._add({"pass ns": took_ns, "pass bytes": num_bytes})
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
-        target = handle.target
+        self._add({name: handle.target.numel() * handle.target.element_size()})
+
+    def _add(self, counts: Mapping[str, int]) -> None:
         with self._lock:
-            self._copied[name] += target.numel() * target.element_size()
+            self._counts.update(counts)
 
 
 def _process_bytes() -> int:
@@ -251,53 +210,26 @@ def _process_bytes() -> int:
 
 
 # -- writers -----------------------------------------------------------------------
+#
+# A writer's write(samples, values) gets the numbers of one step, after so many samples of training, in order. It may
+# raise whatever the library raises.
 
 
-def check_installed(config: Config) -> None:
-    """Raise ImportError where a library that the configuration asks for is not installed."""
-    for section, module in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
-        if getattr(config, section) is not None and importlib.util.find_spec(module) is None:
-            raise ImportError(
-                f"the configuration enables {section}, and {module} is not installed: pip install {module}, or set "
-                f"{section}.enabled to false"
-            )
-
-
-class Writer(ABC):
-    """Writes the numbers of one step at a time, in order."""
-
-    name: str
-
-    @abstractmethod
-    def write(self, samples: int, values: Mapping[str, float | None]) -> None:
-        """Write ``values`` after ``samples`` samples of training; may raise whatever the library raises."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the files."""
-
-
-class TensorBoardWriter(Writer):
-    name = "tensorboard"
-
+class TensorBoardWriter:
     def __init__(self, config: TensorBoardConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(Path(config.output_path) / config.job_name))
+        self.close = self._writer.close
 
     def write(self, samples: int, values: Mapping[str, float | None]) -> None:
         for name, value in values.items():
             if value is not None:
                 self._writer.add_scalar(name, value, samples)
 
-    def close(self) -> None:
-        self._writer.close()
 
-
-class WandbWriter(Writer):
+class WandbWriter:
     """Logs to the active run of wandb; without one it starts, and ends, a run of its own."""
-
-    name = "wandb"
 
     def __init__(self, config: WandbConfig) -> None:
         import wandb
@@ -316,10 +248,8 @@ class WandbWriter(Writer):
             self._wandb.finish()
 
 
-class CsvWriter(Writer):
-    """Writes one row per step; a run that is resumed appends to the file of before."""
-
-    name = "csv_monitor"
+class CsvWriter:
+    """Writes one row per step; a run that is resumed appends to the existing file."""
 
     def __init__(self, config: CsvConfig) -> None:
         self._path = Path(config.output_path) / config.job_name / "metrics.csv"
@@ -329,16 +259,13 @@ class CsvWriter(Writer):
             raise OSError(
                 f"csv_monitor cannot write to {self._path}: {error.strerror}; give a folder as csv_monitor.output_path"
             ) from error
-        # Set with the first row.
-        self._columns: list[str] = []
-        self._file: TextIO | None = None
+        self._file: TextIO | None = None  # opened for the first row
 
     def write(self, samples: int, values: Mapping[str, float | None]) -> None:
         row = {"samples": samples, **values}
         if self._file is None:
-            self._columns = list(row)
-            self._file = self._opened(self._columns)
-        csv.writer(self._file).writerow([row.get(column) for column in self._columns])
+            self._file = self._opened(list(row))
+        csv.writer(self._file).writerow(row.values())
         self._file.flush()
 
     def _opened(self, columns: list[str]) -> TextIO:
@@ -358,3 +285,17 @@ class CsvWriter(Writer):
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+_WRITERS: dict[str, Any] = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "csv_monitor": CsvWriter}
+"""Classes of writers, by the section of the configuration that asks for them."""
+
+
+def check_installed(config: Config) -> None:
+    """Raise ImportError where a library that the configuration asks for is not installed."""
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) is not None and importlib.util.find_spec(name) is None:
+            raise ImportError(
+                f"the configuration enables {name}, and {name} is not installed: pip install {name}, or set "
+                f"{name}.enabled to false"
+            )

@@ -20,94 +20,45 @@ def client_optimizer(
     given: Optimizer | Callable[[list[Any]], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
     config: Config,
-) -> Optimizer | None:
-    """The optimizer that the user built, or that a function of theirs builds; None: the configuration names one.
-
-    Args:
-        model: whose trainable parameters a function gets where ``model_parameters`` is None.
-        given: the user's optimizer, or what makes one from parameters.
-        model_parameters: parameters or groups.
-        config: may name an optimizer.
+) -> tuple[Optimizer | None, list[dict[str, Any]]]:
+    """Return the optimizer that the user built, or that a function of theirs builds; None: the configuration names one.
+    Also return the groups for that one, of ``(FQN, parameter)``, so that errors can name parameters; without
+    ``model_parameters`` all that are trainable.
 
     Raises:
-        ValueError: two optimizers.
-        TypeError: something that is none.
+        ValueError: two optimizers, or one that was built with other parameters.
+        TypeError: an argument of another type.
     """
-    if given is None:
-        return None
-    if config.optimizer is not None:
-        raise ValueError("an optimizer is given twice: as optimizer= and in the configuration; keep one")
-    if isinstance(given, Optimizer):
-        if model_parameters is not None:
-            _check_same(given, model_parameters)
-        return given
-    if not callable(given):
-        raise TypeError(f"optimizer is a torch.optim.Optimizer or makes one, not {type(given).__name__}")
-    optimizer = given(_listed(model, model_parameters))
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer= returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    return optimizer
-
-
-def make_optimizer(
-    model: nn.Module,
-    client: Optimizer | None,
-    model_parameters: Iterable[Any] | None,
-    config: Config,
-    placement: Placement,
-) -> HostOptimizer:
-    """Make an optimizer whose state is where ``placement`` says, and whose gradients leave during backward.
-
-    Args:
-        model: names the parameters.
-        client: the user's, which it replaces; None: the configuration names one.
-        model_parameters: parameters or groups for that one; None: all trainable ones.
-        config: names an optimizer where there is no client's.
-        placement: makes the store.
-    """
-    if client is None:
-        return _by_name(model, model_parameters, config, placement)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return from_client(client, release_gradients=True, offload=placement, names=names)
-
-
-def _by_name(
-    model: nn.Module, model_parameters: Iterable[Any] | None, config: Config, placement: Placement
-) -> HostOptimizer:
-    assert config.optimizer is not None  # load_config() checks it
-    kind: Any = OPTIMIZERS[config.optimizer.type]  # each has the signature of its own
-    options = config.optimizer.arguments()
-    groups = named_groups(model, _listed(model, model_parameters))
-    return kind(groups, **options, release_gradients=True, offload=placement)
-
-
-def _listed(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[Any]:
     if isinstance(model_parameters, Tensor):
         raise TypeError("model_parameters is a list of parameters or groups, not one tensor; wrap it in a list")
-    if isinstance(model_parameters, nn.Module):
-        model_parameters = model_parameters.parameters()
-    if model_parameters is None:
-        return [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return list(model_parameters)
+    entries: list[Any] = (
+        [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if model_parameters is None
+        else list(model_parameters.parameters() if isinstance(model_parameters, nn.Module) else model_parameters)
+    )
+    if given is None:
+        return None, _named_groups(model, entries)
+    if config.optimizer is not None:
+        raise ValueError("an optimizer is given twice: as optimizer= and in the configuration; keep one")
+    if not isinstance(given, Optimizer):
+        if not callable(given):
+            raise TypeError(f"optimizer is a torch.optim.Optimizer or makes one, not {type(given).__name__}")
+        made = given(entries)
+        if not isinstance(made, Optimizer):
+            raise TypeError(f"optimizer= returned a {type(made).__name__}, not a torch.optim.Optimizer")
+        return made, []
+    if model_parameters is not None:
+        own = {id(parameter) for group in given.param_groups for parameter in group["params"]}
+        if own != {id(each) for group in _named_groups(model, entries) for _, each in group["params"]}:
+            raise ValueError(
+                "optimizer= was built with other parameters than model_parameters=; with an optimizer of your own "
+                "leave model_parameters out"
+            )
+    return given, []
 
 
-def _check_same(optimizer: Optimizer, model_parameters: Iterable[Any]) -> None:
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    entries = list(model_parameters)
-    members = [
-        entry[1] if isinstance(entry, tuple) else entry
-        for group in (entries if entries and isinstance(entries[0], dict) else [{"params": entries}])
-        for entry in group["params"]
-    ]
-    if own != {id(member) for member in members}:
-        raise ValueError(
-            "optimizer= was built with other parameters than model_parameters=; with an optimizer of your own leave "
-            "model_parameters out"
-        )
-
-
-def named_groups(model: nn.Module, entries: list[Any]) -> list[dict[str, Any]]:
-    """Turn parameters or groups into groups of ``(FQN, parameter)``, so that errors can name parameters."""
+def _named_groups(model: nn.Module, entries: list[Any]) -> list[dict[str, Any]]:
+    """Turn parameters or groups into groups of ``(FQN, parameter)``."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
     named = []
@@ -121,3 +72,22 @@ def named_groups(model: nn.Module, entries: list[Any]) -> list[dict[str, Any]]:
         # torch takes names from the members, and an empty group has none to take them from.
         named.append({**options, "params": members, **({} if members else {"param_names": []})})
     return named
+
+
+def make_optimizer(
+    model: nn.Module,
+    client: Optimizer | None,
+    groups: list[dict[str, Any]],
+    config: Config,
+    placement: Placement,
+) -> HostOptimizer:
+    """Make an optimizer whose state is where ``placement`` says, and whose gradients leave during backward.
+
+    It takes the place of ``client``, the user's; without one it has the ``groups``, and the configuration names it.
+    """
+    if client is not None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return from_client(client, release_gradients=True, offload=placement, names=names)
+    assert config.optimizer is not None  # load_config() checks it
+    kind: Any = OPTIMIZERS[config.optimizer.type]  # each has a signature of its own
+    return kind(groups, **config.optimizer.arguments(), release_gradients=True, offload=placement)

@@ -131,11 +131,9 @@ def init_distributed(
     join(backend=dist_backend, timeout=timeout, environ=with_port(distributed_port))
 
 
-def with_port(port: int | None) -> dict[str, str] | None:
-    """The environment with a port of rank 0, for several ranks whose launcher names none; None: as it is."""
-    if port is None or "WORLD_SIZE" not in os.environ:
-        return None
-    return {"MASTER_PORT": str(port), **os.environ}
+def with_port(port: int | None) -> Mapping[str, str]:
+    """Return the process's environment, with a port of rank 0 for several ranks whose launcher names none."""
+    return os.environ if port is None or "WORLD_SIZE" not in os.environ else {"MASTER_PORT": str(port), **os.environ}
 
 
 def expected_world_size(environ: Mapping[str, str] | None = None) -> int:
@@ -158,7 +156,10 @@ def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapp
             f"backend={backend!r} was asked for, and the process group is already initialised with {found!r}: "
             f"leave backend out, or initialise the group with it"
         )
-    local_rank = _local_rank_of_group(rank, environ)
+    # Whoever initialised the group without a launcher chose the device before.
+    chosen = torch.cuda.current_device() if torch.cuda.is_available() else rank
+    set_by_launcher = (environ[name] for name in LOCAL_RANK_NAMES if environ.get(name, "").isdigit())
+    local_rank = int(next(set_by_launcher, chosen))
     place = _device(device, local_rank)
     _check_fits(found, place, f"the process group, initialised with {found!r},")
     if place.type == "cuda":
@@ -166,28 +167,17 @@ def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapp
     return Ranks(rank, world_size, local_rank, place, dist.group.WORLD, False)
 
 
-def _local_rank_of_group(rank: int, environ: Mapping[str, str]) -> int:
-    for name in LOCAL_RANK_NAMES:
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    # Whoever initialised the group without a launcher chose the device before.
-    return torch.cuda.current_device() if torch.cuda.is_available() else rank
-
-
 def _checked_timeout(timeout: timedelta | float) -> timedelta:
-    if not isinstance(timeout, timedelta):
-        if not is_number(timeout):
-            raise TypeError(f"timeout is a timedelta or a number of seconds, not {type(timeout).__name__}")
-        if not 0 < timeout < timedelta.max.total_seconds():
-            raise ValueError(f"timeout must be above 0 seconds, and is {timeout}")
-        timeout = timedelta(seconds=timeout)
-    if timeout <= timedelta(0):
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not is_number(seconds):
+        raise TypeError(f"timeout is a timedelta or a number of seconds, not {type(timeout).__name__}")
+    if not 0 < seconds < timedelta.max.total_seconds():
         raise ValueError(f"timeout must be above 0 seconds, and is {timeout}")
-    return timeout
+    return timedelta(seconds=seconds)
 
 
 def _backends(config: str) -> set[str]:
-    """Return ``{"gloo", "nccl"}`` for ``"cpu:gloo,cuda:nccl"``."""
+    """``{"gloo", "nccl"}`` for ``"cpu:gloo,cuda:nccl"``."""
     return {part.rpartition(":")[2].strip() for part in config.lower().split(",")}
 
 
@@ -201,22 +191,21 @@ def _check_backend(backend: str) -> None:
 
 def _check_fits(config: str, device: torch.device, what: str) -> None:
     """Reject nccl alone for the CPU, which would fail at the first collective."""
-    of_device = [part.partition(":") for part in config.lower().split(",")]
-    serves = {right if colon else left for left, colon, right in of_device if not colon or left == device.type}
+    parts = [part.partition(":") for part in config.lower().split(",")]
+    serves = {right if colon else left for left, colon, right in parts if not colon or left == device.type}
     if not serves or (device.type == "cpu" and serves == {"nccl"}):
         raise ValueError(f"{what} cannot reduce tensors of the {device.type}: use gloo there, nccl for CUDA")
 
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
     if device is None:
-        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    elif isinstance(device, (str, torch.device)):
-        try:
-            place = torch.device(device)
-        except RuntimeError as error:
-            raise ValueError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
-    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not isinstance(device, (str, torch.device)):
         raise TypeError(f"device is a name or a torch.device, not {type(device).__name__}")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a device: {str(error).splitlines()[0]}") from error
     if place.type != "cuda":
         return place
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -232,12 +221,12 @@ def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
 
 def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
     host = launch.master_addr or ""
-    host = f"[{host}]" if ":" in host else host
+    address = f"{f'[{host}]' if ':' in host else host}:{launch.master_port}"
     try:
         dist.init_process_group(
             backend,
             # As env:// does, this uses torchrun's own store where there is one.
-            init_method=f"tcp://{host}:{launch.master_port}",
+            init_method=f"tcp://{address}",
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
@@ -245,7 +234,7 @@ def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
     except (RuntimeError, OSError) as error:  # torch's DistError and timeouts among them
         raise RendezvousError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher} variables) did not meet the others at "
-            f"{host}:{launch.master_port} within {timeout.total_seconds():g} s: {str(error).splitlines()[0]} "
+            f"{address} within {timeout.total_seconds():g} s: {str(error).splitlines()[0]} "
             f"Check that all ranks were started (in a Slurm job: with srun) and reach that host and port; "
             f"for one rank alone set RANK=0 and WORLD_SIZE=1"
         ) from error

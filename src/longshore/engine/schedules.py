@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -38,14 +38,44 @@ class Schedule(LRScheduler):
     def __init__(self, optimizer: Optimizer, *values: Any, **params: Any) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"a schedule needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        name = type(self).__name__
-        config = _configured(name, values, params)
-        problems = _group_problems(config, optimizer)
+        self._has_betas = all("betas" in group for group in optimizer.param_groups)
+        # Before torch's __init__, which sets the first rates.
+        self._config = self._configured(optimizer, values, params)
+        super().__init__(optimizer)
+
+    def _configured(self, optimizer: Optimizer, values: tuple[Any, ...], params: dict[str, Any]) -> ScheduleConfig:
+        """Check the parameters, with the optimizer's groups, and find everything that is wrong with them."""
+        name, group_count = type(self).__name__, len(optimizer.param_groups)
+        kind = SCHEDULERS[name]
+        names = [*(field for field in kind.model_fields if field != "type"), _START]
+        if len(values) > len(names):
+            raise TypeError(f"{name} has {len(names)} parameters besides the optimizer, and got {len(values)}")
+        by_place = dict(zip(names, values, strict=False))
+        if twice := sorted(by_place.keys() & params.keys()):
+            raise TypeError(f"{name} got {twice[0]} twice, by place and by name")
+        given = {**by_place, **params}
+        if "type" in given:
+            raise TypeError(f"{name} has no parameter 'type'; leave it out")
+        start = given.pop(_START, -1)
+        problems: list[Problem] = []
+        if start != -1 or not is_integer(start):
+            what = "must be -1: to go on in the middle, give load_state_dict a saved state"
+            problems.append(Problem(_START, what, start))
+        try:
+            config = kind(**given)
+        except ConfigError as error:
+            raise ConfigError(name, [*error.problems, *problems]) from None
+        for each, value in config.arguments().items():
+            if isinstance(value, tuple) and len(value) != group_count:
+                what = f"lists {len(value)} values, and the optimizer has {group_count} groups: give one for each"
+                problems.append(Problem(each, what, value))
+        asked = "cycle_momentum" in config.model_fields_set and config.arguments()["cycle_momentum"]
+        if asked and not self._has_betas:
+            what = f"{type(optimizer).__name__} has groups without betas: set it to false"
+            problems.append(Problem("cycle_momentum", what, True))
         if problems:
             raise ConfigError(name, problems)
-        self._config = config  # before torch's __init__, which sets the first rates
-        self._has_betas = _has_betas(optimizer)
-        super().__init__(optimizer)
+        return config
 
     @property
     def last_batch_iteration(self) -> int:
@@ -80,35 +110,41 @@ class Schedule(LRScheduler):
         Raises:
             ValueError: other keys, another number of groups, or a count that is not a whole number of steps.
         """
-        count, base_lrs = _checked_state(state_dict, len(self.base_lrs))
-        if base_lrs is not None:
-            self.base_lrs = [*base_lrs]
+        base_lrs = self.base_lrs
+        if set(state_dict) == {_START}:
+            count = state_dict[_START]
+            count = count + 1 if is_integer(count) else count
+        elif {"last_epoch", "base_lrs"} <= set(state_dict):
+            count, base_lrs = state_dict["last_epoch"], state_dict["base_lrs"]
+        else:
+            raise ValueError(
+                f"a schedule's state has 'last_epoch' and 'base_lrs', or only 'last_batch_iteration', "
+                f"and this has {sorted(map(str, state_dict))}: give what state_dict() returned"
+            )
+        if len(base_lrs) != len(self.base_lrs):
+            raise ValueError(
+                f"the saved schedule has {len(base_lrs)} groups, and the optimizer has {len(self.base_lrs)}: "
+                f"make the groups as they were when it was saved"
+            )
+        if not is_integer(count) or count < 0:
+            raise ValueError(f"a schedule's state counts its steps, and this count is {shown(count)}")
+        self.base_lrs = [*base_lrs]
         self.last_epoch = count
         self._step_count = count + 1
         self._last_lr = self.get_lr()
 
 
-class LRRangeTest(Schedule):
-    """Rates that grow, to see which are too high."""
+_CLASSES: dict[str, type[Schedule]] = {
+    name: type(name, (Schedule,), {"__doc__": kind.__doc__, "__module__": __name__})
+    for name, kind in SCHEDULERS.items()
+}
 
 
-class OneCycle(Schedule):
-    """Up, down, and then decay."""
-
-
-class WarmupLR(Schedule):
-    """Warmup to a rate that stays."""
-
-
-class WarmupDecayLR(Schedule):
-    """Warmup, then a straight line to 0."""
-
-
-class WarmupCosineLR(Schedule):
-    """Warmup, then half a cosine."""
-
-
-_CLASSES = {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+def __getattr__(name: str) -> Any:
+    """``WarmupLR`` and so on, which are made from the configuration's schedules."""
+    if name in _CLASSES:
+        return _CLASSES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def make_schedule(config: ScheduleConfig, optimizer: Optimizer) -> Schedule:
@@ -123,75 +159,8 @@ def make_schedule(config: ScheduleConfig, optimizer: Optimizer) -> Schedule:
     return _CLASSES[name](optimizer, **given)
 
 
-def _configured(name: str, values: tuple[Any, ...], params: dict[str, Any]) -> ScheduleConfig:
-    kind = SCHEDULERS[name]
-    names = [*(field for field in kind.model_fields if field != "type"), _START]
-    if len(values) > len(names):
-        raise TypeError(f"{name} has {len(names)} parameters besides the optimizer, and got {len(values)}")
-    by_place = dict(zip(names, values, strict=False))
-    twice = sorted(by_place.keys() & params.keys())
-    if twice:
-        raise TypeError(f"{name} got {twice[0]} twice, by place and by name")
-    given = {**by_place, **params}
-    if "type" in given:
-        raise TypeError(f"{name} has no parameter 'type'; leave it out")
-    start = given.pop(_START, -1)
-    problems = []
-    if start != -1 or not is_integer(start):
-        problems.append(
-            Problem(_START, "must be -1: to go on in the middle, give load_state_dict a saved state", start)
-        )
-    try:
-        config = kind(**given)
-    except ConfigError as error:
-        raise ConfigError(name, [*error.problems, *problems]) from None
-    if problems:
-        raise ConfigError(name, problems)
-    return config
-
-
-def _group_problems(config: ScheduleConfig, optimizer: Optimizer) -> list[Problem]:
-    """Find lists of another length than the optimizer's groups, and momentum in groups without betas."""
-    count = len(optimizer.param_groups)
-    problems = [
-        Problem(name, f"lists {len(value)} values, and the optimizer has {count} groups: give one for each", value)
-        for name, value in config.arguments().items()
-        if isinstance(value, tuple) and len(value) != count
-    ]
-    asked = "cycle_momentum" in config.model_fields_set and config.arguments()["cycle_momentum"]
-    if asked and not _has_betas(optimizer):
-        what = f"{type(optimizer).__name__} has groups without betas: set it to false"
-        problems.append(Problem("cycle_momentum", what, True))
-    return problems
-
-
-def _has_betas(optimizer: Optimizer) -> bool:
-    return all("betas" in group for group in optimizer.param_groups)
-
-
-def _checked_state(state: Mapping[str, Any], group_count: int) -> tuple[int, list[float] | None]:
-    if set(state) == {_START}:
-        count, base_lrs = state[_START], None
-        count = count + 1 if is_integer(count) else count
-    elif {"last_epoch", "base_lrs"} <= set(state):
-        count, base_lrs = state["last_epoch"], state["base_lrs"]
-        if len(base_lrs) != group_count:
-            raise ValueError(
-                f"the saved schedule has {len(base_lrs)} groups, and the optimizer has {group_count}: "
-                f"make the groups as they were when it was saved"
-            )
-    else:
-        raise ValueError(
-            f"a schedule's state has 'last_epoch' and 'base_lrs', or only 'last_batch_iteration', "
-            f"and this has {sorted(map(str, state))}: give what state_dict() returned"
-        )
-    if not is_integer(count) or count < 0:
-        raise ValueError(f"a schedule's state counts its steps, and this count is {shown(count)}")
-    return count, base_lrs
-
-
 def adopt_schedule(given: Any, optimizer: Optimizer, client: Optimizer | None) -> Any:
-    """The scheduler that the engine steps.
+    """Return the scheduler that the engine steps.
 
     Args:
         given: a scheduler, or a function from an optimizer to one.
@@ -206,9 +175,15 @@ def adopt_schedule(given: Any, optimizer: Optimizer, client: Optimizer | None) -
     is_schedule = not isinstance(given, type) and callable(getattr(given, "step", None))
     schedule = given(optimizer) if not is_schedule and callable(given) else given
     if not callable(getattr(schedule, "step", None)):
-        found = f"{type(schedule).__name__}" if schedule is given else f"a function that returns {_name(schedule)}"
+        found = f"{'' if schedule is given else 'a function that returns '}{type(schedule).__name__}"
         raise TypeError(f"lr_scheduler is a scheduler, or a function from an optimizer to one, not {found}")
-    _check_step(schedule)
+    needed = _needed_by_step(schedule)
+    if needed:
+        raise ValueError(
+            f"lr_scheduler={type(schedule).__name__} is not supported: its step() takes "
+            f"{', '.join(map(repr, needed))}, and engine.step() calls it with nothing; build it on the optimizer that "
+            "initialize() returns, leave lr_scheduler out, and call it after engine.step()"
+        )
     change_over(schedule, optimizer, client)
     return schedule
 
@@ -223,7 +198,13 @@ def change_over(schedule: Any, optimizer: Optimizer, client: Optimizer | None) -
     for holder, name in holders:
         held = getattr(holder, name)
         if held is not optimizer and held is not client:
-            raise ValueError(_foreign(holder, held, client is not None))
+            kind = type(holder).__name__
+            way = "build it on the optimizer that is passed as optimizer=, or " if client is not None else ""
+            raise ValueError(
+                f"lr_scheduler: the {kind} was built on an optimizer ({type(held).__name__}) that the engine does not "
+                f"step, so it would set learning rates that nobody uses; {way}pass a function: "
+                f"lr_scheduler=lambda optimizer: {kind}(optimizer, ...)"
+            )
     for holder, name in holders:
         if getattr(holder, name) is not optimizer:
             setattr(holder, name, optimizer)
@@ -246,31 +227,11 @@ def _holders(schedule: Any, seen: set[int]) -> Iterator[tuple[Any, str]]:
                 yield from _holders(inner, seen)
 
 
-def _foreign(holder: Any, held: Optimizer, has_client: bool) -> str:
-    name = _name(holder)
-    way = "build it on the optimizer that is passed as optimizer=, or " if has_client else ""
-    return (
-        f"lr_scheduler: the {name} was built on an optimizer ({_name(held)}) that the engine does not step, so it "
-        f"would set learning rates that nobody uses; {way}pass a function: "
-        f"lr_scheduler=lambda optimizer: {name}(optimizer, ...)"
-    )
-
-
-def _name(value: Any) -> str:
-    return type(value).__name__
-
-
-def _check_step(scheduler: Any) -> None:
-    """Raises ValueError where ``step()`` needs what the engine cannot give."""
+def _needed_by_step(scheduler: Any) -> list[str]:
+    """Return the arguments that ``step()`` has to be given."""
     try:
         parameters = inspect.signature(scheduler.step).parameters.values()
     except (TypeError, ValueError):  # a builtin, say
-        return
+        return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in variadic]
-    if needed:
-        raise ValueError(
-            f"lr_scheduler={type(scheduler).__name__} is not supported: its step() takes "
-            f"{', '.join(map(repr, needed))}, and engine.step() calls it with nothing; build it on the optimizer that "
-            "initialize() returns, leave lr_scheduler out, and call it after engine.step()"
-        )
+    return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in variadic]

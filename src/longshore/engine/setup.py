@@ -19,21 +19,19 @@ from longshore.byte_sizes import LEAST_BUDGET
 from longshore.engine.access import register
 from longshore.engine.activation_checkpointing import install, is_configured
 from longshore.engine.binding import Binding, bind, host_cpus
-from longshore.engine.config import Config, load_config
+from longshore.engine.config import Config, LoadedConfig, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
-from longshore.engine.loss_scale import make_loss_scale
 from longshore.engine.model_sharding import (
     WrapPolicy,
     check_already_sharded,
     data_parallel,
-    materialized,
     shard_model,
     tensor_parallel_size,
 )
 from longshore.engine.monitoring import check_installed
 from longshore.engine.optimizers import client_optimizer, make_optimizer
-from longshore.engine.precision import DTYPES, Precision
+from longshore.engine.precision import DTYPES
 from longshore.engine.ranks import Ranks, expected_world_size, join, with_port
 from longshore.engine.schedules import adopt_schedule, make_schedule
 from longshore.engine.weights import Weights, first_weights
@@ -109,62 +107,57 @@ def initialize(
         ValueError, TypeError: arguments that are not supported, by name.
     """
     model = _checked_model(model, mpu, mesh_param)
-    chosen = _chosen_config(args, config, config_params)
     environ = _environ(distributed_port, dist_init_required)
-    # Before the ranks meet: they would wait for each other only to hear of a mistake in a file.
-    data_ranks = max(1, expected_world_size(environ) // tensor_parallel_size(model))
-    loaded = load_config(chosen, world_size=data_ranks, needs_optimizer=optimizer is None)
-    check_installed(loaded.config)
+    configs = (config, config_params, getattr(args, "deepspeed_config", None))
+    loaded = _loaded(configs, model, environ, needs_optimizer=optimizer is None)
     ranks, settings = join(device=device, environ=environ), loaded.config
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
-        binding = _begin(loaded.notes, settings, ranks, environ, undo)
-        precision, first = _place(model, settings, ranks, weights)
-        listed = materialized(model_parameters)
-        client = client_optimizer(model, optimizer, listed, settings)
-        sharded, present = shard_model(model, wrap_policy, settings, ranks, client, listed, first)
+        for note in loaded.notes if ranks.rank == 0 else ():
+            warnings.warn(note, stacklevel=2)
+        # Before memory is allocated, which then comes from the NUMA node of this rank's CPUs.
+        binding = bind(settings, ranks, environ)
+        undo.callback(binding.release)
+        first = _place(model, settings, ranks, weights)
+        client, groups = client_optimizer(model, optimizer, model_parameters, settings)
+        sharded = shard_model(model, wrap_policy, settings, ranks, first, client, groups)
         first.close()
-        made = make_optimizer(model, client, present, settings, _placement(settings, ranks, offload, sharded, binding))
+        made = make_optimizer(model, client, groups, settings, _placement(settings, ranks, offload, sharded, binding))
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
-        engine = Engine(model, made, settings, ranks, precision, make_loss_scale(settings.loss_scaling), binding)
-        engine.lr_scheduler = schedule = _schedule(lr_scheduler, settings, made, client)
-        engine.training_dataloader = _loader(training_data, settings, data_parallel(ranks, sharded), collate_fn)
+        engine = Engine(model, made, settings, ranks, binding)
+        engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
+        if training_data is not None:
+            size, share = engine.train_micro_batch_size_per_gpu(), data_parallel(ranks, sharded)
+            engine.training_dataloader = make_loader(training_data, size, share, collate_fn, settings.drop_last)
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
-    return Initialized(engine, made, engine.training_dataloader, schedule)
+    return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
 
 
-def _begin(
-    notes: Iterable[str], config: Config, ranks: Ranks, environ: Mapping[str, str] | None, undo: contextlib.ExitStack
-) -> Binding:
-    """Warn, and bind this rank to CPUs before memory is allocated, which then comes from their NUMA node."""
-    if ranks.rank == 0:
-        for note in notes:
-            warnings.warn(note, stacklevel=4)
-    binding = bind(config, ranks, os.environ if environ is None else environ)
-    undo.callback(binding.release)
-    return binding
-
-
-def _place(
-    model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None
-) -> tuple[Precision, Weights]:
+def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None) -> Weights:
     """Convert the model and move it to this rank's device with its first weights. A model that is, or will be, sharded
     gets them with its shards."""
-    precision = Precision.of(settings, ranks.device)
-    sharded = check_already_sharded(model, settings, ranks, precision)
-    if not sharded:
-        precision.convert(model)
-    _check_same_setup(model, settings, ranks)
+    dtype = None if settings.dtype is None else DTYPES[settings.dtype]
+    sharded = check_already_sharded(model, settings, ranks, dtype)
+    for parameter in model.parameters() if dtype is not None and not sharded else ():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)  # the same object; buffers keep their dtype
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    setup = {
+        "configuration": (f"{name}={value!r}" for name, value in settings.model_dump().items()),
+        "model": (f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
+        "choice of trainable parameters": (name for name, tensor in tensors if tensor.requires_grad),
+    }
+    _check_same(setup, ranks, "build the same model and give initialize() the same configuration")
     in_shards = sharded or (settings.stage == 3 and ranks.world_size > 1)
     weights = first_weights(model, path, ranks, in_shards)
     if path is not None or not sharded:
         weights.place(model, ranks, parameters=not in_shards)
     if settings.cpu_checkpointing and not is_configured():
         install(cpu_checkpointing=True)
-    return precision, weights
+    return weights
 
 
 def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
@@ -176,20 +169,26 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
     return model
 
 
-def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
-    from_args = getattr(args, "deepspeed_config", None) if args is not None else None
-    given = [value for value in (config, config_params, from_args) if value is not None]
+def _loaded(
+    configs: Iterable[Any], model: nn.Module, environ: Mapping[str, str], needs_optimizer: bool
+) -> LoadedConfig:
+    """Read and check the configuration, before the ranks meet: otherwise they would wait for each other only to hear of
+    a mistake in a file."""
+    given = [config for config in configs if config is not None]
     if len(given) != 1:
         raise ValueError(
             "initialize() needs config=: a path, a dictionary, or a longshore.Config"
             if not given
             else "the configuration is given twice: as config=, config_params= or args.deepspeed_config; keep config="
         )
-    return given[0]
+    data_ranks = max(1, expected_world_size(environ) // tensor_parallel_size(model))
+    loaded = load_config(given[0], world_size=data_ranks, needs_optimizer=needs_optimizer)
+    check_installed(loaded.config)
+    return loaded
 
 
-def _environ(port: int | None, required: bool | None) -> dict[str, str] | None:
-    """Return the variables that identify this rank; None: the process's environment."""
+def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
+    """Return the variables that identify this rank."""
     if required is False and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "dist_init_required=False, and no process group is initialised; initialise it, or leave the argument out"
@@ -206,14 +205,13 @@ def _placement(
     if ranks.world_size == 1:
         return offload
     averaged = data_parallel(ranks, sharded).world_size
-    predivide = float(averaged) if config.prescale_gradients else config.gradient_predivide_factor
     reduction = ReductionSettings(
         bucket_numel=config.reduce_bucket_numel,
         each_backward=False,
         early=config.overlap_comm,
         wire_dtype=DTYPES[config.communication_dtype] if config.communication_dtype else None,
         sum_dtype=DTYPES[config.accumulation_dtype],
-        predivide=predivide,
+        predivide=float(averaged) if config.prescale_gradients else config.gradient_predivide_factor,
     )
     return ShardedOffload(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel, sharded)
 
@@ -227,26 +225,21 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     if ahead == "auto" and neighbours.on_machine > 1:
         ahead = max(LEAST_BUDGET, memory_for_speculation() // neighbours.on_machine)
     cpus = host_cpus(config, neighbours, binding.host_threads)
-    return Offload(
-        config.tile_numel,
-        cpus.threads,
-        cpus.cpu_set,
-        device=place,
-        speculation_memory=ahead,
-        ratio=config.offload_ratio,
-    )
-
-
-def _loader(data: Any, config: Config, ranks: Ranks, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
-    if data is None:
-        return None
-    assert config.micro_batch_size is not None
-    return make_loader(data, config.micro_batch_size, ranks, collate_fn, config.drop_last)
+    return Offload(config.tile_numel, *cpus, device=place, speculation_memory=ahead, ratio=config.offload_ratio)
 
 
 def _prepare(optimizer: HostOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
     """Check and connect a new optimizer. No window begins with gradients of another loop (law 2)."""
-    _check_same_parameters(optimizer, ranks)
+    # Buckets are filled in this order: another one on some rank, as set(model.parameters()) gives, would add up
+    # gradients of different parameters.
+    order = {
+        "order of the optimizer's parameters": (
+            f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer._core.records
+        ),
+        "division into groups": (str(len(group["params"])) for group in optimizer.param_groups),
+    }
+    duty = "give its optimizer the same parameters in the same order (a list, never a set) and groups"
+    _check_same(order, ranks, duty)
     left = [record for record in optimizer._core.records if record.parameter.grad is not None]
     for record in left:
         record.parameter.grad = None
@@ -263,64 +256,24 @@ def _prepare(optimizer: HostOptimizer, ranks: Ranks, sharded: FullyShardedModel 
 
 def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimizer | None) -> Any:
     if given is None:
-        if config.scheduler is None:
-            return None
-        return make_schedule(config.scheduler, optimizer)
+        return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)
     if config.scheduler is not None:
         raise ValueError("a scheduler is given twice: as lr_scheduler= and in the configuration; keep one")
     return adopt_schedule(given, optimizer, client)
 
 
-# -- the same on all ranks (law 11) ------------------------------------------------
-
-
-def _check_same_setup(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Check that model and configuration are the same on all ranks; all have to call.
-
-    Raises:
-        RankError: says what differs, and on which ranks.
-    """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    parts = {
-        "configuration": _digest(f"{name}={value!r}" for name, value in config.model_dump().items()),
-        "model": _digest(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
-        "choice of trainable parameters": _digest(name for name, tensor in tensors if tensor.requires_grad),
+def _check_same(parts: Mapping[str, Iterable[str]], ranks: Ranks, duty: str) -> None:
+    """Check that lines are the same on all ranks (law 11); all have to call. RankError says what differs, and where."""
+    digests = {
+        what: hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest() for what, lines in parts.items()
     }
-    _check_same(parts, ranks, "build the same model and give initialize() the same configuration")
-
-
-def _check_same_parameters(optimizer: HostOptimizer, ranks: Ranks) -> None:
-    """Check that the optimizer has the same parameters in the same order on all ranks; all have to call.
-
-    Buckets are filled in that order: another one, as ``set(model.parameters())`` gives, would add up gradients of
-    different parameters.
-
-    Raises:
-        RankError: names the ranks that differ.
-    """
-    lines = (f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer._core.records)
-    sizes = (str(len(group["params"])) for group in optimizer.param_groups)
-    parts = {"order of the optimizer's parameters": _digest(lines), "division into groups": _digest(sizes)}
-    _check_same(
-        parts, ranks, "give its optimizer the same parameters in the same order (a list, never a set) and groups"
-    )
-
-
-def _check_same(parts: Mapping[str, bytes], ranks: Ranks, duty: str) -> None:
-    rows = ranks.gather(parts)
-    for what in parts:
+    rows = ranks.gather(digests)
+    for what in digests:
         differing = [rank for rank, row in enumerate(rows) if row[what] != rows[0][what]]
         if differing:
             raise RankError(
                 f"the {what} of rank {', '.join(map(str, differing))} is not that of rank 0; every rank has to {duty}"
             )
-
-
-def _digest(lines: Iterable[str]) -> bytes:
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
-
-
-# -- scripts -----------------------------------------------------------------------
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,12 +1,14 @@
-"""A model's first weights, from rank 0's memory or from files, and how every rank gets its shards of them."""
+"""A model's first weights, from rank 0's memory or from safetensors files, and how every rank gets its shards."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import json
 import os
 import warnings
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +17,8 @@ from torch import Tensor, nn
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.engine.creation import on_meta, put
 from longshore.engine.ranks import Ranks
-from longshore.engine.weight_files import WeightFiles, cast
-from longshore.errors import ParameterError
-from longshore.optim.parameters import ParameterRecord, flat
+from longshore.engine.wording import several
+from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part
 
 if TYPE_CHECKING:
@@ -25,26 +26,103 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """A model's first weights.
+    """A model's first weights. Files are mapped: what is not read takes no memory.
 
     Args:
-        files: where to read them; None: rank 0 has them.
-        parameters: names in the files, by name in the model.
-        buffers: names of buffers that are in the files.
-        kept: names of persistent buffers that are not.
+        path: a ``.safetensors`` file, or a folder with some (as ``save_pretrained`` makes them); None: rank 0 has the
+            weights.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that cannot be read, by name, or a tensor that is in two files.
     """
 
-    def __init__(
-        self,
-        files: WeightFiles | None = None,
-        parameters: dict[str, str] | None = None,
-        buffers: frozenset[str] = frozenset(),
-        kept: frozenset[str] = frozenset(),
-    ) -> None:
-        self._files = files
-        self._parameters = parameters or {}
-        self._buffers = buffers
-        self._kept = kept
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self._stack = contextlib.ExitStack()
+        self._file_of: dict[str, Any] = {}
+        """The open file of each tensor."""
+        self._names: dict[str, str] = {}
+        """Names in the files, by the parameter's name in the model."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            for file in () if self.path is None else _files(self.path):
+                self._open(file)
+            undo.pop_all()
+
+    def _open(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            if name in self._file_of:
+                raise ValueError(f"tensor {name} is in two files of {self.path}; remove the stale ones")
+            self._file_of[name] = file
+
+    def close(self) -> None:
+        self._file_of.clear()
+        self._stack.close()
+
+    # -- before anything changes ------------------------------------------------
+
+    def check(self, model: nn.Module) -> None:
+        """Compare the files with a model, by whose parameters' names they are read from now on.
+
+        Raises:
+            ValueError: tensors that are missing, or have another shape or kind of number; all of them, by name.
+        """
+        buffers = dict(model.named_buffers())
+        self._names = self._names_of(dict(model.named_parameters(remove_duplicate=False)))
+        self._names_of({name: buffer for name, buffer in buffers.items() if name in self._file_of})
+        for name, buffer in buffers.items():
+            if buffer.is_meta and name not in self._file_of:
+                raise ValueError(
+                    f"buffer {name} is on the meta device, and {self.path} has none of that name; make the model "
+                    "under longshore.Init(empty=True), which makes buffers"
+                )
+
+    def _names_of(self, tensors: dict[str, Tensor]) -> dict[str, str]:
+        """Return the name in the files for each of a model's tensors: its own, or that of one tied to it."""
+        found, wrong = {}, []
+        for name, tensor in tensors.items():
+            tied = (other for other, each in tensors.items() if each is tensor)
+            here = next((each for each in (name, *tied) if each in self._file_of), None)
+            if here is None:
+                wrong.append(f"{name} is not there")
+                continue
+            found[name] = here
+            header = self._file_of[here].get_slice(here)
+            shape, dtype = list(header.get_shape()), header.get_dtype()  # as the format names it: F32, BF16, I8
+            if shape != list(tensor.shape):
+                wrong.append(f"{here} is {shape} and the model's is {list(tensor.shape)}")
+            elif dtype.startswith(("F", "BF")) != tensor.is_floating_point():
+                wrong.append(f"{here} is {dtype} and the model's is {tensor.dtype}")
+        if wrong:
+            raise ValueError(f"{self.path} has not the weights of this model: {several(wrong)}")
+        return found
+
+    def warn_about_rest(self, model: nn.Module) -> None:
+        """Warn about buffers that the files lack, and tensors that the model lacks."""
+        buffers = dict(model.named_buffers())
+        kept = sorted(buffers.keys() & model.state_dict().keys() - self._file_of.keys())
+        if kept:
+            warnings.warn(
+                f"{self.path} has no {', '.join(kept[:3])} ({len(kept)} buffers, which state_dict() has): they keep "
+                "the values that the model initialised",
+                stacklevel=5,
+            )
+        unread = sorted(self._file_of.keys() - self._names.values() - buffers.keys())
+        if unread:
+            warnings.warn(
+                f"{len(unread)} tensors of {self.path} are in no place of the model and are not read: "
+                f"{several(unread)}",
+                stacklevel=5,
+            )
+
+    # -- reading ------------------------------------------------------------------
 
     @torch.no_grad()
     def place(self, model: nn.Module, ranks: Ranks, parameters: bool) -> None:
@@ -52,87 +130,77 @@ class Weights:
         for parameter in model.parameters() if parameters else ():
             if parameter.is_meta:
                 put(nn.Parameter(_empty(parameter, ranks.device), parameter.requires_grad), into=parameter)
-        made: dict[int, tuple[Tensor, Tensor]] = {}
-        """Each buffer, which may have several names, and its replacement, by ``id``."""
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    if id(buffer) not in made:
-                        there = _empty(buffer, ranks.device) if buffer.is_meta else buffer.to(ranks.device)
-                        made[id(buffer)] = buffer, there
-                    module._buffers[name] = made[id(buffer)][1]
+        _replace(model, "_buffers", lambda each: _empty(each, ranks.device) if each.is_meta else each.to(ranks.device))
         if parameters:
             model.to(ranks.device)
-        if self._files is not None and ranks.rank == 0:
-            for name, buffer in model.named_buffers():
-                if name in self._buffers:
-                    buffer.copy_(self._files.read(name))
-            for name, parameter in model.named_parameters() if parameters else ():
-                parameter.copy_(self._files.read(self._parameters[name]))
-        for tensor in (*(model.parameters() if parameters else ()), *model.buffers()):
+        named = [*model.named_buffers(), *(model.named_parameters() if parameters else ())]
+        for name, tensor in named:
+            name = self._names.get(name, name)
+            if ranks.rank == 0 and name in self._file_of:
+                tensor.copy_(self._read(name))
             _broadcast(tensor, ranks)
 
     @torch.no_grad()
     def fill(self, sharded: FullyShardedModel, former: dict[str, Tensor], ranks: Ranks) -> None:
-        """Fill each rank's shards; all ranks have to call.
-
-        Args:
-            sharded: the model, with memory for the shards.
-            former: the model's parameters before it was sharded, by name. Their memory is freed, one by one.
-            ranks: this process among the run's.
-        """
+        """Fill each rank's shards, for which there is memory; all ranks have to call. ``former``: the parameters before
+        the model was sharded, by name. Their memory is freed, one by one."""
         for name, parameter in sharded.model.named_parameters():
             shards = [sharded.layout.shard_of(parameter, rank) for rank in range(ranks.world_size)]
-            if self._files is not None:
-                held = held_part(parameter)
-                held.copy_(self._read(name, parameter, sharded, shards[ranks.rank]).view(held.shape))
+            if self.path is not None:
+                shard = held_part(parameter)
+                shard.copy_(self._read_shard(name, parameter, sharded, *shards[ranks.rank]).view(shard.shape))
             elif former:
                 _scatter(former[name], parameter, shards, ranks)
             if name in former:
                 # Code that still uses it fails: its shape fits nothing.
                 former[name].data = former[name].data.new_empty(0)
 
-    def _read(self, name: str, parameter: Tensor, sharded: FullyShardedModel, shard: tuple[int, int]) -> Tensor:
-        assert self._files is not None
-        name, (offset, numel), layout = self._parameters[name], shard, sharded.layout.of(parameter)
+    def _read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Read rows ``[start, stop)`` in the file's dtype; a tensor without dimensions is read as a whole."""
+        header = self._file_of[name].get_slice(name)
+        return header[start:stop] if header.get_shape() else self._file_of[name].get_tensor(name)
+
+    def _read_shard(self, name: str, parameter: Tensor, sharded: FullyShardedModel, offset: int, numel: int) -> Tensor:
+        name, layout = self._names[name], sharded.layout.of(parameter)
         if numel == 0:
             return torch.empty(0, dtype=parameter.dtype)
         if layout.dim is not None:  # tensor parallelism may have divided it across rows
-            whole = flat(self._files.read(name))
-            return cast(layout.part_of(whole, sharded.layout.tp_rank)[offset : offset + numel], parameter.dtype)
+            whole = flat(self._read(name))
+            return layout.part_of(whole, sharded.layout.tp_rank)[offset : offset + numel].to(parameter.dtype)
         row_numel = parameter.numel() // parameter.shape[0]
-        return cast(flat(self._files.read(name, offset // row_numel, (offset + numel) // row_numel)), parameter.dtype)
+        return flat(self._read(name, offset // row_numel, (offset + numel) // row_numel)).to(parameter.dtype)
 
-    def warn_about_rest(self) -> None:
-        """Warn about buffers that the files lack, and tensors that the model lacks."""
-        if self._files is None:
-            return
-        if self._kept:
-            warnings.warn(
-                f"{self._files.path} has no {', '.join(sorted(self._kept)[:3])} ({len(self._kept)} buffers, which "
-                "state_dict() has): they keep the values that the model initialised",
-                stacklevel=5,
-            )
-        unread = sorted(self._files.names - set(self._parameters.values()) - self._buffers)
-        if unread:
-            warnings.warn(
-                f"{len(unread)} tensors of {self._files.path} are in no place of the model and are not read: "
-                f"{', '.join(unread[:3])}{', ...' if len(unread) > 3 else ''}",
-                stacklevel=5,
-            )
 
-    def close(self) -> None:
-        if self._files is not None:
-            self._files.close()
+def _files(path: Path) -> Sequence[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"there is no file or folder {path} to read weights from; models on a hub are not fetched: give a folder"
+        )
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            found = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index} is not a valid index of weights: {error}") from error
+        missing = [file.name for file in found if not file.is_file()]
+        if missing:
+            raise FileNotFoundError(f"{index} names {several(missing)}, which {path} does not have")
+        return found
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        others = sorted(each.name for each in path.glob("*.bin"))
+        convert = f"; load {others[0]} once and write it with safetensors.torch.save_file" if others else ""
+        raise FileNotFoundError(f"{path} has no .safetensors file to read weights from{convert}")
+    return found
 
 
 def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: Ranks, everywhere: bool) -> Weights:
-    """Find the model's first weights, and check them on every rank; all have to call.
+    """Find the first weights of a model, which has its dtype, and check them on every rank; all have to call.
 
     Args:
-        model: in its dtype.
         path: of files, or None for rank 0's weights.
-        ranks: this process among the run's.
         everywhere: every rank reads its shards, instead of rank 0 everything.
 
     Raises:
@@ -143,37 +211,19 @@ def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: 
     def look() -> None:
         nonlocal weights
         if path is not None and (everywhere or ranks.rank == 0):
-            weights = _from_files(model, WeightFiles(path))
+            weights = Weights(path)
+            weights.check(model)
         elif path is None and ranks.rank == 0:
             _check_there(model)
 
     try:
-        RankGroup(ranks.group if ranks.world_size > 1 else None).together(look)
+        RankGroup(ranks.group).together(look)
     except BaseException:
         weights.close()
         raise
-    if ranks.rank == 0:
-        weights.warn_about_rest()
+    if ranks.rank == 0 and path is not None:
+        weights.warn_about_rest(model)
     return weights
-
-
-def _from_files(model: nn.Module, files: WeightFiles) -> Weights:
-    try:
-        parameters = files.chosen(dict(model.named_parameters(remove_duplicate=False)))
-        buffers = dict(model.named_buffers())
-        there = {name: buffer for name, buffer in buffers.items() if name in files.names}
-        files.chosen(there)
-        for name, buffer in buffers.items():
-            if buffer.is_meta and name not in there:
-                raise ValueError(
-                    f"buffer {name} is on the meta device, and {files.path} has none of that name; make the model "
-                    "under longshore.Init(empty=True), which makes buffers"
-                )
-    except BaseException:
-        files.close()
-        raise
-    kept = frozenset(buffers.keys() & model.state_dict().keys()) - there.keys()
-    return Weights(files, parameters, frozenset(there), kept)
 
 
 def _check_there(model: nn.Module) -> None:
@@ -186,39 +236,24 @@ def _check_there(model: nn.Module) -> None:
                 )
 
 
+def _replace(model: nn.Module, kind: str, make: Callable[[Any], Tensor]) -> None:
+    """Replace a model's ``_parameters`` or ``_buffers``; one that has several names stays one."""
+    tables: list[dict[str, Tensor | None]] = [getattr(module, kind) for module in model.modules()]
+    former = {id(each): each for table in tables for each in table.values() if each is not None}
+    made = {key: make(each) for key, each in former.items()}
+    for table in tables:
+        table.update({name: made[id(each)] for name, each in table.items() if each is not None})
+
+
 def without_memory(model: nn.Module) -> None:
     """Replace a model's parameters by ones without memory; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = on_meta(parameter)
-                module._parameters[name] = made[id(parameter)]
+    _replace(model, "_parameters", on_meta)
 
 
 def with_memory(model: nn.Module, device: torch.device) -> None:
     """Allocate memory, uninitialised, for a sharded model's parameters that have none."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model._apply(lambda tensor: _empty(tensor, device) if tensor.is_meta else tensor)
-
-
-@torch.no_grad()
-def leaves_as_is(module: nn.Module, records: Iterable[ParameterRecord], convert: Callable[[Tensor], Tensor]) -> bool:
-    """Whether ``convert``, as ``nn.Module._apply`` gets it, returns every parameter and buffer itself.
-
-    Raises:
-        ParameterError: it would change a parameter of ``records``, which an optimizer steps; nothing was converted.
-    """
-    for record in records:
-        found = convert(record.parameter)
-        if (found.dtype, found.device) != (record.dtype, record.device):
-            raise ParameterError(
-                f"the engine steps {record.name} as {record.dtype} on {record.device}, and this would make it "
-                f"{found.dtype} on {found.device}; set fp16 or bf16 in the configuration, or convert and move the "
-                "model before initialize() (engine.destroy() ends this engine)"
-            )
-    return all(convert(tensor) is tensor for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
@@ -238,17 +273,17 @@ def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
 
 def _scatter(former: Tensor, parameter: Tensor, shards: list[tuple[int, int]], ranks: Ranks) -> None:
     """Send each rank its shard from rank 0."""
-    held = held_part(parameter)
+    mine = held_part(parameter)
     if ranks.rank > 0:
-        if held.numel() > 0:
-            received = torch.empty_like(held, memory_format=torch.contiguous_format)
+        if mine.numel() > 0:
+            received = torch.empty_like(mine, memory_format=torch.contiguous_format)
             dist.recv(received.view(-1).view(torch.uint8), src=0, group=ranks.group)
-            held.copy_(received)
+            mine.copy_(received)
         return
     whole = flat(former.detach())
     for rank, (offset, numel) in enumerate(shards):
-        part = whole[offset : offset + numel]
+        shard = whole[offset : offset + numel]
         if rank == 0:
-            held.copy_(part.view(held.shape))
+            mine.copy_(shard.view(mine.shape))
         elif numel > 0:
-            dist.send(part.to(ranks.device).view(torch.uint8), dst=rank, group=ranks.group)
+            dist.send(shard.to(ranks.device).view(torch.uint8), dst=rank, group=ranks.group)

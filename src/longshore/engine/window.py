@@ -3,12 +3,67 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, replace
 
-from longshore.engine.batch_sizes import BatchSizes
+from longshore.engine.config import Config
+from longshore.engine.wording import is_integer
 from longshore.errors import LongshoreError
 
 _DISCARDS_OF_A_LOOP = 3
 """A bad batch is discarded once; a loop that discards in every micro step never trains."""
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples a backward and rank, backwards a step, and ranks (those of tensor parallelism together count as one)."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    world_size: int
+
+    @classmethod
+    def of(cls, config: Config) -> BatchSizes:
+        """Take the sizes of a resolved configuration."""
+        train, micro, steps = config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps
+        assert train is not None and micro is not None and steps is not None
+        return cls(micro, steps, train // (micro * steps))
+
+    @property
+    def train_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    def with_accumulation_steps(self, steps: int) -> BatchSizes:
+        """Return the sizes with another number of backwards a step; ValueError if it is not an integer of at least
+        1."""
+        _check_count(steps, 1, "gradient_accumulation_steps is a number of backwards, at least 1")
+        return replace(self, accumulation_steps=steps)
+
+    def with_micro_batch_size(self, micro_batch_size: int) -> BatchSizes:
+        """Return the sizes with another number of samples a backward; ValueError if it is not an integer of at least
+        1."""
+        _check_count(micro_batch_size, 1, "the micro batch size is a number of samples, at least 1")
+        return replace(self, micro_batch_size=micro_batch_size)
+
+    def steps_for(self, train_batch_size: int) -> int:
+        """Accumulation steps that make up this train batch size.
+
+        Raises:
+            ValueError: it is not a multiple of the samples of one backward on all ranks.
+        """
+        unit = self.micro_batch_size * self.world_size
+        product = f"{unit} (micro batch {self.micro_batch_size} x {self.world_size} ranks)"
+        _check_count(train_batch_size, unit, f"train_batch_size is a multiple of {product}")
+        if train_batch_size % unit:
+            below = train_batch_size // unit * unit
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of {product}; {below} and {below + unit} are"
+            )
+        return train_batch_size // unit
+
+
+def _check_count(count: int, least: int, rule: str) -> None:
+    if not is_integer(count) or count < least:
+        raise ValueError(f"{rule}, not {count!r}")
 
 
 class Window:
@@ -22,11 +77,12 @@ class Window:
         self.sizes = sizes
         self.boundary: bool | None = None
         """What the user declared last; None: nothing, so backwards are counted."""
-        self._discards = 0
+        self.discards = 0
         """Partly filled windows that were discarded since the last step that was due."""
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a new window; the former one's step was applied or skipped."""
         self.backwards = 0
         """Calls of ``engine.backward()``."""
         self.calls = 0
@@ -60,29 +116,23 @@ class Window:
         return max(self.calls + 1, self.backwards) >= self.sizes.accumulation_steps
 
     def has_raw(self, arrived: int) -> bool:
-        """Whether gradients came from a ``loss.backward()``; outside of ``engine.backward()`` only.
-
-        Args:
-            arrived: the optimizer's number of gradients in this window.
-        """
+        """Whether gradients came from a ``loss.backward()``, of the ``arrived`` ones of this window; to be called
+        outside of ``engine.backward()``."""
         self._raw = self._raw or arrived > self._arrived
         return self._raw
 
     def end_backward(self, arrived: int, succeeded: bool) -> None:
-        """Count an ``engine.backward()``, whose gradients are among the ``arrived`` ones of the window."""
+        """Count an ``engine.backward()``; with its gradients, ``arrived`` ones arrived in this window."""
         self._arrived = arrived
         self.backwards += succeeded
 
     # -- the step -------------------------------------------------------------
 
     def due(self, raw: bool) -> bool:
-        """Whether a ``step()`` now is to be applied.
-
-        Args:
-            raw: gradients arrived that ``engine.backward()`` did not bring.
+        """Whether a ``step()`` now is to be applied; ``raw``: gradients arrived outside of ``engine.backward()``.
 
         Raises:
-            LongshoreError: the number of backwards is unknown, so nobody can tell.
+            LongshoreError: the number of backwards is unknown, because some were not the engine's.
         """
         if self.boundary is not None:
             return self.boundary
@@ -114,24 +164,16 @@ class Window:
 
     # -- the end --------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the window, whose step was applied or skipped."""
-        self._begin()
-
-    def stepped(self) -> None:
-        """Note that a step was due, so that discarded windows are counted from here."""
-        self._discards = 0
-
     def discard(self) -> None:
         """End the window, which the user discarded; warn about a loop that never trains."""
         kept, steps = self.backwards, self.sizes.accumulation_steps
         partly = not self.failed and self.boundary is None and 0 < kept < steps
-        self._discards += partly
-        if partly and self._discards == _DISCARDS_OF_A_LOOP:
+        self.discards += partly
+        if partly and self.discards == _DISCARDS_OF_A_LOOP:
             warnings.warn(
                 f"zero_grad() discarded {kept} of {steps} backwards of an accumulation window, and did so "
-                f"{self._discards} times with no step() applied between; call it after a step() "
+                f"{self.discards} times with no step() applied between; call it after a step() "
                 "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
                 stacklevel=5,
             )
-        self._begin()
+        self.begin()

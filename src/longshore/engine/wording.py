@@ -1,9 +1,9 @@
-"""Parts of error messages: the nearest known name, and a value with its type."""
+"""Parts of error messages, and the checks of numbers that errors are about."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -23,6 +23,12 @@ def shown(value: Any) -> str:
     if len(text) > 60:
         text = text[:57] + "..."
     return f"{text} ({type(value).__name__})"
+
+
+def several(entries: Sequence[str]) -> str:
+    """Up to three entries, and the number of the others."""
+    listed = ", ".join(entries[:3])
+    return listed if len(entries) <= 3 else f"{listed}, and {len(entries) - 3} more"
 
 
 def is_integer(value: Any) -> bool:

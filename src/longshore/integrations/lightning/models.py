@@ -159,7 +159,7 @@ def place(model: nn.Module, config: Config, extras: Extras, device: torch.device
     in_shards = config.stage == 3 and ranks.world_size > 1
     with contextlib.closing(first_weights(model, extras.weights, ranks, in_shards)) as begin:
         begin.place(model, ranks, parameters=not in_shards)
-        return ModelOnly(model, shard_model(model, extras.wrap_policy, config, ranks, None, None, begin)[0])
+        return ModelOnly(model, shard_model(model, extras.wrap_policy, config, ranks, begin))
 
 
 @contextlib.contextmanager
