@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from longshore.engine.config.keys import Key, Treatment
-from longshore.engine.config.names import quoted
+import re
+
+from longshore.engine.config import Config, LossScaling
+from longshore.engine.config.base import quoted
+from longshore.engine.config.keys import Auto, Key, Treatment
 from longshore.engine.config.optimizers import REFUSED_OPTIMIZERS
-from longshore.engine.config.table import NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE
+from longshore.engine.config.table import NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE, TARGETS
 from longshore.engine.config.values import Block, OneOf
+from scripts.docs.docstrings import attributes_of
 from scripts.docs.key_tests import TESTS
 
 _INTRODUCTION = """\
@@ -38,7 +42,7 @@ At any other honoured key it is an error that names the key.
 
 def page() -> str:
     """The whole page."""
-    auto = ", ".join(f"`{key.path}`" for key in TABLE if key.absent_when_auto)
+    auto = ", ".join(f"`{key.path}`" for key in TABLE if key.treatment is Treatment.HONOURED and key.auto is Auto.OMIT)
     parts = [_INTRODUCTION.format(auto=f"{auto}.")]
     for section in ("", *SECTIONS):
         keys = [key for key in TABLE if key.section == section]
@@ -64,8 +68,22 @@ def _section(section: str, keys: list[Key]) -> str:
 def _row(key: Key) -> str:
     of = f" ({', '.join(key.of)})" if key.of else ""
     test = f"`{TESTS[key.path]}`" if key.path in TESTS else ""
-    what = f"{_values(key)} {sentence(key.what)}".strip()
+    what = " ".join(part for part in (_values(key), *_described(key)) if part)
     return f"| `{key.name}`{of} | {key.treatment.value} | {what} | {test} |".replace("  ", " ")
+
+
+def _described(key: Key) -> list[str]:
+    """What the key does: in its own words, or in those of the field that takes its value, with the field's default."""
+    if not key.field:
+        return [sentence(key.what)]
+    section, _, name = key.field.rpartition(".")
+    model = LossScaling if section else Config
+    default = model.model_fields[name].default
+    # Other fields that it mentions have other names here.
+    own = re.sub(r"`(\w+)`", lambda found: f"`{TARGETS.get(found[1], found[1])}`", attributes_of(model)[name])
+    texts = [sentence(own), sentence(key.what) if key.what else ""]
+    says = "Default:" in "".join(texts)
+    return [*texts, "" if says or default is None else f"Default: {_json(default)}."]
 
 
 def sentence(text: str) -> str:

@@ -13,6 +13,7 @@ from longshore.engine.config.base import Problem
 from longshore.engine.config.model import Config
 from longshore.engine.config.reading import Reading
 from longshore.engine.config.table import TARGETS
+from longshore.engine.config.values import lookup
 
 _FIELDS = {path: field for field, path in TARGETS.items()}
 _INVALID = object()
@@ -22,7 +23,7 @@ class ArgumentValue(NamedTuple):
     """What an argument says about one setting.
 
     Attributes:
-        path: of the setting, in a DeepSpeed file.
+        path: dotted path of the setting in a DeepSpeed file.
         value: what the argument says.
         argument: the argument with its value, as errors show it: ``--lr 0.1``.
         advice: what to do about a contradiction.
@@ -35,14 +36,11 @@ class ArgumentValue(NamedTuple):
     advice: str
     fills: bool = True
 
-    def problem(self, found: Any) -> Problem:
-        return Problem(self.path, f"contradicts {self.argument}; {self.advice}", found)
-
 
 def contradictions(found: Mapping[str, Any], statements: Iterable[ArgumentValue]) -> list[Problem]:
     """A problem for each statement that is about a value in ``found`` (by path) and gives another."""
     return [
-        each.problem(found[each.path])
+        Problem(each.path, f"contradicts {each.argument}; {each.advice}", found[each.path])
         for each in statements
         if each.path in found and _comparable(found[each.path]) != _comparable(each.value)
     ]
@@ -56,7 +54,7 @@ def settle(data: dict[str, Any], statements: Iterable[ArgumentValue]) -> list[Pr
     statements = list(statements)
     said = Reading(data, {}).values
     for each in statements:
-        found = _lookup(data, each.path)
+        found = lookup(data, each.path, invalid=_INVALID)
         if each.path not in said and (found == "auto" or (found is None and each.fills)):
             put(data, each.path, each.value)
     return contradictions(said, statements)
@@ -93,7 +91,9 @@ def put(data: dict[str, Any], path: str, value: Any) -> None:
     """Set a value that is missing or ``"auto"``. Something else than a section on the way is left to the loader."""
     *sections, name = path.split(".")
     for section in sections:
-        data = data[section] if data.get(section) is not None else data.setdefault(section, {})
+        if data.get(section) is None:
+            data[section] = {}
+        data = data[section]
         if not isinstance(data, dict):
             return
     if data.get(name) in (None, "auto"):
@@ -102,14 +102,3 @@ def put(data: dict[str, Any], path: str, value: Any) -> None:
 
 def _comparable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _lookup(data: Any, path: str) -> Any:
-    """The value at a path as the file has it; None if it is missing, ``_INVALID`` if a section is invalid."""
-    for name in path.split("."):
-        if data is None:
-            return None
-        if not isinstance(data, Mapping):
-            return _INVALID
-        data = data.get(name)
-    return data
