@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticUndefined as NOTHING
 
-_LONGEST = 60
-
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One thing that is wrong with a configuration.
 
     Attributes:
-        path: dotted path in the file, ``zero_optimization.stage``.
-        what: the rule and what to do.
-        value: what was found, or ``NOTHING``.
+        path: dotted path in the file, such as ``zero_optimization.stage``.
+        what: the rule, and what to do.
+        value: the value that was found; ``NOTHING`` if it is missing or if several values contradict each other.
     """
 
     path: str
@@ -33,20 +31,20 @@ class Problem:
 
 
 def shown(value: object) -> str:
-    """A value as the file has it, cut to one line."""
+    """A value as JSON shows it, cut to 60 characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = object.__repr__(value) if isinstance(value, (dict, list, tuple)) else repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used.
 
     Attributes:
-        source: the file, or what stands for it.
-        problems: all of them, in the order of the file.
+        source: the path of the file, or the name of the class that was built.
+        problems: all problems, in the order of the file.
     """
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
@@ -113,7 +111,7 @@ _OTHER_NAMES = {
     ("offload_device",): "offload_optimizer",
 }
 _ALIASES = {other: ours for ours, others in _OTHER_NAMES.items() for other in others.split()}
-"""Names in other libraries, in lower case, and ours, which string distance would miss or mistake."""
+"""Names in other libraries (in lower case) and the names here that they stand for, which are not spelled alike."""
 
 
 def quoted(value: object) -> str:
@@ -122,7 +120,7 @@ def quoted(value: object) -> str:
 
 
 def edits(left: str, right: str) -> int:
-    """Insertions, deletions, replacements and swaps of neighbours from one to the other."""
+    """The number of insertions, deletions, replacements and swaps of neighbours from one to the other."""
     previous: list[int] = []
     row = list(range(len(right) + 1))
     for i, a in enumerate(left, 1):
@@ -136,7 +134,7 @@ def edits(left: str, right: str) -> int:
 
 
 def alias_of(name: str, known: Iterable[str]) -> list[str]:
-    """The known name of what other libraries call ``name``, or nothing."""
+    """The known name of what other libraries call ``name``; empty if there is none."""
     known = set(known)
     called = _ALIASES.get(name.lower().replace("-", "_"), ())
     return [option for option in called if option in known][:1]
@@ -147,8 +145,7 @@ def candidates(name: object, known: Iterable[str]) -> list[str]:
     if not isinstance(name, str):
         return []
     given, known = name.lower(), list(known)
-    called = alias_of(name, known)
-    if called:
+    if called := alias_of(name, known):
         return called
     distances = {option: edits(given, option.lower()) for option in known}
     least = min(distances.values(), default=0)
@@ -158,12 +155,12 @@ def candidates(name: object, known: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """``did you mean ...?`` for several names, nothing for none."""
+    """``did you mean ...?``; empty without any name."""
     meant = " or ".join(map(quoted, names))
     return f"did you mean {meant}?" if meant else ""
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """``; did you mean ...?``, or nothing."""
+    """``; did you mean ...?`` with the known names that are near; empty if none is."""
     found = did_you_mean(candidates(name, known))
     return f"; {found}" if found else ""

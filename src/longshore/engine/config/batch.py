@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class BatchNumbers(NamedTuple):
-    """Samples a step, samples a backward on one rank, backwards a step. None: not given."""
+    """Samples in a step over all ranks, samples in a backward on one rank, and backwards in a step. None: not given."""
 
     train: int | None
     micro: int | None
@@ -27,12 +27,13 @@ DEEPSPEED = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradien
 
 
 def resolve(given: BatchNumbers, world_size: int | None, names: Names = OURS) -> BatchNumbers:
-    """All three numbers from those that are given; without any, one sample a backward and one backward a step.
+    """All three numbers from those that are given; without any, one sample in a backward and one backward in a step.
 
     While the number of ranks is not known (``world_size`` None), the numbers are checked and returned as they are.
 
     Raises:
-        ValueError: they do not multiply out; says which to change, and to what. Or ``world_size`` is below 1.
+        ValueError: they do not multiply out (the message says which to change, and to what), or ``world_size`` is not a
+            number of ranks.
     """
     train, micro, steps = given
     if world_size is None:
@@ -56,13 +57,13 @@ def resolve(given: BatchNumbers, world_size: int | None, names: Names = OURS) ->
 
 
 def check_world_size(world_size: int) -> None:
-    """Raises ValueError unless it is a number of ranks."""
+    """Raise ValueError unless ``world_size`` is a number of ranks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size is a number of ranks, at least 1, not {world_size!r}")
 
 
 def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names) -> str:
-    """The rule, what was found, and every change of one number that mends it. ``world_size`` None: not known yet."""
+    """Describe the rule, what was found, and each change of one number that mends it."""
     train, micro, steps = given
     assert train is not None
     factors = [(name, number) for name, number in ((names.micro, micro), (names.steps, steps)) if number is not None]
@@ -78,7 +79,7 @@ def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names
     for name, number in factors:
         best, rest = divmod(train, product // number)
         if rest == 0:
-            if not exact:  # While another number is free, any divisor will do: the nearest below.
+            if not exact:  # Another number follows from this one, so that any divisor fits: the nearest below.
                 best = max(divisor for divisor in range(1, min(best, number) + 1) if best % divisor == 0)
             ways.append(f"{name} to {best}")
     return (

@@ -1,4 +1,4 @@
-"""``load_config``: from whatever the user has to a ``Config``."""
+"""``load_config``: a DeepSpeed file or a dict, translated into a ``Config``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_OPTIMIZER = Problem(
 
 
 class LoadedConfig(NamedTuple):
-    """``notes``: what is worth saying, once, on one rank."""
+    """A configuration, and ``notes`` about it that are worth showing once, on one rank."""
 
     config: Config
     notes: tuple[str, ...]
@@ -44,18 +44,18 @@ def load_config(
     world_size: int | None = None,
     needs_optimizer: bool = False,
 ) -> LoadedConfig:
-    """A DeepSpeed file, the same as a dict, or our own ``Config``.
+    """Read a DeepSpeed file, or the same as a dict, into a ``Config``.
 
     Args:
         config: path of a JSON file, a dict, or a ``Config``, which is taken as it is.
-        auto: values for keys that are ``"auto"``, by dotted path (``{"optimizer.params.lr": 1e-4}``); others are not
-            looked at.
-        world_size: ranks. When given, the batch numbers of the result are all set; otherwise see
+        auto: values for keys that are ``"auto"``, by dotted path (``{"optimizer.params.lr": 1e-4}``). Values for other
+            keys are ignored.
+        world_size: the number of ranks. When given, the batch numbers of the result are all set; otherwise see
             :meth:`Config.resolved`.
-        needs_optimizer: nobody passes an optimizer, so this has to name one.
+        needs_optimizer: whether the configuration has to name an optimizer, since none is passed.
 
     Raises:
-        ConfigError: a ValueError with everything that is wrong, each with its path, its value and what to do.
+        ConfigError: a ValueError that lists all problems, each with its path, its value and what to do.
         TypeError: ``config`` is none of the three.
         ValueError: ``world_size`` is not a number of ranks.
     """
@@ -88,12 +88,8 @@ def _translate(
         if path in reading.values and field in Config.model_fields
     }
     fields |= _batch_fields(reading, world_size)
-    fields |= _precision_fields(reading)
-    fields |= _clipping_fields(reading)
-    fields |= _offload_fields(reading)
-    fields |= _wrap_fields(reading)
-    fields |= _monitor_fields(reading)
-    fields |= _named_fields(reading)
+    for read in (_precision_fields, _clipping_fields, _offload_fields, _wrap_fields, _monitor_fields, _named_fields):
+        fields |= read(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
         reading.problems.append(_NO_OPTIMIZER)
     config = _made(Config, fields, reading, lambda name: TARGETS.get(name, "(together)"))
@@ -103,7 +99,7 @@ def _translate(
 
 
 def _made(model: type[FrozenModel], fields: Mapping[str, Any], reading: Reading, path_of: Callable[[str], str]) -> Any:
-    """The model with these fields; None if something is wrong with them, which is reported by the file's paths."""
+    """The model with these fields; None if they have problems, which are reported under paths of the file."""
     try:
         return model(**fields)
     except ConfigError as error:
@@ -159,7 +155,7 @@ def _fp16(reading: Reading) -> dict[str, Any]:
 def _bf16(reading: Reading) -> dict[str, Any]:
     check = reading.values.get("bf16.check_grad_overflow")
     if check:
-        # A scale of 1 changes no number, and with a scaler a step that is not finite is skipped.
+        # A scale of 1 changes no number, and a step whose gradients are not finite is skipped where there is a scale.
         return {"dtype": "bf16", "loss_scaling": LossScaling(scale=1.0)}
     if check is None:
         reading.notes.append(
@@ -180,7 +176,7 @@ def _autocast(reading: Reading) -> dict[str, Any]:
 
 
 def _clipping_fields(reading: Reading) -> dict[str, Any]:
-    """``gradient_clipping``; 0 is none, and absent is DeepSpeed's default, with a note."""
+    """``gradient_clipping``: 0 is no clipping. A file without it means DeepSpeed's default, with a note."""
     norm = reading.values.get("gradient_clipping")
     if norm is None:
         norm = _DEEPSPEED_CLIPPING
@@ -192,7 +188,7 @@ def _clipping_fields(reading: Reading) -> dict[str, Any]:
 
 
 def _monitor_fields(reading: Reading) -> dict[str, Any]:
-    """``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled. An empty text is none."""
+    """``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled. Empty texts count as left out."""
     fields: dict[str, Any] = {}
     for section, model in MONITORS.items():
         if reading.values.get(f"{section}.enabled"):
@@ -214,7 +210,7 @@ def _wrap_fields(reading: Reading) -> dict[str, Any]:
 
 
 def _offload_fields(reading: Reading) -> dict[str, Any]:
-    """``super_offload`` and what it means here, and ``ratio``; all of it needs the optimizer's state on the host."""
+    """``super_offload`` and what it implies, and ``ratio``. Both need optimizer state on the host."""
     values = reading.values
     memory, super_offload, ratio = "longshore.speculation_memory", f"{_OFFLOAD}.super_offload", f"{_OFFLOAD}.ratio"
     asked = [path for path, none in ((memory, 0), (super_offload, False), (ratio, 1)) if values.get(path, none) != none]
@@ -253,7 +249,7 @@ def _named_fields(reading: Reading) -> dict[str, Any]:
     for section in ("optimizer", "scheduler"):
         start = f"{section}.params"
         kind = reading.values.get(f"{section}.type")
-        # What is wrong with a parameter is said already; without it others would seem to be missing.
+        # Without the parameters whose problems are reported already, the model would report them as missing.
         if kind is None or reading.has_problem(start):
             continue
         given = {
@@ -267,7 +263,7 @@ def _named_fields(reading: Reading) -> dict[str, Any]:
 
 
 def _optimizer(kind: str, given: dict[str, Any], reading: Reading) -> type[NamedModel]:
-    """The model of an optimizer; what is ``given`` becomes its fields."""
+    """The model of an optimizer. Changes ``given``, a file's parameters, into its fields."""
     defaults = {} if given.pop("torch_adam", False) else DEEPSPEED_DEFAULTS[kind]
     if given.pop("adam_w_mode", True) and kind == "Adam":
         kind = "AdamW"

@@ -1,4 +1,4 @@
-"""``Config``: everything that the engine can be asked for, typed and frozen."""
+"""``Config``: all settings of the engine, typed and frozen."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from longshore.engine.config.schedulers import SchedulerConfig
 from longshore.engine.config.values import (
     AT_LEAST_0,
     AT_LEAST_1,
-    DEVICE,
     DTYPE,
     FRACTION,
-    LOSS_SCALE,
+    LARGEST_SCALE,
     LOW_DTYPE,
     POSITIVE,
-    SCALE_POWER,
-    SPECULATION_MEMORY,
-    STAGE,
     TEXT,
-    WRAP_POLICY,
+    Budget,
+    Either,
     Items,
+    Number,
+    OneOf,
 )
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
@@ -33,6 +32,11 @@ _Count = Annotated[int, AT_LEAST_1]
 _MaybeCount = Annotated[int | None, AT_LEAST_1]
 _Text = Annotated[str, TEXT]
 _MaybeText = Annotated[str | None, TEXT]
+_DEVICE = OneOf(
+    ("none", "cpu"), {"nvme": 'optimizer state on NVMe is not kept by longshore; use "cpu", whose state is sharded'}
+)
+_SCALE = Number(above=0, maximum=LARGEST_SCALE)
+_WRAP_POLICY = Either((OneOf(("auto",)), Number(1, of="elements", whole=True), Items(TEXT)))
 
 
 class TensorBoardConfig(FrozenModel):
@@ -69,7 +73,7 @@ class LossScaling(FrozenModel):
     """How the loss is scaled before backward. An overflow skips the step on all ranks.
 
     Attributes:
-        scale: a static scale; None: dynamic, by what follows.
+        scale: the static scale. None: the scale is dynamic, as the other fields say.
         initial_scale_power: the first scale is two to this power.
         window: steps without an overflow after which the scale doubles.
         hysteresis: overflows before the scale halves.
@@ -77,12 +81,12 @@ class LossScaling(FrozenModel):
         min_scale: the scale never falls below this.
     """
 
-    scale: Annotated[float | None, LOSS_SCALE] = None
-    initial_scale_power: Annotated[int, SCALE_POWER] = 16
+    scale: Annotated[float | None, _SCALE] = None
+    initial_scale_power: Annotated[int, Number(0, maximum=127, whole=True)] = 16
     window: _Count = 1000
     hysteresis: _Count = 2
     consecutive_hysteresis: bool = False
-    min_scale: Annotated[float, LOSS_SCALE] = 1.0
+    min_scale: Annotated[float, _SCALE] = 1.0
 
     @model_validator(mode="after")
     def _starts_above_the_minimum(self) -> LossScaling:
@@ -95,39 +99,39 @@ class LossScaling(FrozenModel):
 
 
 class Config(FrozenModel):
-    """Settings of the engine. :meth:`resolved` has the batch numbers that are not given.
+    """Settings of the engine. :meth:`resolved` fills in the batch numbers that are not given.
 
     Attributes:
-        train_batch_size: samples a step, over all ranks: micro batch size x accumulation steps x ranks. Any of these
+        train_batch_size: samples in a step, over all ranks: micro batch size x accumulation steps x ranks. Any of these
             three numbers that is not given follows from the others.
-        micro_batch_size: samples a backward, on one rank.
-        gradient_accumulation_steps: backwards a step.
+        micro_batch_size: samples in a backward, on one rank.
+        gradient_accumulation_steps: backwards in a step.
         drop_last: the loader leaves out the last batch if it is not full.
-        stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
+        stage: what is sharded. 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
         offload_device: where optimizer state is kept and stepped, as ``device`` in :class:`longshore.Offload`.
         reduce_bucket_numel: elements whose gradients are reduced together; at stages 2 and 3 with ``overlap_comm`` half
             of them, so that one half fills while the other is on its way; at stage 3 no more than is gathered
             together. Any size gives the same bits.
         allgather_bucket_numel: elements that are gathered together. Any size gives the same bits.
-        overlap_comm: reduce while backward runs. The weights are the same bits either way.
+        overlap_comm: gradients are reduced while backward runs. The weights are the same bits either way.
         wrap_policy: at stage 3, the modules that are gathered as a whole: the transformer blocks (``"auto"``), those of
             the named classes, or those with at least so many elements.
         tile_numel: elements that are copied and stepped at a time. Default: 4194304, or 16777216 if nothing is copied.
         threads: host threads that step. Default: the ranks of a machine share the CPUs that they may use, with a
             thread for each CPU.
         cpu_set: logical CPUs that those threads may run on. Default: any.
-        cpu_share: host threads run on this share, from 0 (one CPU) to 1, of the CPUs that this process may use: the
+        cpu_share: share, from 0 (one CPU) to 1, of the CPUs that this process may use, on which host threads run: the
             last ones. ``cpu_set`` names them instead.
         speculation_memory: host memory for stepping tiles while backward still runs, as in :class:`longshore.Offload`
             (100 % is a spare for every tile). Needs ``offload_device`` cpu.
         offload_ratio: the share of the optimizer's state that is on the host, as ``ratio`` in
             :class:`longshore.Offload`. The rest, which belongs to the parameters whose gradients come last, stays on
             the device and is stepped there. The weights are the same bits. Needs ``offload_device`` cpu.
-        dtype: parameters are cast to it when the engine is made; buffers keep theirs. None: parameters stay as they
-            are. Masters are float32.
+        dtype: dtype to which parameters are cast when the engine is made; buffers keep theirs. None: parameters stay as
+            they are. Masters are float32.
         autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
-        loss_scaling: None: the loss is not scaled, and NaN and infinity are applied as torch applies them. When not
-            given: dynamic with fp16 (``dtype`` or ``autocast``), otherwise None.
+        loss_scaling: how the loss is scaled. None: it is not, and NaN and infinity are applied as torch applies them.
+            When not given: dynamic with fp16 (``dtype`` or ``autocast``), otherwise None.
         cast_inputs: floating inputs of forward are cast to ``dtype``.
         communication_dtype: dtype in which gradients are sent. Default: their own; they are summed in float32, so that
             nothing is rounded in between.
@@ -136,12 +140,12 @@ class Config(FrozenModel):
         gradient_clipping: largest global L2 norm; None: no clipping.
         prescale_gradients: gradients are divided by the number of ranks before they are summed, not after.
         gradient_predivide_factor: gradients are divided by it before they are summed, and by ranks / factor after.
-        optimizer: by name; None: ``initialize(optimizer=...)`` brings one.
-        scheduler: by name; None: ``initialize(lr_scheduler=...)``, or none.
-        tensorboard: rank 0 writes the metrics of every step there: loss, learning rate, norm, times, bandwidths, hit
-            rate, memory. None: it does not.
-        wandb: rank 0 writes them to Weights & Biases.
-        csv_monitor: rank 0 writes them to a CSV file.
+        optimizer: the optimizer, with its options. None: ``initialize(optimizer=...)`` gets one.
+        scheduler: the schedule, with its parameters. None: ``initialize(lr_scheduler=...)`` may get one.
+        tensorboard: rank 0 writes the metrics of every step to TensorBoard: loss, learning rate, norm, times,
+            bandwidths, hit rate, memory. None: it does not.
+        wandb: rank 0 writes these metrics to Weights & Biases.
+        csv_monitor: rank 0 writes these metrics to a CSV file.
         steps_per_print: rank 0 prints a line every so many steps. Default: never.
         wall_clock_breakdown: the lines of ``steps_per_print`` have the times of forward, backward and step.
         dump_state: rank 0 prints ``engine.explain()`` when the engine is made.
@@ -156,18 +160,18 @@ class Config(FrozenModel):
     gradient_accumulation_steps: _MaybeCount = None
     drop_last: bool = False
 
-    stage: Annotated[Literal[0, 1, 2, 3], STAGE] = 0
-    offload_device: Annotated[Literal["none", "cpu"], DEVICE] = "none"
+    stage: Annotated[Literal[0, 1, 2, 3], OneOf((0, 1, 2, 3))] = 0
+    offload_device: Annotated[Literal["none", "cpu"], _DEVICE] = "none"
     reduce_bucket_numel: _Count = 500_000_000
     allgather_bucket_numel: _Count = 500_000_000
     overlap_comm: bool = True
-    wrap_policy: Annotated[int | str | tuple[str, ...], WRAP_POLICY] = "auto"
+    wrap_policy: Annotated[int | str | tuple[str, ...], _WRAP_POLICY] = "auto"
 
     tile_numel: _MaybeCount = None
     threads: _MaybeCount = None
     cpu_set: Annotated[tuple[int, ...] | None, Items(AT_LEAST_0)] = None
     cpu_share: Annotated[float | None, FRACTION] = None
-    speculation_memory: Annotated[int | str, SPECULATION_MEMORY] = 0
+    speculation_memory: Annotated[int | str, Budget()] = 0
     offload_ratio: Annotated[float, FRACTION] = 1.0
 
     dtype: Annotated[DtypeName | None, DTYPE] = None
@@ -240,7 +244,7 @@ class Config(FrozenModel):
         given.
 
         Raises:
-            ConfigError: the numbers do not multiply out; says which of the three to change, and to what.
+            ConfigError: the numbers do not multiply out; the message says which of the three to change, and to what.
             ValueError: ``world_size`` is not a number of ranks.
         """
         check_world_size(world_size)

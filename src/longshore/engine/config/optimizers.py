@@ -9,7 +9,7 @@ from pydantic import Field, create_model, model_validator
 
 import longshore.optim.rules  # noqa: F401  every rule is then known
 from longshore.engine.config.base import NamedModel
-from longshore.engine.config.values import BETA, BETAS, BOOLEAN, NOT_NEGATIVE, Number, OneOf, kind_in
+from longshore.engine.config.values import BETA, BOOLEAN, NOT_NEGATIVE, Items, Number, OneOf, kind_in
 from longshore.optim.family import beta, betas, flag, not_negative, number
 from longshore.optim.rule_optimizer import OPTIMIZERS as CLASSES
 from longshore.optim.rule_optimizer import RuleOptimizer
@@ -18,10 +18,10 @@ _FIELDS: dict[Callable[[Any, str], Any], Any] = {
     not_negative: Annotated[float, NOT_NEGATIVE],
     number: Annotated[float, Number()],
     beta: Annotated[float, BETA],
-    betas: Annotated[tuple[float, float], BETAS],
+    betas: Annotated[tuple[float, float], Items(BETA, 2)],
     flag: Annotated[bool, BOOLEAN],
 }
-"""By the function with which an optimizer reads an option: the field for it, with how a configuration reads it."""
+"""Annotations of fields for options, by the function with which an optimizer reads the option."""
 
 
 class OptimizerModel(NamedModel):
@@ -57,7 +57,7 @@ else:
     OptimizerConfig = Annotated[Union[tuple(OPTIMIZERS.values())], Field(discriminator="type")]  # noqa: UP007
 
 DEEPSPEED_DEFAULTS = {name: dict(kind.deepspeed_defaults) for name, kind in CLASSES.items()}
-"""Where a DeepSpeed file that leaves a parameter out means something else than our models do."""
+"""Defaults of parameters that a DeepSpeed file leaves out, where they are not those of our models."""
 
 
 def optimizers_with(option: str) -> tuple[str, ...]:
@@ -81,6 +81,6 @@ REFUSED_OPTIMIZERS: dict[str | int, str] = {
     "adam8bit": "its quantized state is not what plain torch keeps; use AdamW, whose state is on the host",
     **dict.fromkeys(("adamax", "nadam", "radam", "rmsprop", "rprop", "adadelta", "asgd"), _CLIENT),
 }
-"""By name in lower case: why, and what to do."""
+"""Names in lower case, each with the reason and what to do."""
 
 OPTIMIZER_TYPE = OneOf(tuple(OPTIMIZERS), REFUSED_OPTIMIZERS, f"for any other optimizer, {_CLIENT.partition(';')[0]}")

@@ -1,4 +1,4 @@
-"""Files: the object in a JSON file, and everything that the table says about it."""
+"""The object in a JSON file, and its values and problems according to the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from longshore.engine.config.values import WrongValueError
 
 
 class _Object(dict[str, Any]):
-    """An object of the file; ``json`` alone keeps the last of two equal keys and says nothing."""
+    """An object of the file, with the keys that it has more than once: of these, ``json`` keeps the last value only."""
 
     repeated: tuple[str, ...] = ()
 
@@ -84,13 +84,13 @@ def _repeated(value: Any, path: str) -> list[Problem]:
 
 
 class Reading:
-    """One pass over a file.
+    """What a file says, checked by the table.
 
     Attributes:
-        data: the file.
-        values: checked values of honoured keys, by path, old names replaced.
-        problems: in the order of the file.
-        notes: what is worth saying once.
+        data: the file's content.
+        values: checked values of honoured keys, by path, with new names instead of old ones.
+        problems: all problems, in the order of the file.
+        notes: sentences that are worth showing once.
     """
 
     def __init__(self, data: Mapping[Any, Any], auto: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ class Reading:
         if rest.get("type") is None and data:
             self.problem(f"{section}.type", f"is missing; name the {section}, or remove the section")
         of = self.values.get(f"{section}.type")
-        if of is not None:  # Without a type that is known there is nothing to check the parameters by.
+        if of is not None:  # Without a known type, there is nothing to check the parameters against.
             self._enter(data.get("params"), f"{section}.params", of)
 
     def _old_section(self, name: str, value: Any) -> None:
@@ -205,7 +205,7 @@ def names_in(section: str, of: str = "") -> list[str]:
 
 
 def unknown(section: str, name: object, of: str = "") -> str:
-    """Describe an unknown name: the nearest name here, and where else it is a key."""
+    """Describe an unknown name: the nearest name in the section, or the other sections that have it."""
     here = f"{section} of {of}" if of else section or "the file's top level"
     said = f"{quoted(name)} is not a key of {here}"
     if not isinstance(name, str):
@@ -217,7 +217,7 @@ def unknown(section: str, name: object, of: str = "") -> str:
         return f"{said}; {NOT_KEYS[name]}"
     elsewhere = _elsewhere(name, section)
     near = candidates(name, names_in(section, of))
-    if elsewhere:  # spelled right, so it has the wrong place, unless a neighbour is one slip away
+    if elsewhere:  # It is spelled right and in the wrong section, unless it is one slip away from a name of this one.
         near = [known for known in near if edits(name, known) == 1]
     meant = did_you_mean(near)
     if meant and not elsewhere:

@@ -26,9 +26,7 @@ from longshore.engine.config.values import (
     AT_LEAST_0,
     AT_LEAST_1,
     BETA,
-    BOOLEAN,
     NOT_NEGATIVE,
-    PER_GROUP,
     POSITIVE,
     Either,
     Items,
@@ -41,7 +39,8 @@ _ONE_CYCLE_BETA2 = 0.99
 PerGroup = float | tuple[float, ...]
 """One for all parameter groups, or one for each."""
 
-_PerGroup = Annotated[PerGroup, PER_GROUP]
+_RATES = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
+_PerGroup = Annotated[PerGroup, _RATES]
 _Momentum = Annotated[PerGroup, Either((BETA, Items(BETA)))]
 _Steps = Annotated[int, AT_LEAST_1]
 _WarmupType = Annotated[Literal["log", "linear"], OneOf(("log", "linear"))]
@@ -76,7 +75,7 @@ class WarmupLRConfig(ScheduleConfig):
 
     type: Literal["WarmupLR"] = "WarmupLR"
     warmup_min_lr: _PerGroup = 0.0
-    warmup_max_lr: Annotated[PerGroup | None, PER_GROUP] = None
+    warmup_max_lr: Annotated[PerGroup | None, _RATES] = None
     warmup_num_steps: _Steps = 1000
     warmup_type: _WarmupType = "log"
 
@@ -91,7 +90,7 @@ class WarmupDecayLRConfig(ScheduleConfig):
     type: Literal["WarmupDecayLR"] = "WarmupDecayLR"
     total_num_steps: _Steps
     warmup_min_lr: _PerGroup = 0.0
-    warmup_max_lr: Annotated[PerGroup | None, PER_GROUP] = 1e-3
+    warmup_max_lr: Annotated[PerGroup | None, _RATES] = 1e-3
     warmup_num_steps: _Steps = 1000
     warmup_type: _WarmupType = "log"
 
@@ -147,7 +146,7 @@ class OneCycleConfig(ScheduleConfig):
     cycle_first_stair_count: Annotated[int, AT_LEAST_0] = 0
     cycle_second_stair_count: Annotated[int | None, AT_LEAST_0] = None
     decay_step_size: Annotated[int, AT_LEAST_0] = 0
-    cycle_momentum: Annotated[bool, BOOLEAN] = True
+    cycle_momentum: bool = True
     cycle_min_mom: _Momentum = 0.8
     cycle_max_mom: _Momentum = 0.9
     decay_mom_rate: Annotated[float, Number()] = 0.0
@@ -223,7 +222,7 @@ class LRRangeTestConfig(ScheduleConfig):
     lr_range_test_min_lr: _PerGroup = 1e-3
     lr_range_test_step_size: _Steps = 2000
     lr_range_test_step_rate: Annotated[float, POSITIVE] = 1.0
-    lr_range_test_staircase: Annotated[bool, BOOLEAN] = False
+    lr_range_test_staircase: bool = False
 
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
         size = self.lr_range_test_step_size

@@ -18,9 +18,9 @@ from longshore.engine.config.values import (
     BOOLEAN,
     DTYPE,
     FRACTION,
+    LARGEST_SCALE,
     LOW_DTYPE,
     NOT_NEGATIVE,
-    STATIC_SCALE,
     TEXT,
     Block,
     Items,
@@ -48,7 +48,6 @@ _FLAG = "It chooses an implementation in torch; longshore always runs its own ke
 _OFF = "DeepSpeed reads it when the section is enabled, which longshore refuses."
 _CHECKPOINTS = "longshore does not save this way; leave it out"
 _ADAM = optimizers_with("bias_correction")
-_ANY_INTEGER = Number(whole=True)
 _FROM_MINUS_1 = Number(-1, whole=True)
 
 
@@ -74,6 +73,11 @@ def _default(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return " and ".join(_default(name, item) for item in value)
     return _WITHOUT.get(name, "") if value is None else f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+def _stage_3(names: str) -> str:
+    """The names, with and without the prefix that they have in some versions."""
+    return " ".join(f"stage3_{name} {name}" for name in names.split())
 
 
 _WITHOUT = {
@@ -135,7 +139,7 @@ _ZERO = (
     setting("reduce_bucket_size", "reduce_bucket_numel", auto=Auto.OMIT),
     setting("allgather_bucket_size", "allgather_bucket_numel", auto=Auto.OMIT),
     setting("overlap_comm", auto=Auto.OMIT),
-    accepted("contiguous_gradients", BOOLEAN, _LAYOUT),
+    accepted("contiguous_gradients parameter_alignment", BOOLEAN, _LAYOUT),
     accepted("reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions", BOOLEAN, _COLLECTIVE),
     accepted("compute_grad_norm", BOOLEAN, "longshore computes the norm when clipping or your script needs it."),
     refused("load_from_fp32_weights", BOOLEAN, (True,), "longshore loads masters as they were saved; leave it out"),
@@ -148,30 +152,18 @@ _ZERO = (
             "longshore does not step a parameter without a gradient, and engine.explain() names it; leave this out"),
     accepted("legacy_stage1", BOOLEAN, "It chooses between two implementations of stage 1; longshore has one."),
     accepted("round_robin_gradients", BOOLEAN, "It sets the order in which ranks copy gradients, not the sum."),
-    accepted("parameter_alignment", BOOLEAN, _LAYOUT),
-    accepted("override_module_apply", BOOLEAN, _GATHERED),
     accepted("log_trace_cache_warnings", BOOLEAN, "It switches a warning of DeepSpeed's prefetching."),
     accepted("enable_sanity_checks", BOOLEAN,
              "Checks change no weight. longshore's are always on, and LONGSHORE_DEBUG=1 adds those across ranks."),
     accepted("memory_efficient_linear", BOOLEAN, "It replaces torch's Linear, which needs no replacement here."),
-    accepted("pipeline_loading_checkpoint", BOOLEAN, _SAVED),
     accepted("save_muon_momentum_buffer_in_memory", BOOLEAN, "DeepSpeed reads it for Muon at stage 3 only."),
-    *(
-        accepted(f"{prefix}{name}", kind, what)
-        for prefix in ("stage3_", "")
-        for name, kind, what in (
-            ("prefetch_bucket_size", AT_LEAST_0, _GATHERED),
-            ("param_persistence_threshold", AT_LEAST_0, _GATHERED),
-            ("model_persistence_threshold", AT_LEAST_0, _GATHERED),
-            ("max_live_parameters", AT_LEAST_0, _GATHERED),
-            ("max_reuse_distance", AT_LEAST_0, _GATHERED),
-            ("module_granularity_threshold", _ANY_INTEGER, _GATHERED),
-            ("use_all_reduce_for_fetch_params", BOOLEAN, _GATHERED),
-            ("allgather_sequential", BOOLEAN, _GATHERED),
-            ("gather_16bit_weights_on_model_save", BOOLEAN, _SAVED),
-        )
-    ),
-    accepted("stage3_gather_fp16_weights_on_model_save", BOOLEAN, _SAVED),
+    accepted(_stage_3("prefetch_bucket_size param_persistence_threshold model_persistence_threshold "
+                      "max_live_parameters max_reuse_distance"), AT_LEAST_0, _GATHERED),
+    accepted(_stage_3("module_granularity_threshold"), Number(whole=True), _GATHERED),
+    accepted(_stage_3("use_all_reduce_for_fetch_params allgather_sequential"), BOOLEAN, _GATHERED),
+    accepted("override_module_apply", BOOLEAN, _GATHERED),
+    accepted(_stage_3("gather_16bit_weights_on_model_save"), BOOLEAN, _SAVED),
+    accepted("stage3_gather_fp16_weights_on_model_save pipeline_loading_checkpoint", BOOLEAN, _SAVED),
     refused("zero_hpz_partition_size", AT_LEAST_0, (0, 1), "longshore shards parameters over all ranks; leave it out"),
     switch("zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients", _QUANTIZED),
     refused("zeropp_loco_param", Block({}), (), _QUANTIZED),
@@ -261,7 +253,8 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
     "fp16": (
         honoured("enabled", BOOLEAN, "Parameters are cast to fp16; masters are fp32, and the loss is scaled."),
         honoured("auto_cast", BOOLEAN, f"Floating inputs of forward are cast to fp16. {_SCALED}"),
-        honoured("loss_scale", STATIC_SCALE, f"The static loss scale; 0: dynamic. {_SCALED}", auto=Auto.OMIT),
+        honoured("loss_scale", Number(0, maximum=LARGEST_SCALE), f"The static loss scale; 0: dynamic. {_SCALED}",
+                 auto=Auto.OMIT),
         setting("initial_scale_power", "loss_scaling.initial_scale_power", _SCALED, auto=Auto.OMIT),
         setting("loss_scale_window", "loss_scaling.window", _SCALED, auto=Auto.OMIT),
         setting("hysteresis", "loss_scaling.hysteresis", _SCALED, auto=Auto.OMIT),

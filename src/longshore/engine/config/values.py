@@ -272,7 +272,6 @@ NOT_NEGATIVE = Number(minimum=0)
 POSITIVE = Number(above=0)
 FRACTION = Number(minimum=0, maximum=1, of="a share: 0.9 for 90 %")
 BETA = Number(minimum=0, below=1)
-BETAS = Items(BETA, 2)
 _DTYPE_NAMES: dict[str | int, str] = {
     **dict.fromkeys(("float32", "float", "torch.float32"), "fp32"),
     **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
@@ -280,19 +279,5 @@ _DTYPE_NAMES: dict[str | int, str] = {
 }
 DTYPE = OneOf(("fp32", "bf16", "fp16"), aliases=_DTYPE_NAMES)
 LOW_DTYPE = OneOf(("bf16", "fp16"), aliases=_DTYPE_NAMES)
-STAGE = OneOf((0, 1, 2, 3))
-DEVICE = OneOf(
-    ("none", "cpu"), {"nvme": 'optimizer state on NVMe is not kept by longshore; use "cpu", whose state is sharded'}
-)
-SCALE_POWER = Number(0, maximum=127, whole=True)
 LARGEST_SCALE = 2.0**127
 """Losses are scaled in float32, in which the next power of two is infinite."""
-LOSS_SCALE = Number(above=0, maximum=LARGEST_SCALE)
-STATIC_SCALE = Number(minimum=0, maximum=LARGEST_SCALE)
-"""0: dynamic."""
-PER_GROUP = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
-"""One for all parameter groups, or a list with one for each."""
-WRAP_POLICY = Either((OneOf(("auto",)), Number(1, of="elements", whole=True), Items(TEXT)))
-"""Modules that are gathered as a whole at stage 3."""
-SPECULATION_MEMORY = Budget()
-"""100 % is what a spare for every tile takes."""
