@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 from longshore.engine.config.base import NamedModel
 from longshore.engine.config.keys import Auto, Key, accepted, honoured, joined, old_name, refused, setting, switch
 from longshore.engine.config.model import MONITORS
-from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZER_TYPE, OPTIMIZERS, optimizers_with
+from longshore.engine.config.optimizers import OPTIMIZER_TYPE, OPTIMIZERS, optimizers_with
 from longshore.engine.config.schedulers import SCHEDULER_TYPE, SCHEDULERS
 from longshore.engine.config.values import (
     AT_LEAST_0,
@@ -51,28 +50,13 @@ _ADAM = optimizers_with("bias_correction")
 _FROM_MINUS_1 = Number(-1, whole=True)
 
 
-def _parameters(
-    models: Mapping[str, type[NamedModel]], texts: Mapping[str, str], deepspeed: Mapping[str, Mapping[str, Any]]
-) -> Iterator[Key]:
-    """The parameters of a section's types, from their models, with the defaults that a file leaves to DeepSpeed."""
+def _parameters(models: Mapping[str, type[NamedModel]]) -> Iterator[Key]:
+    """The parameters of a section's types, from the models of the types."""
     for name in dict.fromkeys(name for model in models.values() for name in model.model_fields if name != "type"):
         fields = {of: model.model_fields[name] for of, model in models.items() if name in model.model_fields}
-        defaults: dict[str, list[str]] = {}
-        for of, field in fields.items():
-            words = _default(name, deepspeed.get(of, {}).get(name, field.default))
-            defaults.setdefault(words, []).append(of)
-        alike = len(defaults) == 1
-        said = " or ".join(words if alike else f"{words} ({', '.join(of)})" for words, of in defaults.items())
-        need = any(field.is_required() for field in fields.values())
-        what = f"{texts.get(name, '')} {'Must be given' if need else f'Default: {said}'}.".strip()
+        kind = kind_in(next(iter(fields.values())).metadata)
         of = tuple(fields) if len(fields) < len(models) else ()
-        yield honoured(name, kind_in(next(iter(fields.values())).metadata), what, of=of, null=_NO_NULL.get(name, ""))
-
-
-def _default(name: str, value: Any) -> str:
-    if isinstance(value, tuple):
-        return " and ".join(_default(name, item) for item in value)
-    return _WITHOUT.get(name, "") if value is None else f"{value:g}" if isinstance(value, float) else str(value).lower()
+        yield honoured(name, kind, _PARAMETER_TEXTS.get(name, ""), of=of, null=_NO_NULL.get(name, ""))
 
 
 def _stage_3(names: str) -> str:
@@ -80,12 +64,6 @@ def _stage_3(names: str) -> str:
     return " ".join(f"stage3_{name} {name}" for name in names.split())
 
 
-_WITHOUT = {
-    "warmup_max_lr": "the group's own",
-    "cycle_second_step_size": "the first",
-    "cycle_second_stair_count": "the first",
-}
-"""Meanings of the default None."""
 _NO_NULL = {
     "warmup_max_lr": "null means the default in one schedule and the group's own in the other; give a number, or leave "
     "it out"
@@ -284,7 +262,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         accepted("legacy_fusion", BOOLEAN, "It chooses one of DeepSpeed's kernels; longshore has one."),
     ),
     "optimizer.params": (
-        *_parameters(OPTIMIZERS, _PARAMETER_TEXTS, DEEPSPEED_DEFAULTS),
+        *_parameters(OPTIMIZERS),
         honoured("adam_w_mode", BOOLEAN, "false makes type Adam plain Adam; type AdamW stays AdamW. Default: true.",
                  of=_ADAM),
         honoured("torch_adam", BOOLEAN,
@@ -302,7 +280,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
     ),
     "scheduler": (honoured("type", SCHEDULER_TYPE, "The schedule, in any case."),),
     "scheduler.params": (
-        *_parameters(SCHEDULERS, _PARAMETER_TEXTS, {}),
+        *_parameters(SCHEDULERS),
         refused("last_batch_iteration", _FROM_MINUS_1, (-1,),
                 "a schedule starts at its beginning; load its state to go on from a checkpoint"),
     ),
