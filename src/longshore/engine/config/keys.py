@@ -34,19 +34,19 @@ class Auto(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """One row.
+    """One row of the table.
 
     Attributes:
         name: the key in its section. A row in the table may name several, separated by spaces.
-        treatment: one of the three classes.
-        kind: what its values are.
-        what: honoured: what it does; accepted: why it cannot change results; refused: what to do instead.
+        treatment: what longshore does with it.
+        kind: its legal values.
+        what: if honoured, what it does; if accepted, why it cannot change results; if refused, what to do instead.
         field: the field of ``Config`` or, with a dot, of its ``loss_scaling`` that takes the value as it is.
         harmless: for refused keys, the values that are fine.
-        auto: what ``"auto"`` means.
+        auto: the meaning of ``"auto"``.
         of: optimizer or schedule types that have this parameter; () for all.
-        renamed: this is an old name, and the path here is the new one.
-        when_true: for an old name that is a switch, what true means for the new key; false is dropped.
+        renamed: for an old name, the path of the new one.
+        when_true: for an old name that is a switch, the new key's value for true; false is dropped.
         null: why null is refused; otherwise null means that the key is left out.
         section: dotted path of the section, "" for the top of the file.
     """
@@ -80,7 +80,7 @@ def joined(section: str, name: str) -> str:
 
 
 def setting(name: str, field: str = "", what: str = "", **more: Any) -> Key:
-    """A key whose value a field takes as it is (by default the field of the same name), which also describes it."""
+    """A key whose value goes into a field as it is: by default the field of the same name. The field describes it."""
     section, _, last = (field or name).rpartition(".")
     kind = kind_in((LossScaling if section else Config).model_fields[last].metadata)
     return Key(name, Treatment.HONOURED, kind, what, field=field or name, **more)

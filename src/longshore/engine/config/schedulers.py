@@ -48,7 +48,7 @@ _Ratio = Annotated[float, NOT_NEGATIVE]
 
 
 class ScheduleConfig(NamedModel):
-    """Parameters of a schedule, and what follows from them."""
+    """Parameters of a schedule, and the rates that they give."""
 
     @abstractmethod
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:

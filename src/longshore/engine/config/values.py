@@ -18,11 +18,11 @@ from longshore.engine.config.base import nearest, quoted
 
 
 class WrongValueError(ValueError):
-    """Says what a value must be; whoever catches it knows the path and the value."""
+    """An illegal value. The message says what it must be; whoever catches it knows the path and the value."""
 
 
 class Kind(ABC):
-    """One kind of value: what it says about itself, and how a given value is read.
+    """One kind of value: how legal values are described, and how a given value is checked.
 
     In the annotation of a model's field, as in ``Annotated[int, AT_LEAST_1]``, it checks what the model is given. None
     is passed on: the type in the annotation decides whether the field may be None.
@@ -34,10 +34,10 @@ class Kind(ABC):
 
     @abstractmethod
     def read(self, value: object) -> Any:
-        """The value as longshore keeps it; None if it is illegal."""
+        """The value as longshore keeps it. If it is illegal: None, or a WrongValueError that has more to say."""
 
     def hint(self, value: object) -> str:
-        """What else to say about an illegal value."""
+        """The rest of the message about an illegal value, such as a name that is near."""
         return ""
 
     def check(self, value: object) -> Any:
@@ -70,14 +70,14 @@ class Exactly(Kind):
     Among booleans, 0, 1 and "true" are refused: a file that has them was written for some other key.
     """
 
-    type: type
+    of: type
     words: str
 
     def says(self) -> str:
         return self.words
 
     def read(self, value: object) -> Any:
-        return value if isinstance(value, self.type) else None
+        return value if isinstance(value, self.of) else None
 
 
 _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
@@ -222,7 +222,7 @@ class Either(Kind):
 
 @dataclass(frozen=True)
 class Block(Kind):
-    """A section that is judged as a whole: does it switch anything on?
+    """A section that is judged as a whole, by whether it switches anything on.
 
     Attributes:
         switches: dotted names inside the section, with the values that mean off. None: only an empty section is off.
