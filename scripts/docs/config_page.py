@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import typing
 from collections.abc import Iterable
 from typing import Any
 
 import longshore
 from longshore.engine.config import Config, CsvConfig, LossScaling, TensorBoardConfig, WandbConfig
-from longshore.engine.config.keys import Treatment
 from longshore.engine.config.optimizers import OPTIMIZERS
 from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import TABLE, TARGETS
-from longshore.engine.config.values import kind_of
-from scripts.docs.docstrings import without_roles
+from longshore.engine.config.table import TARGETS
+from longshore.engine.config.values import kind_in
+from scripts.docs.docstrings import attributes_of, one_line
 from scripts.docs.keys_page import sentence
 
 INTRODUCTION = """\
@@ -130,25 +127,9 @@ For the optimizers without an engine, `longshore.AdamW(..., offload=longshore.Of
 """
 
 
-def one_line(text: str | None) -> str:
-    """A docstring's text in one line of Markdown."""
-    return without_roles(" ".join((text or "").split())).replace("``", "`").replace("|", "\\|")
-
-
-def attributes_of(kind: type) -> dict[str, str]:
-    """Texts by name in the section ``Attributes:`` of a docstring."""
-    section = (kind.__doc__ or "").partition("Attributes:")[2].partition("\n\n")[0]
-    entries = re.split(r"\n        (?=\w+:)|\n    (?=\w+:)", section)
-    return {name.strip(): one_line(what) for name, colon, what in (each.partition(":") for each in entries) if colon}
-
-
 def keys_of_fields() -> dict[str, tuple[str, ...]]:
     """Keys of a DeepSpeed file by the field of ``Config`` that is read from them."""
     found = {name: (path,) for name, path in TARGETS.items() if name in Config.model_fields}
-    for key in TABLE:
-        # A key may have an older name, which TARGETS has last.
-        if key.field and key.treatment is Treatment.HONOURED and not key.renamed:
-            found[key.field] = (key.path,)
     return found | SEVERAL_KEYS
 
 
@@ -178,11 +159,7 @@ def _row(cells: Iterable[str]) -> str:
 def _values(name: str, field: Any) -> str:
     if name in BLOCKS:
         return BLOCKS[name]
-    kind = kind_of(field.metadata)
-    if kind is not None:
-        return kind.says().replace("|", "\\|")
-    assert field.annotation is bool or bool in typing.get_args(field.annotation), name
-    return "true or false"
+    return kind_in(field.metadata).says().replace("|", "\\|")
 
 
 def _default(field: Any) -> str:

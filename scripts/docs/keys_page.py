@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from longshore.engine.config.keys import Key, Treatment
-from longshore.engine.config.names import quoted
-from longshore.engine.config.optimizers import REFUSED_OPTIMIZERS
-from longshore.engine.config.table import NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE
+import re
+from collections.abc import Mapping
+
+from pydantic.fields import FieldInfo
+
+from longshore.engine.config import Config, LossScaling
+from longshore.engine.config.base import NamedModel, quoted
+from longshore.engine.config.keys import Auto, Key, Treatment
+from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS, REFUSED_OPTIMIZERS
+from longshore.engine.config.schedulers import SCHEDULERS
+from longshore.engine.config.table import NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE, TARGETS
 from longshore.engine.config.values import Block, OneOf
+from scripts.docs.docstrings import attributes_of
 from scripts.docs.key_tests import TESTS
 
 _INTRODUCTION = """\
@@ -38,7 +46,7 @@ At any other honoured key it is an error that names the key.
 
 def page() -> str:
     """The whole page."""
-    auto = ", ".join(f"`{key.path}`" for key in TABLE if key.absent_when_auto)
+    auto = ", ".join(f"`{key.path}`" for key in TABLE if key.treatment is Treatment.HONOURED and key.auto is Auto.OMIT)
     parts = [_INTRODUCTION.format(auto=f"{auto}.")]
     for section in ("", *SECTIONS):
         keys = [key for key in TABLE if key.section == section]
@@ -64,8 +72,52 @@ def _section(section: str, keys: list[Key]) -> str:
 def _row(key: Key) -> str:
     of = f" ({', '.join(key.of)})" if key.of else ""
     test = f"`{TESTS[key.path]}`" if key.path in TESTS else ""
-    what = f"{_values(key)} {sentence(key.what)}".strip()
+    what = " ".join(part for part in (_values(key), *_described(key)) if part)
     return f"| `{key.name}`{of} | {key.treatment.value} | {what} | {test} |".replace("  ", " ")
+
+
+def _described(key: Key) -> list[str]:
+    """What the key does: in its own words, after those of the field that takes its value; and its default."""
+    texts = [sentence(key.what)] if key.what else []
+    if key.field:
+        section, _, name = key.field.rpartition(".")
+        model = LossScaling if section else Config
+        # Other fields that it mentions have other names here.
+        own = re.sub(r"`(\w+)`", lambda found: f"`{TARGETS.get(found[1], found[1])}`", attributes_of(model)[name])
+        texts.insert(0, sentence(own))
+        default = model.model_fields[name].default
+        if default is not None and "Default:" not in "".join(texts):
+            texts.append(f"Default: {_json(default)}.")
+    models: Mapping[str, type[NamedModel]] = PARAMETERS.get(key.section, {})
+    fields = {of: model.model_fields[key.name] for of, model in models.items() if key.name in model.model_fields}
+    return [*texts, *([_defaults(key.name, fields)] if fields else [])]
+
+
+PARAMETERS: dict[str, Mapping[str, type[NamedModel]]] = {"optimizer.params": OPTIMIZERS, "scheduler.params": SCHEDULERS}
+
+_WITHOUT = {
+    "warmup_max_lr": "the group's own",
+    "cycle_second_step_size": "the first",
+    "cycle_second_stair_count": "the first",
+}
+"""Meanings of the default None."""
+
+
+def _defaults(name: str, fields: Mapping[str, FieldInfo]) -> str:
+    """The defaults of a parameter, by type, in a DeepSpeed file."""
+    if any(field.is_required() for field in fields.values()):
+        return "Must be given."
+    said: dict[str, list[str]] = {}
+    for of, field in fields.items():
+        default = DEEPSPEED_DEFAULTS.get(of, {}).get(name, field.default)
+        values = default if isinstance(default, tuple) else (default,)
+        words = _WITHOUT[name] if default is None else " and ".join(map(_json, values))
+        said.setdefault(words, []).append(of)
+    if len(said) == 1:
+        return f"Default: {next(iter(said))}."
+    most_common_first = sorted(said.items(), key=lambda item: -len(item[1]))
+    parts = [f"{words} ({', '.join(of)})" for words, of in most_common_first]
+    return f"Default: {' or '.join(parts)}."
 
 
 def sentence(text: str) -> str:

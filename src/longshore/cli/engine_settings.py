@@ -18,8 +18,7 @@ from longshore.cli.settings import EngineSettings, TrainSettings
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
 from longshore.engine.config.agreement import ArgumentValue, contradictions, put, settle
 from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, Names, resolve
-from longshore.engine.config.load import read_file
-from longshore.engine.config.reading import Reading
+from longshore.engine.config.reading import Reading, read_file
 from longshore.engine.ranks import expected_world_size
 
 _TWIN = {

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from longshore import engine as own
 from longshore.compat.zero import policy_for
 from longshore.engine import Config
-from longshore.engine.config.load import read_file
+from longshore.engine.config.reading import read_file
 from longshore.engine.ranks import DEFAULT_TIMEOUT, join
 from longshore.engine.setup import Initialized
 

@@ -9,16 +9,13 @@ from hypothesis import strategies as st
 from longshore.engine.config.keys import Key, Treatment
 from longshore.engine.config.values import (
     Block,
-    Boolean,
     Budget,
-    Dtype,
     Either,
-    Integer,
+    Exactly,
     Items,
     Kind,
     Number,
     OneOf,
-    String,
 )
 
 LARGE = 10**12
@@ -26,11 +23,12 @@ LARGE = 10**12
 
 def values_of(kind: Kind) -> st.SearchStrategy[Any]:
     """Any legal value, in any of the spellings that are legal."""
-    if isinstance(kind, Boolean):
-        return st.booleans()
-    if isinstance(kind, Integer):
-        low = -LARGE if kind.minimum is None else kind.minimum
-        whole = st.integers(low, LARGE if kind.maximum is None else kind.maximum)
+    if isinstance(kind, Exactly):
+        return {bool: st.booleans(), str: st.text(max_size=5)}[kind.of]
+    if isinstance(kind, Number) and kind.whole:
+        assert kind.above is None and kind.below is None
+        low = -LARGE if kind.minimum is None else int(kind.minimum)
+        whole = st.integers(low, LARGE if kind.maximum is None else int(kind.maximum))
         return whole | whole.map(float)
     if isinstance(kind, Number):
         return st.floats(
@@ -40,15 +38,11 @@ def values_of(kind: Kind) -> st.SearchStrategy[Any]:
             exclude_max=kind.below is not None,
         )
     if isinstance(kind, OneOf):
-        return st.sampled_from(kind.options).flatmap(_in_any_case)
-    if isinstance(kind, Dtype):
-        names = {"fp32": "torch.float32", "bf16": "bfloat16", "fp16": "half"}
-        return st.sampled_from([*kind.options, *(names[option] for option in kind.options)])
+        aliases = [name for name, option in kind.aliases.items() if option in kind.options]
+        return st.sampled_from([*kind.options, *aliases]).flatmap(_in_any_case)
     if isinstance(kind, Budget):
         sizes = st.sampled_from(["auto", "Auto", "25%", "100 %", "8GiB", "1.5e9 B", 0])
         return sizes | st.integers(1024, LARGE)
-    if isinstance(kind, String):
-        return st.text(max_size=5)
     if isinstance(kind, Items):
         return st.lists(values_of(kind.of), min_size=kind.count or 0, max_size=kind.count or 3)
     if isinstance(kind, Either):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.engine.config import Config, ConfigError
-from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, check_without_ranks, resolve
+from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, resolve
 
 SMALL = st.integers(1, 12)
 
@@ -69,9 +69,9 @@ def test_the_words() -> None:
 
 
 def test_before_the_ranks_are_known() -> None:
-    check_without_ranks(BatchNumbers(8, 2, 2))
+    assert resolve(BatchNumbers(8, 2, None), None) == (8, 2, None)
     with pytest.raises(ValueError, match="9 is not a multiple of micro_batch_size 2 x gradient_accumulation_steps 2"):
-        check_without_ranks(BatchNumbers(9, 2, 2))
+        resolve(BatchNumbers(9, 2, 2), None)
 
 
 def test_resolved() -> None:

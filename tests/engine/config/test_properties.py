@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.engine.config import Config, ConfigError, LoadedConfig, load_config
+from longshore.engine.config.base import edits
 from longshore.engine.config.keys import Key, Treatment
-from longshore.engine.config.names import edits
 from longshore.engine.config.optimizers import OPTIMIZERS
+from longshore.engine.config.reading import names_in, unknown
 from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import KEYS, SECTIONS, TABLE, names_in, unknown
+from longshore.engine.config.table import KEYS, SECTIONS, TABLE
 from longshore.engine.config.values import Block
 
 JSON = st.recursive(

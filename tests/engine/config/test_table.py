@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from longshore.engine.config import Config
+from longshore.engine.config import Config, LossScaling
 from longshore.engine.config.keys import Key, Treatment
 from longshore.engine.config.optimizers import OPTIMIZERS
+from longshore.engine.config.reading import names_in
 from longshore.engine.config.schedulers import SCHEDULERS
-from longshore.engine.config.table import KEYS, TABLE, TARGETS, names_in
+from longshore.engine.config.table import KEYS, TABLE, TARGETS
 from longshore.engine.config.values import Block
 from scripts.docs.key_tests import TESTS
+from scripts.docs.keys_page import PARAMETERS
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,16 +42,17 @@ def test_what_is_honoured_has_a_test_that_shows_it() -> None:
 def test_rows_are_unique_and_whole() -> None:
     assert len(KEYS) == len(TABLE)
     for key in TABLE:
-        assert key.what, key.path
+        described = key.what or key.field or (key.section in PARAMETERS and key.treatment is Treatment.HONOURED)
+        assert described, key.path
         if key.treatment is Treatment.REFUSED and not isinstance(key.kind, Block):
             # What switches it off is a value that it may have.
             assert all(key.is_harmless(key.kind.check(value)) for value in key.harmless), key.path
         if key.renamed:
             section, _, name = key.renamed.rpartition(".")
             assert KEYS[section, name].treatment is Treatment.HONOURED
-            for old, new in key.values:
-                key.kind.check(old)
-                assert new is None or KEYS[section, name].kind.check(new) == new
+            if key.when_true:
+                key.kind.check(True)
+                assert KEYS[section, name].kind.check(key.when_true) == key.when_true
 
 
 def test_every_field_of_config_can_be_reached_from_a_file() -> None:
@@ -58,8 +61,10 @@ def test_every_field_of_config_can_be_reached_from_a_file() -> None:
         *("gradient_clipping", "optimizer", "scheduler", "cpu_share"),
         *("tensorboard", "wandb", "csv_monitor"),
     }
-    assert {*TARGETS} | by_translation == {*Config.model_fields}
-    assert not {*TARGETS} & by_translation
+    of_scaling = {f"loss_scaling.{name}" for name in LossScaling.model_fields if name != "scale"}
+    assert {*TARGETS} == {*Config.model_fields} - by_translation | of_scaling
+    assert by_translation < {*Config.model_fields}
+    assert {*TARGETS.values()} == {key.path for key in TABLE if key.field}
 
 
 @pytest.mark.parametrize("section, models", [("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)])

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import longshore.engine.config.optimizers as _optimizers
 from longshore.engine.config.base import ConfigError, Problem
 from longshore.engine.config.load import LoadedConfig, load_config
 from longshore.engine.config.model import Config, CsvConfig, LossScaling, TensorBoardConfig, WandbConfig
-from longshore.engine.config.optimizers import OptimizerConfig
+from longshore.engine.config.optimizers import OPTIMIZERS, OptimizerConfig
 from longshore.engine.config.schedulers import (
     LRRangeTestConfig,
     OneCycleConfig,
@@ -38,4 +37,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """``AdamWConfig`` and so on, which are made from the optimizers."""
-    return getattr(_optimizers, name)
+    if name.endswith("Config") and (kind := name.removesuffix("Config")) in OPTIMIZERS:
+        return OPTIMIZERS[kind]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Agreement of a configuration with the arguments of the program around it: a command line, a Trainer, Lightning.
 
-Where the configuration leaves a value open, the argument's is filled in. Where both give one, they have to be equal;
-otherwise the error shows both.
+Where the configuration leaves a setting open, the value of the argument is used. Where both give a value, the two have
+to be equal; otherwise the error shows both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from longshore.engine.config.base import Problem
 from longshore.engine.config.model import Config
 from longshore.engine.config.reading import Reading
 from longshore.engine.config.table import TARGETS
+from longshore.engine.config.values import lookup
 
 _FIELDS = {path: field for field, path in TARGETS.items()}
 _INVALID = object()
@@ -22,11 +23,11 @@ class ArgumentValue(NamedTuple):
     """What an argument says about one setting.
 
     Attributes:
-        path: of the setting, in a DeepSpeed file.
+        path: dotted path of the setting in a DeepSpeed file.
         value: what the argument says.
         argument: the argument with its value, as errors show it: ``--lr 0.1``.
         advice: what to do about a contradiction.
-        fills: whether it also holds where a file has no such key; otherwise only for ``"auto"``.
+        fills: whether it is also used where a file has no such key; otherwise only where the file has ``"auto"``.
     """
 
     path: str
@@ -35,42 +36,43 @@ class ArgumentValue(NamedTuple):
     advice: str
     fills: bool = True
 
-    def problem(self, found: Any) -> Problem:
-        return Problem(self.path, f"contradicts {self.argument}; {self.advice}", found)
 
+def contradictions(found: Mapping[str, Any], arguments: Iterable[ArgumentValue]) -> list[Problem]:
+    """A problem for each argument whose setting has another value in ``found``, which has values by path."""
 
-def contradictions(found: Mapping[str, Any], statements: Iterable[ArgumentValue]) -> list[Problem]:
-    """A problem for each statement that is about a value in ``found`` (by path) and gives another."""
+    def comparable(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
     return [
-        each.problem(found[each.path])
-        for each in statements
-        if each.path in found and _comparable(found[each.path]) != _comparable(each.value)
+        Problem(each.path, f"contradicts {each.argument}; {each.advice}", found[each.path])
+        for each in arguments
+        if each.path in found and comparable(found[each.path]) != comparable(each.value)
     ]
 
 
-def settle(data: dict[str, Any], statements: Iterable[ArgumentValue]) -> list[Problem]:
-    """Write each statement into a file's content where that leaves the value open; returns the contradictions.
+def settle(data: dict[str, Any], arguments: Iterable[ArgumentValue]) -> list[Problem]:
+    """Write arguments into a file's content where it leaves their settings open, and return the contradictions.
 
-    A value that is wrong by itself is left to :func:`load_config`.
+    Values of the file that are invalid by themselves are left for :func:`load_config` to report.
     """
-    statements = list(statements)
-    said = Reading(data, {}).values
-    for each in statements:
-        found = _lookup(data, each.path)
-        if each.path not in said and (found == "auto" or (found is None and each.fills)):
+    arguments = list(arguments)
+    valid = Reading(data, {}).values
+    for each in arguments:
+        found = lookup(data, each.path, invalid=_INVALID)
+        if each.path not in valid and (found == "auto" or (found is None and each.fills)):
             put(data, each.path, each.value)
-    return contradictions(said, statements)
+    return contradictions(valid, arguments)
 
 
-def settle_config(config: Config, statements: Iterable[ArgumentValue]) -> tuple[dict[str, Any], list[Problem]]:
-    """The same for a :class:`Config`: fields that it leaves open, with the statements' values; and contradictions.
+def settle_config(config: Config, arguments: Iterable[ArgumentValue]) -> tuple[dict[str, Any], list[Problem]]:
+    """The fields that a :class:`Config` leaves open, with the values of the arguments; and the contradictions.
 
-    Statements about hyperparameters that its optimizer does not have are left out.
+    Arguments for hyperparameters that its optimizer does not have are ignored.
     """
     fields: dict[str, Any] = {}
     of_optimizer: dict[str, Any] = {}
     problems: list[Problem] = []
-    for each in statements:
+    for each in arguments:
         section, _, name = each.path.rpartition(".")
         holder, updates = (config, fields) if section != "optimizer.params" else (config.optimizer, of_optimizer)
         name = _FIELDS.get(each.path, name)
@@ -80,36 +82,25 @@ def settle_config(config: Config, statements: Iterable[ArgumentValue]) -> tuple[
         if found is None:
             updates[name] = each.value
         else:
-            where = each._replace(path=name if holder is config else each.path)
-            problems += contradictions({where.path: found}, [where])
-    if of_optimizer and config.optimizer is not None:
-        optimizer = config.optimizer
-        given = {name: getattr(optimizer, name) for name in optimizer.model_fields_set}
-        fields["optimizer"] = type(optimizer)(**given, **of_optimizer)
+            path = name if holder is config else each.path
+            problems += contradictions({path: found}, [each._replace(path=path)])
+    optimizer = config.optimizer
+    if of_optimizer and optimizer is not None:
+        fields["optimizer"] = type(optimizer)(**optimizer.model_dump(exclude_unset=True), **of_optimizer)
     return fields, problems
 
 
 def put(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set a value that is missing or ``"auto"``. Something else than a section on the way is left to the loader."""
+    """Set a value that is missing or ``"auto"``, and make the sections that it is in.
+
+    Nothing is set inside something that is not a section, which :func:`load_config` reports.
+    """
     *sections, name = path.split(".")
     for section in sections:
-        data = data[section] if data.get(section) is not None else data.setdefault(section, {})
+        if data.get(section) is None:
+            data[section] = {}
+        data = data[section]
         if not isinstance(data, dict):
             return
     if data.get(name) in (None, "auto"):
         data[name] = value
-
-
-def _comparable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _lookup(data: Any, path: str) -> Any:
-    """The value at a path as the file has it; None if it is missing, ``_INVALID`` if a section is invalid."""
-    for name in path.split("."):
-        if data is None:
-            return None
-        if not isinstance(data, Mapping):
-            return _INVALID
-        data = data.get(name)
-    return data

@@ -1,36 +1,25 @@
-"""Base classes of the configuration's models, and the error that lists everything wrong with a configuration."""
+"""Base classes of the configuration's models, the error about a configuration, and guesses at what was meant."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-
-from longshore.engine.config.names import nearest
-
-_LONGEST = 60
-
-
-class _Nothing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-NOTHING: Any = _Nothing()
-"""Stands for a value that is missing."""
+from pydantic_core import PydanticUndefined as NOTHING
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One thing that is wrong with a configuration.
 
     Attributes:
-        path: dotted path in the file, ``zero_optimization.stage``.
-        what: the rule and what to do.
-        value: what was found, or ``NOTHING``.
+        path: dotted path in the file, such as ``zero_optimization.stage``.
+        what: the rule, and what to do.
+        value: the value that was found; ``NOTHING`` if it is missing or if several values contradict each other.
     """
 
     path: str
@@ -42,68 +31,136 @@ class Problem:
 
 
 def shown(value: object) -> str:
-    """A value as the file has it, cut to one line."""
+    """A value as JSON shows it, cut to 60 characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = object.__repr__(value) if isinstance(value, (dict, list, tuple)) else repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used.
 
     Attributes:
-        source: the file, or what stands for it.
-        problems: all of them, in the order of the file.
+        source: the path of the file, or the name of the class that was built.
+        problems: all problems, in the order of the file.
     """
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.source = source
         self.problems = tuple(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        lines = (f"  {problem}" for problem in self.problems)
-        super().__init__("\n".join((f"{source} has {count}:", *lines)))
+        count = len(self.problems)
+        lines = (f"{source} has {count} problem{'s' if count != 1 else ''}:", *map(str, self.problems))
+        super().__init__("\n  ".join(lines))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, tuple[Problem, ...]]]:
         return type(self), (self.source, self.problems)
 
 
 class FrozenModel(BaseModel):
-    """Frozen, with no fields but its own; what is wrong with a new one is a :class:`ConfigError`."""
+    """A frozen model. Whatever is wrong with the arguments of a new one is one :class:`ConfigError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
     if not TYPE_CHECKING:  # checkers know the signature from the fields
 
         def __init__(self, **values: Any) -> None:
-            unknown = [name for name in values if name not in type(self).model_fields]
-            known = {name: value for name, value in values.items() if name not in unknown}
-            # Unknown names are ours to report, with the nearest; together with whatever else is wrong.
-            problems = [Problem(name, self._unknown(name), values[name]) for name in unknown]
+            name, fields = type(self).__name__, type(self).model_fields
+            # pydantic is not shown unknown names: they are reported with the nearest field, beside all other problems.
+            problems = [
+                Problem(given, f"is not a field of {name}{nearest(given, fields)}", value)
+                for given, value in values.items()
+                if given not in fields
+            ]
             try:
-                super().__init__(**known)
+                super().__init__(**{given: value for given, value in values.items() if given in fields})
             except ValidationError as error:
                 problems += [_problem(details) for details in error.errors(include_url=False)]
             if problems:
-                raise ConfigError(type(self).__name__, problems)
-
-    @classmethod
-    def _unknown(cls, name: str) -> str:
-        return f"is not a field of {cls.__name__}{nearest(name, cls.model_fields)}"
+                raise ConfigError(name, problems)
 
 
 def _problem(details: Any) -> Problem:
     path = ".".join(map(str, details["loc"])) or "(all fields)"
     if details["type"] == "missing":
-        return Problem(path, "is missing, and has no default; set it", NOTHING)
+        return Problem(path, "is missing, and has no default; set it")
     what = "must be true or false" if details["type"] == "bool_type" else details["msg"].removeprefix("Value error, ")
     return Problem(path, what, details["input"] if details["loc"] else NOTHING)
 
 
 class NamedModel(FrozenModel):
-    """Something chosen by name, ``type``, and its arguments."""
+    """Something that is chosen by its name, ``type``, and its arguments."""
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments by name, every one of them, without ``type``."""
+        """All arguments by name, without ``type``."""
         return {name: getattr(self, name) for name in type(self).model_fields if name != "type"}
+
+
+_OTHER_NAMES = {
+    ("lr", "warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"): "learning_rate",
+    ("lr", "warmup_max_lr", "cycle_min_lr", "lr_range_test_min_lr"): "base_lr",
+    ("lr", "warmup_max_lr", "cycle_max_lr"): "max_lr",
+    ("warmup_min_lr", "cycle_min_lr", "lr_range_test_min_lr"): "min_lr",
+    ("cos_min_ratio",): "min_lr_ratio",
+    ("eps",): "epsilon adam_epsilon",
+    ("weight_decay",): "wd decay",
+    ("betas",): "beta beta1 beta2 adam_beta1 adam_beta2",
+    ("warmup_num_steps",): "warmup warmup_steps warmup_iters warmup_ratio num_warmup_steps",
+    ("total_num_steps",): "steps num_steps max_steps total_steps train_steps training_steps num_training_steps t_max",
+    ("offload_device",): "offload_optimizer",
+}
+_ALIASES = {other: ours for ours, others in _OTHER_NAMES.items() for other in others.split()}
+"""Names in other libraries (in lower case) and the names here that they stand for, which are not spelled alike."""
+
+
+def quoted(value: object) -> str:
+    """A name or value as JSON shows it."""
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def edits(left: str, right: str) -> int:
+    """The number of insertions, deletions, replacements and swaps of neighbours from one to the other."""
+    previous: list[int] = []
+    row = list(range(len(right) + 1))
+    for i, a in enumerate(left, 1):
+        before, previous, row = previous, row, [i]
+        for j, b in enumerate(right, 1):
+            best = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == right[j - 2] and left[i - 2] == b:
+                best = min(best, before[j - 2] + 1)
+            row.append(best)
+    return row[-1]
+
+
+def alias_of(name: str, known: Iterable[str]) -> list[str]:
+    """The known name of what other libraries call ``name``; empty if there is none."""
+    known = set(known)
+    called = _ALIASES.get(name.lower().replace("-", "_"), ())
+    return [option for option in called if option in known][:1]
+
+
+def candidates(name: object, known: Iterable[str]) -> list[str]:
+    """The known names that ``name`` may stand for: another library's name for it, or those that are equally near."""
+    if not isinstance(name, str):
+        return []
+    given, known = name.lower(), list(known)
+    if called := alias_of(name, known):
+        return called
+    distances = {option: edits(given, option.lower()) for option in known}
+    least = min(distances.values(), default=0)
+    if known and least <= max(1, len(given) // 4):
+        return [option for option in known if distances[option] == least]
+    return difflib.get_close_matches(given, known, n=1, cutoff=0.7)
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """``did you mean ...?``; empty without any name."""
+    meant = " or ".join(map(quoted, names))
+    return f"did you mean {meant}?" if meant else ""
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """``; did you mean ...?`` with the known names that are near; empty if none is."""
+    found = did_you_mean(candidates(name, known))
+    return f"; {found}" if found else ""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class BatchNumbers(NamedTuple):
-    """Samples a step, samples a backward on one rank, backwards a step. None: not given."""
+    """Samples in a step over all ranks, samples in a backward on one rank, and backwards in a step. None: not given."""
 
     train: int | None
     micro: int | None
@@ -26,14 +26,21 @@ OURS = Names("train_batch_size", "micro_batch_size", "gradient_accumulation_step
 DEEPSPEED = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def resolve(given: BatchNumbers, world_size: int, names: Names = OURS) -> BatchNumbers:
-    """All three numbers from those that are given; without any, one sample a backward and one backward a step.
+def resolve(given: BatchNumbers, world_size: int | None, names: Names = OURS) -> BatchNumbers:
+    """All three numbers from those that are given; without any, one sample in a backward and one backward in a step.
+
+    While the number of ranks is not known (``world_size`` None), the numbers are checked and returned as they are.
 
     Raises:
-        ValueError: they do not multiply out; says which to change, and to what.
+        ValueError: they do not multiply out (the message says which to change, and to what), or ``world_size`` is not a
+            number of ranks.
     """
-    check_world_size(world_size)
     train, micro, steps = given
+    if world_size is None:
+        if train is not None and train % ((micro or 1) * (steps or 1)):
+            raise ValueError(_does_not_multiply(given, None, names))
+        return given
+    check_world_size(world_size)
     if train is None:
         micro, steps = micro or 1, steps or 1
         return BatchNumbers(micro * steps * world_size, micro, steps)
@@ -50,25 +57,13 @@ def resolve(given: BatchNumbers, world_size: int, names: Names = OURS) -> BatchN
 
 
 def check_world_size(world_size: int) -> None:
-    """Raises ValueError unless it is a number of ranks."""
+    """Raise ValueError unless ``world_size`` is a number of ranks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size is a number of ranks, at least 1, not {world_size!r}")
 
 
-def check_without_ranks(given: BatchNumbers, names: Names = OURS) -> None:
-    """Check the numbers before the number of ranks is known.
-
-    Raises:
-        ValueError: no number of ranks makes the numbers multiply out.
-    """
-    train, micro, steps = given
-    unit = (micro or 1) * (steps or 1)
-    if train is not None and train % unit:
-        raise ValueError(_does_not_multiply(given, None, names))
-
-
 def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names) -> str:
-    """The rule, what was found, and every one-number change that mends it. ``world_size`` None: not known yet."""
+    """Describe the rule, what was found, and each change of one number that mends it."""
     train, micro, steps = given
     assert train is not None
     factors = [(name, number) for name, number in ((names.micro, micro), (names.steps, steps)) if number is not None]
@@ -78,25 +73,16 @@ def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names
         said.append(f"{world_size} rank{'s' if world_size > 1 else ''}")
     exact = len(factors) == 2 and world_size is not None
     relation = "is not" if exact else "is not a multiple of"
-    fits = [product] if exact else _around(train, product)
+    below = train // product * product
+    fits = (product,) if exact or not below else (below, below + product)
     ways = [f"{names.train} to {' or '.join(map(str, fits))}"]
     for name, number in factors:
-        rest = product // number
-        if train % rest == 0:
-            # While another number is free, any divisor will do: the nearest below.
-            best = train // rest if exact else _divisor_below(train // rest, number)
+        best, rest = divmod(train, product // number)
+        if rest == 0:
+            if not exact:  # Another number follows from this one, so that any divisor fits: the nearest below.
+                best = max(divisor for divisor in range(1, min(best, number) + 1) if best % divisor == 0)
             ways.append(f"{name} to {best}")
     return (
         f"must be {names.micro} x {names.steps} x ranks, and {train} {relation} {' x '.join(said)} = {product}; "
         f"change {', or '.join(ways)}"
     )
-
-
-def _around(number: int, unit: int) -> list[int]:
-    below = number // unit * unit
-    return [below, below + unit] if below else [unit]
-
-
-def _divisor_below(number: int, limit: int) -> int:
-    """The largest divisor of ``number`` that is at most ``limit``."""
-    return max(divisor for divisor in range(1, min(number, limit) + 1) if number % divisor == 0)

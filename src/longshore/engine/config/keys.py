@@ -1,7 +1,6 @@
 """Rows of the table of all keys of a DeepSpeed configuration file.
 
-The rows are in ``table.py``, ``table_training.py`` and ``table_zero.py``;
-``docs/deepspeed_config.md`` is generated from it.
+The rows are in ``table.py``; ``docs/deepspeed_config.md`` is generated from it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from longshore.engine.config.values import Block, Kind, same
+from longshore.engine.config.model import Config, LossScaling
+from longshore.engine.config.values import BOOLEAN, Block, Kind, kind_in, same
 
 
 class Treatment(Enum):
@@ -24,39 +24,45 @@ class Treatment(Enum):
     """longshore does not do it. The value that switches it off is fine, any other is an error."""
 
 
+class Auto(Enum):
+    """What ``"auto"`` means as the value of a key, where no program fills in another."""
+
+    ERROR = "an error"
+    OMIT = "the key is left out"
+    VALUE = "a value of this key, which no program fills in"
+
+
 @dataclass(frozen=True)
 class Key:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        section: dotted path of the section, "" for the top of the file.
-        name: the key in it.
-        treatment: one of the three classes.
-        kind: what its values are.
-        what: honoured: what it does; accepted: why it cannot change results; refused: what to do instead.
-        field: the field of ``Config`` that takes the value, if it is taken as it is.
+        name: the key in its section. A row in the table may name several, separated by spaces.
+        treatment: what longshore does with it.
+        kind: its legal values.
+        what: if honoured, what it does; if accepted, why it cannot change results; if refused, what to do instead.
+        field: the field of ``Config`` or, with a dot, of its ``loss_scaling`` that takes the value as it is.
         harmless: for refused keys, the values that are fine.
-        absent_when_auto: the value ``"auto"`` means that the key is left out.
-        takes_auto: ``"auto"`` is a value of this key, and not for another program to fill in.
+        auto: the meaning of ``"auto"``.
         of: optimizer or schedule types that have this parameter; () for all.
-        renamed: this is an old name, and the path here is the new one.
-        values: for an old name, values of the new key by those of the old one; None: the old value is simply dropped.
+        renamed: for an old name, the path of the new one.
+        when_true: for an old name that is a switch, the new key's value for true; false is dropped.
         null: why null is refused; otherwise null means that the key is left out.
+        section: dotted path of the section, "" for the top of the file.
     """
 
-    section: str
     name: str
     treatment: Treatment
     kind: Kind
     what: str
     field: str = ""
     harmless: tuple[object, ...] = ()
-    absent_when_auto: bool = False
-    takes_auto: bool = False
+    auto: Auto = Auto.ERROR
     of: tuple[str, ...] = ()
     renamed: str = ""
-    values: tuple[tuple[object, object], ...] = ()
+    when_true: str = ""
     null: str = ""
+    section: str = ""
 
     @property
     def path(self) -> str:
@@ -68,27 +74,35 @@ class Key:
             return self.kind.is_off(value)
         return any(same(value, one) for one in self.harmless)
 
-    def new_value(self, value: object) -> Any:
-        """For an old name: what the new key gets, None for nothing."""
-        return next((new for old, new in self.values if same(old, value)), None) if self.values else value
-
 
 def joined(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
 
 
-def honoured(section: str, name: str, kind: Kind, what: str, field: str = "", **more: Any) -> Key:
-    return Key(section, name, Treatment.HONOURED, kind, what, field=field, **more)
+def setting(name: str, field: str = "", what: str = "", **more: Any) -> Key:
+    """A key whose value goes into a field as it is: by default the field of the same name. The field describes it."""
+    section, _, last = (field or name).rpartition(".")
+    kind = kind_in((LossScaling if section else Config).model_fields[last].metadata)
+    return Key(name, Treatment.HONOURED, kind, what, field=field or name, **more)
 
 
-def accepted(section: str, name: str, kind: Kind, what: str, **more: Any) -> Key:
-    return Key(section, name, Treatment.ACCEPTED, kind, what, **more)
+def honoured(name: str, kind: Kind, what: str, **more: Any) -> Key:
+    return Key(name, Treatment.HONOURED, kind, what, **more)
 
 
-def each_accepted(section: str, names: str, kind: Kind, what: str) -> list[Key]:
-    """Rows for several keys, separated by spaces, that are accepted for the same reason."""
-    return [accepted(section, name, kind, what) for name in names.split()]
+def old_name(name: str, kind: Kind, renamed: str, when_true: str = "") -> Key:
+    what = f"Old name: true means {renamed} {when_true}." if when_true else f"Old name of {renamed}."
+    return honoured(name, kind, what, renamed=renamed, when_true=when_true)
 
 
-def refused(section: str, name: str, kind: Kind, harmless: tuple[object, ...], what: str, **more: Any) -> Key:
-    return Key(section, name, Treatment.REFUSED, kind, what, harmless=harmless, **more)
+def accepted(name: str, kind: Kind, what: str, **more: Any) -> Key:
+    return Key(name, Treatment.ACCEPTED, kind, what, auto=Auto.OMIT, **more)
+
+
+def refused(name: str, kind: Kind, harmless: tuple[object, ...], what: str, **more: Any) -> Key:
+    return Key(name, Treatment.REFUSED, kind, what, harmless=harmless, auto=Auto.OMIT, **more)
+
+
+def switch(name: str, what: str) -> Key:
+    """A refused boolean, which has to be false or left out."""
+    return refused(name, BOOLEAN, (False,), what)

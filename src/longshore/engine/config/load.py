@@ -1,26 +1,27 @@
-"""``load_config``: from whatever the user has to a ``Config``."""
+"""``load_config``: a DeepSpeed file or a dict, translated into a ``Config``."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longshore.engine.config.base import ConfigError, Problem
-from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, check_without_ranks, check_world_size, resolve
-from longshore.engine.config.model import Config
-from longshore.engine.config.reading import Reading
-from longshore.engine.config.table import TABLE, TARGETS
-from longshore.engine.config.translate import (
-    clipping_fields,
-    monitor_fields,
-    named_fields,
-    offload_fields,
-    precision_fields,
-    wrap_fields,
-)
+from longshore.engine.config.base import ConfigError, FrozenModel, NamedModel, Problem
+from longshore.engine.config.batch import DEEPSPEED, OURS, BatchNumbers, check_world_size, resolve
+from longshore.engine.config.model import MONITORS, Config, LossScaling
+from longshore.engine.config.optimizers import DEEPSPEED_DEFAULTS, OPTIMIZERS
+from longshore.engine.config.reading import Reading, read_file
+from longshore.engine.config.schedulers import SCHEDULERS
+from longshore.engine.config.table import TARGETS
+
+_DEEPSPEED_CLIPPING = 1.0
+"""DeepSpeed 0.19's default of ``gradient_clipping``."""
+
+_TORCH_SCALER = LossScaling(window=2000, hysteresis=1)
+"""As ``torch.amp.GradScaler``, which DeepSpeed uses under fp16 autocast."""
+
+_OFFLOAD = "zero_optimization.offload_optimizer"
 
 _NO_OPTIMIZER = Problem(
     "optimizer",
@@ -30,7 +31,7 @@ _NO_OPTIMIZER = Problem(
 
 
 class LoadedConfig(NamedTuple):
-    """``notes``: what is worth saying, once, on one rank."""
+    """A configuration, and ``notes`` about it that are worth showing once, on one rank."""
 
     config: Config
     notes: tuple[str, ...]
@@ -43,25 +44,32 @@ def load_config(
     world_size: int | None = None,
     needs_optimizer: bool = False,
 ) -> LoadedConfig:
-    """A DeepSpeed file, the same as a dict, or our own ``Config``.
+    """Read a DeepSpeed file, or the same as a dict, into a ``Config``.
 
     Args:
         config: path of a JSON file, a dict, or a ``Config``, which is taken as it is.
-        auto: values for keys that are ``"auto"``, by dotted path (``{"optimizer.params.lr": 1e-4}``); others are not
-            looked at.
-        world_size: ranks. When given, the batch numbers of the result are all set; otherwise see
+        auto: values for keys that are ``"auto"``, by dotted path (``{"optimizer.params.lr": 1e-4}``). Values for other
+            keys are ignored.
+        world_size: the number of ranks. When given, the batch numbers of the result are all set; otherwise see
             :meth:`Config.resolved`.
-        needs_optimizer: nobody passes an optimizer, so this has to name one.
+        needs_optimizer: whether the configuration has to name an optimizer, since none is passed.
 
     Raises:
-        ConfigError: a ValueError with everything that is wrong, each with its path, its value and what to do.
+        ConfigError: a ValueError that lists all problems, each with its path, its value and what to do.
         TypeError: ``config`` is none of the three.
         ValueError: ``world_size`` is not a number of ranks.
     """
     if world_size is not None:
         check_world_size(world_size)
     if isinstance(config, Config):
-        return LoadedConfig(_checked(config, world_size, needs_optimizer), ())
+        problems = [_NO_OPTIMIZER] if needs_optimizer and config.optimizer is None else []
+        try:
+            config = config if world_size is None else config.resolved(world_size)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError("Config", problems)
+        return LoadedConfig(config, ())
     if isinstance(config, Mapping):
         return _translate(config, "config", auto or {}, world_size, needs_optimizer)
     if isinstance(config, (str, os.PathLike)):
@@ -70,134 +78,199 @@ def load_config(
     raise TypeError(f"config is a path, a dict or a longshore.Config, not {type(config).__name__}")
 
 
-def _checked(config: Config, world_size: int | None, needs_optimizer: bool) -> Config:
-    """Our own configuration, for so many ranks."""
-    problems = [_NO_OPTIMIZER] if needs_optimizer and config.optimizer is None else []
-    try:
-        config = config if world_size is None else config.resolved(world_size)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError("Config", problems)
-    return config
-
-
 def _translate(
     data: Mapping[Any, Any], source: str, auto: Mapping[str, Any], world_size: int | None, needs_optimizer: bool
 ) -> LoadedConfig:
     reading = Reading(data, auto)
-    fields = {key.field: reading.values[key.path] for key in TABLE if key.field and key.path in reading.values}
-    fields |= _batch_fields(reading, data, world_size)
-    fields |= precision_fields(reading)
-    fields |= clipping_fields(reading, data)
-    fields |= offload_fields(reading)
-    fields |= wrap_fields(reading)
-    fields |= monitor_fields(reading)
-    fields |= named_fields(reading)
+    fields = {
+        field: reading.values[path]
+        for field, path in TARGETS.items()
+        if path in reading.values and field in Config.model_fields
+    }
+    fields |= _batch_fields(reading, world_size)
+    for read in (_precision_fields, _clipping_fields, _offload_fields, _wrap_fields, _monitor_fields, _named_fields):
+        fields |= read(reading)
     if needs_optimizer and "optimizer" not in fields and not reading.has_problem("optimizer"):
         reading.problems.append(_NO_OPTIMIZER)
-    config = None
-    try:
-        config = Config(**fields)
-    except ConfigError as error:
-        for problem in error.problems:
-            path = TARGETS.get(problem.path, "(together)")
-            reading.problem(path, problem.what, problem.value)
+    config = _made(Config, fields, reading, lambda name: TARGETS.get(name, "(together)"))
     if reading.problems or config is None:
         raise ConfigError(source, reading.problems)
     return LoadedConfig(config, tuple(reading.notes))
 
 
-def _batch_fields(reading: Reading, data: Mapping[Any, Any], world_size: int | None) -> dict[str, int]:
+def _made(model: type[FrozenModel], fields: Mapping[str, Any], reading: Reading, path_of: Callable[[str], str]) -> Any:
+    """The model with these fields; None if they have problems, which are reported under paths of the file."""
+    try:
+        return model(**fields)
+    except ConfigError as error:
+        for problem in error.problems:
+            reading.problem(path_of(problem.path), problem.what, problem.value)
+    return None
+
+
+def _batch_fields(reading: Reading, world_size: int | None) -> dict[str, int]:
     """The batch numbers, all three when the number of ranks is known."""
     if any(reading.has_problem(name) for name in DEEPSPEED):
         return {}
-    given = BatchNumbers(*(reading.values.get(name) for name in DEEPSPEED))
+    given = BatchNumbers(*map(reading.values.get, DEEPSPEED))
     if given.train is None and given.micro is None:
-        state = '"auto", and not filled in' if "auto" in (data.get(DEEPSPEED.train), data.get(DEEPSPEED.micro)) else ""
-        what = f"is {state or 'missing'}, and so is {DEEPSPEED.micro}; set one of them"
-        reading.problems.append(Problem(DEEPSPEED.train, what))
+        is_auto = "auto" in (reading.data.get(DEEPSPEED.train), reading.data.get(DEEPSPEED.micro))
+        state = '"auto", and not filled in' if is_auto else "missing"
+        reading.problem(DEEPSPEED.train, f"is {state}, and so is {DEEPSPEED.micro}; set one of them")
         return {}
     try:
-        if world_size is None:
-            check_without_ranks(given, DEEPSPEED)
-            return {}
-        train, micro, steps = resolve(given, world_size, DEEPSPEED)
+        numbers = resolve(given, world_size, DEEPSPEED)
     except ValueError as error:
         reading.problem(DEEPSPEED.train, str(error), given.train)
         return {}
-    assert train is not None and micro is not None and steps is not None
-    return {"train_batch_size": train, "micro_batch_size": micro, "gradient_accumulation_steps": steps}
+    return {name: number for name, number in zip(OURS, numbers, strict=True) if number is not None}
 
 
-class _Object(dict[str, Any]):
-    """An object of the file; ``json`` alone keeps the last of two equal keys and says nothing."""
-
-    repeated: tuple[str, ...] = ()
-
-
-def _object(pairs: list[tuple[str, Any]]) -> _Object:
-    found = _Object(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        found.repeated = tuple(name for name in found if names.count(name) > 1)
-    return found
-
-
-def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number in JSON; write a number or leave the key out")
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigError: the file is missing or unreadable, is not JSON (with line and column), is not an object, or has a
-            key twice.
-    """
-
-    def refuse(what: str) -> ConfigError:
-        return ConfigError(str(path), [Problem("(file)", what)])
-
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise refuse("there is no such file; give the path of a JSON file, a dict or a longshore.Config") from None
-    except UnicodeDecodeError as error:
-        raise refuse(f"must be UTF-8 text, and byte {error.start} is not; save it as UTF-8") from None
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise refuse(f"cannot be read: {error}") from None
-    try:
-        data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise refuse(f"must be JSON, and at {where} it is not: {error.msg}; comments are not JSON either") from None
-    except RecursionError:
-        raise refuse("must be JSON of a sensible depth; it is nested too deeply") from None
-    except ValueError as error:
-        raise refuse(f"must be JSON: {error}") from None
-    if not isinstance(data, _Object):
-        raise refuse(f"must be a JSON object, in braces, and is {_json_name(data)}")
-    repeated = _repeated(data, "")
-    if repeated:
-        raise ConfigError(str(path), repeated)
-    return data
+def _precision_fields(reading: Reading) -> dict[str, Any]:
+    """``fp16``, ``bf16`` and ``torch_autocast``, of which at most one is enabled."""
+    readers = {"fp16": _fp16, "bf16": _bf16, "torch_autocast": _autocast}
+    enabled = [section for section in readers if reading.values.get(f"{section}.enabled")]
+    if len(enabled) > 1:
+        others = " and ".join(f"{section}.enabled" for section in enabled[1:])
+        what = f"excludes {others}, which {'is' if len(enabled) == 2 else 'are'} true too; leave one of them true"
+        reading.problem(f"{enabled[0]}.enabled", what, True)
+        return {}
+    dtype = next((section for section in enabled if section != "torch_autocast"), "fp32")
+    wanted = reading.values.get("data_types.param_dtype", dtype)
+    if wanted != dtype:
+        what = f"must agree with fp16 and bf16, by which parameters are {dtype}; change one, or leave it out"
+        reading.problem("data_types.param_dtype", what, wanted)
+    return readers[enabled[0]](reading) if enabled else {}
 
 
-def _repeated(value: Any, path: str) -> list[Problem]:
-    found: list[Problem] = []
-    if isinstance(value, _Object):
-        what = "is given more than once; keep one"
-        found += [Problem(f"{path}{name}", what) for name in value.repeated]
-        for name, inner in value.items():
-            found += _repeated(inner, f"{path}{name}.")
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            found += _repeated(inner, f"{path}{index}.")
-    return found
+def _fp16(reading: Reading) -> dict[str, Any]:
+    values = reading.values
+    paths = {name: TARGETS.get(f"loss_scaling.{name}", "") for name in LossScaling.model_fields}
+    scale = values.get("fp16.loss_scale")
+    given = {"scale": scale} if scale else {name: values[path] for name, path in paths.items() if path in values}
+    scaling = _made(LossScaling, given, reading, lambda name: paths.get(name) or "fp16")
+    return {"dtype": "fp16", "cast_inputs": values.get("fp16.auto_cast", False), "loss_scaling": scaling}
 
 
-def _json_name(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return {list: "a list", str: "a string"}.get(type(value), "a number")
+def _bf16(reading: Reading) -> dict[str, Any]:
+    check = reading.values.get("bf16.check_grad_overflow")
+    if check:
+        # A scale of 1 changes no number, and a step whose gradients are not finite is skipped where there is a scale.
+        return {"dtype": "bf16", "loss_scaling": LossScaling(scale=1.0)}
+    if check is None:
+        reading.notes.append(
+            "bf16.check_grad_overflow is not given: NaN and infinity are applied as torch applies them, where "
+            "DeepSpeed would skip the step; set it to true to skip, or to false to say that this is meant"
+        )
+    return {"dtype": "bf16"}
+
+
+def _autocast(reading: Reading) -> dict[str, Any]:
+    dtype = reading.values.get("torch_autocast.dtype")
+    if dtype is None:
+        if not reading.has_problem("torch_autocast.dtype"):
+            what = "is missing, and torch's own default depends on the device; set it to bfloat16 or float16"
+            reading.problem("torch_autocast.dtype", what)
+        return {}
+    return {"autocast": dtype, "loss_scaling": _TORCH_SCALER if dtype == "fp16" else None}
+
+
+def _clipping_fields(reading: Reading) -> dict[str, Any]:
+    """``gradient_clipping``: 0 is no clipping. A file without it means DeepSpeed's default, with a note."""
+    norm = reading.values.get("gradient_clipping")
+    if norm is None:
+        norm = _DEEPSPEED_CLIPPING
+        reading.notes.append(
+            f"gradient_clipping is not given, which means {norm:g} in a DeepSpeed file: gradients are clipped to that "
+            "norm; set it to 0 for no clipping"
+        )
+    return {"gradient_clipping": norm or None}
+
+
+def _monitor_fields(reading: Reading) -> dict[str, Any]:
+    """``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled. Empty texts count as left out."""
+    fields: dict[str, Any] = {}
+    for section, model in MONITORS.items():
+        if reading.values.get(f"{section}.enabled"):
+            given = {name: reading.values.get(f"{section}.{name}") for name in model.model_fields}
+            fields[section] = model(**{name: value for name, value in given.items() if value})
+    return fields
+
+
+def _wrap_fields(reading: Reading) -> dict[str, Any]:
+    """``wrap_policy``, which says what stage 3 gathers."""
+    policy = reading.values.get("longshore.wrap_policy", "auto")
+    stage = reading.values.get("zero_optimization.stage", 0)
+    if policy == "auto" or stage == 3:
+        return {}
+    if not reading.has_problem("zero_optimization.stage"):
+        what = f"must agree with zero_optimization.stage, which is {stage}: it is for stage 3; leave it out"
+        reading.problem("longshore.wrap_policy", what, policy)
+    return {"wrap_policy": "auto"}
+
+
+def _offload_fields(reading: Reading) -> dict[str, Any]:
+    """``super_offload`` and what it implies, and ``ratio``. Both need optimizer state on the host."""
+    values = reading.values
+    memory, super_offload, ratio = "longshore.speculation_memory", f"{_OFFLOAD}.super_offload", f"{_OFFLOAD}.ratio"
+    asked = [path for path, none in ((memory, 0), (super_offload, False), (ratio, 1)) if values.get(path, none) != none]
+    device = values.get(f"{_OFFLOAD}.device", "none")
+    if asked and device != "cpu":
+        if not reading.has_problem(f"{_OFFLOAD}.device"):
+            what = (
+                f"must agree with {_OFFLOAD}.device, which is {device}: it is about optimizer state on the host; set "
+                "that to cpu, or leave this out"
+            )
+            for path in asked:
+                reading.problem(path, what, values[path])
+        return {"speculation_memory": 0, "offload_ratio": 1.0}
+    fields: dict[str, Any] = {}
+    if super_offload in asked:
+        fields["speculation_memory"] = values.get(memory, "auto")
+        cores = f"{_OFFLOAD}.cpuadam_cores_perc"
+        others = [path for path in ("longshore.threads", "longshore.cpu_set") if path in values]
+        if cores in values and others:
+            what = f"excludes {' and '.join(others)}, which chooses host threads too; leave one of them out"
+            reading.problem(cores, what, values[cores])
+        elif cores in values:
+            fields["cpu_share"] = values[cores]
+    in_step = values.get("zero_optimization.stage", 0) < 2 and not values.get("zero_optimization.overlap_comm", True)
+    if in_step and fields.get("speculation_memory", values.get(memory)):
+        reading.notes.append(
+            "zero_optimization.overlap_comm is false: with several ranks, stages 0 and 1 then reduce gradients in "
+            "step(), and nothing is stepped during backward; leave it out"
+        )
+    return fields
+
+
+def _named_fields(reading: Reading) -> dict[str, Any]:
+    """``optimizer`` and ``scheduler``."""
+    fields: dict[str, Any] = {}
+    for section in ("optimizer", "scheduler"):
+        start = f"{section}.params"
+        kind = reading.values.get(f"{section}.type")
+        # Without the parameters whose problems are reported already, the model would report them as missing.
+        if kind is None or reading.has_problem(start):
+            continue
+        given = {
+            path.removeprefix(f"{start}."): value for path, value in reading.values.items() if path.startswith(start)
+        }
+        model = SCHEDULERS[kind] if section == "scheduler" else _optimizer(kind, given, reading)
+        made = _made(model, given, reading, lambda name, at=start: at if name.startswith("(") else f"{at}.{name}")
+        if made is not None:
+            fields[section] = made
+    return fields
+
+
+def _optimizer(kind: str, given: dict[str, Any], reading: Reading) -> type[NamedModel]:
+    """The model of an optimizer. Changes ``given``, a file's parameters, into its fields."""
+    defaults = {} if given.pop("torch_adam", False) else DEEPSPEED_DEFAULTS[kind]
+    if given.pop("adam_w_mode", True) and kind == "Adam":
+        kind = "AdamW"
+        if given.get("weight_decay"):
+            reading.notes.append(
+                "optimizer.type Adam means AdamW in a DeepSpeed file: weight decay is decoupled; set adam_w_mode to "
+                "false for Adam's, or the type to AdamW to say that this is meant"
+            )
+    given |= defaults | given
+    return OPTIMIZERS[kind]

@@ -1,4 +1,4 @@
-"""``Config``: everything that the engine can be asked for, typed and frozen."""
+"""``Config``: all settings of the engine, typed and frozen."""
 
 from __future__ import annotations
 
@@ -7,41 +7,47 @@ from typing import Annotated, Any, Literal
 from pydantic import model_validator
 
 from longshore.engine.config.base import ConfigError, FrozenModel, Problem
-from longshore.engine.config.batch import BatchNumbers, check_world_size, resolve
+from longshore.engine.config.batch import OURS, BatchNumbers, check_world_size, resolve
 from longshore.engine.config.optimizers import OptimizerConfig
 from longshore.engine.config.schedulers import SchedulerConfig
 from longshore.engine.config.values import (
     AT_LEAST_0,
     AT_LEAST_1,
-    DEVICE,
     DTYPE,
     FRACTION,
-    LOSS_SCALE,
+    LARGEST_SCALE,
     LOW_DTYPE,
     POSITIVE,
-    SCALE_POWER,
-    SPECULATION_MEMORY,
-    STAGE,
     TEXT,
-    WRAP_POLICY,
+    Budget,
+    Either,
     Items,
-    checked,
+    Number,
+    OneOf,
 )
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
-CPU_SET = Items(AT_LEAST_0)
 
-_Count = Annotated[int, checked(AT_LEAST_1)]
-_MaybeCount = Annotated[int | None, checked(AT_LEAST_1)]
-_MaybePositive = Annotated[float | None, checked(POSITIVE)]
-
-
-_Text = Annotated[str, checked(TEXT)]
-_MaybeText = Annotated[str | None, checked(TEXT)]
+_Count = Annotated[int, AT_LEAST_1]
+_MaybeCount = Annotated[int | None, AT_LEAST_1]
+_Text = Annotated[str, TEXT]
+_MaybeText = Annotated[str | None, TEXT]
+_DEVICE = OneOf(
+    ("none", "cpu"), {"nvme": 'optimizer state on NVMe is not kept by longshore; use "cpu", whose state is sharded'}
+)
+_SCALE = Number(above=0, maximum=LARGEST_SCALE)
+_WRAP_POLICY = Either((OneOf(("auto",)), Number(1, of="elements", whole=True), Items(TEXT)))
 
 
 class TensorBoardConfig(FrozenModel):
     """TensorBoard's event files in ``output_path/job_name``."""
+
+    output_path: _Text = "runs"
+    job_name: _Text = "longshore"
+
+
+class CsvConfig(FrozenModel):
+    """``metrics.csv`` in ``output_path/job_name``, with a row for each step."""
 
     output_path: _Text = "runs"
     job_name: _Text = "longshore"
@@ -55,18 +61,19 @@ class WandbConfig(FrozenModel):
     group: _MaybeText = None
 
 
-class CsvConfig(FrozenModel):
-    """``metrics.csv`` in ``output_path/job_name``: a row a step."""
-
-    output_path: _Text = "runs"
-    job_name: _Text = "longshore"
+MONITORS: dict[str, type[FrozenModel]] = {
+    "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig,
+    "csv_monitor": CsvConfig,
+}
+"""Models of the monitors by their fields in ``Config``, which are also their sections of a file."""
 
 
 class LossScaling(FrozenModel):
     """How the loss is scaled before backward. An overflow skips the step on all ranks.
 
     Attributes:
-        scale: a static scale; None: dynamic, by what follows.
+        scale: the static scale. None: the scale is dynamic, as the other fields say.
         initial_scale_power: the first scale is two to this power.
         window: steps without an overflow after which the scale doubles.
         hysteresis: overflows before the scale halves.
@@ -74,12 +81,12 @@ class LossScaling(FrozenModel):
         min_scale: the scale never falls below this.
     """
 
-    scale: Annotated[float | None, checked(LOSS_SCALE)] = None
-    initial_scale_power: Annotated[int, checked(SCALE_POWER)] = 16
+    scale: Annotated[float | None, _SCALE] = None
+    initial_scale_power: Annotated[int, Number(0, maximum=127, whole=True)] = 16
     window: _Count = 1000
     hysteresis: _Count = 2
     consecutive_hysteresis: bool = False
-    min_scale: Annotated[float, checked(LOSS_SCALE)] = 1.0
+    min_scale: Annotated[float, _SCALE] = 1.0
 
     @model_validator(mode="after")
     def _starts_above_the_minimum(self) -> LossScaling:
@@ -92,54 +99,56 @@ class LossScaling(FrozenModel):
 
 
 class Config(FrozenModel):
-    """Settings of the engine.
+    """Settings of the engine. :meth:`resolved` fills in the batch numbers that are not given.
 
     Attributes:
-        train_batch_size: samples a step, over all ranks. None, for any of the three batch numbers: it follows from the
-            others (:meth:`resolved`).
-        micro_batch_size: samples a backward, on one rank.
-        gradient_accumulation_steps: backwards a step.
+        train_batch_size: samples in a step, over all ranks: micro batch size x accumulation steps x ranks. Any of these
+            three numbers that is not given follows from the others.
+        micro_batch_size: samples in a backward, on one rank.
+        gradient_accumulation_steps: backwards in a step.
         drop_last: the loader leaves out the last batch if it is not full.
-        stage: 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too.
+        stage: what is sharded. 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
         offload_device: where optimizer state is kept and stepped, as ``device`` in :class:`longshore.Offload`.
         reduce_bucket_numel: elements whose gradients are reduced together; at stages 2 and 3 with ``overlap_comm`` half
             of them, so that one half fills while the other is on its way; at stage 3 no more than is gathered
-            together.
-        allgather_bucket_numel: elements that are gathered together.
-        overlap_comm: reduce while backward runs. The same bits either way.
+            together. Any size gives the same bits.
+        allgather_bucket_numel: elements that are gathered together. Any size gives the same bits.
+        overlap_comm: gradients are reduced while backward runs. The weights are the same bits either way.
         wrap_policy: at stage 3, the modules that are gathered as a whole: the transformer blocks (``"auto"``), those of
             the named classes, or those with at least so many elements.
-        tile_numel: elements that are copied and stepped at a time. None: 4 Mi with a GPU, 16 Mi without.
-        threads: host threads that step. None: one for each CPU that the process may use.
-        cpu_set: logical CPUs that those threads may run on. None: any.
-        cpu_share: host threads run on this share, from 0 (one CPU) to 1, of the CPUs that this process may use: the
+        tile_numel: elements that are copied and stepped at a time. Default: 4194304, or 16777216 if nothing is copied.
+        threads: host threads that step. Default: the ranks of a machine share the CPUs that they may use, with a
+            thread for each CPU.
+        cpu_set: logical CPUs that those threads may run on. Default: any.
+        cpu_share: share, from 0 (one CPU) to 1, of the CPUs that this process may use, on which host threads run: the
             last ones. ``cpu_set`` names them instead.
-        speculation_memory: host memory for stepping tiles while backward still runs, as in :class:`longshore.Offload`;
-            needs ``offload_device`` cpu.
+        speculation_memory: host memory for stepping tiles while backward still runs, as in :class:`longshore.Offload`
+            (100 % is a spare for every tile). Needs ``offload_device`` cpu.
         offload_ratio: the share of the optimizer's state that is on the host, as ``ratio`` in
-            :class:`longshore.Offload`; needs ``offload_device`` cpu.
-        dtype: parameters are cast to it when the engine is made; buffers keep theirs. None: parameters stay as they
-            are. Masters are float32.
+            :class:`longshore.Offload`. The rest, which belongs to the parameters whose gradients come last, stays on
+            the device and is stepped there. The weights are the same bits. Needs ``offload_device`` cpu.
+        dtype: dtype to which parameters are cast when the engine is made; buffers keep theirs. None: parameters stay as
+            they are. Masters are float32.
         autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
-        loss_scaling: None: the loss is not scaled, and NaN and infinity are applied as torch applies them. When not
-            given: dynamic with fp16 (``dtype`` or ``autocast``), otherwise None.
+        loss_scaling: how the loss is scaled. None: it is not, and NaN and infinity are applied as torch applies them.
+            When not given: dynamic with fp16 (``dtype`` or ``autocast``), otherwise None.
         cast_inputs: floating inputs of forward are cast to ``dtype``.
-        communication_dtype: dtype in which gradients are sent. None: their own; they are summed in float32, so that
+        communication_dtype: dtype in which gradients are sent. Default: their own; they are summed in float32, so that
             nothing is rounded in between.
         accumulation_dtype: dtype in which several ranks add backwards on the device before they reduce (stages 0 and 1,
             ``no_sync()``). The host always adds in float32.
         gradient_clipping: largest global L2 norm; None: no clipping.
         prescale_gradients: gradients are divided by the number of ranks before they are summed, not after.
         gradient_predivide_factor: gradients are divided by it before they are summed, and by ranks / factor after.
-        optimizer: by name; None: ``initialize(optimizer=...)`` brings one.
-        scheduler: by name; None: ``initialize(lr_scheduler=...)``, or none.
-        tensorboard: rank 0 writes the metrics of every step there: loss, learning rate, norm, times, bandwidths, hit
-            rate, memory. None: it does not.
-        wandb: rank 0 writes them to Weights & Biases.
-        csv_monitor: rank 0 writes them to a CSV file.
-        steps_per_print: rank 0 prints a line every so many steps; None: never.
-        wall_clock_breakdown: that line has the times of forward, backward and step.
-        dump_state: rank 0 prints ``explain()`` when the engine is made.
+        optimizer: the optimizer, with its options. None: ``initialize(optimizer=...)`` gets one.
+        scheduler: the schedule, with its parameters. None: ``initialize(lr_scheduler=...)`` may get one.
+        tensorboard: rank 0 writes the metrics of every step to TensorBoard: loss, learning rate, norm, times,
+            bandwidths, hit rate, memory. None: it does not.
+        wandb: rank 0 writes these metrics to Weights & Biases.
+        csv_monitor: rank 0 writes these metrics to a CSV file.
+        steps_per_print: rank 0 prints a line every so many steps. Default: never.
+        wall_clock_breakdown: the lines of ``steps_per_print`` have the times of forward, backward and step.
+        dump_state: rank 0 prints ``engine.explain()`` when the engine is made.
         cpu_checkpointing: ``longshore.checkpointing`` keeps saved activations in host memory.
 
     Raises:
@@ -151,30 +160,30 @@ class Config(FrozenModel):
     gradient_accumulation_steps: _MaybeCount = None
     drop_last: bool = False
 
-    stage: Annotated[Literal[0, 1, 2, 3], checked(STAGE)] = 0
-    offload_device: Annotated[Literal["none", "cpu"], checked(DEVICE)] = "none"
+    stage: Annotated[Literal[0, 1, 2, 3], OneOf((0, 1, 2, 3))] = 0
+    offload_device: Annotated[Literal["none", "cpu"], _DEVICE] = "none"
     reduce_bucket_numel: _Count = 500_000_000
     allgather_bucket_numel: _Count = 500_000_000
     overlap_comm: bool = True
-    wrap_policy: Annotated[int | str | tuple[str, ...], checked(WRAP_POLICY)] = "auto"
+    wrap_policy: Annotated[int | str | tuple[str, ...], _WRAP_POLICY] = "auto"
 
     tile_numel: _MaybeCount = None
     threads: _MaybeCount = None
-    cpu_set: Annotated[tuple[int, ...] | None, checked(CPU_SET)] = None
-    cpu_share: Annotated[float | None, checked(FRACTION)] = None
-    speculation_memory: Annotated[int | str, checked(SPECULATION_MEMORY)] = 0
-    offload_ratio: Annotated[float, checked(FRACTION)] = 1.0
+    cpu_set: Annotated[tuple[int, ...] | None, Items(AT_LEAST_0)] = None
+    cpu_share: Annotated[float | None, FRACTION] = None
+    speculation_memory: Annotated[int | str, Budget()] = 0
+    offload_ratio: Annotated[float, FRACTION] = 1.0
 
-    dtype: Annotated[DtypeName | None, checked(DTYPE)] = None
-    autocast: Annotated[Literal["bf16", "fp16"] | None, checked(LOW_DTYPE)] = None
+    dtype: Annotated[DtypeName | None, DTYPE] = None
+    autocast: Annotated[Literal["bf16", "fp16"] | None, LOW_DTYPE] = None
     loss_scaling: LossScaling | None = None
     cast_inputs: bool = False
-    communication_dtype: Annotated[DtypeName | None, checked(DTYPE)] = None
-    accumulation_dtype: Annotated[DtypeName, checked(DTYPE)] = "fp32"
+    communication_dtype: Annotated[DtypeName | None, DTYPE] = None
+    accumulation_dtype: Annotated[DtypeName, DTYPE] = "fp32"
 
-    gradient_clipping: _MaybePositive = None
+    gradient_clipping: Annotated[float | None, POSITIVE] = None
     prescale_gradients: bool = False
-    gradient_predivide_factor: Annotated[float, checked(POSITIVE)] = 1.0
+    gradient_predivide_factor: Annotated[float, POSITIVE] = 1.0
 
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
@@ -190,11 +199,10 @@ class Config(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _fp16_is_scaled(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "loss_scaling" not in values:
-            # An unknown dtype is refused by its own field, with its own message.
-            names = ("fp16", "float16", "half", "torch.float16")
-            if any(str(values.get(name)).lower() in names for name in ("dtype", "autocast")):
-                return {**values, "loss_scaling": LossScaling()}
+        # An unknown dtype is refused by its own field, with its own message.
+        is_given = not isinstance(values, dict) or "loss_scaling" in values
+        if not is_given and "fp16" in (DTYPE.read(values.get("dtype")), DTYPE.read(values.get("autocast"))):
+            return {**values, "loss_scaling": LossScaling()}
         return values
 
     @model_validator(mode="after")
@@ -236,14 +244,12 @@ class Config(FrozenModel):
         given.
 
         Raises:
-            ConfigError: the numbers do not multiply out; says which of the three to change, and to what.
+            ConfigError: the numbers do not multiply out; the message says which of the three to change, and to what.
             ValueError: ``world_size`` is not a number of ranks.
         """
-        given = BatchNumbers(self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps)
         check_world_size(world_size)
         try:
-            train, micro, steps = resolve(given, world_size)
+            numbers = resolve(BatchNumbers(*(getattr(self, name) for name in OURS)), world_size)
         except ValueError as error:
             raise ConfigError("Config", [Problem("train_batch_size", str(error))]) from None
-        numbers = {"train_batch_size": train, "micro_batch_size": micro, "gradient_accumulation_steps": steps}
-        return self.model_copy(update=numbers)
+        return self.model_copy(update=dict(zip(OURS, numbers, strict=True)))

@@ -1,29 +1,100 @@
-"""A file read through the table: values that are honoured, and everything that is wrong."""
+"""The object in a JSON file, and its values and problems according to the table."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from longshore.engine.config.base import NOTHING, Problem
-from longshore.engine.config.keys import Key, Treatment, joined
-from longshore.engine.config.table import KEYS, OLD_SECTIONS, SECTIONS, unknown
+from longshore.engine.config.base import (
+    NOTHING,
+    ConfigError,
+    Problem,
+    alias_of,
+    candidates,
+    did_you_mean,
+    edits,
+    quoted,
+    shown,
+)
+from longshore.engine.config.keys import Auto, Key, Treatment, joined
+from longshore.engine.config.table import KEYS, NOT_KEYS, OLD_SECTIONS, SECTIONS, TABLE
 from longshore.engine.config.values import WrongValueError
 
-NAMED = ("optimizer", "scheduler")
-"""Sections whose ``type`` says what ``params`` may hold."""
+
+class _Object(dict[str, Any]):
+    """An object of the file, with the keys that it has more than once: of these, ``json`` keeps the last value only."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> _Object:
+    found = _Object(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        found.repeated = tuple(name for name in found if names.count(name) > 1)
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number in JSON; write a number or leave the key out")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, is not JSON (with line and column), is not an object, or has a
+            key twice.
+    """
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(str(path), [Problem("(file)", what)])
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise refuse("there is no such file; give the path of a JSON file, a dict or a longshore.Config") from None
+    except UnicodeDecodeError as error:
+        raise refuse(f"must be UTF-8 text, and byte {error.start} is not; save it as UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise refuse(f"cannot be read: {error}") from None
+    try:
+        data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise refuse(f"must be JSON, and at {where} it is not: {error.msg}; comments are not JSON either") from None
+    except RecursionError:
+        raise refuse("must be JSON of a sensible depth; it is nested too deeply") from None
+    except ValueError as error:
+        raise refuse(f"must be JSON: {error}") from None
+    if not isinstance(data, _Object):
+        raise refuse(f"must be a JSON object, in braces, and is {shown(data)}")
+    repeated = _repeated(data, "")
+    if repeated:
+        raise ConfigError(str(path), repeated)
+    return data
+
+
+def _repeated(value: Any, path: str) -> list[Problem]:
+    found = [Problem(f"{path}{name}", "is given more than once; keep one") for name in getattr(value, "repeated", ())]
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [*found, *(problem for name, inner in inside for problem in _repeated(inner, f"{path}{name}."))]
 
 
 class Reading:
-    """One pass over a file.
+    """What a file says, checked by the table.
 
     Attributes:
-        values: checked values of honoured keys, by path, old names replaced.
-        problems: in the order of the file.
-        notes: what is worth saying once.
+        data: the file's content.
+        values: checked values of honoured keys, by path, with new names instead of old ones.
+        problems: all problems, in the order of the file.
+        notes: sentences that are worth showing once.
     """
 
     def __init__(self, data: Mapping[Any, Any], auto: Mapping[str, Any]) -> None:
+        self.data = data
         self.values: dict[str, Any] = {}
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -41,14 +112,14 @@ class Reading:
 
     def has_problem(self, path: str) -> bool:
         """Whether something is wrong at ``path`` or below."""
-        return any(problem.path == path or problem.path.startswith(f"{path}.") for problem in self.problems)
+        return any(f"{problem.path}.".startswith(f"{path}.") for problem in self.problems)
 
     def _section(self, data: Mapping[Any, Any], section: str, of: str = "") -> None:
         for name, value in data.items():
             key = KEYS.get((section, name)) if isinstance(name, str) else None
             path = joined(section, str(name))
             if not section and name in OLD_SECTIONS:
-                self._old_section(data, name, value)
+                self._old_section(name, value)
             elif path in SECTIONS and "." not in name:
                 self._enter(value, path)
             elif key is None or (of and key.of and of not in key.of):
@@ -56,7 +127,7 @@ class Reading:
             else:
                 self._key(key, value)
 
-    def _enter(self, value: Any, path: str) -> None:
+    def _enter(self, value: Any, path: str, of: str = "") -> None:
         if value is None:
             return
         if path == "zero_optimization" and isinstance(value, bool):
@@ -64,41 +135,35 @@ class Reading:
             self.notes.append(f"zero_optimization as true or false is old; it is read as stage {int(value)}")
         elif not isinstance(value, Mapping):
             self.problem(path, "must be a section: an object, in braces", value)
-        elif path in NAMED:
+        elif path in ("optimizer", "scheduler"):
             self._named(value, path)
         else:
-            self._section(value, path)
+            self._section(value, path, of)
 
     def _named(self, data: Mapping[Any, Any], section: str) -> None:
+        """Read a section whose ``type`` says what ``params`` may hold."""
         rest = {name: value for name, value in data.items() if name != "params"}
         self._section(rest, section)
         if rest.get("type") is None and data:
             self.problem(f"{section}.type", f"is missing; name the {section}, or remove the section")
         of = self.values.get(f"{section}.type")
-        params = data.get("params")
-        # Without a type that is known there is nothing to check them by.
-        if of is None or params is None:
-            return
-        if isinstance(params, Mapping):
-            self._section(params, f"{section}.params", of)
-        else:
-            self.problem(f"{section}.params", "must be a section: an object, in braces", params)
+        if of is not None:  # Without a known type, there is nothing to check the parameters against.
+            self._enter(data.get("params"), f"{section}.params", of)
 
-    def _old_section(self, data: Mapping[Any, Any], name: str, value: Any) -> None:
+    def _old_section(self, name: str, value: Any) -> None:
         new = OLD_SECTIONS[name]
-        if new in data:
+        if new in self.data:
             self.problem(name, f"is the old name of {new}, which is given too; remove {name}")
         else:
             self.notes.append(f"{name} is an old name; it is read as {new}")
             self._enter(value, new)
 
     def _key(self, key: Key, value: Any) -> None:
-        if isinstance(value, str) and value == "auto" and not key.takes_auto:
-            if key.path in self._auto:
-                value = self._auto[key.path]
-            elif key.treatment is not Treatment.HONOURED or key.absent_when_auto:
+        if _is_auto(value) and key.auto is not Auto.VALUE:
+            if key.path not in self._auto and key.auto is Auto.OMIT:
                 return
-            if isinstance(value, str) and value == "auto":
+            value = self._auto.get(key.path, value)
+            if _is_auto(value):
                 self.problem(key.path, "is left for another program to fill in, and none has; give a value", value)
                 return
         if value is None:
@@ -112,18 +177,69 @@ class Reading:
             return
         if key.treatment is Treatment.REFUSED and not key.is_harmless(checked):
             self.problem(key.path, f"is not supported: {key.what}", value)
-        elif key.treatment is Treatment.HONOURED and key.renamed:
+        elif key.renamed:
             self._old.append((key, checked))
         elif key.treatment is Treatment.HONOURED:
             self.values[key.path] = checked
 
     def _replace_old_names(self) -> None:
         for key, value in self._old:
-            new = key.new_value(value)
-            if new is None:
+            if key.when_true and not value:
                 self.notes.append(f"{key.path} is an old name; this value has no effect; remove it")
             elif key.renamed in self.values:
                 self.problem(key.path, f"is an old name of {key.renamed}, which is given too; remove one", value)
             else:
-                self.values[key.renamed] = new
+                self.values[key.renamed] = new = key.when_true or value
                 self.notes.append(f"{key.path} is an old name; it is read as {key.renamed} = {new}")
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def names_in(section: str, of: str = "") -> list[str]:
+    """Keys and sections that may stand in ``section``; with ``of``, a type, those that it has."""
+    keys = [key.name for key in TABLE if key.section == section and (not of or not key.of or of in key.of)]
+    inside = [name for parent, _, name in (path.rpartition(".") for path in SECTIONS) if parent == section]
+    return [*keys, *inside, *(() if section else OLD_SECTIONS)]
+
+
+def unknown(section: str, name: object, of: str = "") -> str:
+    """Describe an unknown name: the nearest name in the section, or the other sections that have it."""
+    here = f"{section} of {of}" if of else section or "the file's top level"
+    said = f"{quoted(name)} is not a key of {here}"
+    if not isinstance(name, str):
+        return f"{said}; keys are strings"
+    parent, _, last = name.rpartition(".")
+    if name in SECTIONS or (parent, last) in KEYS:
+        return f"{said}; sections are objects in objects, so write {quoted(last)} inside {quoted(parent)}"
+    if name in NOT_KEYS:
+        return f"{said}; {NOT_KEYS[name]}"
+    elsewhere = _elsewhere(name, section)
+    near = candidates(name, names_in(section, of))
+    if elsewhere:  # It is spelled right and in the wrong section, unless it is one slip away from a name of this one.
+        near = [known for known in near if edits(name, known) == 1]
+    meant = did_you_mean(near)
+    if meant and not elsewhere:
+        return f"{said}; {meant}"
+    if of and (section, name) in KEYS:
+        return f"{said}; {' and '.join(KEYS[section, name].of)} have it; remove it, or change the type"
+    if elsewhere:
+        return f"{said}, but of {elsewhere}; move it there" + (f", or {meant}" if meant else "")
+    called = alias_of(name, {key.name for key in TABLE})
+    far = [
+        key.path
+        for key in TABLE
+        if (key.name in called if called else candidates(name, [key.name]))
+        and (key.section, key.name) != (section, name)
+    ]
+    if far:
+        return f"{said}; {did_you_mean(dict.fromkeys(far[:3]))}"
+    return f"{said}, nor of any other section; remove it (docs/deepspeed_config.md lists all keys)"
+
+
+def _elsewhere(name: str, section: str) -> str:
+    """The places other than ``section`` in which ``name`` is a key or a section."""
+    places = [key.section for key in TABLE if key.name == name and key.section != section]
+    places += [parent for parent, _, last in (path.rpartition(".") for path in SECTIONS) if last == name]
+    return " and ".join(dict.fromkeys(place or "the top level" for place in places))

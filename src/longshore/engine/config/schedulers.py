@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,15 +26,12 @@ from longshore.engine.config.values import (
     AT_LEAST_0,
     AT_LEAST_1,
     BETA,
-    BOOLEAN,
     NOT_NEGATIVE,
-    PER_GROUP,
     POSITIVE,
     Either,
     Items,
     Number,
     OneOf,
-    checked,
 )
 
 _ONE_CYCLE_BETA2 = 0.99
@@ -42,15 +39,16 @@ _ONE_CYCLE_BETA2 = 0.99
 PerGroup = float | tuple[float, ...]
 """One for all parameter groups, or one for each."""
 
-_PerGroup = Annotated[PerGroup, checked(PER_GROUP)]
-_Momentum = Annotated[PerGroup, checked(Either((BETA, Items(BETA))))]
-_Steps = Annotated[int, checked(AT_LEAST_1)]
-_WarmupType = Annotated[Literal["log", "linear"], checked(OneOf(("log", "linear")))]
-_Ratio = Annotated[float, checked(NOT_NEGATIVE)]
+_RATES = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
+_PerGroup = Annotated[PerGroup, _RATES]
+_Momentum = Annotated[PerGroup, Either((BETA, Items(BETA)))]
+_Steps = Annotated[int, AT_LEAST_1]
+_WarmupType = Annotated[Literal["log", "linear"], OneOf(("log", "linear"))]
+_Ratio = Annotated[float, NOT_NEGATIVE]
 
 
 class ScheduleConfig(NamedModel):
-    """Parameters of a schedule, and what follows from them."""
+    """Parameters of a schedule, and the rates that they give."""
 
     @abstractmethod
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
@@ -61,19 +59,29 @@ class ScheduleConfig(NamedModel):
         return None
 
 
+def _check_total(schedule: Any) -> Any:
+    """Raise ValueError unless a schedule that decays has as many steps as its warmup."""
+    total, warmup = schedule.total_num_steps, schedule.warmup_num_steps
+    if total < warmup:
+        raise ValueError(
+            f"total_num_steps {total} is below warmup_num_steps, which is {warmup}, so that nothing would be left to "
+            "decay; change one"
+        )
+    return schedule
+
+
 class WarmupLRConfig(ScheduleConfig):
     """From ``warmup_min_lr`` to ``warmup_max_lr`` (None: the group's own), then constant."""
 
     type: Literal["WarmupLR"] = "WarmupLR"
     warmup_min_lr: _PerGroup = 0.0
-    warmup_max_lr: Annotated[PerGroup | None, checked(PER_GROUP)] = None
+    warmup_max_lr: Annotated[PerGroup | None, _RATES] = None
     warmup_num_steps: _Steps = 1000
     warmup_type: _WarmupType = "log"
 
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
         done = _warmup(steps - 1, self.warmup_num_steps, self.warmup_type)
-        high = list(base_lrs) if self.warmup_max_lr is None else self.warmup_max_lr
-        return _between(self.warmup_min_lr, high, 1.0 if done is None else done, len(base_lrs))
+        return _between(self.warmup_min_lr, self.warmup_max_lr, 1.0 if done is None else done, base_lrs)
 
 
 class WarmupDecayLRConfig(ScheduleConfig):
@@ -82,22 +90,18 @@ class WarmupDecayLRConfig(ScheduleConfig):
     type: Literal["WarmupDecayLR"] = "WarmupDecayLR"
     total_num_steps: _Steps
     warmup_min_lr: _PerGroup = 0.0
-    warmup_max_lr: Annotated[PerGroup | None, checked(PER_GROUP)] = 1e-3
+    warmup_max_lr: Annotated[PerGroup | None, _RATES] = 1e-3
     warmup_num_steps: _Steps = 1000
     warmup_type: _WarmupType = "log"
 
-    @model_validator(mode="after")
-    def _has_steps_to_decay(self) -> WarmupDecayLRConfig:
-        _check_total(self.total_num_steps, self.warmup_num_steps)
-        return self
+    _has_steps_to_decay = model_validator(mode="after")(_check_total)
 
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
         fraction = _warmup(steps - 1, self.warmup_num_steps, self.warmup_type)
         if fraction is None:
             warmup = _warmup_steps(self.warmup_num_steps)
             fraction = max(0.0, (self.total_num_steps - (steps - 1)) / max(1, self.total_num_steps - warmup))
-        high = list(base_lrs) if self.warmup_max_lr is None else self.warmup_max_lr
-        return _between(self.warmup_min_lr, high, fraction, len(base_lrs))
+        return _between(self.warmup_min_lr, self.warmup_max_lr, fraction, base_lrs)
 
 
 class WarmupCosineLRConfig(ScheduleConfig):
@@ -110,10 +114,7 @@ class WarmupCosineLRConfig(ScheduleConfig):
     cos_min_ratio: _Ratio = 1e-4
     warmup_type: _WarmupType = "log"
 
-    @model_validator(mode="after")
-    def _has_steps_to_decay(self) -> WarmupCosineLRConfig:
-        _check_total(self.total_num_steps, self.warmup_num_steps)
-        return self
+    _has_steps_to_decay = model_validator(mode="after")(_check_total)
 
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
         ratio = 0.0 if steps == 0 else self._ratio(steps - 1)
@@ -141,19 +142,18 @@ class OneCycleConfig(ScheduleConfig):
     cycle_max_lr: _PerGroup
     decay_lr_rate: _Ratio = 0.0
     cycle_first_step_size: _Steps = 2000
-    cycle_second_step_size: Annotated[int | None, checked(AT_LEAST_0)] = None
-    cycle_first_stair_count: Annotated[int, checked(AT_LEAST_0)] = 0
-    cycle_second_stair_count: Annotated[int | None, checked(AT_LEAST_0)] = None
-    decay_step_size: Annotated[int, checked(AT_LEAST_0)] = 0
-    cycle_momentum: Annotated[bool, checked(BOOLEAN)] = True
+    cycle_second_step_size: Annotated[int | None, AT_LEAST_0] = None
+    cycle_first_stair_count: Annotated[int, AT_LEAST_0] = 0
+    cycle_second_stair_count: Annotated[int | None, AT_LEAST_0] = None
+    decay_step_size: Annotated[int, AT_LEAST_0] = 0
+    cycle_momentum: bool = True
     cycle_min_mom: _Momentum = 0.8
     cycle_max_mom: _Momentum = 0.9
-    decay_mom_rate: Annotated[float, checked(Number())] = 0.0
+    decay_mom_rate: Annotated[float, Number()] = 0.0
 
     @model_validator(mode="after")
     def _decay_has_steps(self) -> OneCycleConfig:
-        rates = {"decay_lr_rate": self.decay_lr_rate, "decay_mom_rate": self.decay_mom_rate}
-        given = [name for name, rate in rates.items() if rate != 0]
+        given = [name for name in ("decay_lr_rate", "decay_mom_rate") if getattr(self, name) != 0]
         if given and self.decay_step_size == 0:
             raise ValueError(
                 f"{' and '.join(given)} without decay_step_size would never decay; "
@@ -162,10 +162,9 @@ class OneCycleConfig(ScheduleConfig):
         return self
 
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
-        count = len(base_lrs)
         if self._in_cycle(steps):
-            return _between(self.cycle_min_lr, self.cycle_max_lr, self._height(steps), count)
-        return [low / self._decay(steps, self.decay_lr_rate) for low in _each(self.cycle_min_lr, count)]
+            return _between(self.cycle_min_lr, self.cycle_max_lr, self._height(steps), base_lrs)
+        return [low / self._decay(steps, self.decay_lr_rate) for low in _each(self.cycle_min_lr, len(base_lrs))]
 
     def betas(self, steps: int, group_count: int) -> list[tuple[float, float]] | None:
         if not self.cycle_momentum:
@@ -222,8 +221,8 @@ class LRRangeTestConfig(ScheduleConfig):
     type: Literal["LRRangeTest"] = "LRRangeTest"
     lr_range_test_min_lr: _PerGroup = 1e-3
     lr_range_test_step_size: _Steps = 2000
-    lr_range_test_step_rate: Annotated[float, checked(POSITIVE)] = 1.0
-    lr_range_test_staircase: Annotated[bool, checked(BOOLEAN)] = False
+    lr_range_test_step_rate: Annotated[float, POSITIVE] = 1.0
+    lr_range_test_staircase: bool = False
 
     def lrs(self, steps: int, base_lrs: Sequence[float]) -> list[float]:
         size = self.lr_range_test_step_size
@@ -235,8 +234,10 @@ def _each(value: float | Sequence[float], count: int) -> list[float]:
     return list(value) if isinstance(value, Sequence) else [value] * count
 
 
-def _between(lows: float | Sequence[float], highs: float | Sequence[float], fraction: float, count: int) -> list[float]:
-    pairs = zip(_each(lows, count), _each(highs, count), strict=True)
+def _between(low: PerGroup, high: PerGroup | None, fraction: float, base_lrs: Sequence[float]) -> list[float]:
+    """The rate of each group at a fraction of the way from ``low`` to ``high``; None: to its rate in ``base_lrs``."""
+    count = len(base_lrs)
+    pairs = zip(_each(low, count), base_lrs if high is None else _each(high, count), strict=True)
     return [low + (high - low) * fraction for low, high in pairs]
 
 
@@ -254,25 +255,14 @@ def _warmup(iteration: int, steps: int, kind: str) -> float | None:
     return 1.0 / math.log(steps) * math.log(iteration + 1) if kind == "log" else iteration / steps
 
 
-def _check_total(total: int, warmup: int) -> None:
-    if total < warmup:
-        raise ValueError(
-            f"total_num_steps {total} is below warmup_num_steps, which is {warmup}, so that nothing would be left to "
-            "decay; change one"
-        )
-
-
 SchedulerConfig = Annotated[
     WarmupLRConfig | WarmupDecayLRConfig | WarmupCosineLRConfig | OneCycleConfig | LRRangeTestConfig,
     Field(discriminator="type"),
 ]
 
 SCHEDULERS: dict[str, type[ScheduleConfig]] = {
-    "WarmupLR": WarmupLRConfig,
-    "WarmupDecayLR": WarmupDecayLRConfig,
-    "WarmupCosineLR": WarmupCosineLRConfig,
-    "OneCycle": OneCycleConfig,
-    "LRRangeTest": LRRangeTestConfig,
+    kind.__name__.removesuffix("Config"): kind
+    for kind in (WarmupLRConfig, WarmupDecayLRConfig, WarmupCosineLRConfig, OneCycleConfig, LRRangeTestConfig)
 }
 
 SCHEDULER_TYPE = OneOf(

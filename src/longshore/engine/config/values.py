@@ -4,140 +4,133 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from pydantic import BeforeValidator
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from longshore.byte_sizes import MemoryBudget, parse_memory_budget
-from longshore.engine.config.names import nearest, quoted
+from longshore.engine.config.base import nearest, quoted
 
 
 class WrongValueError(ValueError):
-    """Says what a value must be; whoever catches it knows the path and the value."""
+    """An illegal value. The message says what it must be; whoever catches it knows the path and the value."""
 
 
 class Kind(ABC):
-    """One kind of value: what it says about itself, and how a given value is read."""
+    """One kind of value: how legal values are described, and how a given value is checked.
+
+    In the annotation of a model's field, as in ``Annotated[int, AT_LEAST_1]``, it checks what the model is given. None
+    is passed on: the type in the annotation decides whether the field may be None.
+    """
 
     @abstractmethod
     def says(self) -> str:
         """Describe legal values, to follow "must be"."""
 
     @abstractmethod
+    def read(self, value: object) -> Any:
+        """The value as longshore keeps it. If it is illegal: None, or a WrongValueError that has more to say."""
+
+    def hint(self, value: object) -> str:
+        """The rest of the message about an illegal value, such as a name that is near."""
+        return ""
+
     def check(self, value: object) -> Any:
         """The value as longshore keeps it.
 
         Raises:
-            WrongValueError: it is something else.
+            WrongValueError: it is illegal.
         """
+        found = self.read(value)
+        if found is None:
+            hint = self.hint(value)
+            raise WrongValueError(f"must be {self.says()}{hint}")
+        return found
 
-    def wrong(self) -> WrongValueError:
-        return WrongValueError(f"must be {self.says()}")
-
-
-def checked(kind: Kind) -> BeforeValidator:
-    """For a field of a model. None is passed on: whether it may be None is the annotation's to say."""
-    return BeforeValidator(partial(_read, kind))
-
-
-def _read(kind: Kind, value: object) -> Any:
-    return None if value is None else kind.check(value)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            lambda value: None if value is None else self.check(value), handler(source)
+        )
 
 
-def kind_of(metadata: Sequence[object]) -> Kind | None:
-    """The kind that a field of a model was :func:`checked` by, from its metadata."""
-    for entry in metadata:
-        if isinstance(entry, BeforeValidator) and isinstance(entry.func, partial):
-            return entry.func.args[0]
-    return None
+def kind_in(metadata: Iterable[object]) -> Kind:
+    """The kind in the metadata of a model's field. A field without one is a flag."""
+    return next((entry for entry in metadata if isinstance(entry, Kind)), BOOLEAN)
 
 
 @dataclass(frozen=True)
-class Boolean(Kind):
-    def says(self) -> str:
-        return "true or false"
+class Exactly(Kind):
+    """A value of one type, which nothing is converted to.
 
-    def check(self, value: object) -> bool:
-        # 0, 1 and "true" are refused: a file that has them was written for some other key.
-        if not isinstance(value, bool):
-            raise self.wrong()
-        return value
+    Among booleans, 0, 1 and "true" are refused: a file that has them was written for some other key.
+    """
 
-
-@dataclass(frozen=True)
-class Integer(Kind):
-    """Floats are integers when they are whole: JSON writers turn 500000000 into 5e8. ``of``: what it counts."""
-
-    minimum: int | None = None
-    maximum: int | None = None
-    of: str = ""
+    of: type
+    words: str
 
     def says(self) -> str:
-        of = f" ({self.of})" if self.of else ""
-        if self.minimum is not None and self.maximum is not None:
-            return f"an integer from {self.minimum} to {self.maximum}{of}"
-        return "an integer" + (f" of at least {self.minimum}" if self.minimum is not None else "") + of
+        return self.words
 
-    def check(self, value: object) -> int:
-        whole = _whole(value)
-        if whole is None or (self.minimum is not None and whole < self.minimum):
-            raise self.wrong()
-        if self.maximum is not None and whole > self.maximum:
-            raise self.wrong()
-        return whole
+    def read(self, value: object) -> Any:
+        return value if isinstance(value, self.of) else None
 
 
-def _whole(value: object) -> int | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real) and math.isfinite(number := float(value)) and number.is_integer():
-        return int(number)
-    return None
+_BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "minimum": ("of at least", operator.ge),
+    "above": ("above", operator.gt),
+    "maximum": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
 
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A finite number. ``above`` and ``below`` are bounds that it may not reach; ``of`` says what it measures."""
+    """A finite number within bounds; it may not reach ``above`` and ``below``.
+
+    Attributes:
+        of: what it measures or counts.
+        whole: it is an integer. Whole floats are integers too: JSON writers turn 500000000 into 5e8.
+    """
 
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
     of: str = ""
+    whole: bool = False
+
+    def _bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        return [(*how, bound) for name, how in _BOUNDS.items() if (bound := getattr(self, name)) is not None]
 
     def says(self) -> str:
-        bounds = [
-            (self.minimum, "of at least"),
-            (self.above, "above"),
-            (self.maximum, "at most"),
-            (self.below, "below"),
-        ]
-        said = " and ".join(f"{words} {bound:g}" for bound, words in bounds if bound is not None)
-        return " ".join(part for part in ("a number", said, f"({self.of})" if self.of else "") if part)
+        bounds = " and ".join(f"{words} {bound:g}" for words, _, bound in self._bounds())
+        kind, of = "an integer" if self.whole else "a number", f"({self.of})" if self.of else ""
+        return " ".join(part for part in (kind, bounds, of) if part)
 
-    def check(self, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise self.wrong()
-        try:
-            number = float(value)
-        except OverflowError:  # an integer of more digits than a double has range
-            raise self.wrong() from None
-        inside = (
-            math.isfinite(number)
-            and (self.minimum is None or number >= self.minimum)
-            and (self.above is None or number > self.above)
-            and (self.maximum is None or number <= self.maximum)
-            and (self.below is None or number < self.below)
-        )
-        if not inside:
-            raise self.wrong()
-        return number
+    def read(self, value: object) -> float | None:
+        number = _number(value, self.whole)
+        inside = number is not None and all(holds(number, bound) for _, holds, bound in self._bounds())
+        return number if inside else None
+
+
+def _number(value: object, whole: bool) -> float | None:
+    """A finite number, as an int if ``whole``; None if the value is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    if whole and isinstance(value, numbers.Integral):
+        return int(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more digits than a double has range
+        return None
+    if not math.isfinite(number) or (whole and not number.is_integer()):
+        return None
+    return int(number) if whole else number
 
 
 @dataclass(frozen=True)
@@ -148,64 +141,39 @@ class OneOf(Kind):
         options: the legal values.
         refused: others that are known (strings in lower case), with what to do instead.
         otherwise: what to do about any other.
+        aliases: other names (in lower case) and the options that they stand for.
     """
 
     options: tuple[str | int, ...]
     refused: Mapping[str | int, str] = field(default_factory=dict)
     otherwise: str = ""
+    aliases: Mapping[str | int, str] = field(default_factory=dict)
 
     def says(self) -> str:
-        return f"one of {', '.join(quoted(option) for option in self.options)}"
+        return f"one of {', '.join(map(quoted, self.options))}" + (" (or torch's name for it)" if self.aliases else "")
 
-    def check(self, value: object) -> str | int:
-        given = value.lower() if isinstance(value, str) else _whole(value)
-        if given is not None:
-            for option in self.options:
-                if given == (option.lower() if isinstance(option, str) else option):
-                    return option
-            if given in self.refused:
-                raise WrongValueError(f"is not supported: {self.refused[given]}")
-        near = nearest(value, [option for option in self.options if isinstance(option, str)])
-        raise WrongValueError(f"must be {self.says()}{near}" + (f"; {self.otherwise}" if self.otherwise else ""))
+    def read(self, value: object) -> str | int | None:
+        given = _folded(value)
+        given = self.aliases.get(given, given)
+        return next((option for option in self.options if _folded(option) == given), None)
 
+    def check(self, value: object) -> Any:
+        if (given := _folded(value)) in self.refused:
+            raise WrongValueError(f"is not supported: {self.refused[given]}")
+        return super().check(value)
 
-_DTYPE_NAMES = {
-    "fp32": ("fp32", "float32", "float", "torch.float32"),
-    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
-    "fp16": ("fp16", "float16", "half", "torch.float16"),
-}
+    def hint(self, value: object) -> str:
+        # Names of dtypes are near each other without meaning each other.
+        near = "" if self.aliases else nearest(value, [option for option in self.options if isinstance(option, str)])
+        return near + (f"; {self.otherwise}" if self.otherwise else "")
 
 
-@dataclass(frozen=True)
-class Dtype(Kind):
-    """A floating dtype by any of its names, or the torch dtype itself."""
-
-    options: tuple[str, ...] = ("fp32", "bf16", "fp16")
-
-    def says(self) -> str:
-        return f"one of {', '.join(quoted(option) for option in self.options)} (or torch's name for it)"
-
-    def check(self, value: object) -> str:
-        kind = type(value)
-        # By name: torch is not imported for reading a file.
-        if (kind.__module__, kind.__name__) == ("torch", "dtype"):
-            value = str(value)
-        if isinstance(value, str):
-            for option in self.options:
-                if value.lower() in _DTYPE_NAMES[option]:
-                    return option
-        raise self.wrong()
-
-
-@dataclass(frozen=True)
-class String(Kind):
-    def says(self) -> str:
-        return "a string"
-
-    def check(self, value: object) -> str:
-        if not isinstance(value, str):
-            raise self.wrong()
-        return value
+def _folded(value: object) -> Any:
+    """What an option is compared by: a string in lower case or a whole number; None for anything else."""
+    # A torch dtype is known by its names: torch is not imported for reading a file.
+    if isinstance(value, str) or (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
+        return str(value).lower()
+    return _number(value, whole=True)
 
 
 @dataclass(frozen=True)
@@ -215,13 +183,11 @@ class Budget(Kind):
     def says(self) -> str:
         return '"auto", a percentage ("25%"), a size ("8GiB"), or an integer number of bytes; 0: none'
 
-    def check(self, value: object) -> int | str:
+    def read(self, value: object) -> Any:
         try:
-            budget = parse_memory_budget(value)
+            return "auto" if parse_memory_budget(value) == MemoryBudget() else value
         except ValueError as error:
-            raise WrongValueError(str(error)) from None
-        assert isinstance(value, (int, str))
-        return "auto" if budget == MemoryBudget() else value
+            raise WrongValueError(str(error)) from None  # which says more than says()
 
 
 @dataclass(frozen=True)
@@ -234,13 +200,11 @@ class Items(Kind):
     def says(self) -> str:
         return ("a list" if self.count is None else f"a list of {self.count}") + f", each {self.of.says()}"
 
-    def check(self, value: object) -> tuple[Any, ...]:
-        if not isinstance(value, (list, tuple)) or (self.count is not None and len(value) != self.count):
-            raise self.wrong()
-        try:
-            return tuple(self.of.check(item) for item in value)
-        except WrongValueError:
-            raise self.wrong() from None
+    def read(self, value: object) -> tuple[Any, ...] | None:
+        if not isinstance(value, (list, tuple)) or len(value) != (len(value) if self.count is None else self.count):
+            return None
+        found = tuple(self.of.read(item) for item in value)
+        return None if None in found else found
 
 
 @dataclass(frozen=True)
@@ -252,18 +216,13 @@ class Either(Kind):
     def says(self) -> str:
         return ", or ".join(kind.says() for kind in self.kinds)
 
-    def check(self, value: object) -> Any:
-        for kind in self.kinds:
-            try:
-                return kind.check(value)
-            except WrongValueError:
-                continue
-        raise self.wrong()
+    def read(self, value: object) -> Any:
+        return next((found for kind in self.kinds if (found := kind.read(value)) is not None), None)
 
 
 @dataclass(frozen=True)
 class Block(Kind):
-    """A section that is judged as a whole: does it switch anything on?
+    """A section that is judged as a whole, by whether it switches anything on.
 
     Attributes:
         switches: dotted names inside the section, with the values that mean off. None: only an empty section is off.
@@ -276,32 +235,28 @@ class Block(Kind):
     def says(self) -> str:
         return "a section (an object), or false"
 
-    def check(self, value: object) -> object:
-        if not isinstance(value, (Mapping, bool)):
-            raise self.wrong()
-        return value
+    def read(self, value: object) -> object:
+        return value if isinstance(value, (Mapping, bool)) else None
 
     def is_off(self, value: object) -> bool:
-        if isinstance(value, bool) or value is None:
-            return not value
+        """Whether a legal value switches nothing on."""
         if not isinstance(value, Mapping) or not value:
-            return isinstance(value, Mapping)
-        if not self.switches:
-            return False
-        found = [(_dig(value, name), off) for name, off in self.switches.items()]
-        given = [(state, off) for state, off in found if state is not None]
+            return not value
+        given = {name: found for name in self.switches if (found := lookup(value, name)) is not None}
         if not given:
-            return not self.on_when_absent
-        return all(any(same(state, one) for one in off) for state, off in given)
+            return bool(self.switches) and not self.on_when_absent
+        return all(any(same(state, off) for off in self.switches[name]) for name, state in given.items())
 
 
-def _dig(section: Mapping[Any, Any], dotted: str) -> object:
-    value: object = section
-    for name in dotted.split("."):
-        if not isinstance(value, Mapping):
+def lookup(section: object, path: str, invalid: object = None) -> Any:
+    """The value at a dotted path; None if it is missing, ``invalid`` if something else than a section is on the way."""
+    for name in path.split("."):
+        if section is None:
             return None
-        value = value.get(name)
-    return value
+        if not isinstance(section, Mapping):
+            return invalid
+        section = section.get(name)
+    return section
 
 
 def same(left: object, right: object) -> bool:
@@ -309,33 +264,20 @@ def same(left: object, right: object) -> bool:
     return isinstance(left, bool) == isinstance(right, bool) and left == right
 
 
-BOOLEAN = Boolean()
-TEXT = String()
-AT_LEAST_0 = Integer(0)
-AT_LEAST_1 = Integer(1)
+BOOLEAN = Exactly(bool, "true or false")
+TEXT = Exactly(str, "a string")
+AT_LEAST_0 = Number(0, whole=True)
+AT_LEAST_1 = Number(1, whole=True)
 NOT_NEGATIVE = Number(minimum=0)
 POSITIVE = Number(above=0)
 FRACTION = Number(minimum=0, maximum=1, of="a share: 0.9 for 90 %")
 BETA = Number(minimum=0, below=1)
-BETAS = Items(BETA, 2)
-DTYPE = Dtype()
-LOW_DTYPE = Dtype(("bf16", "fp16"))
-STAGE = OneOf((0, 1, 2, 3))
-DEVICE = OneOf(
-    ("none", "cpu"), {"nvme": 'optimizer state on NVMe is not kept by longshore; use "cpu", whose state is sharded'}
-)
-SCALE_POWER = Integer(0, 127)
+_DTYPE_NAMES: dict[str | int, str] = {
+    **dict.fromkeys(("float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
+}
+DTYPE = OneOf(("fp32", "bf16", "fp16"), aliases=_DTYPE_NAMES)
+LOW_DTYPE = OneOf(("bf16", "fp16"), aliases=_DTYPE_NAMES)
 LARGEST_SCALE = 2.0**127
 """Losses are scaled in float32, in which the next power of two is infinite."""
-LOSS_SCALE = Number(above=0, maximum=LARGEST_SCALE)
-STATIC_SCALE = Number(minimum=0, maximum=LARGEST_SCALE)
-"""0: dynamic."""
-PER_GROUP = Either((NOT_NEGATIVE, Items(NOT_NEGATIVE)))
-"""One for all parameter groups, or a list with one for each."""
-WRAP_POLICY = Either((OneOf(("auto",)), Integer(1, of="elements"), Items(TEXT)))
-"""Modules that are gathered as a whole at stage 3."""
-SPECULATION_MEMORY = Budget()
-"""100 % is what a spare for every tile takes."""
-
-Choice = OneOf
-"""The name by which ``optimizers.py`` still knows it."""

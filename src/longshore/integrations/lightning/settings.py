@@ -11,7 +11,7 @@ from typing import Any
 
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
 from longshore.engine.config.agreement import ArgumentValue, contradictions, put, settle, settle_config
-from longshore.engine.config.load import read_file
+from longshore.engine.config.reading import read_file
 
 PRECISIONS: Mapping[str, tuple[str | None, str | None]] = {
     "32-true": ("fp32", None),

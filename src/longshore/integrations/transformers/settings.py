@@ -11,8 +11,7 @@ from typing import Any
 
 from longshore.engine.config import Config, ConfigError, SchedulerConfig, load_config
 from longshore.engine.config.agreement import ArgumentValue, contradictions, settle, settle_config
-from longshore.engine.config.load import read_file
-from longshore.engine.config.reading import Reading
+from longshore.engine.config.reading import Reading, read_file
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
 _DEFAULT = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
