@@ -6,6 +6,7 @@ parameter at a time.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import secrets
@@ -17,16 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.checkpoint.boxes import Box, SavedBox
+from longshore.checkpoint.boxes import Box, SavedBoxes
 from longshore.checkpoint.deepspeed_files import Inert, SavedFiles, Shard, read_files
 from longshore.checkpoint.deepspeed_layout import OptimizerFiles, ShardedTensor, read_optimizer, shapes_of, trimmed
+from longshore.checkpoint.files import checked
 from longshore.checkpoint.model_state import KIND as MODEL_KIND
 from longshore.checkpoint.optimizer_state import array_name
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import Content, Target, Values, write
+from longshore.checkpoint.saving import Content, Target, write
 from longshore.checkpoint.training_state import CLIENT_STATE, MODEL, OPTIMIZER
-from longshore.checkpoint.values import Encoder
+from longshore.checkpoint.values import Values, encode
 from longshore.errors import CheckpointError
 from longshore.host import MASTER
 
@@ -49,7 +50,7 @@ class _Model(NamedTuple):
     """The model in the files; ``dtypes``: of each parameter that is stepped."""
 
     about: dict[str, Any]
-    boxes: list[SavedBox]
+    boxes: list[SavedBoxes]
     dtypes: dict[str, torch.dtype]
 
 
@@ -122,7 +123,8 @@ def _read_model(files: SavedFiles, optimizer: OptimizerFiles) -> _Model:
             boxes.append(_gathered(f"{MODEL_KIND}.{name}", gathered[name], value.dtype))
         else:
             whole = Box.whole(tuple(value.shape))
-            boxes.append(SavedBox(f"{MODEL_KIND}.{name}", value.dtype, whole.sizes, whole, lambda value=value: value))
+            read = functools.partial(torch.Tensor.detach, value)
+            boxes.append(SavedBoxes(f"{MODEL_KIND}.{name}", value.dtype, whole.sizes, [whole], read))
         if name not in buffers:
             about["parameters"].append(name)
         dtypes[name] = value.dtype
@@ -167,8 +169,8 @@ def _fragments(files: SavedFiles, shapes: Mapping[str, tuple[int, ...]]) -> dict
     return found
 
 
-def _gathered(name: str, tensor: ShardedTensor, dtype: torch.dtype) -> SavedBox:
-    return SavedBox(name, dtype, tensor.shape, Box.whole(tensor.shape), lambda: tensor.read(dtype))
+def _gathered(name: str, tensor: ShardedTensor, dtype: torch.dtype) -> SavedBoxes:
+    return SavedBoxes(name, dtype, tensor.shape, [Box.whole(tensor.shape)], lambda: tensor.read(dtype))
 
 
 # -- the optimizer ------------------------------------------------------------
@@ -181,7 +183,7 @@ def _arrays_of(optimizer: OptimizerFiles, model: _Model, name: str) -> dict[str,
     return {**stepped.arrays, **master}
 
 
-def _optimizer_boxes(optimizer: OptimizerFiles, model: _Model) -> list[SavedBox]:
+def _optimizer_boxes(optimizer: OptimizerFiles, model: _Model) -> list[SavedBoxes]:
     return [
         _gathered(array_name(array, name), gathered, torch.float32)
         for name in optimizer.parameters
@@ -307,7 +309,7 @@ def _is_client(key: str, value: Any, first: Shard) -> bool:
 def _fits(value: Any, where: str) -> bool:
     """Whether our format has such values; warns if not."""
     try:
-        Encoder("").encode(value, where)
+        encode(value, where, {})
     except CheckpointError as error:
         warnings.warn(f"left out of the import: {error}", stacklevel=4)
         return False

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from longshore.checkpoint.files import checked
 from longshore.checkpoint.folder import check_tag
 from longshore.checkpoint.loading import is_checkpoint
-from longshore.checkpoint.reading import checked
 from longshore.errors import CheckpointError
 
 _LATEST = "latest"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longshore.checkpoint.deepspeed_files import SavedFiles, Shard
-from longshore.checkpoint.reading import checked
+from longshore.checkpoint.files import checked
 from longshore.errors import CheckpointError
 
 _STATE = "optimizer_state_dict"

@@ -19,8 +19,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from longshore.checkpoint.reading import checked, digest_of, is_file_name, open_regular, read_json
-from longshore.checkpoint.tensor_file import WrittenFile, write_json
+from longshore.checkpoint.files import (
+    WrittenFile,
+    checked,
+    digest_of,
+    is_file_name,
+    open_regular,
+    read_json,
+    sync_folder,
+    write_json,
+)
 from longshore.errors import CheckpointError
 
 FORMAT = "longshore checkpoint"
@@ -105,19 +113,22 @@ class WholeCheckpoint:
                 "is damaged"
             )
 
+    def entry(self, key: str, kind: type, otherwise: Any = None) -> Any:
+        """An entry of the manifest; ``otherwise`` if there is none of ``kind``."""
+        value = self.manifest.get(key)
+        return value if type(value) is kind else otherwise
+
     @property
     def step(self) -> int:
-        step = self.manifest.get("step")
-        return step if type(step) is int else -1
+        return self.entry("step", int, -1)
 
     @property
     def created_ns(self) -> int:
-        created = self.manifest.get("created_ns")
-        return created if type(created) is int else -1
+        return self.entry("created_ns", int, -1)
 
     @property
     def run(self) -> str | None:
-        return self.manifest.get("run")
+        return self.entry("run", str)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Read files (None: all) and compare their checksums. Raises CheckpointError for the first damaged one."""
@@ -325,15 +336,6 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
             os.rename(root / tag, aside)
         _remove(aside)
     return gone
-
-
-def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(path: Path) -> None:

@@ -1,24 +1,18 @@
-"""Finds a checkpoint, verifies it, and loads boxes and values from it."""
+"""Finds a checkpoint to load, and verifies it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
-
-from longshore.checkpoint.boxes import BoxLoadPlanner, WantedBox
+from longshore.checkpoint.boxes import METADATA, BoxReader
+from longshore.checkpoint.files import checked
 from longshore.checkpoint.folder import LATEST, MANIFEST, WholeCheckpoint, candidates, check_tag, read_latest, tag_of
-from longshore.checkpoint.rank_group import RankGroup, run_planned
-from longshore.checkpoint.reading import checked, read_json
+from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import STATE, rank_file
-from longshore.checkpoint.storage import METADATA, SafetensorsReader, opened
-from longshore.checkpoint.values import decode
+from longshore.checkpoint.values import read_values
 from longshore.errors import CheckpointError
 
 
@@ -103,59 +97,9 @@ def _check_listed(whole: WholeCheckpoint, group: RankGroup) -> None:
     beside = (f"{STATE}.safetensors", f"{own}.json", f"{own}.safetensors")
     needed |= {name for name in beside if os.path.lexists(whole.path / name)}
     if group.rank == 0:
-        needed |= {where.file for where in SafetensorsReader(whole.path).read_metadata().storage_data.values()}
+        needed |= BoxReader(whole.path).files()
     missing = sorted(needed - whole.files.keys())
     if missing:
         raise CheckpointError(f"{manifest} does not list {missing[0]}, which belongs to the checkpoint: it is damaged")
     if ranks > 0:
         read_values(whole.path, own)  # raises before anything has changed
-
-
-def read_values(path: Path, stem: str) -> dict[str, Any]:
-    """Read nested values; see :class:`longshore.checkpoint.saving.Values`.
-
-    Raises:
-        CheckpointError: they are damaged.
-    """
-    file = path / f"{stem}.json"
-    content = checked(read_json(file), dict, str(file))
-
-    values: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        tensors: list[Any] = []
-        left: set[str] = set()
-
-        def tensor(name: str) -> Tensor:
-            if not tensors:
-                tensors.append(stack.enter_context(opened(path / f"{stem}.safetensors")))
-                left.update(tensors[0].keys())
-            if name not in left:
-                raise CheckpointError(f"{path / stem}.safetensors has no {name}, which {file} names, or names twice")
-            # Only once: otherwise a short file could ask for any number of copies.
-            left.remove(name)
-            return tensors[0].get_tensor(name).clone()
-
-        for key, value in content.items():
-            values[key] = decode(value, tensor, f"{file}: {key}")
-    return values
-
-
-def check_boxes(reader: SafetensorsReader, boxes: Sequence[WantedBox], group: RankGroup) -> None:
-    """Check that the boxes of all ranks exist; all have to call. Raises CheckpointError, and nothing was loaded."""
-
-    def plan() -> None:
-        planner, metadata = BoxLoadPlanner(boxes), reader.read_metadata()
-        planner.set_up_planner({}, metadata)
-        reader.check(planner.create_local_plan(), metadata)
-
-    group.together(plan)
-
-
-def load_boxes(reader: SafetensorsReader, boxes: Sequence[WantedBox], group: RankGroup) -> None:
-    """Load boxes, after :func:`check_boxes`; all ranks have to call.
-
-    Raises:
-        CheckpointError: reading failed in between.
-    """
-    failed = f"{reader.path} could be read only partly; load again before training"
-    run_planned(load, failed, group, storage_reader=reader, planner=BoxLoadPlanner(boxes))

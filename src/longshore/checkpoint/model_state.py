@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore.checkpoint.boxes import Box, SavedBox, WantedBox, boxes_of_range, saved_range
+from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_of_range
 from longshore.errors import CheckpointError
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part, is_sharded
@@ -77,25 +77,22 @@ class ModelState:
             if _clean(name) in state:
                 module.set_extra_state(state[_clean(name)])
 
-    def saved(self, names: Sequence[str]) -> list[SavedBox]:
+    def saved(self, names: Sequence[str]) -> list[SavedBoxes]:
         """The boxes that this process writes of these tensors."""
-        boxes: list[SavedBox] = []
-        for place, name in enumerate(names):
-            boxes += self._saved(f"{KIND}.{name}", self.tensors[name], place)
-        return boxes
+        found = [self._saved(f"{KIND}.{name}", self.tensors[name], place) for place, name in enumerate(names)]
+        return [each for each in found if each.boxes]
 
-    def _saved(self, name: str, tensor: Tensor, place: int) -> list[SavedBox]:
+    def _saved(self, name: str, tensor: Tensor, place: int) -> SavedBoxes:
         shape = tuple(tensor.shape)
         if is_sharded(tensor):
             box, first = box_of_shard(tensor, name)
             here = first and (box.numel > 0 or (math.prod(shape) == 0 and self._rank == 0))
-            read = held_part(tensor).detach
-            return [SavedBox(name, tensor.dtype, shape, box, read)] if here else []
-        start, numel = self._share(tensor, place)
+            return SavedBoxes(name, tensor.dtype, shape, [box] if here else [], held_part(tensor).detach)
         if tensor.numel() == 0:
-            return [SavedBox(name, tensor.dtype, shape, Box.whole(shape), tensor.detach)] if self._rank == 0 else []
+            return SavedBoxes(name, tensor.dtype, shape, [Box.whole(shape)] if self._rank == 0 else [], tensor.detach)
+        start, numel = self._share(tensor, place)
         boxes = boxes_of_range(shape, start, numel)
-        return saved_range(name, shape, boxes, tensor.dtype, lambda: flat(tensor)[start : start + numel])
+        return SavedBoxes(name, tensor.dtype, shape, boxes, lambda: flat(tensor)[start : start + numel])
 
     def _share(self, tensor: Tensor, place: int) -> tuple[int, int]:
         """The range (start, numel) that this process writes of a tensor that all processes have."""
@@ -109,11 +106,11 @@ class ModelState:
         first, last = (numel * rank // self._world_size for rank in (self._rank, self._rank + 1))
         return first, last - first
 
-    def wanted(self, sources: dict[str, str]) -> list[WantedBox]:
+    def wanted(self, sources: dict[str, str]) -> list[WantedBoxes]:
         """The boxes that this process loads; ``sources``: tensors by name, with their names in the checkpoint."""
         return [self._wanted(name, source) for name, source in sources.items()]
 
-    def _wanted(self, name: str, source: str) -> WantedBox:
+    def _wanted(self, name: str, source: str) -> WantedBoxes:
         tensor = self.tensors[name]
         shape = tuple(tensor.shape)
         box = box_of_shard(tensor, name)[0] if is_sharded(tensor) else Box.whole(shape)
@@ -123,7 +120,7 @@ class ModelState:
                 held_part(tensor).detach().copy_(values.view(held_part(tensor).shape))
                 torch.autograd.graph.increment_version(tensor)
 
-        return WantedBox(f"{KIND}.{source}", shape, box, take)
+        return WantedBoxes(f"{KIND}.{source}", shape, [box], take)
 
 
 def box_of_shard(tensor: Any, name: str) -> tuple[Box, bool]:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from longshore.checkpoint.files import checked
 from longshore.checkpoint.folder import check_tag
 from longshore.checkpoint.loading import find
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.reading import checked
 from longshore.checkpoint.saving import Background, Content, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState
 from longshore.errors import CheckpointError

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from longshore.checkpoint.boxes import Box, SavedBox, WantedBox, boxes_in, saved_range, wanted_range
+from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_in
+from longshore.checkpoint.files import checked
 from longshore.checkpoint.model_state import ModelState, box_of_shard
-from longshore.checkpoint.reading import checked
 from longshore.errors import CheckpointError
 from longshore.host import MASTER, PageSnapshot
 from longshore.optim.family import History
@@ -82,7 +82,7 @@ class OptimizerState:
         }
         return {"kind": self.kind, "groups": groups, "parameters": parameters}
 
-    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBox], PageSnapshot | None]:
+    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBoxes], PageSnapshot | None]:
         """The boxes that this process writes, and with ``memory_bytes`` the snapshot that they are read from.
 
         Raises:
@@ -95,15 +95,17 @@ class OptimizerState:
             for name, record in self.records.items()
             for array in _arrays_of(record)
             for key, boxes, writes in self._ranges(record, name)
-            if writes
+            if writes and boxes
         ]
         keys = [(key, array) for _, array, _, key, _ in ranges]
         snapshot = None if memory_bytes is None else store.local.snapshot(keys, memory_bytes)
         read = store.local.read_state if snapshot is None else snapshot.read_run
-        found: list[SavedBox] = []
-        for record, array, name, key, boxes in ranges:
-            values = functools.partial(read, key, array)
-            found += saved_range(array_name(array, name), tuple(record.shape), boxes, torch.float32, values)
+        found = [
+            SavedBoxes(
+                array_name(array, name), torch.float32, tuple(record.shape), boxes, functools.partial(read, key, array)
+            )
+            for record, array, name, key, boxes in ranges
+        ]
         return found, snapshot
 
     def _ranges(self, record: ParameterRecord, name: str) -> list[tuple[int, list[Box], bool]]:
@@ -182,12 +184,12 @@ class OptimizerState:
         """Mark the state as broken after a failed load: the optimizer does not step until a complete one is loaded."""
         self._store.broken = CheckpointError(f"{type(failure).__name__}: {failure}")
 
-    def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBox]:
+    def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBoxes]:
         """The boxes that this process loads, after allocating state; arguments as for :meth:`differences`."""
         core = self.optimizer._core
         entries = {name: about["parameters"][source] for name, source in among.items() if source in about["parameters"]}
         core.have_states(self._store, {array for entry in entries.values() for array in entry["arrays"]})
-        found: list[WantedBox] = []
+        found: list[WantedBoxes] = []
         for name, entry in entries.items():
             record = self.records[name]
             if record.index not in self._store:
@@ -195,8 +197,9 @@ class OptimizerState:
             for array in entry["arrays"]:
                 where = array_name(array, among[name])
                 for key, boxes, _ in self._ranges(record, where):
-                    take = functools.partial(self._store.local.write_state, key, array)
-                    found += wanted_range(where, tuple(record.shape), boxes, torch.float32, take)
+                    if boxes:
+                        take = functools.partial(self._store.local.write_state, key, array)
+                        found.append(WantedBoxes(where, tuple(record.shape), boxes, take))
         return found
 
     def restore_histories(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:

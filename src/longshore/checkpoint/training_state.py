@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from longshore.checkpoint.boxes import tensors_of
+from longshore.checkpoint.boxes import BoxReader, WantedBoxes
+from longshore.checkpoint.files import checked, read_json
 from longshore.checkpoint.folder import WholeCheckpoint
-from longshore.checkpoint.loading import check_boxes, load_boxes, read_values
 from longshore.checkpoint.model_state import KIND, ModelState
 from longshore.checkpoint.optimizer_state import OptimizerState, checked_about
-from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE, Content, Values
-from longshore.checkpoint.storage import SafetensorsReader
+from longshore.checkpoint.rank_group import RankGroup, reason_of
+from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE, Content
+from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
 
@@ -35,9 +35,20 @@ class Selection(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """Tensors to load by name, with their names in the checkpoint; and what does not fit."""
+    """A comparison of a checkpoint with this model and optimizer.
 
+    Attributes:
+        values: the shared values in the checkpoint.
+        sources: tensors of the model to load by name, with their names in the checkpoint.
+        among: those of them that the optimizer steps.
+        about: the optimizer in the checkpoint; None: it is not loaded.
+        differences: what does not fit.
+    """
+
+    values: dict[str, Any]
     sources: dict[str, str]
+    among: dict[str, str]
+    about: dict[str, Any] | None
     differences: list[str]
 
 
@@ -124,75 +135,48 @@ class TrainingState:
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit, with all differences; nothing was loaded.
         """
-
-        reader = SafetensorsReader(whole.path)
-
-        def compare() -> tuple[dict[str, Any], _Fit, dict[str, Any] | None]:
-            found = self._compare(reader, selection)
-            look(found[0])
-            return found
-
-        values, fit, about = self._group.together(compare)
+        reader = BoxReader(whole.path)
+        fit = self._group.together(lambda: self._compare(reader, selection, look))
         self._complain(whole, fit.differences, selection.strict)
-        boxes = self._model.wanted(fit.sources)
-        among = self._among(fit)
-        state = self._optimizer
+        boxes, state, about, among = self._model.wanted(fit.sources), self._optimizer, fit.about, fit.among
         if state is not None and about is not None:
             boxes += self._group.together(lambda: state.wanted(about, among))
-
-        check_boxes(reader, boxes, self._group)
-        if state is None or about is None:
-            load_boxes(reader, boxes, self._group)
-            self._group.together(whole.check_unchanged)
-        else:
-            try:
+        self._group.together(lambda: reader.check(boxes))
+        try:
+            if state is not None and about is not None:
                 self._group.together(state.clear)
-                load_boxes(reader, boxes, self._group)
-                self._group.together(whole.check_unchanged)
+            self._group.together(lambda: _read(whole, reader, boxes))
+            if state is not None and about is not None:
                 state.restore_histories(about, among)
                 state.restore_groups(about, among)
-            except BaseException as failure:
+        except BaseException as failure:
+            if state is not None and about is not None:
                 state.abandon(failure)
-                raise
-        self._model.load_extra_state(values[MODEL]["extra_state"])
-        return {key: value for key, value in values.items() if key not in (MODEL, OPTIMIZER)}
+            raise
+        self._model.load_extra_state(fit.values[MODEL]["extra_state"])
+        return {key: value for key, value in fit.values.items() if key not in (MODEL, OPTIMIZER)}
 
-    def _compare(
-        self, reader: SafetensorsReader, selection: Selection
-    ) -> tuple[dict[str, Any], _Fit, dict[str, Any] | None]:
-        where = str(reader.path / STATE)
-        values = read_values(reader.path, STATE)
-        model = checked(values.get(MODEL), dict, f"{where}: model")
-        for key, kind in (("aliases", dict), ("left_out", list), ("extra_state", dict)):
-            checked(model.get(key), kind, f"{where}: {key}")
-        for name in (*model["aliases"].values(), *model["left_out"]):
-            checked(name, str, f"{where}: a name")
-        fit = self._fit(reader, model)
+    def _compare(self, reader: BoxReader, selection: Selection, look: Callable[[Mapping[str, Any]], None]) -> _Fit:
+        values = checked_values(read_values(reader.path, STATE), str(reader.path / f"{STATE}.json"))
+        sources, differences = self._fit(reader, values[MODEL])
+        records = {} if self._optimizer is None else self._optimizer.records
+        among = {name: sources[name] for name in records if name in sources}
         about = None
         if selection.optimizer and self._optimizer is not None:
-            if values.get(OPTIMIZER) is None:
-                fit.differences.append(
+            about = values.get(OPTIMIZER)
+            if about is None:
+                differences.append(
                     "the checkpoint has no optimizer state (load_optimizer_states=False, or no optimizer: do without)"
                 )
-            else:
-                about = checked_about(values[OPTIMIZER], f"{where}: optimizer")
-                found = self._optimizer.differences(about, self._among(fit))
-                fit.differences.extend(found)
-                if found:
-                    about = None
-        return values, fit, about
+            elif found := self._optimizer.differences(about, among):
+                differences += found
+                about = None
+        look(values)
+        return _Fit(values, sources, among, about, differences)
 
-    def _among(self, fit: _Fit) -> dict[str, str]:
-        """The parameters whose optimizer state is loaded, with their names in the checkpoint."""
-        records = {} if self._optimizer is None else self._optimizer.records
-        return {name: fit.sources[name] for name in records if name in fit.sources}
-
-    def _fit(self, reader: SafetensorsReader, about: Mapping[str, Any]) -> _Fit:
-        saved = {
-            name.removeprefix(f"{KIND}."): entry
-            for name, entry in tensors_of(reader.read_metadata()).items()
-            if name.startswith(f"{KIND}.")
-        }
+    def _fit(self, reader: BoxReader, about: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+        """The tensors to load by name, with their names in the checkpoint; and what does not fit."""
+        saved = reader.of_kind(KIND)
         sources: dict[str, str] = {}
         differences: list[str] = []
         for name, tensor in self._model.tensors.items():
@@ -209,23 +193,16 @@ class TrainingState:
                     f"{name} was frozen and left out (exclude_frozen_parameters=True), and is trained here"
                 )
             for source in list(found)[:1]:
-                shape, dtype = tuple(saved[source].size), saved[source].properties.dtype
+                shape, dtype = saved[source].shape, saved[source].dtype
                 if shape != tuple(tensor.shape):
                     differences.append(f"{name} is {list(shape)} in the checkpoint and {list(tensor.shape)} here")
                     continue
                 if dtype != tensor.dtype:
                     differences.append(f"{name} is {dtype} in the checkpoint and {tensor.dtype} here")
                 sources[name] = source
-        used = {*sources.values()}
-        differences += [
-            f"{name} of the checkpoint is not in this model"
-            for name in saved
-            if name not in used and not self._named(name)
-        ]
-        return _Fit(sources, differences)
-
-    def _named(self, name: str) -> bool:
-        return name in self._model.tensors or name in self._model.aliases
+        known = {*sources.values(), *self._model.tensors, *self._model.aliases}
+        differences += [f"{name} of the checkpoint is not in this model" for name in saved if name not in known]
+        return sources, differences
 
     def _complain(self, whole: WholeCheckpoint, differences: Collection[str], strict: bool) -> None:
         if not differences:
@@ -241,6 +218,46 @@ class TrainingState:
             )
         if self._group.rank == 0:
             warnings.warn(f"{whole.path} fits only partly; the rest is skipped, or cast\n{said}", stacklevel=4)
+
+
+def _read(whole: WholeCheckpoint, reader: BoxReader, boxes: list[WantedBoxes]) -> None:
+    try:
+        reader.read(boxes)
+    except Exception as error:
+        whole.check_unchanged()  # a file may be missing because the checkpoint was replaced
+        raise CheckpointError(
+            f"{whole.path} could be read only partly; load again before training: {reason_of(error)}"
+        ) from error
+    whole.check_unchanged()
+
+
+def checked_values(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check the shared values of a checkpoint, from an untrusted file: the model and, unless it is None, the optimizer.
+
+    Raises:
+        CheckpointError: they are damaged; ``where`` names them.
+    """
+    model = checked(values.get(MODEL), dict, f"{where}: {MODEL}")
+    for key, kind in (("aliases", dict), ("left_out", list), ("parameters", list), ("extra_state", dict)):
+        checked(model.get(key), kind, f"{where}: {key}")
+    for name in (*model["aliases"].values(), *model["left_out"], *model["parameters"]):
+        checked(name, str, f"{where}: a name")
+    if values.get(OPTIMIZER) is not None:
+        checked_about(values[OPTIMIZER], f"{where}: {OPTIMIZER}")
+    return values
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Read and check the shared values of a checkpoint without its tensors, which are replaced by empty ones.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    file = path / f"{STATE}.json"
+    empty = torch.empty((), device="meta")
+    values = checked(read_json(file), dict, str(file))
+    values = {key: decode(value, lambda _: empty, f"{file}: {key}") for key, value in values.items()}
+    return checked_values(values, str(file))
 
 
 def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
