@@ -24,9 +24,9 @@ from torch import Tensor
 from longshore.checkpoint import folder as folder_module
 from longshore.checkpoint.boxes import Box, BoxReader, SavedBoxes, WantedBoxes
 from longshore.checkpoint.folder import Draft, WholeCheckpoint, candidates, check_tag, prune, read_latest
-from longshore.checkpoint.loading import find
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import STATE, Content, Target, write
+from longshore.checkpoint.training_state import find
 from longshore.checkpoint.values import Values, read_values
 from longshore.errors import CheckpointError
 
@@ -80,7 +80,7 @@ def test_no_tag(tag: Any, tmp_path: Path) -> None:
         check_tag(tag)
     root = tmp_path / "root"
     with pytest.raises(ValueError, match="tag"):
-        Draft.begin(root, tag)
+        Draft(root, tag)
     assert not root.exists()
     if tag is not None:
         with pytest.raises(ValueError, match="tag"):
@@ -123,7 +123,7 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 def test_a_draft_of_a_process_that_lives_stays(tmp_path: Path) -> None:
-    drafts = [Draft.begin(tmp_path, "a") for _ in range(3)]
+    drafts = [Draft(tmp_path, "a") for _ in range(3)]
     save(tmp_path, "a", 1)
     assert all(draft.path.is_dir() for draft in drafts)
     drafts[0].discard()

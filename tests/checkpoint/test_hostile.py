@@ -26,9 +26,9 @@ from checkpoint import resume_cases as cases
 from longshore.checkpoint.boxes import METADATA, Box, BoxReader, WantedBoxes, parsed_metadata
 from longshore.checkpoint.files import is_file_name, read_json
 from longshore.checkpoint.folder import MANIFEST
-from longshore.checkpoint.loading import find
 from longshore.checkpoint.optimizer_state import checked_about
 from longshore.checkpoint.rank_group import RankGroup
+from longshore.checkpoint.training_state import find
 from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
 

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from longshore.checkpoint.files import checked
-from longshore.checkpoint.folder import check_tag
-from longshore.checkpoint.loading import is_checkpoint
+from longshore.checkpoint.folder import LATEST, check_tag, is_checkpoint
 from longshore.errors import CheckpointError
 
-_LATEST = "latest"
 _LONGEST_LATEST = 4096
 _MOST_VALUES = 3_000_000
 _LARGEST_EXPANDED_BYTES = 1 << 26
@@ -53,15 +51,10 @@ _INERT_NAMES = (
 class Inert:
     """Replaces an object whose class is not loaded. ``state``: what the file gives as its state, or None."""
 
-    state: Any
+    state: Any = None
 
-    def __new__(cls, *given: Any) -> Inert:
-        made = super().__new__(cls)
-        made.state = None
-        return made
-
-    def __init__(self, *given: Any) -> None:
-        self.given = given
+    def __init__(self, *_: object) -> None:
+        """Accept and ignore the arguments that the class would get."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -131,15 +124,15 @@ def _tag_in(source: Path) -> str:
         raise CheckpointError(
             f"{source} is one checkpoint: give the folder that contains it, and its name ({source.name}) as the tag"
         )
-    if not (source / _LATEST).is_file():
-        raise CheckpointError(f"{source} has no file `{_LATEST}` that names the newest; give a tag{_others(source)}")
+    if not (source / LATEST).is_file():
+        raise CheckpointError(f"{source} has no file `{LATEST}` that names the newest; give a tag{_others(source)}")
     try:
-        with open(source / _LATEST, "rb") as file:
+        with open(source / LATEST, "rb") as file:
             return check_tag(file.read(_LONGEST_LATEST).decode().strip())
     except OSError as error:
-        raise CheckpointError(f"{source / _LATEST} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{source / LATEST} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{source / _LATEST} names no checkpoint: {error}") from error
+        raise CheckpointError(f"{source / LATEST} names no checkpoint: {error}") from error
 
 
 def _others(source: Path) -> str:
@@ -199,11 +192,20 @@ def _read(path: Path) -> Shard:
         with torch.serialization.safe_globals(stand_ins):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(path, str(error))) from error
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found is None:
+            raise CheckpointError(
+                f"{path} is damaged, or not a file of DeepSpeed's: it cannot be read as tensors and plain values"
+            ) from error
+        raise CheckpointError(
+            f"{path} needs {found[1]} to be loaded, and an import runs no code that a file names: it reads tensors, "
+            "numbers and text. Save again without it (for example in client_state)"
+        ) from error
     except MemoryError:
         raise
     except Exception as error:  # an unpickler raises anything for untrusted bytes
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {_first_line(error)}") from error
+        first_line = str(error).partition("\n")[0][:200]
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {first_line}") from error
     _check_size(content, path)
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(f"{path} is not a dictionary, as DeepSpeed's files are")
@@ -228,17 +230,3 @@ def _check_size(content: Any, path: Path) -> None:
             left.extend(value.values())
         elif isinstance(value, (list, tuple)):
             left.extend(value)
-
-
-def _refusal(path: Path, said: str) -> str:
-    found = re.search(r"GLOBAL ([\w.]+)", said)
-    if found is None:
-        return f"{path} is damaged, or not a file of DeepSpeed's: it cannot be read as tensors and plain values"
-    return (
-        f"{path} needs {found[1]} to be loaded, and an import runs no code that a file names: it reads tensors, "
-        "numbers and text. Save again without it (for example in client_state)"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]

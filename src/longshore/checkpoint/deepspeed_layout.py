@@ -7,6 +7,7 @@ and a rank's group has its shard of each of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.checkpoint.boxes import Box, SavedBoxes
 from longshore.checkpoint.deepspeed_files import SavedFiles, Shard
 from longshore.checkpoint.files import checked
 from longshore.errors import CheckpointError
@@ -32,9 +34,13 @@ class ShardedTensor(NamedTuple):
     shape: tuple[int, ...]
     ranges: Sequence[Tensor]
 
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """A whole copy."""
-        return torch.cat([each.to(dtype) for each in self.ranges]).view(self.shape)
+    def saved(self, name: str, dtype: torch.dtype) -> SavedBoxes:
+        """The whole tensor, to be written under that name."""
+        read = functools.partial(self._read, dtype)
+        return SavedBoxes(name, dtype, self.shape, [Box.whole(self.shape)], read)
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([each.to(dtype) for each in self.ranges])
 
 
 class SavedGroup(NamedTuple):
@@ -50,13 +56,6 @@ class SavedParameter(NamedTuple):
     step: int
     master: ShardedTensor
     arrays: dict[str, ShardedTensor]
-
-
-class OptimizerFiles(NamedTuple):
-    """The optimizer in the files."""
-
-    groups: list[SavedGroup]
-    parameters: dict[str, SavedParameter]
 
 
 class _FlatGroup(NamedTuple):
@@ -89,7 +88,7 @@ class _FlatGroup(NamedTuple):
         for name, shape in self.shapes.items():
             numel = -(-math.prod(shape) // len(shards))
             ranges = [shard[start : start + numel] for shard in shards]
-            found[name] = ShardedTensor(shape, trimmed(ranges, math.prod(shape)))
+            found[name] = ShardedTensor(shape, range_of(ranges, 0, math.prod(shape)))
             start += numel
         if any(shard.numel() != start for shard in shards):
             sizes = ", ".join(str(shard.numel()) for shard in shards)
@@ -103,7 +102,7 @@ class _FlatGroup(NamedTuple):
         found, start = {}, 0
         for (name, shape), padding in zip(self.shapes.items(), self.paddings, strict=True):
             numel = math.prod(shape)
-            found[name] = ShardedTensor(shape, _range_of(shards, start, numel))
+            found[name] = ShardedTensor(shape, range_of(shards, start, numel))
             start += numel + padding
         total = sum(shard.numel() for shard in shards)
         if not start <= total < start + _ALIGNMENT * len(shards):
@@ -113,12 +112,8 @@ class _FlatGroup(NamedTuple):
         return found
 
 
-def trimmed(ranges: Sequence[Tensor], numel: int) -> list[Tensor]:
-    """The first ``numel`` elements of flat tensors that follow each other, or all if they have fewer."""
-    return _range_of(ranges, 0, numel)
-
-
-def _range_of(shards: Sequence[Tensor], start: int, numel: int) -> list[Tensor]:
+def range_of(shards: Sequence[Tensor], start: int, numel: int) -> list[Tensor]:
+    """Elements ``[start, start + numel)``, or as many of them as there are, of flat tensors that follow each other."""
     found = []
     for shard in shards:
         values = shard[max(start, 0) : max(start + numel, 0)]
@@ -140,10 +135,13 @@ def shapes_of(content: Any, where: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def read_optimizer(files: SavedFiles) -> OptimizerFiles:
+def read_optimizer(files: SavedFiles) -> tuple[list[SavedGroup], dict[str, SavedParameter]]:
     """Read groups and each parameter's state. Raises CheckpointError if the files do not fit each other."""
     model = files.models[0]
-    states = [_inner(shard, _STATE) for shard in files.optimizers]
+    states = [
+        Shard(shard.path, checked(shard.content.get(_STATE), dict, f"{shard.path}: {_STATE}"))
+        for shard in files.optimizers
+    ]
     _check_partitions(states)
     split = _FLAT_3 in states[0].content
     listed = checked(model.content.get("param_shapes"), list, f"{model.path}: param_shapes")
@@ -163,11 +161,7 @@ def read_optimizer(files: SavedFiles) -> OptimizerFiles:
             if name in parameters:
                 raise CheckpointError(f"{flat.where}: {name} is also in another group")
             parameters[name] = SavedParameter(step, master, {key: each[name] for key, each in by_array.items()})
-    return OptimizerFiles(_groups(states[0], split, flats), parameters)
-
-
-def _inner(shard: Shard, key: str) -> Shard:
-    return Shard(shard.path, checked(shard.content.get(key), dict, f"{shard.path}: {key}"))
+    return _groups(states[0], split, flats), parameters
 
 
 def _check_partitions(states: Sequence[Shard]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
 import shutil
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +22,12 @@ from longshore.checkpoint.boxes import METADATA, Box, BoxReader, WantedBoxes
 from longshore.checkpoint.deepspeed import import_deepspeed
 from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.files import TensorFile, TensorHead, checked, read_json, sync_folder, write_json
-from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint
-from longshore.checkpoint.loading import find, is_checkpoint
-from longshore.checkpoint.model_state import KIND
-from longshore.checkpoint.optimizer_state import array_name
+from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, is_checkpoint
+from longshore.checkpoint.model_state import MODEL
+from longshore.checkpoint.optimizer_state import OPTIMIZER, array_name
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE
-from longshore.checkpoint.training_state import MODEL, OPTIMIZER, read_description
+from longshore.checkpoint.training_state import find, read_description
 from longshore.errors import CheckpointError
 from longshore.host import MASTER
 
@@ -153,10 +154,10 @@ def weights_of(
         )
     for name in sorted({METADATA, f"{STATE}.json", *reader.files()} - whole.files.keys()):
         raise CheckpointError(f"{whole.path} is damaged: its {MANIFEST} does not list {name}, and it was not verified")
-    saved = reader.of_kind(KIND)
+    saved = reader.of_kind(MODEL)
     lost = [name for name in parameters if name not in saved]
     if lost:
-        raise CheckpointError(f"{whole.path} is damaged: {METADATA} has no {KIND}.{lost[0]}, which {STATE}.json names")
+        raise CheckpointError(f"{whole.path} is damaged: {METADATA} has no {MODEL}.{lost[0]}, which {STATE}.json names")
     # A master is exported if the parameter is its rounded values.
     masters = {
         name
@@ -167,9 +168,9 @@ def weights_of(
     for name in dict.fromkeys([*parameters, *saved]):
         found, shape = saved[name].dtype, saved[name].shape
         head = TensorHead(name, dtype if dtype is not None and found in EXPORT_DTYPES else found, shape)
-        source = array_name(MASTER, name) if name in masters else f"{KIND}.{name}"
+        source = array_name(MASTER, name) if name in masters else f"{MODEL}.{name}"
         if reader.tensor(source).shape != shape:
-            raise CheckpointError(f"{whole.path} is damaged: {source} does not have the shape of {KIND}.{name}")
+            raise CheckpointError(f"{whole.path} is damaged: {source} does not have the shape of {MODEL}.{name}")
         weights.append(Weight(source, head))
     if not weights:
         raise CheckpointError(f"{whole.path} has no weights")
@@ -201,10 +202,10 @@ def _write_shards(
     done = 0
     progress(done, total)
     for name, group in shards.items():
-        sources = {weight.head.name: weight.source for weight in group}
-        with TensorFile(folder / name, [weight.head for weight in group], _ABOUT) as file:
+        sources = {head: source for source, head in group}
+        with TensorFile(folder / name, sources, _ABOUT) as file:
             for head in file.heads:
-                file.write(read_weight(reader, sources[head.name], head))
+                file.write(read_weight(reader, sources[head], head))
                 done += head.num_bytes
                 progress(done, total)
             file.finish()
@@ -242,13 +243,13 @@ def _cast(values: Tensor, head: TensorHead) -> Tensor:
 def _with_dtype(config: Mapping[str, Any], heads: Sequence[TensorHead]) -> dict[str, Any]:
     """The configuration with the dtype that most of the weights have: transformers casts them to it when loading. The
     saved one may differ from it."""
-    numels: dict[torch.dtype, int] = {}
+    numels: Counter[torch.dtype] = Counter()
     for head in heads:
         if head.dtype in EXPORT_DTYPES:
-            numels[head.dtype] = numels.get(head.dtype, 0) + head.num_bytes // head.dtype.itemsize
+            numels[head.dtype] += math.prod(head.shape)
     if not numels:
         return dict(config)
-    name = str(max(numels, key=lambda dtype: numels[dtype])).removeprefix("torch.")
+    name = str(numels.most_common(1)[0][0]).removeprefix("torch.")
     # Versions before 5 write the second, and all versions read it.
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     return {**config, **dict.fromkeys(keys, name)}
@@ -328,31 +329,26 @@ def whole_state_dict(
     """
     root = Path(checkpoint).absolute()
     if not is_deepspeed(root, tag):
-        return dict(_tensors(chosen(root, tag), exclude_frozen))
+        return _tensors(chosen(root, tag), exclude_frozen)
     with tempfile.TemporaryDirectory(prefix="longshore-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about values that are not weights
-        return dict(_tensors(chosen(import_deepspeed(root, Path(folder), tag), None), exclude_frozen))
+        return _tensors(chosen(import_deepspeed(root, Path(folder), tag), None), exclude_frozen)
 
 
-def _tensors(whole: WholeCheckpoint, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+def _tensors(whole: WholeCheckpoint, exclude_frozen: bool) -> dict[str, Tensor]:
     values, reader = read_description(whole.path), BoxReader(whole.path)
     stepped = (values.get(OPTIMIZER) or {"parameters": {}})["parameters"]
     frozen = {name for name in values[MODEL]["parameters"] if exclude_frozen and name not in stepped}
     found: dict[str, Tensor] = {}
-    for weight in weights_of(whole, values, reader, torch.float32, all_of_it=not exclude_frozen):
-        if weight.head.name not in frozen:
-            found[weight.head.name] = _with_master(reader, weight, array_name(MASTER, weight.head.name))
-            yield weight.head.name, found[weight.head.name]
-    for name, first in values[MODEL]["aliases"].items():
-        if first in found:
-            yield name, found[first]
+    for source, head in weights_of(whole, values, reader, torch.float32, all_of_it=not exclude_frozen):
+        master = array_name(MASTER, head.name)
+        if head.name in frozen:
+            continue
+        weight = read_weight(reader, source, head)
+        if source != master and master in reader.tensors:
+            # The master's digits in elements where the weight is the rounded master, as resumed training has them.
+            digits = read_weight(reader, master, head)
+            weight = torch.where(digits.to(reader.tensor(source).dtype).float() == weight, digits, weight)
+        found[head.name] = weight
     whole.check_unchanged()
-
-
-def _with_master(reader: BoxReader, weight: Weight, master: str) -> Tensor:
-    """The weight, with the master's digits in elements where it is the rounded master, as resumed training has them."""
-    values = read_weight(reader, weight.source, weight.head)
-    if weight.source == master or master not in reader.tensors:
-        return values
-    digits = read_weight(reader, master, weight.head)
-    return torch.where(digits.to(reader.tensor(weight.source).dtype).float() == values, digits, values)
+    return found | {name: found[first] for name, first in values[MODEL]["aliases"].items() if first in found}

@@ -15,10 +15,11 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longshore.checkpoint.boxes import METADATA
 from longshore.checkpoint.files import (
     WrittenFile,
     checked,
@@ -44,6 +45,10 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _MOST_ATTEMPTS = 100
 
 
+Candidate = tuple[Path, CheckpointError | None]
+"""The folder of a checkpoint, and why it cannot be loaded."""
+
+
 def check_tag(tag: object) -> str:
     """Return ``tag`` if it is valid: the name of a folder.
 
@@ -61,6 +66,11 @@ def check_tag(tag: object) -> str:
     return tag
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint (possibly damaged) rather than a folder of checkpoints."""
+    return any((path / name).is_file() for name in (MANIFEST, METADATA))
+
+
 class WholeCheckpoint:
     """A complete checkpoint: it has a manifest, and all files in the sizes that the manifest lists.
 
@@ -76,9 +86,8 @@ class WholeCheckpoint:
         self.tag = path.name
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint {path}")
-        manifest = read_json(path / MANIFEST)
         where = str(path / MANIFEST)
-        self.manifest = checked(manifest, dict, where)
+        self.manifest = checked(read_json(path / MANIFEST), dict, where)
         if self.manifest.get("format") != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a {FORMAT}")
         if self.manifest.get("version") != VERSION:
@@ -88,30 +97,23 @@ class WholeCheckpoint:
             )
         self.files: dict[str, WrittenFile] = {}
         for name, entry in checked(self.manifest.get("files"), dict, f"{where}: files").items():
-            self.files[name] = self._listed(name, entry, where)
-        for written in self.files.values():
-            self._check_size(written)
+            if not is_file_name(name) or name == MANIFEST:
+                raise CheckpointError(f"{where} lists {name!r}, which is not a valid file name")
+            entry = checked(entry, dict, f"{where}: {name}")
+            num_bytes = checked(entry.get("bytes"), int, f"{where}: bytes of {name}")
+            self.files[name] = WrittenFile(name, num_bytes, checked(entry.get("sha256"), str, f"{where}: {name}"))
+            self._check_size(path / name, num_bytes)
 
     @staticmethod
-    def _listed(name: str, entry: Any, where: str) -> WrittenFile:
-        if not is_file_name(name) or name == MANIFEST:
-            raise CheckpointError(f"{where} lists {name!r}, which is not a valid file name")
-        entry = checked(entry, dict, f"{where}: {name}")
-        num_bytes = checked(entry.get("bytes"), int, f"{where}: bytes of {name}")
-        return WrittenFile(name, num_bytes, checked(entry.get("sha256"), str, f"{where}: sha256 of {name}"))
-
-    def _check_size(self, written: WrittenFile) -> None:
+    def _check_size(file: Path, num_bytes: int) -> None:
         try:
-            found = os.lstat(self.path / written.name)
+            found = os.lstat(file)
         except OSError as error:
-            raise CheckpointError(f"{self.path / written.name} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{self.path / written.name} is not a regular file")
-        if found.st_size != written.num_bytes:
-            raise CheckpointError(
-                f"{self.path / written.name} has {found.st_size} bytes, and its manifest says {written.num_bytes}: it "
-                "is damaged"
-            )
+            raise CheckpointError(f"{file} is not a regular file")
+        if found.st_size != num_bytes:
+            raise CheckpointError(f"{file} has {found.st_size} bytes, and its manifest says {num_bytes}: it is damaged")
 
     def entry(self, key: str, kind: type, otherwise: Any = None) -> Any:
         """An entry of the manifest; ``otherwise`` if there is none of ``kind``."""
@@ -156,36 +158,35 @@ class WholeCheckpoint:
 class Draft:
     """A checkpoint that is being written, in a folder of another name.
 
-    One process makes it (:meth:`begin`), all write into it, and the first one ends it with :meth:`commit` or
-    :meth:`discard`.
+    One process makes it, all write into it, and the first one ends it with :meth:`commit` or :meth:`discard`.
+
+    Args:
+        root: the folder of checkpoints, made if it does not exist.
+        tag: the name that the checkpoint will have in it.
+
+    Raises:
+        ValueError: ``tag`` is not a valid tag.
+        OSError: the folder cannot be written.
     """
 
-    def __init__(self, root: Path, tag: str, path: Path) -> None:
+    def __init__(self, root: Path, tag: str) -> None:
         self.root = root
         self.tag = check_tag(tag)
-        self.path = path
+        self.path = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
         self._lock: int | None = None
-
-    @classmethod
-    def begin(cls, root: Path, tag: str) -> Draft:
-        """Make a draft. Raises OSError if the folder cannot be written."""
-        check_tag(tag)
         root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
-        path = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
-        path.mkdir()
-        draft = cls(root, tag, path)
+        self.path.mkdir()
         try:
             # Locked while this process lives: others that find the folder can tell whether it is abandoned.
-            draft._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(draft._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Last: a process that reads this host's name may take the lock, and remove the folder.
-            os.write(draft._lock, socket.gethostname().encode())
+            os.write(self._lock, socket.gethostname().encode())
         except BaseException:
-            draft.discard()
+            self.discard()
             raise
-        return draft
 
     def commit(self, files: Iterable[WrittenFile], about: Mapping[str, Any], latest: bool) -> WholeCheckpoint:
         """Rename the checkpoint to its tag, once all files are written. It replaces a former one of that tag.
@@ -279,24 +280,33 @@ def read_latest(root: Path) -> str | None:
         return None
 
 
-def candidates(root: Path) -> Iterator[tuple[Path, CheckpointError | None]]:
+def candidates(root: Path) -> list[Candidate]:
     """Checkpoints of a folder in the order in which to resume from them, each with an error if it is incomplete: the
     one that ``latest`` names, then the newest first. Checksums are not verified."""
     latest = read_latest(root)
-    found: list[tuple[tuple[int, int], Path, CheckpointError | None]] = []
+    found: list[tuple[tuple[int, int], Candidate]] = []
     for path in _folders(root):
         try:
             whole = WholeCheckpoint(path)
-            found.append(((whole.created_ns, whole.step), path, None))
+            found.append(((whole.created_ns, whole.step), (path, None)))
         except CheckpointError as error:
-            if path.name.startswith(_REPLACED):
-                continue
-            found.append(((-1, -1), path, error))
-    found.sort(key=lambda entry: (tag_of(entry[1]) == latest, entry[0]), reverse=True)
-    if latest is not None and not any(tag_of(path) == latest for _, path, _ in found):
-        yield root / latest, CheckpointError(f"there is no checkpoint {root / latest}, which {root / LATEST} names")
-    for _, path, error in found:
-        yield path, error
+            if not path.name.startswith(_REPLACED):
+                found.append(((-1, -1), (path, error)))
+    found.sort(key=lambda entry: (tag_of(entry[1][0]) == latest, entry[0]), reverse=True)
+    listed = [each for _, each in found]
+    if latest is not None and not any(tag_of(path) == latest for path, _ in listed):
+        error = CheckpointError(f"there is no checkpoint {root / latest}, which {root / LATEST} names")
+        listed.insert(0, (root / latest, error))
+    return listed
+
+
+def of_tag(found: Sequence[Candidate], root: Path, tag: str) -> list[Candidate]:
+    """The candidates with a tag. Raises CheckpointError if there are none; it says which complete ones there are."""
+    mine = [each for each in found if tag_of(each[0]) == tag]
+    if not mine:
+        others = ", ".join([tag_of(path) for path, error in found if error is None][:5])
+        raise CheckpointError(f"there is no checkpoint {root / tag}{f'; there are {others}' if others else ''}")
+    return mine
 
 
 def tag_of(path: Path) -> str:

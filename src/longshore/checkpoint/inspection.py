@@ -14,9 +14,18 @@ from torch import Tensor
 
 from longshore.checkpoint.boxes import BoxReader, StoredTensor
 from longshore.checkpoint.files import DTYPE_NAMES
-from longshore.checkpoint.folder import WholeCheckpoint, candidates, check_tag, read_latest, tag_of
-from longshore.checkpoint.loading import is_checkpoint
-from longshore.checkpoint.training_state import CLIENT_STATE, MODEL, OPTIMIZER, read_description
+from longshore.checkpoint.folder import (
+    WholeCheckpoint,
+    candidates,
+    check_tag,
+    is_checkpoint,
+    of_tag,
+    read_latest,
+    tag_of,
+)
+from longshore.checkpoint.model_state import MODEL
+from longshore.checkpoint.optimizer_state import OPTIMIZER
+from longshore.checkpoint.training_state import CLIENT_STATE, read_description
 from longshore.errors import CheckpointError
 
 
@@ -130,10 +139,9 @@ def inspect(path: str | os.PathLike[str], tag: str | None = None, verify: bool =
         check_tag(tag)
     alone = tag is None and is_checkpoint(root)
     latest = None if alone else read_latest(root)
-    found = [(root, None)] if alone else list(candidates(root))
-    if tag is not None and not any(tag_of(each) == tag for each, _ in found):
-        others = ", ".join(tag_of(each) for each, _ in found)
-        raise CheckpointError(f"there is no checkpoint {root / tag}{f'; there are {others}' if others else ''}")
+    found = [(root, None)] if alone else candidates(root)
+    if tag is not None:
+        of_tag(found, root, tag)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {root}")
     tags: list[TagSummary] = []

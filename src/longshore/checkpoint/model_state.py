@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,18 +14,12 @@ from longshore.errors import CheckpointError
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part, is_sharded
 
-KIND = "model"
+MODEL = "model"
+"""The first part of the names of its tensors in a checkpoint, and its key among the shared values."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Parts of names that torch.compile and other wrappers insert."""
 _LEAST_NUMEL = 1 << 16
 """Smaller tensors are written by one process."""
-
-
-def reshard(model: nn.Module) -> None:
-    """Reshard modules that FSDP2 left gathered."""
-    for module in model.modules():
-        if hasattr(module, "reshard") and hasattr(module, "_get_fsdp_state"):
-            module.reshard()  # pyright: ignore[reportCallIssue]
 
 
 class ModelState:
@@ -38,7 +31,9 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, rank: int = 0, world_size: int = 1) -> None:
-        reshard(model)
+        for module in model.modules():
+            if hasattr(module, "reshard") and hasattr(module, "_get_fsdp_state"):  # FSDP2 may have left it gathered
+                module.reshard()  # pyright: ignore[reportCallIssue]
         self.model = model
         self._rank, self._world_size = rank, world_size
         self.tensors: dict[str, Tensor] = {}
@@ -57,13 +52,6 @@ class ModelState:
         """The first name of a parameter; None if the model does not have it."""
         return self._names.get(id(parameter))
 
-    def frozen(self) -> frozenset[str]:
-        return frozenset(
-            name
-            for name, tensor in self.tensors.items()
-            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        )
-
     def extra_state(self) -> dict[str, Any]:
         """What modules' ``get_extra_state()`` returns, by the modules' names."""
         found = {}
@@ -79,7 +67,7 @@ class ModelState:
 
     def saved(self, names: Sequence[str]) -> list[SavedBoxes]:
         """The boxes that this process writes of these tensors."""
-        found = [self._saved(f"{KIND}.{name}", self.tensors[name], place) for place, name in enumerate(names)]
+        found = [self._saved(f"{MODEL}.{name}", self.tensors[name], place) for place, name in enumerate(names)]
         return [each for each in found if each.boxes]
 
     def _saved(self, name: str, tensor: Tensor, place: int) -> SavedBoxes:
@@ -106,11 +94,8 @@ class ModelState:
         first, last = (numel * rank // self._world_size for rank in (self._rank, self._rank + 1))
         return first, last - first
 
-    def wanted(self, sources: dict[str, str]) -> list[WantedBoxes]:
-        """The boxes that this process loads; ``sources``: tensors by name, with their names in the checkpoint."""
-        return [self._wanted(name, source) for name, source in sources.items()]
-
-    def _wanted(self, name: str, source: str) -> WantedBoxes:
+    def wanted(self, name: str, source: str) -> WantedBoxes:
+        """The boxes of a tensor that this process loads; ``source``: its name in the checkpoint."""
         tensor = self.tensors[name]
         shape = tuple(tensor.shape)
         box = box_of_shard(tensor, name)[0] if is_sharded(tensor) else Box.whole(shape)
@@ -120,7 +105,7 @@ class ModelState:
                 held_part(tensor).detach().copy_(values.view(held_part(tensor).shape))
                 torch.autograd.graph.increment_version(tensor)
 
-        return WantedBoxes(f"{KIND}.{source}", shape, [box], take)
+        return WantedBoxes(f"{MODEL}.{source}", shape, [box], take)
 
 
 def box_of_shard(tensor: Any, name: str) -> tuple[Box, bool]:
@@ -145,16 +130,12 @@ def box_of_shard(tensor: Any, name: str) -> tuple[Box, bool]:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    for name, tensor in itertools.chain(parameters, _persistent_buffers(model)):
-        yield _clean(name), tensor
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield _clean(name), parameter
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield _clean(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _clean(name: str) -> str:

@@ -21,11 +21,12 @@ from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import clear_state
 from longshore.optim.torch_family import TorchFamily
 
-KIND = "optimizer"
+OPTIMIZER = "optimizer"
+"""The first part of the names of its arrays in a checkpoint, and its key among the shared values."""
 
 
 def array_name(state: str, parameter: str) -> str:
-    return f"{KIND}.{state}.{parameter}"
+    return f"{OPTIMIZER}.{state}.{parameter}"
 
 
 class OptimizerState:
@@ -62,11 +63,10 @@ class OptimizerState:
 
     def about(self) -> dict[str, Any]:
         """Everything but the arrays, as nested values."""
-        names = {id(record.parameter): name for name, record in self.records.items()}
         groups = [
             {
                 "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
-                "parameters": [names[id(parameter)] for parameter in group["params"]],
+                "parameters": self._names(group),
             }
             for group in self.optimizer.param_groups
         ]

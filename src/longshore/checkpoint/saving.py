@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from longshore.checkpoint.boxes import METADATA, SavedBoxes, parsed_metadata, write_boxes
 from longshore.checkpoint.files import WrittenFile, write_json
@@ -34,6 +36,37 @@ GENERATION_CONFIG = "generation_config.json"
 def rank_file(rank: int) -> str:
     """Stem of a rank's private files."""
     return f"rank-{rank:05d}"
+
+
+def configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The configurations of a model that has them as in transformers, by the names of their files."""
+    content = _content_of(getattr(model, "config", None), CONFIG)
+    if content is None:
+        return {}
+    if "model_type" in content and not content.get("architectures"):
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        # fully_shard gives the model a class with this prefix.
+        content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
+    generation = _content_of(getattr(model, "generation_config", None), GENERATION_CONFIG)
+    return {CONFIG: content} if generation is None else {CONFIG: content, GENERATION_CONFIG: generation}
+
+
+def _content_of(config: Any, file: str) -> dict[str, Any] | None:
+    """The content of the file; None, with a warning, if it is not valid JSON: a checkpoint is complete without it."""
+    to_json = getattr(config, "to_json_string", None)
+    if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
+        return None
+    try:
+        text = to_json()
+        content = json.loads(text) if isinstance(text, str) else None
+        json.dumps(content, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        warnings.warn(
+            f"the checkpoint has no {file}: {type(config).__name__} has values that are not JSON ({error})",
+            stacklevel=2,
+        )
+        return None
+    return content if isinstance(content, dict) else None
 
 
 class Content(NamedTuple):
@@ -101,7 +134,7 @@ def write(content: Content, target: Target, group: RankGroup) -> Path:
     draft: list[Draft] = []
 
     def begin() -> Path:
-        draft.append(Draft.begin(target.root, target.tag))
+        draft.append(Draft(target.root, target.tag))
         return draft[0].path
 
     try:

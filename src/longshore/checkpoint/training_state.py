@@ -1,8 +1,8 @@
-"""The state of a model and its optimizer: content for a checkpoint, and loading from one."""
+"""The state of a model and its optimizer: content for a checkpoint, and finding and loading one."""
 
 from __future__ import annotations
 
-import json
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -11,20 +11,103 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from longshore.checkpoint.boxes import BoxReader, WantedBoxes
+from longshore.checkpoint.boxes import METADATA, BoxReader, WantedBoxes
 from longshore.checkpoint.files import checked, read_json
-from longshore.checkpoint.folder import WholeCheckpoint
-from longshore.checkpoint.model_state import KIND, ModelState
-from longshore.checkpoint.optimizer_state import OptimizerState, checked_about
+from longshore.checkpoint.folder import (
+    LATEST,
+    MANIFEST,
+    Candidate,
+    WholeCheckpoint,
+    candidates,
+    check_tag,
+    is_checkpoint,
+    of_tag,
+    read_latest,
+)
+from longshore.checkpoint.model_state import MODEL, ModelState
+from longshore.checkpoint.optimizer_state import OPTIMIZER, OptimizerState, checked_about
 from longshore.checkpoint.rank_group import RankGroup, reason_of
-from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE, Content
+from longshore.checkpoint.saving import STATE, Content, configs_of, rank_file
 from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
 
-MODEL, OPTIMIZER, CLIENT_STATE = "model", "optimizer", "client_state"
-"""Keys of the shared values; the caller may have others."""
+CLIENT_STATE = "client_state"
+"""The key of the user's values among the shared ones. The caller may have others."""
 _SHOWN = 20
+
+
+def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | None:
+    """The checkpoint to load, verified; all ranks of ``group`` have to call, and each reads some of the files.
+
+    Without a tag, damaged checkpoints are skipped, with a warning.
+
+    Returns:
+        None if the folder has no checkpoints, and no tag was given.
+
+    Raises:
+        CheckpointError: the tag's checkpoint is missing or damaged, or all are.
+        ValueError: ``tag`` is not a valid tag.
+    """
+    if tag is not None:
+        check_tag(tag)
+    found = group.first(lambda: _listed(root, tag))
+    passed: list[str] = []
+    if tag is None and group.rank == 0 and found and os.path.lexists(root / LATEST) and read_latest(root) is None:
+        warnings.warn(
+            f"{root / LATEST} is damaged: it names no tag; the newest complete checkpoint is loaded", stacklevel=4
+        )
+    for path, problem in found:
+        if problem is None:
+            try:
+                return group.together(lambda path=path: _verified(path, group))
+            except CheckpointError as failure:
+                problem = failure
+        if tag is not None:
+            raise problem
+        passed.append(str(problem))
+        if group.rank == 0:
+            warnings.warn(f"{problem}; the newest complete checkpoint before it is loaded instead", stacklevel=4)
+    if passed:
+        raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(passed)}")
+    return None
+
+
+def _listed(root: Path, tag: str | None) -> list[Candidate]:
+    if is_checkpoint(root):
+        raise CheckpointError(f"{root} is one checkpoint: give the folder that contains it, and its name as the tag")
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"{root} is a file, and checkpoints are in folders")
+    found = candidates(root)
+    if tag is not None:
+        return of_tag(found, root, tag)
+    if not found and root.is_dir():
+        halves = [path for path in sorted(root.iterdir()) if is_checkpoint(path) and not path.name.startswith(".")]
+        return [(path, CheckpointError(f"{path} has no {MANIFEST}: it is damaged")) for path in halves]
+    return found
+
+
+def _verified(path: Path, group: RankGroup) -> WholeCheckpoint:
+    whole = WholeCheckpoint(path)
+    whole.verify(sorted(whole.files)[group.rank :: group.world_size])
+    # All files that will be read have to be in the manifest.
+    manifest = str(whole.path / MANIFEST)
+    ranks = checked(whole.manifest.get("world_size"), int, f"{manifest}: world_size")
+    needed = {METADATA, f"{STATE}.json"}
+    # A rank that did not exist when it was saved reads the first rank's file.
+    own = rank_file(group.rank if group.rank < ranks else 0)
+    if ranks > 0:
+        needed.add(f"{own}.json")
+    beside = (f"{STATE}.safetensors", f"{own}.json", f"{own}.safetensors")
+    needed |= {name for name in beside if os.path.lexists(whole.path / name)}
+    if group.rank == 0:
+        needed |= BoxReader(whole.path).files()
+    missing = sorted(needed - whole.files.keys())
+    if missing:
+        raise CheckpointError(f"{manifest} does not list {missing[0]}, which belongs to the checkpoint: it is damaged")
+    if ranks > 0:
+        read_values(whole.path, own)  # raises before anything has changed
+    return whole
 
 
 class Selection(NamedTuple):
@@ -95,25 +178,24 @@ class TrainingState:
             CheckpointError: a value that a checkpoint cannot contain, by its key.
         """
         model = self._model
-        left_out = model.frozen() if exclude_frozen else frozenset()
+        parameters = [name for name, tensor in model.tensors.items() if isinstance(tensor, nn.Parameter)]
+        left_out = {name for name in parameters if exclude_frozen and not model.tensors[name].requires_grad}
         names = [name for name in model.tensors if name not in left_out]
         about = {
             "aliases": model.aliases,
             "left_out": sorted(left_out),
-            "parameters": [name for name in names if isinstance(model.tensors[name], nn.Parameter)],
+            "parameters": [name for name in parameters if name not in left_out],
             "extra_state": model.extra_state(),
         }
         boxes = model.saved(names)
         if memory_bytes is not None:
             boxes = [each.copied() for each in boxes]
-        values: dict[str, Any] = {MODEL: about, OPTIMIZER: None, **shared}
-        snapshot = None
-        if self._optimizer is not None:
-            values[OPTIMIZER] = self._optimizer.about()
+        state, snapshot = self._optimizer, None
+        values = {MODEL: about, OPTIMIZER: None if state is None else state.about(), **shared}
         written, own_written = Values.of(values), Values.of(own)
-        configs = _configs_of(model.model) if self._group.rank == 0 else {}
-        if self._optimizer is not None:
-            states, snapshot = self._optimizer.saved(memory_bytes)
+        configs = configs_of(model.model) if self._group.rank == 0 else {}
+        if state is not None:
+            states, snapshot = state.saved(memory_bytes)
             boxes += states
         return Content(boxes, written, own_written, configs, step, run, snapshot)
 
@@ -138,19 +220,20 @@ class TrainingState:
         reader = BoxReader(whole.path)
         fit = self._group.together(lambda: self._compare(reader, selection, look))
         self._complain(whole, fit.differences, selection.strict)
-        boxes, state, about, among = self._model.wanted(fit.sources), self._optimizer, fit.about, fit.among
-        if state is not None and about is not None:
-            boxes += self._group.together(lambda: state.wanted(about, among))
+        boxes = [self._model.wanted(name, source) for name, source in fit.sources.items()]
+        about, state = fit.about or {}, None if fit.about is None else self._optimizer
+        if state is not None:
+            boxes += self._group.together(lambda: state.wanted(about, fit.among))
         self._group.together(lambda: reader.check(boxes))
         try:
-            if state is not None and about is not None:
+            if state is not None:
                 self._group.together(state.clear)
             self._group.together(lambda: _read(whole, reader, boxes))
-            if state is not None and about is not None:
-                state.restore_histories(about, among)
-                state.restore_groups(about, among)
+            if state is not None:
+                state.restore_histories(about, fit.among)
+                state.restore_groups(about, fit.among)
         except BaseException as failure:
-            if state is not None and about is not None:
+            if state is not None:
                 state.abandon(failure)
             raise
         self._model.load_extra_state(fit.values[MODEL]["extra_state"])
@@ -176,7 +259,7 @@ class TrainingState:
 
     def _fit(self, reader: BoxReader, about: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
         """The tensors to load by name, with their names in the checkpoint; and what does not fit."""
-        saved = reader.of_kind(KIND)
+        saved = reader.of_kind(MODEL)
         sources: dict[str, str] = {}
         differences: list[str] = []
         for name, tensor in self._model.tensors.items():
@@ -258,34 +341,3 @@ def read_description(path: Path) -> dict[str, Any]:
     values = checked(read_json(file), dict, str(file))
     values = {key: decode(value, lambda _: empty, f"{file}: {key}") for key, value in values.items()}
     return checked_values(values, str(file))
-
-
-def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The configurations of a model that has them as in transformers, by the names of their files."""
-    content = _content_of(getattr(model, "config", None), CONFIG)
-    if content is None:
-        return {}
-    if "model_type" in content and not content.get("architectures"):
-        name = type(getattr(model, "_orig_mod", model)).__name__
-        # fully_shard gives the model a class with this prefix.
-        content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
-    generation = _content_of(getattr(model, "generation_config", None), GENERATION_CONFIG)
-    return {CONFIG: content} if generation is None else {CONFIG: content, GENERATION_CONFIG: generation}
-
-
-def _content_of(config: Any, file: str) -> dict[str, Any] | None:
-    """The content of the file; None, with a warning, if it is not valid JSON: a checkpoint is complete without it."""
-    to_json = getattr(config, "to_json_string", None)
-    if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
-        return None
-    try:
-        text = to_json()
-        content = json.loads(text) if isinstance(text, str) else None
-        json.dumps(content, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        warnings.warn(
-            f"the checkpoint has no {file}: {type(config).__name__} has values that are not JSON ({error})",
-            stacklevel=2,
-        )
-        return None
-    return content if isinstance(content, dict) else None

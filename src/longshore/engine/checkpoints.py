@@ -15,10 +15,9 @@ from torch import nn
 from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.files import checked
 from longshore.checkpoint.folder import WholeCheckpoint, check_tag
-from longshore.checkpoint.loading import find
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
-from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState
+from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.checkpoint.values import read_values
 from longshore.engine.loss_scale import LossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
