@@ -138,11 +138,9 @@ class SavedBoxes(NamedTuple):
 
     def heads(self) -> list[TensorHead]:
         """The boxes as tensors of a file."""
-        names = [f"{self.name}@{','.join(map(str, box.offsets))}" for box in self.boxes]
-        return [
-            TensorHead(self.name if box.sizes == self.shape else name, self.dtype, box.sizes)
-            for name, box in zip(names, self.boxes, strict=True)
-        ]
+        suffixes = ["" if box.sizes == self.shape else f"@{','.join(map(str, box.offsets))}" for box in self.boxes]
+        named = zip(suffixes, self.boxes, strict=True)
+        return [TensorHead(self.name + suffix, self.dtype, box.sizes) for suffix, box in named]
 
 
 class WantedBoxes(NamedTuple):

@@ -253,7 +253,15 @@ def _engine_state(files: SavedFiles) -> dict[str, Any]:
     """The state as in the engine's ``save_checkpoint``. ``micro_steps``, which DeepSpeed does not save, is computed."""
     first = files.models[0]
     steps = checked(first.content.get("global_steps"), int, f"{first.path}: global_steps")
-    accumulation = _accumulation(first)
+    config = _config(first)
+    accumulation, micro_batch, batch = (
+        value if type(value := config.get(key)) is int and value > 0 else None
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+    )
+    if accumulation is None and micro_batch is not None and batch is not None:
+        ranks = checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size")
+        accumulation = batch // (micro_batch * ranks)
+    accumulation = accumulation or 1
     schedule = first.content.get("lr_scheduler")
     if not (isinstance(schedule, dict) and _fits(schedule, f"{first.path}: lr_scheduler")):
         schedule = None
@@ -269,19 +277,6 @@ def _engine_state(files: SavedFiles) -> dict[str, Any]:
         "loss_scale": _loss_scale(files.optimizers[0]),
         "lr_scheduler": schedule,
     }
-
-
-def _accumulation(first: Shard) -> int:
-    config = _config(first)
-    steps, micro, total = (
-        value if type(value) is int and value > 0 else None
-        for value in map(
-            config.get, ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
-        )
-    )
-    if steps is None and micro is not None and total is not None:
-        steps = total // (micro * checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size"))
-    return steps or 1
 
 
 def _loss_scale(state: Shard) -> dict[str, Any]:

@@ -109,7 +109,15 @@ def read_files(source: Path, tag: str | None) -> SavedFiles:
         raise CheckpointError(f"{folder} has no file with a model (mp_rank_00_model_states.pt): it is not a checkpoint")
     first = _read(models[0])
     ranks = checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size")
-    _check_stage(first)
+    if first.content.get("param_shapes") is None:
+        raise CheckpointError(
+            f"{first.path} was saved without ZeRO or without an optimizer, and does not say which state is which "
+            "parameter's; stages 1, 2 and 3 are imported"
+        )
+    if first.content.get("num_experts") or first.content.get("ds_autoep_layers"):
+        raise CheckpointError(f"{first.path} has a model with experts, which are not imported")
+    if first.content.get("mp_world_size", 1) != 1:
+        raise CheckpointError(f"{first.path} has a model-parallel model, which is not imported")
     _check_ranks(folder, "optimizer states", optimizers, ranks)
     if models[0].name.startswith("zero_"):
         _check_ranks(folder, "model states", models, ranks)
@@ -169,18 +177,6 @@ def _check_ranks(folder: Path, what: str, files: Sequence[Path], ranks: int) -> 
         )
     if len(files) != ranks:
         raise CheckpointError(f"{folder} has {what} of {len(files)} ranks, and {ranks} saved it: it is a mixture")
-
-
-def _check_stage(model: Shard) -> None:
-    if model.content.get("param_shapes") is None:
-        raise CheckpointError(
-            f"{model.path} was saved without ZeRO or without an optimizer, and does not say which state is which "
-            "parameter's; stages 1, 2 and 3 are imported"
-        )
-    if model.content.get("num_experts") or model.content.get("ds_autoep_layers"):
-        raise CheckpointError(f"{model.path} has a model with experts, which are not imported")
-    if model.content.get("mp_world_size", 1) != 1:
-        raise CheckpointError(f"{model.path} has a model-parallel model, which is not imported")
 
 
 def _read(path: Path) -> Shard:

@@ -144,14 +144,15 @@ def read_optimizer(files: SavedFiles) -> tuple[list[SavedGroup], dict[str, Saved
     ]
     _check_partitions(states)
     split = _FLAT_3 in states[0].content
+    master_key, base_key = (_FLAT_3, _BASE_3) if split else (_FLAT, _BASE)
     listed = checked(model.content.get("param_shapes"), list, f"{model.path}: param_shapes")
     flats = []
     for number, content in enumerate(listed):
         where = f"{files.folder}: group {number}"
         shapes = shapes_of(content, where)
         flats.append(_FlatGroup(where, shapes, _paddings(states[0], number, len(shapes)), split))
-    masters = [_entries(state, _FLAT_3 if split else _FLAT, len(flats)) for state in states]
-    bases = [_base_of(state, split, len(flats)) for state in states]
+    masters = [_entries(state, master_key, len(flats)) for state in states]
+    bases = [_base_of(state, base_key, len(flats)) for state in states]
     parameters: dict[str, SavedParameter] = {}
     for number, flat in enumerate(flats):
         found = flat.parameters([each[number] for each in masters], "the master")
@@ -161,7 +162,7 @@ def read_optimizer(files: SavedFiles) -> tuple[list[SavedGroup], dict[str, Saved
             if name in parameters:
                 raise CheckpointError(f"{flat.where}: {name} is also in another group")
             parameters[name] = SavedParameter(step, master, {key: each[name] for key, each in by_array.items()})
-    return _groups(states[0], split, flats), parameters
+    return _groups(states[0], base_key, flats), parameters
 
 
 def _check_partitions(states: Sequence[Shard]) -> None:
@@ -196,9 +197,8 @@ def _entries(state: Shard, key: str, length: int) -> list[Any]:
     return found
 
 
-def _base_of(state: Shard, split: bool, length: int) -> list[Mapping[str, Any]]:
+def _base_of(state: Shard, key: str, length: int) -> list[Mapping[str, Any]]:
     """The inner optimizer's state of each flat group on one rank, with ``step``."""
-    key = _BASE_3 if split else _BASE
     base: Any = state.content.get(key)
     where = f"{state.path}: {key}"
     if isinstance(base, list):  # an "elastic" checkpoint: without the groups
@@ -250,8 +250,8 @@ def _step(value: Any, where: str) -> int:
     return int(value)
 
 
-def _groups(state: Shard, split: bool, flats: Sequence[_FlatGroup]) -> list[SavedGroup]:
-    base: Any = state.content.get(_BASE_3 if split else _BASE)
+def _groups(state: Shard, key: str, flats: Sequence[_FlatGroup]) -> list[SavedGroup]:
+    base: Any = state.content.get(key)
     if isinstance(base, list):
         return [SavedGroup({}, [*flat.shapes]) for flat in flats]
     listed = _listed(checked(base, dict, str(state.path)), str(state.path))

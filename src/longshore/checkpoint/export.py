@@ -22,7 +22,7 @@ from longshore.checkpoint.boxes import METADATA, Box, BoxReader, WantedBoxes
 from longshore.checkpoint.deepspeed import import_deepspeed
 from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.files import TensorFile, TensorHead, checked, read_json, sync_folder, write_json
-from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, is_checkpoint
+from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, is_checkpoint, take_name
 from longshore.checkpoint.model_state import MODEL
 from longshore.checkpoint.optimizer_state import OPTIMIZER, array_name
 from longshore.checkpoint.rank_group import RankGroup
@@ -277,7 +277,7 @@ def _check_target(out: Path, overwrite: bool, written: Collection[str] = (GENERA
 @contextlib.contextmanager
 def _written_beside(out: Path, overwrite: bool, written: Collection[str]) -> Iterator[Path]:
     """A new folder, which is renamed to ``out`` at the end, and removed after an exception."""
-    folder, aside = (out.with_name(f".{out.name}.{word}-{secrets.token_hex(4)}") for word in ("writing", "replaced"))
+    folder = out.with_name(f".{out.name}.writing-{secrets.token_hex(4)}")
     try:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -285,28 +285,16 @@ def _written_beside(out: Path, overwrite: bool, written: Collection[str]) -> Ite
             yield folder
             sync_folder(folder)
             _check_target(out, overwrite, written)  # again: it may have changed
-            _replace(folder, out, aside)
+            asides = take_name(folder, out, f".{out.name}.replaced")
+            sync_folder(out.parent)
+            for aside in asides:
+                shutil.rmtree(aside, ignore_errors=True)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
             f"{out} could not be written: {error.strerror or error}; its files were removed"
         ) from error
-
-
-def _replace(folder: Path, out: Path, aside: Path) -> None:
-    replaced = out.is_dir()
-    if replaced:
-        os.rename(out, aside)
-    try:
-        os.rename(folder, out)
-    except BaseException:
-        if replaced:
-            os.rename(aside, out)
-        raise
-    sync_folder(out.parent)
-    if replaced:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def whole_state_dict(

@@ -44,7 +44,6 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """Errors of renaming a folder to a name that exists."""
 _MOST_ATTEMPTS = 100
 
-
 Candidate = tuple[Path, CheckpointError | None]
 """The folder of a checkpoint, and why it cannot be loaded."""
 
@@ -95,6 +94,9 @@ class WholeCheckpoint:
                 f"{where} is of version {self.manifest.get('version')!r} of the format, and this longshore reads "
                 f"version {VERSION}; use the longshore that wrote it, or a newer one"
             )
+        self.step: int = self.entry("step", int, -1)
+        self.created_ns: int = self.entry("created_ns", int, -1)
+        self.run: str | None = self.entry("run", str)
         self.files: dict[str, WrittenFile] = {}
         for name, entry in checked(self.manifest.get("files"), dict, f"{where}: files").items():
             if not is_file_name(name) or name == MANIFEST:
@@ -119,18 +121,6 @@ class WholeCheckpoint:
         """An entry of the manifest; ``otherwise`` if there is none of ``kind``."""
         value = self.manifest.get(key)
         return value if type(value) is kind else otherwise
-
-    @property
-    def step(self) -> int:
-        return self.entry("step", int, -1)
-
-    @property
-    def created_ns(self) -> int:
-        return self.entry("created_ns", int, -1)
-
-    @property
-    def run(self) -> str | None:
-        return self.entry("run", str)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Read files (None: all) and compare their checksums. Raises CheckpointError for the first damaged one."""
@@ -188,7 +178,7 @@ class Draft:
             self.discard()
             raise
 
-    def commit(self, files: Iterable[WrittenFile], about: Mapping[str, Any], latest: bool) -> WholeCheckpoint:
+    def commit(self, files: Iterable[WrittenFile], about: Mapping[str, Any], latest: bool) -> None:
         """Rename the checkpoint to its tag, once all files are written. It replaces a former one of that tag.
 
         Args:
@@ -202,13 +192,12 @@ class Draft:
         """
         listed = {written.name: {"bytes": written.num_bytes, "sha256": written.sha256} for written in files}
         head = {"format": FORMAT, "version": VERSION, "created_ns": time.time_ns(), "latest": latest}
-        manifest = {**head, **about, "files": listed}
-        write_json(self.path / MANIFEST, manifest)
+        write_json(self.path / MANIFEST, {**head, **about, "files": listed})
         # Still locked: a process that opened it before could take the lock now, and remove the folder.
         (self.path / _LOCK).unlink()
-        whole = WholeCheckpoint(self.path)  # also that all ranks wrote into the same folder
+        WholeCheckpoint(self.path)  # raises, for example, if a rank wrote into the folder of another machine
         sync_folder(self.path)
-        asides = self._take_name()
+        asides = take_name(self.path, self.root / self.tag, f"{_REPLACED}{self.tag}")
         self._unlock()
         try:
             sync_folder(self.root)
@@ -217,32 +206,6 @@ class Draft:
         finally:
             for aside in asides:
                 _remove(aside)
-        whole.path, whole.tag = self.root / self.tag, self.tag
-        return whole
-
-    def _take_name(self) -> list[Path]:
-        """Rename to the tag; returns former folders of that name, which were renamed."""
-        target = self.root / self.tag
-        asides: list[Path] = []
-        try:
-            while True:
-                try:
-                    os.rename(self.path, target)
-                    return asides
-                except OSError as error:
-                    # Another process may save under the same name in between, and so it may take several attempts.
-                    if error.errno not in _TAKEN or len(asides) == _MOST_ATTEMPTS:
-                        raise
-                aside = self.root / f"{_REPLACED}{self.tag}-{secrets.token_hex(4)}"
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(target, aside)
-                    asides.append(aside)
-                    sync_folder(self.root)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                if asides and not os.path.lexists(target):
-                    os.rename(asides[-1], target)
-            raise
 
     def discard(self) -> None:
         """Remove the draft."""
@@ -253,6 +216,37 @@ class Draft:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def take_name(folder: Path, target: Path, prefix: str) -> list[Path]:
+    """Rename a folder to ``target``, whatever has that name.
+
+    Returns:
+        Former folders of that name, which were renamed: their names begin with ``prefix``.
+
+    Raises:
+        OSError: it failed; the former folder has its name again.
+    """
+    asides: list[Path] = []
+    try:
+        while True:
+            try:
+                os.rename(folder, target)
+                return asides
+            except OSError as error:
+                # Another process may save under the same name in between, and so it may take several attempts.
+                if error.errno not in _TAKEN or len(asides) == _MOST_ATTEMPTS:
+                    raise
+            aside = target.with_name(f"{prefix}-{secrets.token_hex(4)}")
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(target, aside)
+                asides.append(aside)
+                sync_folder(target.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if asides and not os.path.lexists(target):
+                os.rename(asides[-1], target)
+        raise
 
 
 def write_latest(root: Path, tag: str) -> None:
@@ -284,20 +278,20 @@ def candidates(root: Path) -> list[Candidate]:
     """Checkpoints of a folder in the order in which to resume from them, each with an error if it is incomplete: the
     one that ``latest`` names, then the newest first. Checksums are not verified."""
     latest = read_latest(root)
-    found: list[tuple[tuple[int, int], Candidate]] = []
+    found = []
     for path in _folders(root):
+        named = tag_of(path) == latest
         try:
             whole = WholeCheckpoint(path)
-            found.append(((whole.created_ns, whole.step), (path, None)))
+            found.append((named, whole.created_ns, whole.step, path, None))
         except CheckpointError as error:
             if not path.name.startswith(_REPLACED):
-                found.append(((-1, -1), (path, error)))
-    found.sort(key=lambda entry: (tag_of(entry[1][0]) == latest, entry[0]), reverse=True)
-    listed = [each for _, each in found]
-    if latest is not None and not any(tag_of(path) == latest for path, _ in listed):
+                found.append((named, -1, -1, path, error))
+    found.sort(key=lambda entry: entry[:3], reverse=True)
+    if latest is not None and not any(named for named, *_ in found):
         error = CheckpointError(f"there is no checkpoint {root / latest}, which {root / LATEST} names")
-        listed.insert(0, (root / latest, error))
-    return listed
+        found.insert(0, (True, -1, -1, root / latest, error))
+    return [(path, error) for *_, path, error in found]
 
 
 def of_tag(found: Sequence[Candidate], root: Path, tag: str) -> list[Candidate]:

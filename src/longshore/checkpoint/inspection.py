@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longshore.checkpoint.boxes import BoxReader, StoredTensor
+from longshore.checkpoint.boxes import BoxReader
 from longshore.checkpoint.files import DTYPE_NAMES
 from longshore.checkpoint.folder import (
     WholeCheckpoint,
@@ -179,17 +179,15 @@ def _summary(whole: WholeCheckpoint) -> CheckpointSummary:
         world_size=whole.entry("world_size", int),
         run=whole.run,
         files={name: written.num_bytes for name, written in whole.files.items()},
-        tensors=[_tensor(name, entry) for name, entry in BoxReader(whole.path).tensors.items()],
+        tensors=[
+            TensorSummary(name, DTYPE_NAMES[dtype], shape, len(boxes), math.prod(shape) * dtype.itemsize)
+            for name, (dtype, shape, boxes) in BoxReader(whole.path).tensors.items()
+        ],
         aliases=model["aliases"],
         left_out=model["left_out"],
         optimizer=None if about is None else _optimizer(about),
         client_state=[str(key) for key in client] if isinstance(client, dict) else [],
     )
-
-
-def _tensor(name: str, about: StoredTensor) -> TensorSummary:
-    num_bytes = math.prod(about.shape) * about.dtype.itemsize
-    return TensorSummary(name, DTYPE_NAMES[about.dtype], about.shape, len(about.boxes), num_bytes)
 
 
 def _optimizer(about: Mapping[str, Any]) -> OptimizerSummary:

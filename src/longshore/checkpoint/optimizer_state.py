@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -144,7 +144,8 @@ class OptimizerState:
             names = [among[name] for name in self._names(group) if name in among]
             lost = [name for name in names if name not in options]
             if lost:
-                found.append(f"no parameter group of the checkpoint has {_several(lost)}")
+                more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+                found.append(f"no parameter group of the checkpoint has {', '.join(sorted(lost)[:5])}{more}")
             kinds = {repr(options[name]): name for name in names if name in options}
             for name in kinds.values():
                 try:
@@ -252,8 +253,3 @@ def _arrays_of(record: ParameterRecord) -> list[str]:
 
 def _options_by_name(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: group["options"] for group in about["groups"] for name in group["parameters"]}
-
-
-def _several(names: Collection[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

@@ -54,7 +54,8 @@ class RankGroup:
         except BaseException as problem:
             self.gather((type(problem).__name__, str(problem)))
             raise
-        for rank, theirs in enumerate(self.gather(None)):
+        said: list[Any] = self.gather(None)
+        for rank, theirs in enumerate(said):
             if theirs is not None:
                 kind, text = theirs
                 if kind in _KINDS:

@@ -27,7 +27,6 @@ from longshore.checkpoint.files import (
 )
 from longshore.errors import CheckpointError
 
-_TENSOR, _TUPLE, _FLOAT, _ITEMS = "$tensor", "$tuple", "$float", "$items"
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEEPEST = 64
 
@@ -76,19 +75,19 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int = 0) -
     if kind in (type(None), bool, int, str):
         return value
     if kind is float:
-        return value if math.isfinite(value) else {_FLOAT: repr(value)}
+        return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, Tensor):
-        return {_TENSOR: _put(value, where, tensors)}
+        return {"$tensor": _put(value, where, tensors)}
     if kind in (list, tuple):
         entries = [encode(entry, f"{where}[{place}]", tensors, depth + 1) for place, entry in enumerate(value)]
-        return entries if kind is list else {_TUPLE: entries}
+        return entries if kind is list else {"$tuple": entries}
     if isinstance(value, Mapping):
         for key in value:
             if type(key) not in (str, int):
                 raise CheckpointError(f"{where} has the key {key!r}; keys in a checkpoint are names or integers")
         items = [[key, encode(entry, f"{where}[{key!r}]", tensors, depth + 1)] for key, entry in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
-        return dict(items) if plain else {_ITEMS: items}
+        return dict(items) if plain else {"$items": items}
     raise CheckpointError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, and a checkpoint can have only numbers, text, lists, "
         "dictionaries and tensors (loading a pickle could run any code); convert it to these (NumPy's: .item(), "
@@ -146,17 +145,16 @@ def decode(value: Any, tensor: Callable[[str], Tensor], where: str, depth: int =
     special = [key for key in value if key.startswith("$")]
     if not special:
         return {key: decode(entry, tensor, where, depth + 1) for key, entry in value.items()}
-    (kind, content), *others = value.items()
-    if not others:
-        if kind == _TENSOR and isinstance(content, str):
-            return tensor(content)
-        if kind == _FLOAT and isinstance(content, str) and content in _FLOATS:
-            return _FLOATS[content]
-        if kind == _TUPLE and isinstance(content, list):
-            return tuple(decode(entry, tensor, where, depth + 1) for entry in content)
-        if kind == _ITEMS and isinstance(content, list) and all(_is_item(entry) for entry in content):
-            items = {key: decode(entry, tensor, where, depth + 1) for key, entry in content}
-            if len(items) == len(content):
+    match [*value.items()]:
+        case [("$tensor", str(name))]:
+            return tensor(name)
+        case [("$float", str(name))] if name in _FLOATS:
+            return _FLOATS[name]
+        case [("$tuple", list(entries))]:
+            return tuple(decode(entry, tensor, where, depth + 1) for entry in entries)
+        case [("$items", list(entries))] if all(map(_is_item, entries)):
+            items = {key: decode(entry, tensor, where, depth + 1) for key, entry in entries}
+            if len(items) == len(entries):
                 return items
     raise CheckpointError(f"{where} has an entry {special[0]!r} that is not in this format")
 
