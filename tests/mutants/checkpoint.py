@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "checkpoints of other runs are pruned",
         "checkpoint/folder.py",
-        "            if whole.run == run and not apart:\n",
-        "            if not apart:\n",
+        "            if whole.run == run and not kept:\n",
+        "            if not kept:\n",
         (FOLDER,),
     ),
     Mutant(

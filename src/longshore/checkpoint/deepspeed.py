@@ -24,6 +24,7 @@ from longshore.checkpoint.deepspeed_layout import (
     SavedGroup,
     SavedParameter,
     ShardedTensor,
+    plain,
     range_of,
     read_optimizer,
     shapes_of,
@@ -167,10 +168,8 @@ def _aliases(first: Shard, module: Mapping[str, Any], own: set[str]) -> dict[str
 
 def _fragments(files: SavedFiles, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShardedTensor]:
     """Frozen parameters, which are sharded over the ranks at stage 3."""
-    ranks = []
-    for shard in files.models:
-        where = f"{shard.path}: frozen_param_fragments"
-        ranks.append(checked(shard.content.get("frozen_param_fragments") or {}, dict, where))
+    key = "frozen_param_fragments"
+    ranks = [checked(shard.content.get(key) or {}, dict, f"{shard.path}: {key}") for shard in files.models]
     found = {}
     for name, shape in shapes.items():
         shards = [rank.get(name) for rank in ranks]
@@ -203,7 +202,7 @@ def _about(
     kind = _kind(groups, first)
     found = []
     for group in groups:
-        options = {key: _number(group.options[key]) for key in _OPTIONS if key in group.options}
+        options = {key: plain(group.options[key]) for key in _OPTIONS if key in group.options}
         if group.options.get("amsgrad"):
             raise CheckpointError(f"{first.path}: amsgrad=True, and longshore has no maximum of second moments")
         found.append({"options": {**options, "decoupled_weight_decay": kind == "AdamW"}, "parameters": group.names})
@@ -211,12 +210,6 @@ def _about(
         name: {"step": stepped.step, "scalars": {}, "arrays": [*arrays[name]]} for name, stepped in parameters.items()
     }
     return {"kind": kind, "groups": found, "parameters": entries}
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return tuple(_number(each) for each in value) if isinstance(value, (list, tuple)) else value
 
 
 def _kind(groups: Sequence[SavedGroup], first: Shard) -> str:

@@ -28,17 +28,12 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P
 _OTHER = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|.*_expert_.*\.pt")
 
 _INERT_NAMES = (
-    *(
-        f"deepspeed.runtime.{name}"
-        for name in (
-            "fp16.loss_scaler.LossScaler",
-            "fp16.loss_scaler.DynamicLossScaler",
-            "fp16.loss_scaler.LossScaleConfig",
-            "fp16.loss_scaler.LossScaleProfile",
-            "zero.config.ZeroStageEnum",
-            "zero.offload_config.OffloadDeviceEnum",
-        )
-    ),
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
     # In the client state of many.
     "argparse.Namespace",
@@ -46,6 +41,7 @@ _INERT_NAMES = (
     "numpy._core.multiarray.scalar",
     "numpy.dtype",
 )
+"""Classes and functions that :class:`Inert` replaces."""
 
 
 class Inert:
@@ -219,8 +215,8 @@ def _check_size(content: Any, path: Path) -> None:
                 f"{path} has more than {_MOST_VALUES} values, more than any such file has: it is damaged"
             )
         if isinstance(value, torch.Tensor):
-            held = 0 if value.is_meta or value.layout != torch.strided else value.untyped_storage().nbytes()
-            if value.numel() * value.itemsize > max(held, _LARGEST_EXPANDED_BYTES):
+            stored = 0 if value.is_meta or value.layout != torch.strided else value.untyped_storage().nbytes()
+            if value.numel() * value.itemsize > max(stored, _LARGEST_EXPANDED_BYTES):
                 raise CheckpointError(f"{path} has a tensor {list(value.shape)}, and not its elements: it is damaged")
         elif isinstance(value, Mapping):
             left.extend(value.values())

@@ -206,20 +206,15 @@ def _base_of(state: Shard, key: str, length: int) -> list[Mapping[str, Any]]:
         inner = dict(enumerate(base))
     else:
         inner = checked(checked(base, dict, where).get("state"), dict, where)
-        listed = _listed(base, where)
         steps = [None] * length
-        for group in listed:
+        for group in _listed(base, where):
             for number in group["params"]:
                 if number < length:
                     # Older versions of its fused Adam counted steps here.
                     steps[number] = group.get("step")
     if {*inner} - {*range(length)}:
         raise CheckpointError(f"{where} has the state of groups {sorted(map(str, inner))}, and there are {length}")
-    found = []
-    for number in range(length):
-        each = checked(inner.get(number, {}), dict, where)
-        found.append({"step": steps[number] or 0, **each})
-    return found
+    return [{"step": steps[number] or 0, **checked(inner.get(number, {}), dict, where)} for number in range(length)]
 
 
 def _listed(base: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -242,9 +237,15 @@ def _moments(flat: _FlatGroup, states: Sequence[Mapping[str, Any]]) -> tuple[int
     return steps.pop(), {key: [state[key] for state in states] for key in sorted(keys)}
 
 
-def _step(value: Any, where: str) -> int:
+def plain(value: Any) -> Any:
+    """The value with numbers in place of tensors of one element, also in lists and tuples."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
+        return value.item()
+    return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _step(value: Any, where: str) -> int:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 2**53 or value % 1:
         raise CheckpointError(f"{where}: step is {value!r}, which is not a count")
     return int(value)

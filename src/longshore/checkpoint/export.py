@@ -105,12 +105,10 @@ def export(
     shards = shards_of(weights, max_shard_bytes)
     with _written_beside(target, overwrite, whole.files) as folder:
         _write_shards(folder, shards, reader, progress)
-        if CONFIG in whole.files:
-            config = checked(read_json(whole.path / CONFIG), dict, str(whole.path / CONFIG))
-            write_json(folder / CONFIG, _with_dtype(config, [weight.head for weight in weights]))
-        if GENERATION_CONFIG in whole.files:
-            where = whole.path / GENERATION_CONFIG
-            write_json(folder / GENERATION_CONFIG, checked(read_json(where), dict, str(where)))
+        for name in (CONFIG, GENERATION_CONFIG):
+            if name in whole.files:
+                content = checked(read_json(whole.path / name), dict, str(whole.path / name))
+                write_json(folder / name, _with_dtype(content, weights) if name == CONFIG else content)
         whole.check_unchanged()
         names = tuple(sorted(os.listdir(folder)))
     num_bytes = sum(weight.head.num_bytes for weight in weights)
@@ -240,11 +238,11 @@ def _cast(values: Tensor, head: TensorHead) -> Tensor:
     return cast
 
 
-def _with_dtype(config: Mapping[str, Any], heads: Sequence[TensorHead]) -> dict[str, Any]:
-    """The configuration with the dtype that most of the weights have: transformers casts them to it when loading. The
-    saved one may differ from it."""
+def _with_dtype(config: Mapping[str, Any], weights: Sequence[Weight]) -> dict[str, Any]:
+    """The configuration with the dtype that most of the weights have, to which transformers casts them when loading.
+    The saved one may differ from it."""
     numels: Counter[torch.dtype] = Counter()
-    for head in heads:
+    for _, head in weights:
         if head.dtype in EXPORT_DTYPES:
             numels[head.dtype] += math.prod(head.shape)
     if not numels:

@@ -13,7 +13,7 @@ import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ def read_json(path: Path) -> Any:
     except MemoryError as error:
         raise CheckpointError(f"{path} is larger than this process's memory") from error
     try:
-        return json.loads(text.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
+        return json.loads(text.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from error
 
@@ -116,12 +116,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is out of the range of a float")
+        raise ValueError(f"{text[:20]} is not a finite number")
     return value
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number in JSON")
 
 
 def checked(value: Any, kind: type[T], where: str) -> T:

@@ -328,8 +328,8 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
     for path in _folders(root):
         with contextlib.suppress(CheckpointError):
             whole = WholeCheckpoint(path)
-            apart = path.name.startswith(".") or whole.manifest.get("latest") is False
-            if whole.run == run and not apart:
+            kept = path.name.startswith(".") or whole.manifest.get("latest") is False
+            if whole.run == run and not kept:
                 own.append(whole)
     own.sort(key=lambda whole: (whole.created_ns, whole.step))
     gone = [whole.tag for whole in own[: max(0, len(own) - keep_last)] if whole.tag != latest]

@@ -54,11 +54,11 @@ class ModelState:
 
     def extra_state(self) -> dict[str, Any]:
         """What modules' ``get_extra_state()`` returns, by the modules' names."""
-        found = {}
-        for name, module in self.model.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                found[_clean(name)] = module.get_extra_state()
-        return found
+        return {
+            _clean(name): module.get_extra_state()
+            for name, module in self.model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         for name, module in self.model.named_modules():

@@ -72,11 +72,11 @@ def save(
         if group.world_size == 1 and _world_size() > 1 and dist.get_rank() != 0:
             return root / tag
         group.together(lambda: _check_no_gradients(ours, "a checkpoint has no gradients, and {} would be lost: save"))
-        session = TrainingState(model, ours, group)
+        training = TrainingState(model, ours, group)
         step = max((record.step for record in ours._core.records), default=0) if ours is not None else 0
         memory_bytes = memory_for_snapshot(group) if async_save else None
         values, run = {CLIENT_STATE: dict(state or {})}, _RUNS.setdefault(root, secrets.token_hex(8))
-        content = prepare(lambda: session.content(values, {}, step, run, memory_bytes=memory_bytes), group)
+        content = prepare(lambda: training.content(values, {}, step, run, memory_bytes=memory_bytes), group)
         target = Target(root, tag, True, keep_last)
         if not async_save:
             return write(content, target, group)

@@ -11,8 +11,10 @@ from longshore.errors import BrokenStateError, CheckpointError, RankError
 
 T = TypeVar("T")
 
-_PASSED_ON = (BrokenStateError, CheckpointError, ValueError, TypeError, OSError, FileNotFoundError, PermissionError)
-_KINDS = {kind.__name__: kind for kind in _PASSED_ON}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (BrokenStateError, CheckpointError, ValueError, TypeError, OSError, FileNotFoundError, PermissionError)
+}
 """Exceptions that are raised as the same kind on the other ranks; others are a RankError there."""
 
 

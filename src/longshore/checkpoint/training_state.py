@@ -52,7 +52,7 @@ def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | Non
     if tag is not None:
         check_tag(tag)
     found = group.first(lambda: _listed(root, tag))
-    passed: list[str] = []
+    skipped: list[str] = []
     if tag is None and group.rank == 0 and found and os.path.lexists(root / LATEST) and read_latest(root) is None:
         warnings.warn(
             f"{root / LATEST} is damaged: it names no tag; the newest complete checkpoint is loaded", stacklevel=4
@@ -65,11 +65,11 @@ def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | Non
                 problem = failure
         if tag is not None:
             raise problem
-        passed.append(str(problem))
+        skipped.append(str(problem))
         if group.rank == 0:
             warnings.warn(f"{problem}; the newest complete checkpoint before it is loaded instead", stacklevel=4)
-    if passed:
-        raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(passed)}")
+    if skipped:
+        raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(skipped)}")
     return None
 
 
@@ -82,8 +82,8 @@ def _listed(root: Path, tag: str | None) -> list[Candidate]:
     if tag is not None:
         return of_tag(found, root, tag)
     if not found and root.is_dir():
-        halves = [path for path in sorted(root.iterdir()) if is_checkpoint(path) and not path.name.startswith(".")]
-        return [(path, CheckpointError(f"{path} has no {MANIFEST}: it is damaged")) for path in halves]
+        bare = [path for path in sorted(root.iterdir()) if is_checkpoint(path) and not path.name.startswith(".")]
+        return [(path, CheckpointError(f"{path} has no {MANIFEST}: it is damaged")) for path in bare]
     return found
 
 
@@ -219,7 +219,7 @@ class TrainingState:
         """
         reader = BoxReader(whole.path)
         fit = self._group.together(lambda: self._compare(reader, selection, look))
-        self._complain(whole, fit.differences, selection.strict)
+        self._report(whole, fit.differences, selection.strict)
         boxes = [self._model.wanted(name, source) for name, source in fit.sources.items()]
         about, state = fit.about or {}, None if fit.about is None else self._optimizer
         if state is not None:
@@ -287,7 +287,7 @@ class TrainingState:
         differences += [f"{name} of the checkpoint is not in this model" for name in saved if name not in known]
         return sources, differences
 
-    def _complain(self, whole: WholeCheckpoint, differences: Collection[str], strict: bool) -> None:
+    def _report(self, whole: WholeCheckpoint, differences: Collection[str], strict: bool) -> None:
         if not differences:
             return
         lines = [f"  {line}" for line in sorted(differences)[:_SHOWN]]
