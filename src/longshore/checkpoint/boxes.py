@@ -27,6 +27,7 @@ from longshore.checkpoint.files import (
     TensorHead,
     WrittenFile,
     checked,
+    checked_entry,
     is_file_name,
     opened,
     read_json,
@@ -172,8 +173,8 @@ def write_boxes(
         kind = each.name.partition(".")[0]
         file = f"{kind}-{rank:05d}-of-{world_size:05d}.safetensors"
         kinds.setdefault(file, []).append(each)
-        entry = {"dtype": DTYPE_NAMES.get(each.dtype), "shape": list(each.shape), "chunks": []}
-        tensors.setdefault(each.name, entry)["chunks"] += [
+        about = {"dtype": DTYPE_NAMES.get(each.dtype), "shape": list(each.shape), "chunks": []}
+        tensors.setdefault(each.name, about)["chunks"] += [
             {"offsets": list(box.offsets), "sizes": list(box.sizes), "file": file, "tensor": head.name}
             for box, head in zip(each.boxes, each.heads(), strict=True)
         ]
@@ -278,6 +279,7 @@ class BoxReader:
 
     @staticmethod
     def _sources(about: StoredTensor, box: Box) -> list[tuple[StoredBox, Box]]:
+        """The stored boxes that have elements of ``box``, each with the elements in common."""
         found = [(source, source.box.common(box)) for source in about.boxes]
         return [(source, common) for source, common in found if common is not None]
 
@@ -302,33 +304,31 @@ class BoxReader:
 def parsed_metadata(content: Any, where: str) -> dict[str, StoredTensor]:
     """Parse metadata from untrusted JSON. Raises CheckpointError with the tensor, and what is wrong with it."""
     tensors: dict[str, StoredTensor] = {}
-    for name, entry in checked(checked(content, dict, where).get("tensors"), dict, f"{where}: tensors").items():
+    for name, about in checked_entry(content, "tensors", dict, where).items():
         at = f"{where}: {name}"
-        entry = checked(entry, dict, at)
-        dtype = DTYPES.get(checked(entry.get("dtype"), str, f"{at}: dtype"))
+        dtype = DTYPES.get(checked_entry(about, "dtype", str, at))
         if dtype is None:
-            raise CheckpointError(f"{at} has the dtype {entry['dtype']!r}, which safetensors does not have")
-        shape = _numbers(entry.get("shape"), f"{at}: shape")
+            raise CheckpointError(f"{at} has the dtype {about['dtype']!r}, which safetensors does not have")
+        shape = _numbers(about, "shape", at)
         if math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:
             raise CheckpointError(f"{at} has more elements than fit into any memory")
         boxes = []
-        for stored_box in checked(entry.get("chunks"), list, f"{at}: chunks"):
-            found = checked(stored_box, dict, f"{at}: chunks")
-            box = Box(_numbers(found.get("offsets"), f"{at}: offsets"), _numbers(found.get("sizes"), f"{at}: sizes"))
-            file, tensor = (checked(found.get(key), str, f"{at}: {key}") for key in ("file", "tensor"))
+        for found in checked_entry(about, "chunks", list, at):
+            box = Box(_numbers(found, "offsets", at), _numbers(found, "sizes", at))
+            file = checked_entry(found, "file", str, at)
             if not is_file_name(file):
                 raise CheckpointError(f"{at} is said to be in {file!r}, which is not a valid file name")
-            boxes.append(StoredBox(box, file, tensor))
+            boxes.append(StoredBox(box, file, checked_entry(found, "tensor", str, at)))
         _check_boxes(shape, [each.box for each in boxes], at)
         tensors[name] = StoredTensor(dtype, shape, boxes)
     return tensors
 
 
-def _numbers(value: Any, where: str) -> tuple[int, ...]:
-    found = checked(value, list, where)
+def _numbers(content: Any, key: str, where: str) -> tuple[int, ...]:
+    found = checked_entry(content, key, list, where)
     if len(found) > _MOST_DIMENSIONS:
-        raise CheckpointError(f"{where} has {len(found)} dimensions")
-    return tuple(checked(entry, int, where) for entry in found)
+        raise CheckpointError(f"{where}: {key} has {len(found)} dimensions")
+    return tuple(checked(number, int, f"{where}: {key}") for number in found)
 
 
 def _check_boxes(shape: Sequence[int], boxes: Sequence[Box], where: str) -> None:

@@ -29,7 +29,7 @@ from longshore.checkpoint.deepspeed_layout import (
     read_optimizer,
     shapes_of,
 )
-from longshore.checkpoint.files import checked
+from longshore.checkpoint.files import checked, checked_entry
 from longshore.checkpoint.model_state import MODEL
 from longshore.checkpoint.optimizer_state import OPTIMIZER, array_name
 from longshore.checkpoint.rank_group import RankGroup
@@ -114,7 +114,7 @@ def _read_model(
 ) -> tuple[dict[str, Any], list[SavedBoxes], dict[str, torch.dtype]]:
     """The model as in a checkpoint's shared values, its boxes, and the dtype of each of its tensors."""
     first = files.models[0]
-    module = checked(first.content.get("module"), dict, f"{first.path}: module")
+    module = checked_entry(first.content, "module", dict, str(first.path))
     buffers = set(checked(first.content.get("buffer_names") or [], list, f"{first.path}: buffer_names"))
     frozen = shapes_of(first.content.get("frozen_param_shapes") or {}, f"{first.path}: frozen_param_shapes")
     aliases = _aliases(first, module, {*stepped, *frozen})
@@ -245,15 +245,14 @@ def _config(first: Shard) -> dict[str, Any]:
 def _engine_state(files: SavedFiles) -> dict[str, Any]:
     """The state as in the engine's ``save_checkpoint``. ``micro_steps``, which DeepSpeed does not save, is computed."""
     first = files.models[0]
-    steps = checked(first.content.get("global_steps"), int, f"{first.path}: global_steps")
+    steps = checked_entry(first.content, "global_steps", int, str(first.path))
     config = _config(first)
     accumulation, micro_batch, batch = (
         value if type(value := config.get(key)) is int and value > 0 else None
         for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
     )
     if accumulation is None and micro_batch is not None and batch is not None:
-        ranks = checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size")
-        accumulation = batch // (micro_batch * ranks)
+        accumulation = batch // (micro_batch * checked_entry(first.content, "dp_world_size", int, str(first.path)))
     accumulation = accumulation or 1
     schedule = first.content.get("lr_scheduler")
     if not (isinstance(schedule, dict) and _fits(schedule, f"{first.path}: lr_scheduler")):
@@ -284,8 +283,8 @@ def _loss_scale(state: Shard) -> dict[str, Any]:
         raise CheckpointError(f"{where} has the scale {scale!r}, and its last overflow at {last!r}: not numbers")
     return {
         "scale": float(scale),  # pyright: ignore[reportArgumentType]
-        "hysteresis_left": checked(saved["cur_hysteresis"], int, where),
-        "windows": checked(saved.get("cur_iter"), int, where),
+        "hysteresis_left": checked_entry(saved, "cur_hysteresis", int, where),
+        "windows": checked_entry(saved, "cur_iter", int, where),
         "last_overflow": last,
     }
 

@@ -1,7 +1,7 @@
 """Reads files of DeepSpeed's ``save_checkpoint`` without DeepSpeed, and without running code that they name.
 
 They are pickles. torch's restricted unpickler reads tensors, numbers, text and containers; the few objects of
-DeepSpeed's own classes are replaced by :class:`Inert`. A file that needs anything else is refused.
+DeepSpeed's own classes are replaced by :class:`Inert`. A file that needs anything else is rejected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longshore.checkpoint.files import checked
+from longshore.checkpoint.files import checked_entry
 from longshore.checkpoint.folder import LATEST, check_tag, is_checkpoint
 from longshore.errors import CheckpointError
 
@@ -104,7 +104,7 @@ def read_files(source: Path, tag: str | None) -> SavedFiles:
     if not models:
         raise CheckpointError(f"{folder} has no file with a model (mp_rank_00_model_states.pt): it is not a checkpoint")
     first = _read(models[0])
-    ranks = checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size")
+    ranks = checked_entry(first.content, "dp_world_size", int, str(first.path))
     if first.content.get("param_shapes") is None:
         raise CheckpointError(
             f"{first.path} was saved without ZeRO or without an optimizer, and does not say which state is which "

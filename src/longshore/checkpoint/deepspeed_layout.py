@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longshore.checkpoint.boxes import Box, SavedBoxes
 from longshore.checkpoint.deepspeed_files import SavedFiles, Shard
-from longshore.checkpoint.files import checked
+from longshore.checkpoint.files import checked, checked_entry
 from longshore.errors import CheckpointError
 
 _STATE = "optimizer_state_dict"
@@ -138,14 +138,11 @@ def shapes_of(content: Any, where: str) -> dict[str, tuple[int, ...]]:
 def read_optimizer(files: SavedFiles) -> tuple[list[SavedGroup], dict[str, SavedParameter]]:
     """Read groups and each parameter's state. Raises CheckpointError if the files do not fit each other."""
     model = files.models[0]
-    states = [
-        Shard(shard.path, checked(shard.content.get(_STATE), dict, f"{shard.path}: {_STATE}"))
-        for shard in files.optimizers
-    ]
+    states = [Shard(path, checked_entry(content, _STATE, dict, str(path))) for path, content in files.optimizers]
     _check_partitions(states)
     split = _FLAT_3 in states[0].content
     master_key, base_key = (_FLAT_3, _BASE_3) if split else (_FLAT, _BASE)
-    listed = checked(model.content.get("param_shapes"), list, f"{model.path}: param_shapes")
+    listed = checked_entry(model.content, "param_shapes", list, str(model.path))
     flats = []
     for number, content in enumerate(listed):
         where = f"{files.folder}: group {number}"
@@ -191,7 +188,7 @@ def _paddings(state: Shard, number: int, length: int) -> list[int]:
 
 
 def _entries(state: Shard, key: str, length: int) -> list[Any]:
-    found = checked(state.content.get(key), list, f"{state.path}: {key}")
+    found = checked_entry(state.content, key, list, str(state.path))
     if len(found) != length:
         raise CheckpointError(f"{state.path}: {key} has {len(found)} groups, and the model's file lists {length}")
     return found
@@ -205,7 +202,7 @@ def _base_of(state: Shard, key: str, length: int) -> list[Mapping[str, Any]]:
         steps = [state.content.get("base_optimizer_state_step")] * length
         inner = dict(enumerate(base))
     else:
-        inner = checked(checked(base, dict, where).get("state"), dict, where)
+        inner = checked_entry(base, "state", dict, where)
         steps = [None] * length
         for group in _listed(base, where):
             for number in group["params"]:
@@ -217,10 +214,10 @@ def _base_of(state: Shard, key: str, length: int) -> list[Mapping[str, Any]]:
     return [{"step": steps[number] or 0, **checked(inner.get(number, {}), dict, where)} for number in range(length)]
 
 
-def _listed(base: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    groups = checked(base.get("param_groups"), list, f"{where}: param_groups")
+def _listed(base: Any, where: str) -> list[dict[str, Any]]:
+    groups = checked_entry(base, "param_groups", list, where)
     for group in groups:
-        for number in checked(checked(group, dict, where).get("params"), list, f"{where}: params"):
+        for number in checked_entry(group, "params", list, where):
             checked(number, int, f"{where}: params")
     return groups
 
@@ -255,7 +252,7 @@ def _groups(state: Shard, key: str, flats: Sequence[_FlatGroup]) -> list[SavedGr
     base: Any = state.content.get(key)
     if isinstance(base, list):
         return [SavedGroup({}, [*flat.shapes]) for flat in flats]
-    listed = _listed(checked(base, dict, str(state.path)), str(state.path))
+    listed = _listed(base, str(state.path))
     numbers = [number for group in listed for number in group["params"]]
     if sorted(numbers) != [*range(len(flats))]:
         raise CheckpointError(

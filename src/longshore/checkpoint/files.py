@@ -134,6 +134,15 @@ def checked(value: Any, kind: type[T], where: str) -> T:
     return value  # pyright: ignore[reportReturnType]
 
 
+def checked_entry(content: Any, key: str, kind: type[T], where: str) -> T:
+    """Return an entry of an object, which has to be of ``kind``.
+
+    Raises:
+        CheckpointError: as :func:`checked`, also if ``content`` is not an object; ``where`` names the object.
+    """
+    return checked(checked(content, dict, where).get(key), kind, f"{where}: {key}")
+
+
 def digest_of(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal. Raises CheckpointError if it cannot be read."""
     digest = hashlib.sha256()

@@ -23,6 +23,7 @@ from longshore.checkpoint.boxes import METADATA
 from longshore.checkpoint.files import (
     WrittenFile,
     checked,
+    checked_entry,
     digest_of,
     is_file_name,
     open_regular,
@@ -98,12 +99,11 @@ class WholeCheckpoint:
         self.created_ns: int = self.entry("created_ns", int, -1)
         self.run: str | None = self.entry("run", str)
         self.files: dict[str, WrittenFile] = {}
-        for name, entry in checked(self.manifest.get("files"), dict, f"{where}: files").items():
+        for name, listed in checked_entry(self.manifest, "files", dict, where).items():
             if not is_file_name(name) or name == MANIFEST:
                 raise CheckpointError(f"{where} lists {name!r}, which is not a valid file name")
-            entry = checked(entry, dict, f"{where}: {name}")
-            num_bytes = checked(entry.get("bytes"), int, f"{where}: bytes of {name}")
-            self.files[name] = WrittenFile(name, num_bytes, checked(entry.get("sha256"), str, f"{where}: {name}"))
+            num_bytes = checked_entry(listed, "bytes", int, f"{where}: {name}")
+            self.files[name] = WrittenFile(name, num_bytes, checked_entry(listed, "sha256", str, f"{where}: {name}"))
             self._check_size(path / name, num_bytes)
 
     @staticmethod
@@ -219,10 +219,10 @@ class Draft:
 
 
 def take_name(folder: Path, target: Path, prefix: str) -> list[Path]:
-    """Rename a folder to ``target``, whatever has that name.
+    """Rename a folder to ``target``, also if another folder or a file has that name.
 
     Returns:
-        Former folders of that name, which were renamed: their names begin with ``prefix``.
+        What had that name before, renamed to names that begin with ``prefix``.
 
     Raises:
         OSError: it failed; the former folder has its name again.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from longshore.checkpoint.files import checked
+from longshore.checkpoint.files import checked_entry
 from longshore.checkpoint.folder import check_tag
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
@@ -134,7 +134,7 @@ def load(
             return None
 
         def look(values: Mapping[str, Any]) -> None:
-            checked(values.get(CLIENT_STATE), dict, f"{whole.path}: {CLIENT_STATE}")
+            checked_entry(values, CLIENT_STATE, dict, str(whole.path))
 
         state = TrainingState(model, ours, group).load(whole, Selection(strict, ours is not None), look)[CLIENT_STATE]
         if whole.run is not None:

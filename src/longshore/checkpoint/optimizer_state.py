@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_in
-from longshore.checkpoint.files import checked
+from longshore.checkpoint.files import checked, checked_entry
 from longshore.checkpoint.model_state import ModelState, box_of_shard
 from longshore.errors import CheckpointError
 from longshore.host import MASTER, PageSnapshot
@@ -226,24 +226,21 @@ def checked_about(content: Any, where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged; says where.
     """
-    about = checked(content, dict, where)
-    checked(about.get("kind"), str, f"{where}: kind")
-    for group in checked(about.get("groups"), list, f"{where}: groups"):
-        group = checked(group, dict, f"{where}: groups")
-        checked(group.get("options"), dict, f"{where}: options of a group")
-        for name in checked(group.get("parameters"), list, f"{where}: parameters of a group"):
+    checked_entry(content, "kind", str, where)
+    for group in checked_entry(content, "groups", list, where):
+        checked_entry(group, "options", dict, f"{where}: a group")
+        for name in checked_entry(group, "parameters", list, f"{where}: a group"):
             checked(name, str, f"{where}: a parameter of a group")
-    for name, entry in checked(about.get("parameters"), dict, f"{where}: parameters").items():
+    for name, about in checked_entry(content, "parameters", dict, where).items():
         at = f"{where}: {name}"
-        entry = checked(entry, dict, at)
-        if checked(entry.get("step"), int, f"{at}: step") > 2**53:
-            raise CheckpointError(f"{at} has made {entry['step']} steps, more than can be counted")
-        for key, value in checked(entry.get("scalars"), dict, f"{at}: scalars").items():
+        if (step := checked_entry(about, "step", int, at)) > 2**53:
+            raise CheckpointError(f"{at} has made {step} steps, more than can be counted")
+        for key, value in checked_entry(about, "scalars", dict, at).items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise CheckpointError(f"{at}: {key} is not a number")
-        for array in checked(entry.get("arrays"), list, f"{at}: arrays"):
+        for array in checked_entry(about, "arrays", list, at):
             checked(array, str, f"{at}: an array")
-    return about
+    return content
 
 
 def _arrays_of(record: ParameterRecord) -> list[str]:

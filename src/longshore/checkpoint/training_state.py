@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from longshore.checkpoint.boxes import METADATA, BoxReader, WantedBoxes
-from longshore.checkpoint.files import checked, read_json
+from longshore.checkpoint.files import checked, checked_entry, read_json
 from longshore.checkpoint.folder import (
     LATEST,
     MANIFEST,
@@ -49,8 +49,6 @@ def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | Non
         CheckpointError: the tag's checkpoint is missing or damaged, or all are.
         ValueError: ``tag`` is not a valid tag.
     """
-    if tag is not None:
-        check_tag(tag)
     found = group.first(lambda: _listed(root, tag))
     skipped: list[str] = []
     if tag is None and group.rank == 0 and found and os.path.lexists(root / LATEST) and read_latest(root) is None:
@@ -74,6 +72,8 @@ def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | Non
 
 
 def _listed(root: Path, tag: str | None) -> list[Candidate]:
+    if tag is not None:
+        check_tag(tag)
     if is_checkpoint(root):
         raise CheckpointError(f"{root} is one checkpoint: give the folder that contains it, and its name as the tag")
     if root.exists() and not root.is_dir():
@@ -92,7 +92,7 @@ def _verified(path: Path, group: RankGroup) -> WholeCheckpoint:
     whole.verify(sorted(whole.files)[group.rank :: group.world_size])
     # All files that will be read have to be in the manifest.
     manifest = str(whole.path / MANIFEST)
-    ranks = checked(whole.manifest.get("world_size"), int, f"{manifest}: world_size")
+    ranks = checked_entry(whole.manifest, "world_size", int, manifest)
     needed = {METADATA, f"{STATE}.json"}
     # A rank that did not exist when it was saved reads the first rank's file.
     own = rank_file(group.rank if group.rank < ranks else 0)
@@ -320,9 +320,9 @@ def checked_values(values: dict[str, Any], where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: they are damaged; ``where`` names them.
     """
-    model = checked(values.get(MODEL), dict, f"{where}: {MODEL}")
+    model = checked_entry(values, MODEL, dict, where)
     for key, kind in (("aliases", dict), ("left_out", list), ("parameters", list), ("extra_state", dict)):
-        checked(model.get(key), kind, f"{where}: {key}")
+        checked_entry(model, key, kind, where)
     for name in (*model["aliases"].values(), *model["left_out"], *model["parameters"]):
         checked(name, str, f"{where}: a name")
     if values.get(OPTIMIZER) is not None:
