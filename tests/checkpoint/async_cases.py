@@ -18,7 +18,7 @@ from torch import Tensor
 
 from checkpoint.resume_cases import Setting, engine_of, make_engine, state_of, train
 from longshore.checkpoint import saving
-from longshore.checkpoint.tensor_file import TensorFile
+from longshore.checkpoint.files import TensorFile
 from longshore.errors import CheckpointError
 from longshore.host import MASTER
 from longshore.host.memory import PageHolds

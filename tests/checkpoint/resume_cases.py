@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import longshore
 from longshore import utils
 from longshore.checkpoint import model_state
-from longshore.checkpoint.storage import SafetensorsReader
+from longshore.checkpoint.boxes import BoxReader
 from longshore.engine.config import AdamWConfig
 from longshore.errors import BrokenStateError, CheckpointError, LongshoreError
 
@@ -234,16 +234,16 @@ def replaced_while_it_is_read(setting: Setting, folder: str) -> dict[str, Any]:
     with engine_of(setting, seed=1) as engine:
         train(engine, 5)
         engine.save_checkpoint(folder, "other")
-        read, count = SafetensorsReader._read, itertools.count()
+        read, count = BoxReader._read, itertools.count()
 
-        def reading(reader: SafetensorsReader, *arguments: Any) -> Tensor:
+        def reading(reader: BoxReader, *arguments: Any) -> Tensor:
             if _rank()[0] == 0 and next(count) == 20:
                 Path(folder, "global_step4").rename(Path(folder, "kept"))
                 Path(folder, "other").rename(Path(folder, "global_step4"))
             return read(reader, *arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SafetensorsReader, "_read", reading)
+            patch.setattr(BoxReader, "_read", reading)
             with pytest.raises(CheckpointError, match="was replaced or removed by another process while it was read"):
                 engine.load_checkpoint(folder, "global_step4")
         with pytest.raises(BrokenStateError, match="a checkpoint was loaded in part only"):
@@ -266,19 +266,19 @@ def fail_half_way(setting: Setting, folder: str) -> dict[str, Any]:
     """The disk fails while states are read, on rank 0. Returns the state after all of it was loaded again."""
     with engine_of(setting, seed=1) as engine:
         train(engine, 1)
-        read, count = SafetensorsReader._read, itertools.count()
+        read, count = BoxReader._read, itertools.count()
 
-        def failing(reader: SafetensorsReader, *arguments: Any) -> Tensor:
+        def failing(reader: BoxReader, *arguments: Any) -> Tensor:
             if _rank()[0] == 0 and next(count) == 20:
                 raise OSError(errno.EIO, "Input/output error")
             return read(reader, *arguments)
 
-        SafetensorsReader._read = failing
+        BoxReader._read = failing
         try:
             with pytest.raises(CheckpointError, match=r"only partly; load again.*Input/output error"):
                 engine.load_checkpoint(folder)
         finally:
-            SafetensorsReader._read = read
+            BoxReader._read = read
         with pytest.raises(BrokenStateError, match="a checkpoint was loaded in part only"):
             engine.save_checkpoint(folder, "half")
         with pytest.raises(LongshoreError, match="a checkpoint was loaded in part only"):

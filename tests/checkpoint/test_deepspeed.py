@@ -20,7 +20,7 @@ from checkpoint.deepspeed_cases import DATA, check_state, engine_of, load_on_ran
 from checkpoint.write_deepspeed_data import CASES
 from longshore import utils
 from longshore.checkpoint.deepspeed import import_deepspeed
-from longshore.checkpoint.loading import read_values
+from longshore.checkpoint.values import read_values
 from longshore.cli import main
 from longshore.errors import CheckpointError
 

@@ -22,7 +22,7 @@ import longshore
 from checkpoint import resume_cases
 from longshore.checkpoint import export as export_room
 from longshore.checkpoint.export import export
-from longshore.checkpoint.tensor_file import TensorFile
+from longshore.checkpoint.files import TensorFile
 from longshore.cli import main
 from longshore.errors import CheckpointError
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from longshore.checkpoint import folder as folder_module
-from longshore.checkpoint.boxes import Box, SavedBox, WantedBox
+from longshore.checkpoint.boxes import Box, BoxReader, SavedBoxes, WantedBoxes
 from longshore.checkpoint.folder import Draft, WholeCheckpoint, candidates, check_tag, prune, read_latest
-from longshore.checkpoint.loading import find, load_boxes, read_values
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.saving import STATE, Content, Target, Values, write
-from longshore.checkpoint.storage import SafetensorsReader
+from longshore.checkpoint.saving import STATE, Content, Target, write
+from longshore.checkpoint.training_state import find
+from longshore.checkpoint.values import Values, read_values
 from longshore.errors import CheckpointError
 
 NUMEL = 1000
@@ -37,7 +37,7 @@ TENSORS = "model-00000-of-00001.safetensors"
 def save(root: Path, tag: str, number: int, run: str = "run", **more: Any) -> Path:
     """A small checkpoint, of one tensor full of ``number`` and a value that says the same."""
     values = torch.full((NUMEL,), float(number))
-    part = SavedBox("model.weight", torch.float32, (NUMEL,), Box((0,), (NUMEL,)), lambda: values)
+    part = SavedBoxes("model.weight", torch.float32, (NUMEL,), [Box((0,), (NUMEL,))], lambda: values)
     about = Values.of({"number": number, "again": torch.tensor(number)})
     content = Content([part], about, Values.of({"rank": 0}), {}, number, run)
     return write(content, Target(root, tag, **more), RankGroup())
@@ -47,8 +47,8 @@ def number_in(path: Path) -> int:
     """What was saved; raises CheckpointError where it is not whole."""
     WholeCheckpoint(path).verify()
     values, found = read_values(path, STATE), list[Tensor]()
-    part = WantedBox("model.weight", (NUMEL,), Box((0,), (NUMEL,)), found.append)
-    load_boxes(SafetensorsReader(path), [part], RankGroup())
+    part = WantedBoxes("model.weight", (NUMEL,), [Box((0,), (NUMEL,))], found.append)
+    BoxReader(path).read([part])
     number = values["number"]
     assert torch.equal(found[0], torch.full((NUMEL,), float(number))) and int(values["again"]) == number
     return number
@@ -80,7 +80,7 @@ def test_no_tag(tag: Any, tmp_path: Path) -> None:
         check_tag(tag)
     root = tmp_path / "root"
     with pytest.raises(ValueError, match="tag"):
-        Draft.begin(root, tag)
+        Draft(root, tag)
     assert not root.exists()
     if tag is not None:
         with pytest.raises(ValueError, match="tag"):
@@ -105,7 +105,7 @@ from checkpoint import test_folder
 from longshore.checkpoint import saving
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
-saving.SafetensorsWriter.finish = die
+saving.parsed_metadata = die
 test_folder.save(Path(sys.argv[2]), "a", 2)
 """
 
@@ -123,7 +123,7 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 def test_a_draft_of_a_process_that_lives_stays(tmp_path: Path) -> None:
-    drafts = [Draft.begin(tmp_path, "a") for _ in range(3)]
+    drafts = [Draft(tmp_path, "a") for _ in range(3)]
     save(tmp_path, "a", 1)
     assert all(draft.path.is_dir() for draft in drafts)
     drafts[0].discard()

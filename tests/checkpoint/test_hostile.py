@@ -23,15 +23,13 @@ import torch
 from torch import Tensor
 
 from checkpoint import resume_cases as cases
-from longshore.checkpoint.boxes import Box, WantedBox, tensors_of
+from longshore.checkpoint.boxes import METADATA, Box, BoxReader, WantedBoxes, parsed_metadata
+from longshore.checkpoint.files import is_file_name, read_json
 from longshore.checkpoint.folder import MANIFEST
-from longshore.checkpoint.loading import check_boxes, find, load_boxes, read_values
 from longshore.checkpoint.optimizer_state import checked_about
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.reading import is_file_name, read_json
-from longshore.checkpoint.saving import Values
-from longshore.checkpoint.storage import METADATA, SafetensorsReader, parsed_metadata
-from longshore.checkpoint.values import decode
+from longshore.checkpoint.training_state import find
+from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
 
 TAG = "victim"
@@ -359,19 +357,19 @@ def read_tensors(root: Path, names: dict[str, tuple[int, ...]]) -> dict[str, Ten
         checked_about(values["optimizer"], STATE)
     read_values(whole.path, RANK)
     parts = [
-        WantedBox(name, shape, Box((0,) * len(shape), shape), lambda values, name=name: found.update({name: values}))
+        WantedBoxes(name, shape, [Box.whole(shape)], lambda values, name=name: found.update({name: values}))
         for name, shape in names.items()
     ]
     began: list[bool] = []
     try:
-        reader = SafetensorsReader(whole.path)
-        check_boxes(reader, parts, crew)
+        reader = BoxReader(whole.path)
+        reader.check(parts)
         began.append(True)
-        load_boxes(reader, parts, crew)
+        reader.read(parts)
     except CheckpointError:
         assert not began, "an error that could have been found before reading began"
         raise
-    return found
+    return {name: values.view(names[name]) for name, values in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -383,8 +381,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
         path = engine.save_checkpoint(folder / "root", TAG, client)
         files = {file.name: file.read_bytes() for file in path.iterdir()}
         saved = cases.state_of(engine)
-        about = tensors_of(SafetensorsReader(path).read_metadata())
-        tensors = read_tensors(folder / "root", {name: tuple(entry.size) for name, entry in about.items()})
+        about = BoxReader(path).tensors
+        tensors = read_tensors(folder / "root", {name: entry.shape for name, entry in about.items()})
         cases.train(engine, 2)
         engine.save_checkpoint(folder / "elsewhere", "intact")
         other = cases.state_of(engine)

@@ -94,8 +94,8 @@ MUTANTS = [
     Mutant(
         "the pointer is written before the folder has its name",
         "checkpoint/folder.py",
-        "        asides = self._take_name()\n",
-        "        write_latest(self.root, self.tag)\n        asides = self._take_name()\n",
+        "        asides = take_name(self.path, ",
+        "        write_latest(self.root, self.tag)\n        asides = take_name(self.path, ",
         (FOLDER,),
     ),
     Mutant(
@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "checkpoints of other runs are pruned",
         "checkpoint/folder.py",
-        "            if whole.run == run and not apart:\n",
-        "            if not apart:\n",
+        "            if whole.run == run and not kept:\n",
+        "            if not kept:\n",
         (FOLDER,),
     ),
     Mutant(
@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "files that the manifest does not list are read",
-        "checkpoint/loading.py",
+        "checkpoint/training_state.py",
         "    if missing:\n",
         "    if False:\n",
         (f"{FOLDER}::test_files_that_the_manifest_does_not_list",),

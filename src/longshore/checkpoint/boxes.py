@@ -1,30 +1,45 @@
-"""Boxes, in which tensors are saved and loaded, and planners of ``torch.distributed.checkpoint`` for them.
+"""Boxes, in which tensors are saved and loaded: which boxes a range has, where each is in the files, and their values.
 
 A rank often has the state of a range of a parameter's elements in memory order. A box has offsets and sizes in the
-dimensions of the tensor, so that a checkpoint can be read with any other sharding.
+dimensions of the tensor, so that a checkpoint can be read with any other sharding. The metadata, which says in which
+file each box is, is JSON; the values are in safetensors files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from longshore.checkpoint.files import (
+    DTYPE_NAMES,
+    DTYPES,
+    TensorFile,
+    TensorHead,
+    WrittenFile,
+    checked,
+    checked_entry,
+    is_file_name,
+    opened,
+    read_json,
+)
 from longshore.errors import CheckpointError
 from longshore.layout import Slab
+
+METADATA = "metadata.json"
+_MOST_DIMENSIONS = 64
+_MOST_ELEMENTS = 1 << 62
+_MOST_COMPARISONS = 1 << 10
+"""Comparisons for each box of a tensor, to check that no two overlap. Real checkpoints need fewer."""
 
 
 class Box(NamedTuple):
@@ -35,20 +50,24 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """The box that is all of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def stored(self) -> ChunkStorageMetadata:
-        """The box in torch's terms."""
-        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+    def common(self, other: Box) -> Box | None:
+        """The elements that both boxes have; None if there are none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = [min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True)]
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
-    def moved(self, dim: int, by: int) -> Box:
-        """The box in a larger tensor, of which this one is a slice along ``dim`` that begins at ``by``."""
-        return Box((*self.offsets[:dim], self.offsets[dim] + by, *self.offsets[dim + 1 :]), self.sizes)
+    def slices_in(self, larger: Box) -> tuple[slice, ...]:
+        """The indices of this box in the values of a box that contains it."""
+        starts = [start - first for start, first in zip(self.offsets, larger.offsets, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
 
 def boxes_of_range(shape: Sequence[int], start: int, numel: int) -> list[Box]:
@@ -87,189 +106,261 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
 
 
-class SavedBox(NamedTuple):
-    """A box of a tensor, which this process writes.
+def boxes_in(shape: tuple[int, ...], slab: Slab | None, start: int, numel: int) -> list[Box]:
+    """A range of elements, in memory order, of a tensor or of a slice of it, as boxes of the tensor."""
+    if slab is None:
+        return boxes_of_range(shape, start, numel)
+    first = [slab.start if dim == slab.dim else 0 for dim in range(len(shape))]
+    return [
+        Box(tuple(map(operator.add, first, box.offsets)), box.sizes)
+        for box in boxes_of_range(slab.shape_in(shape), start, numel)
+    ]
+
+
+class SavedBoxes(NamedTuple):
+    """Boxes of a tensor that this process writes; their values follow each other in memory.
 
     Attributes:
         name: of the tensor in the checkpoint.
         shape: of the whole tensor.
-        read: returns the values, of the box's shape; called once, when they are written.
+        read: returns the values: flat, or in any shape if there is one box; called once, when they are written.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    box: Box
+    boxes: Sequence[Box]
     read: Callable[[], Tensor]
 
-    def copied(self) -> SavedBox:
+    def copied(self) -> SavedBoxes:
         """A copy of the current values on the CPU, kept until they are read."""
         values = [self.read().detach().to("cpu", copy=True)]
         return self._replace(read=values.pop)
 
+    def heads(self) -> list[TensorHead]:
+        """The boxes as tensors of a file."""
+        suffixes = ["" if box.sizes == self.shape else f"@{','.join(map(str, box.offsets))}" for box in self.boxes]
+        named = zip(suffixes, self.boxes, strict=True)
+        return [TensorHead(self.name + suffix, self.dtype, box.sizes) for suffix, box in named]
 
-class WantedBox(NamedTuple):
-    """A box of a tensor, which this process loads; ``take`` is called with its values, in the checkpoint's dtype."""
+
+class WantedBoxes(NamedTuple):
+    """Boxes of a tensor that this process loads.
+
+    Attributes:
+        name: of the tensor in the checkpoint.
+        shape: of the whole tensor.
+        take: called once with the values of all boxes, one after the other: flat, in the checkpoint's dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
-    box: Box
+    boxes: Sequence[Box]
     take: Callable[[Tensor], None]
 
 
-def boxes_in(shape: tuple[int, ...], slab: Slab | None, start: int, numel: int) -> list[Box]:
-    """A range of elements, in memory order, of a tensor or of a slice of it, as boxes of the tensor."""
-    if slab is None:
-        return boxes_of_range(shape, start, numel)
-    return [box.moved(slab.dim, slab.start) for box in boxes_of_range(slab.shape_in(shape), start, numel)]
+def write_boxes(
+    folder: Path, saved: Iterable[SavedBoxes], rank: int, world_size: int
+) -> tuple[list[WrittenFile], dict[str, Any]]:
+    """Write this rank's boxes, into one file for each kind of tensor: the part of its name before the first dot.
+
+    Returns:
+        The files, and the metadata of the boxes.
+    """
+    kinds: dict[str, list[SavedBoxes]] = {}
+    tensors: dict[str, Any] = {}
+    for each in saved:
+        kind = each.name.partition(".")[0]
+        file = f"{kind}-{rank:05d}-of-{world_size:05d}.safetensors"
+        kinds.setdefault(file, []).append(each)
+        about = {"dtype": DTYPE_NAMES.get(each.dtype), "shape": list(each.shape), "chunks": []}
+        tensors.setdefault(each.name, about)["chunks"] += [
+            {"offsets": list(box.offsets), "sizes": list(box.sizes), "file": file, "tensor": head.name}
+            for box, head in zip(each.boxes, each.heads(), strict=True)
+        ]
+    written = []
+    for name, group in kinds.items():
+        group.sort(key=lambda each: -each.dtype.itemsize)  # as TensorFile does
+        with TensorFile(folder / name, [head for each in group for head in each.heads()]) as file:
+            for each in group:
+                values = each.read()
+                for part in [values] if len(each.boxes) == 1 else values.split([box.numel for box in each.boxes]):
+                    file.write(part)
+            written.append(file.finish())
+    return written, tensors
 
 
-def saved_range(
-    name: str, shape: Sequence[int], boxes: Sequence[Box], dtype: torch.dtype, read: Callable[[], Tensor]
-) -> list[SavedBox]:
-    """Boxes that follow each other in memory; ``read`` returns all of them, flat."""
-    cached: list[Tensor] = []
-    found, start = [], 0
+class StoredBox(NamedTuple):
+    """Where a box is: a file, and the name of a tensor in it."""
 
-    def reader(start: int, box: Box, last: bool) -> Callable[[], Tensor]:
-        def read_box() -> Tensor:
-            if not cached:
-                cached.append(read())
-            values = cached[0][start : start + box.numel].view(box.sizes)
-            if last:
-                cached.clear()
-            return values
-
-        return read_box
-
-    for place, box in enumerate(boxes):
-        found.append(SavedBox(name, dtype, tuple(shape), box, reader(start, box, place == len(boxes) - 1)))
-        start += box.numel
-    return found
+    box: Box
+    file: str
+    tensor: str
 
 
-def wanted_range(
-    name: str, shape: Sequence[int], boxes: Sequence[Box], dtype: torch.dtype, take: Callable[[Tensor], None]
-) -> list[WantedBox]:
-    """Boxes that follow each other in memory; ``take`` is called with all of them, flat, once they are read."""
-    total = sum(box.numel for box in boxes)
-    state: dict[str, Any] = {"values": None, "missing": total}
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint; its boxes cover it, and no two overlap."""
 
-    def taker(start: int, box: Box) -> Callable[[Tensor], None]:
-        def take_box(values: Tensor) -> None:
-            if len(boxes) == 1:
-                take(values.reshape(-1))
-                return
-            if state["values"] is None:
-                state["values"] = torch.empty(total, dtype=dtype)
-            state["values"][start : start + box.numel].copy_(values.reshape(-1))
-            state["missing"] -= box.numel
-            if state["missing"] == 0:
-                take(state.pop("values"))
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: list[StoredBox]
 
-        return take_box
 
-    found, start = [], 0
+class BoxReader:
+    """Reads boxes of a checkpoint's tensors; of each file only what is asked for.
+
+    Args:
+        path: the checkpoint's folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The metadata of all tensors, by name. Raises CheckpointError if it is damaged or impossible."""
+        return parsed_metadata(read_json(self.path / METADATA), str(self.path / METADATA))
+
+    def tensor(self, name: str) -> StoredTensor:
+        """The metadata of a tensor. Raises CheckpointError if the checkpoint does not have it."""
+        if name not in self.tensors:
+            raise CheckpointError(f"the checkpoint has no {name}")
+        return self.tensors[name]
+
+    def of_kind(self, kind: str) -> dict[str, StoredTensor]:
+        """The metadata of the tensors whose names begin with ``kind`` and a dot, by the rest of the name."""
+        prefix = f"{kind}."
+        return {name.removeprefix(prefix): about for name, about in self.tensors.items() if name.startswith(prefix)}
+
+    def files(self) -> set[str]:
+        """The names of all files with boxes."""
+        return {source.file for about in self.tensors.values() for source in about.boxes}
+
+    def check(self, wanted: Iterable[WantedBoxes]) -> None:
+        """Check everything that will be read, by reading only the metadata and the files' headers.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape; a file does not agree with the metadata.
+        """
+        files: dict[str, dict[tuple[str, StoredBox], StoredTensor]] = {}
+        for each in wanted:
+            about = self.tensor(each.name)
+            if about.shape != each.shape:
+                raise CheckpointError(f"{each.name} is {list(about.shape)} in the checkpoint, not {list(each.shape)}")
+            for box in each.boxes:
+                sources = self._sources(about, box)
+                missing = box.numel - sum(common.numel for _, common in sources)
+                if missing != 0:
+                    raise CheckpointError(
+                        f"{each.name}: {abs(missing)} elements are missing in the checkpoint, or there twice"
+                    )
+                for source, _ in sources:
+                    files.setdefault(source.file, {})[each.name, source] = about
+        for name, sources in files.items():
+            with opened(self.path / name) as file:
+                for (_, source), about in sources.items():
+                    self._checked_slice(file, about, source)
+
+    def read(self, wanted: Iterable[WantedBoxes]) -> None:
+        """Read boxes, after :meth:`check`. Raises CheckpointError if a file was changed, or OSError."""
+        with contextlib.ExitStack() as stack:
+            files: dict[str, Any] = {}
+            for each in wanted:
+                about = self.tensor(each.name)
+                values = torch.empty(sum(box.numel for box in each.boxes), dtype=about.dtype)
+                parts = values.split([box.numel for box in each.boxes])
+                for box, part in zip(each.boxes, parts, strict=True):
+                    for source, common in self._sources(about, box):
+                        if source.file not in files:
+                            files[source.file] = stack.enter_context(opened(self.path / source.file))
+                        found = self._read(files[source.file], about, source, common)
+                        part.view(box.sizes)[common.slices_in(box)].copy_(found)
+                each.take(values)
+
+    @staticmethod
+    def _sources(about: StoredTensor, box: Box) -> list[tuple[StoredBox, Box]]:
+        """The stored boxes that have elements of ``box``, each with the elements in common."""
+        found = [(source, source.box.common(box)) for source in about.boxes]
+        return [(source, common) for source, common in found if common is not None]
+
+    def _read(self, file: Any, about: StoredTensor, source: StoredBox, common: Box) -> Tensor:
+        found = self._checked_slice(file, about, source)
+        # A slice of 0 dimensions cannot be indexed.
+        return file[0].get_tensor(source.tensor) if common == source.box else found[common.slices_in(source.box)]
+
+    def _checked_slice(self, file: tuple[Any, frozenset[str]], about: StoredTensor, source: StoredBox) -> Any:
+        """A box in a file, of which parts can be read, after checking its shape and dtype."""
+        handle, names = file
+        where = self.path / source.file
+        if source.tensor not in names:
+            raise CheckpointError(f"{where} has no {source.tensor}, which {METADATA} names")
+        found = handle.get_slice(source.tensor)
+        shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        if (shape, DTYPES.get(dtype)) != (source.box.sizes, about.dtype):
+            raise CheckpointError(f"{where}: {source.tensor} is {dtype} {list(shape)}, and {METADATA} says otherwise")
+        return found
+
+
+def parsed_metadata(content: Any, where: str) -> dict[str, StoredTensor]:
+    """Parse metadata from untrusted JSON. Raises CheckpointError with the tensor, and what is wrong with it."""
+    tensors: dict[str, StoredTensor] = {}
+    for name, about in checked_entry(content, "tensors", dict, where).items():
+        at = f"{where}: {name}"
+        dtype = DTYPES.get(checked_entry(about, "dtype", str, at))
+        if dtype is None:
+            raise CheckpointError(f"{at} has the dtype {about['dtype']!r}, which safetensors does not have")
+        shape = _numbers(about, "shape", at)
+        if math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:
+            raise CheckpointError(f"{at} has more elements than fit into any memory")
+        boxes = []
+        for found in checked_entry(about, "chunks", list, at):
+            box = Box(_numbers(found, "offsets", at), _numbers(found, "sizes", at))
+            file = checked_entry(found, "file", str, at)
+            if not is_file_name(file):
+                raise CheckpointError(f"{at} is said to be in {file!r}, which is not a valid file name")
+            boxes.append(StoredBox(box, file, checked_entry(found, "tensor", str, at)))
+        _check_boxes(shape, [each.box for each in boxes], at)
+        tensors[name] = StoredTensor(dtype, shape, boxes)
+    return tensors
+
+
+def _numbers(content: Any, key: str, where: str) -> tuple[int, ...]:
+    found = checked_entry(content, key, list, where)
+    if len(found) > _MOST_DIMENSIONS:
+        raise CheckpointError(f"{where}: {key} has {len(found)} dimensions")
+    return tuple(checked(number, int, f"{where}: {key}") for number in found)
+
+
+def _check_boxes(shape: Sequence[int], boxes: Sequence[Box], where: str) -> None:
+    """Check that boxes cover the tensor, and no two overlap."""
     for box in boxes:
-        found.append(WantedBox(name, tuple(shape), box, taker(start, box)))
-        start += box.numel
-    return found
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+            raise CheckpointError(f"{where} has a box of other dimensions than its shape {list(shape)}")
+        if any(start + size > whole for start, size, whole in zip(*box, shape, strict=True)):
+            raise CheckpointError(f"{where} has a box at {list(box.offsets)} that is beyond its shape {list(shape)}")
+    if sum(box.numel for box in boxes) != math.prod(shape):
+        raise CheckpointError(f"{where}: its boxes do not have as many elements as its shape {list(shape)}")
+    if len({box.offsets for box in boxes}) < len(boxes):
+        raise CheckpointError(f"{where} has two boxes that begin at the same element")
+    if _some_overlap(shape, [box for box in boxes if box.numel > 0], where):
+        raise CheckpointError(f"{where} has boxes that overlap")
 
 
-class BoxSavePlanner(DefaultSavePlanner):
-    """Plans to write boxes.
-
-    Args:
-        boxes: this process's. The boxes of all processes together have to cover every tensor, each element once.
-    """
-
-    def __init__(self, boxes: Sequence[SavedBox]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._boxes = {MetadataIndex(saved.name, saved.box.offsets): saved for saved in boxes}
-        assert len(self._boxes) == len(boxes)
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for index, saved in self._boxes.items():
-            about = TensorWriteData(saved.box.stored(), TensorProperties(dtype=saved.dtype), torch.Size(saved.shape))
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=about))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        saved = self._boxes[write_item.index]
-        values = saved.read()
-        assert tuple(values.shape) == saved.box.sizes, (saved.name, values.shape, saved.box)
-        return values
-
-
-class BoxLoadPlanner(DefaultLoadPlanner):
-    """Plans to read boxes, each into its own memory until it is complete.
-
-    Args:
-        boxes: this process's.
-
-    Raises:
-        CheckpointError: a tensor that is missing, incomplete or of another shape, by name; before anything is read.
-    """
-
-    def __init__(self, boxes: Sequence[WantedBox]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._wanted: dict[str, list[WantedBox]] = {}
-        for wanted in boxes:
-            self._wanted.setdefault(wanted.name, []).append(wanted)
-        self._arriving: dict[tuple[str, int], tuple[Tensor, int]] = {}
-        """Memory, and the number of missing elements, by name and number among the boxes of that name."""
-        self._dtypes: dict[str, torch.dtype] = {}
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for name, boxes in self._wanted.items():
-            about = stored(self.metadata, name)
-            self._dtypes[name] = about.properties.dtype
-            if tuple(about.size) != boxes[0].shape:
-                raise CheckpointError(f"{name} is {list(about.size)} in the checkpoint, not {list(boxes[0].shape)}")
-            for wanted in boxes:
-                if wanted.box.numel == 0:
-                    wanted.take(torch.empty(wanted.box.sizes, dtype=about.properties.dtype))
-            found = create_read_items_for_chunk_list(name, about, [wanted.box.stored() for wanted in boxes])
-            missing = sum(wanted.box.numel for wanted in boxes) - sum(item.lengths.numel() for item in found)
-            if missing != 0:
-                raise CheckpointError(f"{name}: {abs(missing)} elements are missing in the checkpoint, or there twice")
-            items += sorted(found, key=lambda item: item.dest_index.index or 0)
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        key = (read_item.dest_index.fqn, read_item.dest_index.index or 0)
-        if key not in self._arriving:
-            box = self._wanted[key[0]][key[1]].box
-            self._arriving[key] = torch.empty(box.sizes, dtype=self._dtypes[key[0]]), box.numel
-        values, _ = self._arriving[key]
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            values = values.narrow(dim, start, length)
-        return values
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        key = (read_item.dest_index.fqn, read_item.dest_index.index or 0)
-        values, missing = self._arriving.pop(key)
-        missing -= tensor.numel()
-        if missing > 0:
-            self._arriving[key] = values, missing
-        else:
-            self._wanted[key[0]][key[1]].take(values)
-
-
-def stored(metadata: Metadata, name: str) -> TensorStorageMetadata:
-    """The metadata of a tensor. Raises CheckpointError if the checkpoint does not have it."""
-    about = metadata.state_dict_metadata.get(name)
-    if not isinstance(about, TensorStorageMetadata):
-        raise CheckpointError(f"the checkpoint has no {name}")
-    return about
-
-
-def tensors_of(metadata: Metadata) -> Mapping[str, TensorStorageMetadata]:
-    """The metadata of all tensors, by name."""
-    return {
-        name: about for name, about in metadata.state_dict_metadata.items() if isinstance(about, TensorStorageMetadata)
-    }
+def _some_overlap(shape: Sequence[int], boxes: Sequence[Box], where: str) -> bool:
+    """Whether boxes overlap that have as many elements as the shape, and are all within it."""
+    divided = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] < size for box in boxes)]
+    if len(boxes) <= min(1 << len(divided), _MOST_COMPARISONS):
+        return any(one.common(other) for one, other in itertools.combinations(boxes, 2))
+    if 1 << len(divided) > _MOST_COMPARISONS:
+        raise CheckpointError(f"{where} has {len(boxes)} boxes, divided in {len(divided)} dimensions")
+    # Each element is in exactly one box if the mixed differences of the number of boxes at each element are those of
+    # the whole tensor: summed with signs at the corners, touching boxes cancel. That is one pass over all boxes.
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box in boxes:
+        ends = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in divided]
+        for corner in itertools.product(*ends):
+            corners[tuple(place for place, _ in corner)] += math.prod(sign for _, sign in corner)
+    whole = itertools.product(*(((0, 1), (shape[dim], -1)) for dim in divided))
+    for corner in whole:
+        corners[tuple(place for place, _ in corner)] -= math.prod(sign for _, sign in corner)
+    return any(corners.values())

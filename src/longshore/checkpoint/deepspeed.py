@@ -6,27 +6,36 @@ parameter at a time.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.checkpoint.boxes import Box, SavedBox
+from longshore.checkpoint.boxes import Box, SavedBoxes
 from longshore.checkpoint.deepspeed_files import Inert, SavedFiles, Shard, read_files
-from longshore.checkpoint.deepspeed_layout import OptimizerFiles, ShardedTensor, read_optimizer, shapes_of, trimmed
-from longshore.checkpoint.model_state import KIND as MODEL_KIND
-from longshore.checkpoint.optimizer_state import array_name
+from longshore.checkpoint.deepspeed_layout import (
+    SavedGroup,
+    SavedParameter,
+    ShardedTensor,
+    plain,
+    range_of,
+    read_optimizer,
+    shapes_of,
+)
+from longshore.checkpoint.files import checked, checked_entry
+from longshore.checkpoint.model_state import MODEL
+from longshore.checkpoint.optimizer_state import OPTIMIZER, array_name
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import Content, Target, Values, write
-from longshore.checkpoint.training_state import CLIENT_STATE, MODEL, OPTIMIZER
-from longshore.checkpoint.values import Encoder
+from longshore.checkpoint.saving import Content, Target, write
+from longshore.checkpoint.training_state import CLIENT_STATE
+from longshore.checkpoint.values import Values, encode
 from longshore.errors import CheckpointError
 from longshore.host import MASTER
 
@@ -43,14 +52,6 @@ _THEIRS = frozenset(
 _ARRAYS = ["exp_avg", "exp_avg_sq"]
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "maximize", "initial_lr")
 _EXTRA = "_extra_state"
-
-
-class _Model(NamedTuple):
-    """The model in the files; ``dtypes``: of each parameter that is stepped."""
-
-    about: dict[str, Any]
-    boxes: list[SavedBox]
-    dtypes: dict[str, torch.dtype]
 
 
 def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
@@ -77,17 +78,30 @@ def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
     target = Target(Path(out).absolute(), files.folder.name)
     if os.path.lexists(target.root / target.tag):
         raise CheckpointError(f"{target.root / target.tag} exists already: choose another folder, or move it away")
-    optimizer = read_optimizer(files)
-    model = _read_model(files, optimizer)
+    groups, parameters = read_optimizer(files)
+    model, boxes, dtypes = _read_model(files, parameters)
     first = files.models[0]
+    # A float32 parameter is its own master.
+    arrays = {
+        name: stepped.arrays if dtypes[name] == torch.float32 else {**stepped.arrays, MASTER: stepped.master}
+        for name, stepped in parameters.items()
+    }
+    boxes += [
+        tensor.saved(array_name(array, name), torch.float32)
+        for name, tensors in arrays.items()
+        for array, tensor in tensors.items()
+    ]
     engine = _engine_state(files)
     shared = {
-        MODEL: model.about,
-        OPTIMIZER: _about(optimizer, model, first),
+        MODEL: model,
+        OPTIMIZER: _about(groups, parameters, arrays, first),
         "engine": engine,
-        CLIENT_STATE: {key: value for key, value in first.content.items() if _is_client(key, value, first)},
+        CLIENT_STATE: {
+            key: value
+            for key, value in first.content.items()
+            if key not in _THEIRS and _fits(value, f"{first.path}: {key}")
+        },
     }
-    boxes = [*model.boxes, *_optimizer_boxes(optimizer, model)]
     own = Values.of({"random": None, "loader": None})
     return write(Content(boxes, Values.of(shared), own, {}, engine["global_steps"], engine["run"]), target, RankGroup())
 
@@ -95,13 +109,16 @@ def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
 # -- the model ----------------------------------------------------------------
 
 
-def _read_model(files: SavedFiles, optimizer: OptimizerFiles) -> _Model:
+def _read_model(
+    files: SavedFiles, stepped: Mapping[str, SavedParameter]
+) -> tuple[dict[str, Any], list[SavedBoxes], dict[str, torch.dtype]]:
+    """The model as in a checkpoint's shared values, its boxes, and the dtype of each of its tensors."""
     first = files.models[0]
-    module = checked(first.content.get("module"), dict, f"{first.path}: module")
+    module = checked_entry(first.content, "module", dict, str(first.path))
     buffers = set(checked(first.content.get("buffer_names") or [], list, f"{first.path}: buffer_names"))
     frozen = shapes_of(first.content.get("frozen_param_shapes") or {}, f"{first.path}: frozen_param_shapes")
-    aliases = _aliases(first, module, {*optimizer.parameters, *frozen})
-    gathered = {name: stepped.master for name, stepped in optimizer.parameters.items()}
+    aliases = _aliases(first, module, {*stepped, *frozen})
+    gathered = {name: parameter.master for name, parameter in stepped.items()}
     gathered |= _fragments(files, frozen)
     split = len(files.models) > 1 or first.path.name.startswith("zero_")
     about: dict[str, Any] = {"aliases": aliases, "left_out": [], "parameters": [], "extra_state": {}}
@@ -119,17 +136,18 @@ def _read_model(files: SavedFiles, optimizer: OptimizerFiles) -> _Model:
             if name not in gathered:
                 warnings.warn(f"{first.path} has no values of {name}, and it is left out", stacklevel=3)
                 continue
-            boxes.append(_gathered(f"{MODEL_KIND}.{name}", gathered[name], value.dtype))
+            boxes.append(gathered[name].saved(f"{MODEL}.{name}", value.dtype))
         else:
             whole = Box.whole(tuple(value.shape))
-            boxes.append(SavedBox(f"{MODEL_KIND}.{name}", value.dtype, whole.sizes, whole, lambda value=value: value))
+            read = functools.partial(torch.Tensor.detach, value)
+            boxes.append(SavedBoxes(f"{MODEL}.{name}", value.dtype, whole.sizes, [whole], read))
         if name not in buffers:
             about["parameters"].append(name)
         dtypes[name] = value.dtype
-    for name, stepped in optimizer.parameters.items():
-        if name not in dtypes or (not split and tuple(module[name].shape) != stepped.master.shape):
+    for name, parameter in stepped.items():
+        if name not in dtypes or (not split and tuple(module[name].shape) != parameter.master.shape):
             raise CheckpointError(f"{first.path}: {name} is stepped, and the model has no such parameter of that shape")
-    return _Model(about, boxes, dtypes)
+    return about, boxes, dtypes
 
 
 def _aliases(first: Shard, module: Mapping[str, Any], own: set[str]) -> dict[str, str]:
@@ -150,74 +168,51 @@ def _aliases(first: Shard, module: Mapping[str, Any], own: set[str]) -> dict[str
 
 def _fragments(files: SavedFiles, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShardedTensor]:
     """Frozen parameters, which are sharded over the ranks at stage 3."""
-    ranks = []
-    for shard in files.models:
-        where = f"{shard.path}: frozen_param_fragments"
-        ranks.append(checked(shard.content.get("frozen_param_fragments") or {}, dict, where))
+    key = "frozen_param_fragments"
+    ranks = [checked(shard.content.get(key) or {}, dict, f"{shard.path}: {key}") for shard in files.models]
     found = {}
     for name, shape in shapes.items():
         shards = [rank.get(name) for rank in ranks]
         if not all(isinstance(shard, Tensor) for shard in shards):
             raise CheckpointError(f"{files.folder}: a rank's file lacks its shard of the frozen {name}")
         numel = math.prod(shape)
-        flat = trimmed([shard.reshape(-1) for shard in shards if shard is not None], numel)
+        flat = range_of([shard.reshape(-1) for shard in shards if shard is not None], 0, numel)
         if sum(shard.numel() for shard in flat) != numel:
             raise CheckpointError(f"{files.folder}: the shards of the frozen {name} are not {list(shape)} together")
         found[name] = ShardedTensor(shape, flat)
     return found
 
 
-def _gathered(name: str, tensor: ShardedTensor, dtype: torch.dtype) -> SavedBox:
-    return SavedBox(name, dtype, tensor.shape, Box.whole(tensor.shape), lambda: tensor.read(dtype))
-
-
 # -- the optimizer ------------------------------------------------------------
 
 
-def _arrays_of(optimizer: OptimizerFiles, model: _Model, name: str) -> dict[str, ShardedTensor]:
-    """The arrays that our checkpoint has for a parameter: a float32 parameter is its own master."""
-    stepped = optimizer.parameters[name]
-    master = {} if model.dtypes[name] == torch.float32 else {MASTER: stepped.master}
-    return {**stepped.arrays, **master}
-
-
-def _optimizer_boxes(optimizer: OptimizerFiles, model: _Model) -> list[SavedBox]:
-    return [
-        _gathered(array_name(array, name), gathered, torch.float32)
-        for name in optimizer.parameters
-        for array, gathered in _arrays_of(optimizer, model, name).items()
-    ]
-
-
-def _about(optimizer: OptimizerFiles, model: _Model, first: Shard) -> dict[str, Any]:
+def _about(
+    groups: Sequence[SavedGroup],
+    parameters: Mapping[str, SavedParameter],
+    arrays: Mapping[str, Iterable[str]],
+    first: Shard,
+) -> dict[str, Any]:
     """The optimizer, as in :meth:`longshore.checkpoint.optimizer_state.OptimizerState.about`."""
-    for name, stepped in optimizer.parameters.items():
+    for name, stepped in parameters.items():
         if sorted(stepped.arrays) != _ARRAYS and (stepped.arrays or stepped.step > 0):
             raise CheckpointError(
                 f"{first.path}: {name} has the states {', '.join(sorted(stepped.arrays)) or 'of no kind'}, and those "
                 f"of Adam and AdamW are imported: {', '.join(_ARRAYS)}"
             )
-    kind = _kind(optimizer, first)
-    groups = []
-    for group in optimizer.groups:
-        options = {key: _number(group.options[key]) for key in _OPTIONS if key in group.options}
+    kind = _kind(groups, first)
+    found = []
+    for group in groups:
+        options = {key: plain(group.options[key]) for key in _OPTIONS if key in group.options}
         if group.options.get("amsgrad"):
             raise CheckpointError(f"{first.path}: amsgrad=True, and longshore has no maximum of second moments")
-        groups.append({"options": {**options, "decoupled_weight_decay": kind == "AdamW"}, "parameters": group.names})
-    parameters = {
-        name: {"step": stepped.step, "scalars": {}, "arrays": [*_arrays_of(optimizer, model, name)]}
-        for name, stepped in optimizer.parameters.items()
+        found.append({"options": {**options, "decoupled_weight_decay": kind == "AdamW"}, "parameters": group.names})
+    entries = {
+        name: {"step": stepped.step, "scalars": {}, "arrays": [*arrays[name]]} for name, stepped in parameters.items()
     }
-    return {"kind": kind, "groups": groups, "parameters": parameters}
+    return {"kind": kind, "groups": found, "parameters": entries}
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return tuple(_number(each) for each in value) if isinstance(value, (list, tuple)) else value
-
-
-def _kind(optimizer: OptimizerFiles, first: Shard) -> str:
+def _kind(groups: Sequence[SavedGroup], first: Shard) -> str:
     """Whether weight decay is decoupled: DeepSpeed's ``Adam`` means AdamW unless its options say otherwise."""
     section = _config(first).get("optimizer")
     named = section.get("type") if isinstance(section, dict) else None
@@ -227,7 +222,7 @@ def _kind(optimizer: OptimizerFiles, first: Shard) -> str:
             raise CheckpointError(f"{first.path} is of the optimizer {named}, and Adam and AdamW are imported")
         plain = isinstance(params, dict) and params.get("adam_w_mode") is False and named.lower() == "adam"
         return "Adam" if plain else "AdamW"
-    flags = {group.options.get("decoupled_weight_decay") for group in optimizer.groups}
+    flags = {group.options.get("decoupled_weight_decay") for group in groups}
     if flags <= {True, False} and len(flags) == 1:
         return "AdamW" if flags.pop() else "Adam"
     warnings.warn(
@@ -250,8 +245,15 @@ def _config(first: Shard) -> dict[str, Any]:
 def _engine_state(files: SavedFiles) -> dict[str, Any]:
     """The state as in the engine's ``save_checkpoint``. ``micro_steps``, which DeepSpeed does not save, is computed."""
     first = files.models[0]
-    steps = checked(first.content.get("global_steps"), int, f"{first.path}: global_steps")
-    accumulation = _accumulation(first)
+    steps = checked_entry(first.content, "global_steps", int, str(first.path))
+    config = _config(first)
+    accumulation, micro_batch, batch = (
+        value if type(value := config.get(key)) is int and value > 0 else None
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+    )
+    if accumulation is None and micro_batch is not None and batch is not None:
+        accumulation = batch // (micro_batch * checked_entry(first.content, "dp_world_size", int, str(first.path)))
+    accumulation = accumulation or 1
     schedule = first.content.get("lr_scheduler")
     if not (isinstance(schedule, dict) and _fits(schedule, f"{first.path}: lr_scheduler")):
         schedule = None
@@ -269,19 +271,6 @@ def _engine_state(files: SavedFiles) -> dict[str, Any]:
     }
 
 
-def _accumulation(first: Shard) -> int:
-    config = _config(first)
-    steps, micro, total = (
-        value if type(value) is int and value > 0 else None
-        for value in map(
-            config.get, ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
-        )
-    )
-    if steps is None and micro is not None and total is not None:
-        steps = total // (micro * checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size"))
-    return steps or 1
-
-
 def _loss_scale(state: Shard) -> dict[str, Any]:
     """The state of a dynamic loss scale; empty if there is none, or a static one, which the configuration gives."""
     scaler = state.content["optimizer_state_dict"].get("loss_scaler")
@@ -294,20 +283,16 @@ def _loss_scale(state: Shard) -> dict[str, Any]:
         raise CheckpointError(f"{where} has the scale {scale!r}, and its last overflow at {last!r}: not numbers")
     return {
         "scale": float(scale),  # pyright: ignore[reportArgumentType]
-        "hysteresis_left": checked(saved["cur_hysteresis"], int, where),
-        "windows": checked(saved.get("cur_iter"), int, where),
+        "hysteresis_left": checked_entry(saved, "cur_hysteresis", int, where),
+        "windows": checked_entry(saved, "cur_iter", int, where),
         "last_overflow": last,
     }
-
-
-def _is_client(key: str, value: Any, first: Shard) -> bool:
-    return key not in _THEIRS and _fits(value, f"{first.path}: {key}")
 
 
 def _fits(value: Any, where: str) -> bool:
     """Whether our format has such values; warns if not."""
     try:
-        Encoder("").encode(value, where)
+        encode(value, where, {})
     except CheckpointError as error:
         warnings.warn(f"left out of the import: {error}", stacklevel=4)
         return False

@@ -1,7 +1,7 @@
 """Reads files of DeepSpeed's ``save_checkpoint`` without DeepSpeed, and without running code that they name.
 
 They are pickles. torch's restricted unpickler reads tensors, numbers, text and containers; the few objects of
-DeepSpeed's own classes are replaced by :class:`Inert`. A file that needs anything else is refused.
+DeepSpeed's own classes are replaced by :class:`Inert`. A file that needs anything else is rejected.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longshore.checkpoint.folder import check_tag
-from longshore.checkpoint.loading import is_checkpoint
-from longshore.checkpoint.reading import checked
+from longshore.checkpoint.files import checked_entry
+from longshore.checkpoint.folder import LATEST, check_tag, is_checkpoint
 from longshore.errors import CheckpointError
 
-_LATEST = "latest"
 _LONGEST_LATEST = 4096
 _MOST_VALUES = 3_000_000
 _LARGEST_EXPANDED_BYTES = 1 << 26
@@ -30,17 +28,12 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P
 _OTHER = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|.*_expert_.*\.pt")
 
 _INERT_NAMES = (
-    *(
-        f"deepspeed.runtime.{name}"
-        for name in (
-            "fp16.loss_scaler.LossScaler",
-            "fp16.loss_scaler.DynamicLossScaler",
-            "fp16.loss_scaler.LossScaleConfig",
-            "fp16.loss_scaler.LossScaleProfile",
-            "zero.config.ZeroStageEnum",
-            "zero.offload_config.OffloadDeviceEnum",
-        )
-    ),
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
     # In the client state of many.
     "argparse.Namespace",
@@ -48,20 +41,16 @@ _INERT_NAMES = (
     "numpy._core.multiarray.scalar",
     "numpy.dtype",
 )
+"""Classes and functions that :class:`Inert` replaces."""
 
 
 class Inert:
     """Replaces an object whose class is not loaded. ``state``: what the file gives as its state, or None."""
 
-    state: Any
+    state: Any = None
 
-    def __new__(cls, *given: Any) -> Inert:
-        made = super().__new__(cls)
-        made.state = None
-        return made
-
-    def __init__(self, *given: Any) -> None:
-        self.given = given
+    def __init__(self, *_: object) -> None:
+        """Accept and ignore the arguments that the class would get."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -115,8 +104,16 @@ def read_files(source: Path, tag: str | None) -> SavedFiles:
     if not models:
         raise CheckpointError(f"{folder} has no file with a model (mp_rank_00_model_states.pt): it is not a checkpoint")
     first = _read(models[0])
-    ranks = checked(first.content.get("dp_world_size"), int, f"{first.path}: dp_world_size")
-    _check_stage(first)
+    ranks = checked_entry(first.content, "dp_world_size", int, str(first.path))
+    if first.content.get("param_shapes") is None:
+        raise CheckpointError(
+            f"{first.path} was saved without ZeRO or without an optimizer, and does not say which state is which "
+            "parameter's; stages 1, 2 and 3 are imported"
+        )
+    if first.content.get("num_experts") or first.content.get("ds_autoep_layers"):
+        raise CheckpointError(f"{first.path} has a model with experts, which are not imported")
+    if first.content.get("mp_world_size", 1) != 1:
+        raise CheckpointError(f"{first.path} has a model-parallel model, which is not imported")
     _check_ranks(folder, "optimizer states", optimizers, ranks)
     if models[0].name.startswith("zero_"):
         _check_ranks(folder, "model states", models, ranks)
@@ -131,15 +128,15 @@ def _tag_in(source: Path) -> str:
         raise CheckpointError(
             f"{source} is one checkpoint: give the folder that contains it, and its name ({source.name}) as the tag"
         )
-    if not (source / _LATEST).is_file():
-        raise CheckpointError(f"{source} has no file `{_LATEST}` that names the newest; give a tag{_others(source)}")
+    if not (source / LATEST).is_file():
+        raise CheckpointError(f"{source} has no file `{LATEST}` that names the newest; give a tag{_others(source)}")
     try:
-        with open(source / _LATEST, "rb") as file:
+        with open(source / LATEST, "rb") as file:
             return check_tag(file.read(_LONGEST_LATEST).decode().strip())
     except OSError as error:
-        raise CheckpointError(f"{source / _LATEST} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{source / LATEST} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{source / _LATEST} names no checkpoint: {error}") from error
+        raise CheckpointError(f"{source / LATEST} names no checkpoint: {error}") from error
 
 
 def _others(source: Path) -> str:
@@ -178,18 +175,6 @@ def _check_ranks(folder: Path, what: str, files: Sequence[Path], ranks: int) -> 
         raise CheckpointError(f"{folder} has {what} of {len(files)} ranks, and {ranks} saved it: it is a mixture")
 
 
-def _check_stage(model: Shard) -> None:
-    if model.content.get("param_shapes") is None:
-        raise CheckpointError(
-            f"{model.path} was saved without ZeRO or without an optimizer, and does not say which state is which "
-            "parameter's; stages 1, 2 and 3 are imported"
-        )
-    if model.content.get("num_experts") or model.content.get("ds_autoep_layers"):
-        raise CheckpointError(f"{model.path} has a model with experts, which are not imported")
-    if model.content.get("mp_world_size", 1) != 1:
-        raise CheckpointError(f"{model.path} has a model-parallel model, which is not imported")
-
-
 def _read(path: Path) -> Shard:
     """Read one file. Raises CheckpointError if it is damaged, or needs more than values."""
     if not path.is_file():
@@ -199,11 +184,20 @@ def _read(path: Path) -> Shard:
         with torch.serialization.safe_globals(stand_ins):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(path, str(error))) from error
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found is None:
+            raise CheckpointError(
+                f"{path} is damaged, or not a file of DeepSpeed's: it cannot be read as tensors and plain values"
+            ) from error
+        raise CheckpointError(
+            f"{path} needs {found[1]} to be loaded, and an import runs no code that a file names: it reads tensors, "
+            "numbers and text. Save again without it (for example in client_state)"
+        ) from error
     except MemoryError:
         raise
     except Exception as error:  # an unpickler raises anything for untrusted bytes
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {_first_line(error)}") from error
+        first_line = str(error).partition("\n")[0][:200]
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {first_line}") from error
     _check_size(content, path)
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(f"{path} is not a dictionary, as DeepSpeed's files are")
@@ -221,24 +215,10 @@ def _check_size(content: Any, path: Path) -> None:
                 f"{path} has more than {_MOST_VALUES} values, more than any such file has: it is damaged"
             )
         if isinstance(value, torch.Tensor):
-            held = 0 if value.is_meta or value.layout != torch.strided else value.untyped_storage().nbytes()
-            if value.numel() * value.itemsize > max(held, _LARGEST_EXPANDED_BYTES):
+            stored = 0 if value.is_meta or value.layout != torch.strided else value.untyped_storage().nbytes()
+            if value.numel() * value.itemsize > max(stored, _LARGEST_EXPANDED_BYTES):
                 raise CheckpointError(f"{path} has a tensor {list(value.shape)}, and not its elements: it is damaged")
         elif isinstance(value, Mapping):
             left.extend(value.values())
         elif isinstance(value, (list, tuple)):
             left.extend(value)
-
-
-def _refusal(path: Path, said: str) -> str:
-    found = re.search(r"GLOBAL ([\w.]+)", said)
-    if found is None:
-        return f"{path} is damaged, or not a file of DeepSpeed's: it cannot be read as tensors and plain values"
-    return (
-        f"{path} needs {found[1]} to be loaded, and an import runs no code that a file names: it reads tensors, "
-        "numbers and text. Save again without it (for example in client_state)"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]

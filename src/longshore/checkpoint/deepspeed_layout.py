@@ -7,6 +7,7 @@ and a rank's group has its shard of each of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.checkpoint.boxes import Box, SavedBoxes
 from longshore.checkpoint.deepspeed_files import SavedFiles, Shard
-from longshore.checkpoint.reading import checked
+from longshore.checkpoint.files import checked, checked_entry
 from longshore.errors import CheckpointError
 
 _STATE = "optimizer_state_dict"
@@ -32,9 +34,13 @@ class ShardedTensor(NamedTuple):
     shape: tuple[int, ...]
     ranges: Sequence[Tensor]
 
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """A whole copy."""
-        return torch.cat([each.to(dtype) for each in self.ranges]).view(self.shape)
+    def saved(self, name: str, dtype: torch.dtype) -> SavedBoxes:
+        """The whole tensor, to be written under that name."""
+        read = functools.partial(self._read, dtype)
+        return SavedBoxes(name, dtype, self.shape, [Box.whole(self.shape)], read)
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([each.to(dtype) for each in self.ranges])
 
 
 class SavedGroup(NamedTuple):
@@ -50,13 +56,6 @@ class SavedParameter(NamedTuple):
     step: int
     master: ShardedTensor
     arrays: dict[str, ShardedTensor]
-
-
-class OptimizerFiles(NamedTuple):
-    """The optimizer in the files."""
-
-    groups: list[SavedGroup]
-    parameters: dict[str, SavedParameter]
 
 
 class _FlatGroup(NamedTuple):
@@ -89,7 +88,7 @@ class _FlatGroup(NamedTuple):
         for name, shape in self.shapes.items():
             numel = -(-math.prod(shape) // len(shards))
             ranges = [shard[start : start + numel] for shard in shards]
-            found[name] = ShardedTensor(shape, trimmed(ranges, math.prod(shape)))
+            found[name] = ShardedTensor(shape, range_of(ranges, 0, math.prod(shape)))
             start += numel
         if any(shard.numel() != start for shard in shards):
             sizes = ", ".join(str(shard.numel()) for shard in shards)
@@ -103,7 +102,7 @@ class _FlatGroup(NamedTuple):
         found, start = {}, 0
         for (name, shape), padding in zip(self.shapes.items(), self.paddings, strict=True):
             numel = math.prod(shape)
-            found[name] = ShardedTensor(shape, _range_of(shards, start, numel))
+            found[name] = ShardedTensor(shape, range_of(shards, start, numel))
             start += numel + padding
         total = sum(shard.numel() for shard in shards)
         if not start <= total < start + _ALIGNMENT * len(shards):
@@ -113,12 +112,8 @@ class _FlatGroup(NamedTuple):
         return found
 
 
-def trimmed(ranges: Sequence[Tensor], numel: int) -> list[Tensor]:
-    """The first ``numel`` elements of flat tensors that follow each other, or all if they have fewer."""
-    return _range_of(ranges, 0, numel)
-
-
-def _range_of(shards: Sequence[Tensor], start: int, numel: int) -> list[Tensor]:
+def range_of(shards: Sequence[Tensor], start: int, numel: int) -> list[Tensor]:
+    """Elements ``[start, start + numel)``, or as many of them as there are, of flat tensors that follow each other."""
     found = []
     for shard in shards:
         values = shard[max(start, 0) : max(start + numel, 0)]
@@ -140,20 +135,21 @@ def shapes_of(content: Any, where: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def read_optimizer(files: SavedFiles) -> OptimizerFiles:
+def read_optimizer(files: SavedFiles) -> tuple[list[SavedGroup], dict[str, SavedParameter]]:
     """Read groups and each parameter's state. Raises CheckpointError if the files do not fit each other."""
     model = files.models[0]
-    states = [_inner(shard, _STATE) for shard in files.optimizers]
+    states = [Shard(path, checked_entry(content, _STATE, dict, str(path))) for path, content in files.optimizers]
     _check_partitions(states)
     split = _FLAT_3 in states[0].content
-    listed = checked(model.content.get("param_shapes"), list, f"{model.path}: param_shapes")
+    master_key, base_key = (_FLAT_3, _BASE_3) if split else (_FLAT, _BASE)
+    listed = checked_entry(model.content, "param_shapes", list, str(model.path))
     flats = []
     for number, content in enumerate(listed):
         where = f"{files.folder}: group {number}"
         shapes = shapes_of(content, where)
         flats.append(_FlatGroup(where, shapes, _paddings(states[0], number, len(shapes)), split))
-    masters = [_entries(state, _FLAT_3 if split else _FLAT, len(flats)) for state in states]
-    bases = [_base_of(state, split, len(flats)) for state in states]
+    masters = [_entries(state, master_key, len(flats)) for state in states]
+    bases = [_base_of(state, base_key, len(flats)) for state in states]
     parameters: dict[str, SavedParameter] = {}
     for number, flat in enumerate(flats):
         found = flat.parameters([each[number] for each in masters], "the master")
@@ -163,11 +159,7 @@ def read_optimizer(files: SavedFiles) -> OptimizerFiles:
             if name in parameters:
                 raise CheckpointError(f"{flat.where}: {name} is also in another group")
             parameters[name] = SavedParameter(step, master, {key: each[name] for key, each in by_array.items()})
-    return OptimizerFiles(_groups(states[0], split, flats), parameters)
-
-
-def _inner(shard: Shard, key: str) -> Shard:
-    return Shard(shard.path, checked(shard.content.get(key), dict, f"{shard.path}: {key}"))
+    return _groups(states[0], base_key, flats), parameters
 
 
 def _check_partitions(states: Sequence[Shard]) -> None:
@@ -196,42 +188,36 @@ def _paddings(state: Shard, number: int, length: int) -> list[int]:
 
 
 def _entries(state: Shard, key: str, length: int) -> list[Any]:
-    found = checked(state.content.get(key), list, f"{state.path}: {key}")
+    found = checked_entry(state.content, key, list, str(state.path))
     if len(found) != length:
         raise CheckpointError(f"{state.path}: {key} has {len(found)} groups, and the model's file lists {length}")
     return found
 
 
-def _base_of(state: Shard, split: bool, length: int) -> list[Mapping[str, Any]]:
+def _base_of(state: Shard, key: str, length: int) -> list[Mapping[str, Any]]:
     """The inner optimizer's state of each flat group on one rank, with ``step``."""
-    key = _BASE_3 if split else _BASE
     base: Any = state.content.get(key)
     where = f"{state.path}: {key}"
     if isinstance(base, list):  # an "elastic" checkpoint: without the groups
         steps = [state.content.get("base_optimizer_state_step")] * length
         inner = dict(enumerate(base))
     else:
-        inner = checked(checked(base, dict, where).get("state"), dict, where)
-        listed = _listed(base, where)
+        inner = checked_entry(base, "state", dict, where)
         steps = [None] * length
-        for group in listed:
+        for group in _listed(base, where):
             for number in group["params"]:
                 if number < length:
                     # Older versions of its fused Adam counted steps here.
                     steps[number] = group.get("step")
     if {*inner} - {*range(length)}:
         raise CheckpointError(f"{where} has the state of groups {sorted(map(str, inner))}, and there are {length}")
-    found = []
-    for number in range(length):
-        each = checked(inner.get(number, {}), dict, where)
-        found.append({"step": steps[number] or 0, **each})
-    return found
+    return [{"step": steps[number] or 0, **checked(inner.get(number, {}), dict, where)} for number in range(length)]
 
 
-def _listed(base: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    groups = checked(base.get("param_groups"), list, f"{where}: param_groups")
+def _listed(base: Any, where: str) -> list[dict[str, Any]]:
+    groups = checked_entry(base, "param_groups", list, where)
     for group in groups:
-        for number in checked(checked(group, dict, where).get("params"), list, f"{where}: params"):
+        for number in checked_entry(group, "params", list, where):
             checked(number, int, f"{where}: params")
     return groups
 
@@ -248,19 +234,25 @@ def _moments(flat: _FlatGroup, states: Sequence[Mapping[str, Any]]) -> tuple[int
     return steps.pop(), {key: [state[key] for state in states] for key in sorted(keys)}
 
 
-def _step(value: Any, where: str) -> int:
+def plain(value: Any) -> Any:
+    """The value with numbers in place of tensors of one element, also in lists and tuples."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
+        return value.item()
+    return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _step(value: Any, where: str) -> int:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 2**53 or value % 1:
         raise CheckpointError(f"{where}: step is {value!r}, which is not a count")
     return int(value)
 
 
-def _groups(state: Shard, split: bool, flats: Sequence[_FlatGroup]) -> list[SavedGroup]:
-    base: Any = state.content.get(_BASE_3 if split else _BASE)
+def _groups(state: Shard, key: str, flats: Sequence[_FlatGroup]) -> list[SavedGroup]:
+    base: Any = state.content.get(key)
     if isinstance(base, list):
         return [SavedGroup({}, [*flat.shapes]) for flat in flats]
-    listed = _listed(checked(base, dict, str(state.path)), str(state.path))
+    listed = _listed(base, str(state.path))
     numbers = [number for group in listed for number in group["params"]]
     if sorted(numbers) != [*range(len(flats))]:
         raise CheckpointError(

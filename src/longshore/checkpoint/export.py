@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
 import shutil
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,19 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.checkpoint.boxes import Box, BoxLoadPlanner, WantedBox, stored, tensors_of
+from longshore.checkpoint.boxes import METADATA, Box, BoxReader, WantedBoxes
 from longshore.checkpoint.deepspeed import import_deepspeed
 from longshore.checkpoint.deepspeed_files import is_deepspeed
-from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, sync_folder
-from longshore.checkpoint.loading import find, is_checkpoint
-from longshore.checkpoint.model_state import KIND
-from longshore.checkpoint.optimizer_state import array_name, checked_about
+from longshore.checkpoint.files import TensorFile, TensorHead, checked, read_json, sync_folder, write_json
+from longshore.checkpoint.folder import MANIFEST, WholeCheckpoint, is_checkpoint, take_name
+from longshore.checkpoint.model_state import MODEL
+from longshore.checkpoint.optimizer_state import OPTIMIZER, array_name
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.reading import checked, read_json
 from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE
-from longshore.checkpoint.storage import METADATA, SafetensorsReader
-from longshore.checkpoint.tensor_file import TensorFile, TensorHead, write_json
-from longshore.checkpoint.training_state import OPTIMIZER
+from longshore.checkpoint.training_state import find, read_description
 from longshore.errors import CheckpointError
 from longshore.host import MASTER
 
@@ -101,17 +100,15 @@ def export(
     _check_target(target, overwrite)
     whole = chosen(Path(checkpoint).absolute(), tag)
     _check_target(target, overwrite, whole.files)
-    reader = SafetensorsReader(whole.path)
-    weights = weights_of(whole, reader, dtype)
+    reader = BoxReader(whole.path)
+    weights = weights_of(whole, read_description(whole.path), reader, dtype)
     shards = shards_of(weights, max_shard_bytes)
     with _written_beside(target, overwrite, whole.files) as folder:
         _write_shards(folder, shards, reader, progress)
-        if CONFIG in whole.files:
-            config = checked(read_json(whole.path / CONFIG), dict, str(whole.path / CONFIG))
-            write_json(folder / CONFIG, _with_dtype(config, [weight.head for weight in weights]))
-        if GENERATION_CONFIG in whole.files:
-            where = whole.path / GENERATION_CONFIG
-            write_json(folder / GENERATION_CONFIG, checked(read_json(where), dict, str(where)))
+        for name in (CONFIG, GENERATION_CONFIG):
+            if name in whole.files:
+                content = checked(read_json(whole.path / name), dict, str(whole.path / name))
+                write_json(folder / name, _with_dtype(content, weights) if name == CONFIG else content)
         whole.check_unchanged()
         names = tuple(sorted(os.listdir(folder)))
     num_bytes = sum(weight.head.num_bytes for weight in weights)
@@ -136,57 +133,46 @@ def chosen(path: Path, tag: str | None) -> WholeCheckpoint:
 
 
 def weights_of(
-    whole: WholeCheckpoint, reader: SafetensorsReader, dtype: torch.dtype | None, all_of_it: bool = True
+    whole: WholeCheckpoint,
+    values: Mapping[str, Any],
+    reader: BoxReader,
+    dtype: torch.dtype | None,
+    all_of_it: bool = True,
 ) -> list[Weight]:
     """The weights in a checkpoint, in the model's order: parameters, then buffers.
 
     Raises:
         CheckpointError: it is damaged; or, with ``all_of_it``, frozen parameters were left out.
     """
-    where = str(whole.path / f"{STATE}.json")
-    about = checked(read_json(whole.path / f"{STATE}.json"), dict, where)
-    model = checked(about.get(KIND), dict, f"{where}: {KIND}")
-    left_out = checked(model.get("left_out"), list, f"{where}: left_out")
+    left_out, parameters = values[MODEL]["left_out"], values[MODEL]["parameters"]
     if left_out and all_of_it:
         raise CheckpointError(
             f"{whole.path} was saved without frozen parameters ({left_out[0]!r}, {len(left_out)} of them) and does not "
             "have the whole model: load it into the model, and save that with exclude_frozen_parameters=False"
         )
-    metadata = reader.read_metadata()
-    files = {METADATA, f"{STATE}.json", *(where.file for where in metadata.storage_data.values())}
-    for name in sorted(files - whole.files.keys()):
+    for name in sorted({METADATA, f"{STATE}.json", *reader.files()} - whole.files.keys()):
         raise CheckpointError(f"{whole.path} is damaged: its {MANIFEST} does not list {name}, and it was not verified")
-    sources = {name.removeprefix(f"{KIND}."): name for name in tensors_of(metadata) if name.startswith(f"{KIND}.")}
-    parameters = [
-        checked(name, str, f"{where}: parameters")
-        for name in checked(model.get("parameters"), list, f"{where}: parameters")
-    ]
-    lost = [name for name in parameters if name not in sources]
+    saved = reader.of_kind(MODEL)
+    lost = [name for name in parameters if name not in saved]
     if lost:
-        raise CheckpointError(f"{whole.path} is damaged: {METADATA} has no {lost[0]}, which {where} names")
+        raise CheckpointError(f"{whole.path} is damaged: {METADATA} has no {MODEL}.{lost[0]}, which {STATE}.json names")
+    # A master is exported if the parameter is its rounded values.
+    masters = {
+        name
+        for name, entry in (values.get(OPTIMIZER) or {"parameters": {}})["parameters"].items()
+        if dtype is torch.float32 and MASTER in entry["arrays"] and entry.get("published") is True
+    }
     weights = []
-    masters = _masters_of(about, where) if dtype is torch.float32 else frozenset()
-    for name in dict.fromkeys([*parameters, *sources]):
-        entry = stored(metadata, sources[name])
-        found = entry.properties.dtype
-        head = TensorHead(name, dtype if dtype is not None and found in EXPORT_DTYPES else found, tuple(entry.size))
-        source = array_name(MASTER, name) if name in masters else sources[name]
-        if stored(metadata, source).size != entry.size:
-            raise CheckpointError(f"{whole.path} is damaged: {source} does not have the shape of {sources[name]}")
+    for name in dict.fromkeys([*parameters, *saved]):
+        found, shape = saved[name].dtype, saved[name].shape
+        head = TensorHead(name, dtype if dtype is not None and found in EXPORT_DTYPES else found, shape)
+        source = array_name(MASTER, name) if name in masters else f"{MODEL}.{name}"
+        if reader.tensor(source).shape != shape:
+            raise CheckpointError(f"{whole.path} is damaged: {source} does not have the shape of {MODEL}.{name}")
         weights.append(Weight(source, head))
     if not weights:
         raise CheckpointError(f"{whole.path} has no weights")
     return weights
-
-
-def _masters_of(about: Mapping[str, Any], where: str) -> frozenset[str]:
-    """The parameters that have a master, and are its rounded values."""
-    if about.get(OPTIMIZER) is None:
-        return frozenset()
-    entries = checked_about(about[OPTIMIZER], f"{where}: {OPTIMIZER}")["parameters"]
-    return frozenset(
-        name for name, entry in entries.items() if MASTER in entry["arrays"] and entry.get("published") is True
-    )
 
 
 def shards_of(weights: Sequence[Weight], max_shard_bytes: int) -> dict[str, list[Weight]]:
@@ -207,17 +193,17 @@ def shards_of(weights: Sequence[Weight], max_shard_bytes: int) -> dict[str, list
 def _write_shards(
     folder: Path,
     shards: Mapping[str, Sequence[Weight]],
-    reader: SafetensorsReader,
+    reader: BoxReader,
     progress: Callable[[int, int], None],
 ) -> None:
     total = sum(weight.head.num_bytes for group in shards.values() for weight in group)
     done = 0
     progress(done, total)
     for name, group in shards.items():
-        sources = {weight.head.name: weight.source for weight in group}
-        with TensorFile(folder / name, [weight.head for weight in group], _ABOUT) as file:
+        sources = {head: source for source, head in group}
+        with TensorFile(folder / name, sources, _ABOUT) as file:
             for head in file.heads:
-                file.write(read_weight(reader, sources[head.name], head))
+                file.write(read_weight(reader, sources[head], head))
                 done += head.num_bytes
                 progress(done, total)
             file.finish()
@@ -226,14 +212,13 @@ def _write_shards(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def read_weight(reader: SafetensorsReader, source: str, head: TensorHead) -> Tensor:
+def read_weight(reader: BoxReader, source: str, head: TensorHead) -> Tensor:
     """Read a whole tensor, in the dtype of ``head``. Its files are unmapped afterwards."""
-    metadata = reader.read_metadata()
     found: list[Tensor] = []
-    planner = BoxLoadPlanner([WantedBox(source, head.shape, Box.whole(head.shape), found.append)])
-    planner.set_up_planner({}, metadata)
-    reader.read_data(planner.create_local_plan(), planner)
-    (values,) = found
+    wanted = [WantedBoxes(source, head.shape, [Box.whole(head.shape)], found.append)]
+    reader.check(wanted)
+    reader.read(wanted)
+    values = found.pop().view(head.shape)
     return values if values.dtype == head.dtype else _cast(values, head)
 
 
@@ -253,16 +238,16 @@ def _cast(values: Tensor, head: TensorHead) -> Tensor:
     return cast
 
 
-def _with_dtype(config: Mapping[str, Any], heads: Sequence[TensorHead]) -> dict[str, Any]:
-    """The configuration with the dtype that most of the weights have: transformers casts them to it when loading. The
-    saved one may differ from it."""
-    numels: dict[torch.dtype, int] = {}
-    for head in heads:
+def _with_dtype(config: Mapping[str, Any], weights: Sequence[Weight]) -> dict[str, Any]:
+    """The configuration with the dtype that most of the weights have, to which transformers casts them when loading.
+    The saved one may differ from it."""
+    numels: Counter[torch.dtype] = Counter()
+    for _, head in weights:
         if head.dtype in EXPORT_DTYPES:
-            numels[head.dtype] = numels.get(head.dtype, 0) + head.num_bytes // head.dtype.itemsize
+            numels[head.dtype] += math.prod(head.shape)
     if not numels:
         return dict(config)
-    name = str(max(numels, key=lambda dtype: numels[dtype])).removeprefix("torch.")
+    name = str(numels.most_common(1)[0][0]).removeprefix("torch.")
     # Versions before 5 write the second, and all versions read it.
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     return {**config, **dict.fromkeys(keys, name)}
@@ -290,7 +275,7 @@ def _check_target(out: Path, overwrite: bool, written: Collection[str] = (GENERA
 @contextlib.contextmanager
 def _written_beside(out: Path, overwrite: bool, written: Collection[str]) -> Iterator[Path]:
     """A new folder, which is renamed to ``out`` at the end, and removed after an exception."""
-    folder, aside = (out.with_name(f".{out.name}.{word}-{secrets.token_hex(4)}") for word in ("writing", "replaced"))
+    folder = out.with_name(f".{out.name}.writing-{secrets.token_hex(4)}")
     try:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -298,28 +283,16 @@ def _written_beside(out: Path, overwrite: bool, written: Collection[str]) -> Ite
             yield folder
             sync_folder(folder)
             _check_target(out, overwrite, written)  # again: it may have changed
-            _replace(folder, out, aside)
+            asides = take_name(folder, out, f".{out.name}.replaced")
+            sync_folder(out.parent)
+            for aside in asides:
+                shutil.rmtree(aside, ignore_errors=True)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
             f"{out} could not be written: {error.strerror or error}; its files were removed"
         ) from error
-
-
-def _replace(folder: Path, out: Path, aside: Path) -> None:
-    replaced = out.is_dir()
-    if replaced:
-        os.rename(out, aside)
-    try:
-        os.rename(folder, out)
-    except BaseException:
-        if replaced:
-            os.rename(aside, out)
-        raise
-    sync_folder(out.parent)
-    if replaced:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def whole_state_dict(
@@ -342,37 +315,26 @@ def whole_state_dict(
     """
     root = Path(checkpoint).absolute()
     if not is_deepspeed(root, tag):
-        return dict(_tensors(chosen(root, tag), exclude_frozen))
+        return _tensors(chosen(root, tag), exclude_frozen)
     with tempfile.TemporaryDirectory(prefix="longshore-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about values that are not weights
-        return dict(_tensors(chosen(import_deepspeed(root, Path(folder), tag), None), exclude_frozen))
+        return _tensors(chosen(import_deepspeed(root, Path(folder), tag), None), exclude_frozen)
 
 
-def _tensors(whole: WholeCheckpoint, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    where = str(whole.path / f"{STATE}.json")
-    about = checked(read_json(whole.path / f"{STATE}.json"), dict, where)
-    model = checked(about.get(KIND), dict, f"{where}: {KIND}")
-    parameters = set(checked(model.get("parameters"), list, f"{where}: parameters"))
-    optimizer = about.get(OPTIMIZER)
-    stepped = set() if optimizer is None else set(checked_about(optimizer, f"{where}: {OPTIMIZER}")["parameters"])
-    frozen = parameters - stepped if exclude_frozen else set()
-    reader = SafetensorsReader(whole.path)
+def _tensors(whole: WholeCheckpoint, exclude_frozen: bool) -> dict[str, Tensor]:
+    values, reader = read_description(whole.path), BoxReader(whole.path)
+    stepped = (values.get(OPTIMIZER) or {"parameters": {}})["parameters"]
+    frozen = {name for name in values[MODEL]["parameters"] if exclude_frozen and name not in stepped}
     found: dict[str, Tensor] = {}
-    for weight in weights_of(whole, reader, torch.float32, all_of_it=not exclude_frozen):
-        if weight.head.name not in frozen:
-            found[weight.head.name] = _with_master(reader, weight, array_name(MASTER, weight.head.name))
-            yield weight.head.name, found[weight.head.name]
-    for name, first in checked(model.get("aliases"), dict, f"{where}: aliases").items():
-        if first in found:
-            yield name, found[first]
+    for source, head in weights_of(whole, values, reader, torch.float32, all_of_it=not exclude_frozen):
+        master = array_name(MASTER, head.name)
+        if head.name in frozen:
+            continue
+        weight = read_weight(reader, source, head)
+        if source != master and master in reader.tensors:
+            # The master's digits in elements where the weight is the rounded master, as resumed training has them.
+            digits = read_weight(reader, master, head)
+            weight = torch.where(digits.to(reader.tensor(source).dtype).float() == weight, digits, weight)
+        found[head.name] = weight
     whole.check_unchanged()
-
-
-def _with_master(reader: SafetensorsReader, weight: Weight, master: str) -> Tensor:
-    """The weight, with the master's digits in elements where it is the rounded master, as resumed training has them."""
-    values = read_weight(reader, weight.source, weight.head)
-    metadata = reader.read_metadata()
-    if weight.source == master or master not in tensors_of(metadata):
-        return values
-    digits = read_weight(reader, master, weight.head)
-    return torch.where(digits.to(stored(metadata, weight.source).properties.dtype).float() == values, digits, values)
+    return found | {name: found[first] for name, first in values[MODEL]["aliases"].items() if first in found}

@@ -15,12 +15,22 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longshore.checkpoint.reading import checked, digest_of, is_file_name, open_regular, read_json
-from longshore.checkpoint.tensor_file import WrittenFile, write_json
+from longshore.checkpoint.boxes import METADATA
+from longshore.checkpoint.files import (
+    WrittenFile,
+    checked,
+    checked_entry,
+    digest_of,
+    is_file_name,
+    open_regular,
+    read_json,
+    sync_folder,
+    write_json,
+)
 from longshore.errors import CheckpointError
 
 FORMAT = "longshore checkpoint"
@@ -34,6 +44,9 @@ _LONGEST_TAG = 200
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """Errors of renaming a folder to a name that exists."""
 _MOST_ATTEMPTS = 100
+
+Candidate = tuple[Path, CheckpointError | None]
+"""The folder of a checkpoint, and why it cannot be loaded."""
 
 
 def check_tag(tag: object) -> str:
@@ -53,6 +66,11 @@ def check_tag(tag: object) -> str:
     return tag
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint (possibly damaged) rather than a folder of checkpoints."""
+    return any((path / name).is_file() for name in (MANIFEST, METADATA))
+
+
 class WholeCheckpoint:
     """A complete checkpoint: it has a manifest, and all files in the sizes that the manifest lists.
 
@@ -68,9 +86,8 @@ class WholeCheckpoint:
         self.tag = path.name
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint {path}")
-        manifest = read_json(path / MANIFEST)
         where = str(path / MANIFEST)
-        self.manifest = checked(manifest, dict, where)
+        self.manifest = checked(read_json(path / MANIFEST), dict, where)
         if self.manifest.get("format") != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a {FORMAT}")
         if self.manifest.get("version") != VERSION:
@@ -78,46 +95,32 @@ class WholeCheckpoint:
                 f"{where} is of version {self.manifest.get('version')!r} of the format, and this longshore reads "
                 f"version {VERSION}; use the longshore that wrote it, or a newer one"
             )
+        self.step: int = self.entry("step", int, -1)
+        self.created_ns: int = self.entry("created_ns", int, -1)
+        self.run: str | None = self.entry("run", str)
         self.files: dict[str, WrittenFile] = {}
-        for name, entry in checked(self.manifest.get("files"), dict, f"{where}: files").items():
-            self.files[name] = self._listed(name, entry, where)
-        for written in self.files.values():
-            self._check_size(written)
+        for name, listed in checked_entry(self.manifest, "files", dict, where).items():
+            if not is_file_name(name) or name == MANIFEST:
+                raise CheckpointError(f"{where} lists {name!r}, which is not a valid file name")
+            num_bytes = checked_entry(listed, "bytes", int, f"{where}: {name}")
+            self.files[name] = WrittenFile(name, num_bytes, checked_entry(listed, "sha256", str, f"{where}: {name}"))
+            self._check_size(path / name, num_bytes)
 
     @staticmethod
-    def _listed(name: str, entry: Any, where: str) -> WrittenFile:
-        if not is_file_name(name) or name == MANIFEST:
-            raise CheckpointError(f"{where} lists {name!r}, which is not a valid file name")
-        entry = checked(entry, dict, f"{where}: {name}")
-        num_bytes = checked(entry.get("bytes"), int, f"{where}: bytes of {name}")
-        return WrittenFile(name, num_bytes, checked(entry.get("sha256"), str, f"{where}: sha256 of {name}"))
-
-    def _check_size(self, written: WrittenFile) -> None:
+    def _check_size(file: Path, num_bytes: int) -> None:
         try:
-            found = os.lstat(self.path / written.name)
+            found = os.lstat(file)
         except OSError as error:
-            raise CheckpointError(f"{self.path / written.name} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{self.path / written.name} is not a regular file")
-        if found.st_size != written.num_bytes:
-            raise CheckpointError(
-                f"{self.path / written.name} has {found.st_size} bytes, and its manifest says {written.num_bytes}: it "
-                "is damaged"
-            )
+            raise CheckpointError(f"{file} is not a regular file")
+        if found.st_size != num_bytes:
+            raise CheckpointError(f"{file} has {found.st_size} bytes, and its manifest says {num_bytes}: it is damaged")
 
-    @property
-    def step(self) -> int:
-        step = self.manifest.get("step")
-        return step if type(step) is int else -1
-
-    @property
-    def created_ns(self) -> int:
-        created = self.manifest.get("created_ns")
-        return created if type(created) is int else -1
-
-    @property
-    def run(self) -> str | None:
-        return self.manifest.get("run")
+    def entry(self, key: str, kind: type, otherwise: Any = None) -> Any:
+        """An entry of the manifest; ``otherwise`` if there is none of ``kind``."""
+        value = self.manifest.get(key)
+        return value if type(value) is kind else otherwise
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Read files (None: all) and compare their checksums. Raises CheckpointError for the first damaged one."""
@@ -145,38 +148,37 @@ class WholeCheckpoint:
 class Draft:
     """A checkpoint that is being written, in a folder of another name.
 
-    One process makes it (:meth:`begin`), all write into it, and the first one ends it with :meth:`commit` or
-    :meth:`discard`.
+    One process makes it, all write into it, and the first one ends it with :meth:`commit` or :meth:`discard`.
+
+    Args:
+        root: the folder of checkpoints, made if it does not exist.
+        tag: the name that the checkpoint will have in it.
+
+    Raises:
+        ValueError: ``tag`` is not a valid tag.
+        OSError: the folder cannot be written.
     """
 
-    def __init__(self, root: Path, tag: str, path: Path) -> None:
+    def __init__(self, root: Path, tag: str) -> None:
         self.root = root
         self.tag = check_tag(tag)
-        self.path = path
+        self.path = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
         self._lock: int | None = None
-
-    @classmethod
-    def begin(cls, root: Path, tag: str) -> Draft:
-        """Make a draft. Raises OSError if the folder cannot be written."""
-        check_tag(tag)
         root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
-        path = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
-        path.mkdir()
-        draft = cls(root, tag, path)
+        self.path.mkdir()
         try:
             # Locked while this process lives: others that find the folder can tell whether it is abandoned.
-            draft._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(draft._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Last: a process that reads this host's name may take the lock, and remove the folder.
-            os.write(draft._lock, socket.gethostname().encode())
+            os.write(self._lock, socket.gethostname().encode())
         except BaseException:
-            draft.discard()
+            self.discard()
             raise
-        return draft
 
-    def commit(self, files: Iterable[WrittenFile], about: Mapping[str, Any], latest: bool) -> WholeCheckpoint:
+    def commit(self, files: Iterable[WrittenFile], about: Mapping[str, Any], latest: bool) -> None:
         """Rename the checkpoint to its tag, once all files are written. It replaces a former one of that tag.
 
         Args:
@@ -190,13 +192,12 @@ class Draft:
         """
         listed = {written.name: {"bytes": written.num_bytes, "sha256": written.sha256} for written in files}
         head = {"format": FORMAT, "version": VERSION, "created_ns": time.time_ns(), "latest": latest}
-        manifest = {**head, **about, "files": listed}
-        write_json(self.path / MANIFEST, manifest)
+        write_json(self.path / MANIFEST, {**head, **about, "files": listed})
         # Still locked: a process that opened it before could take the lock now, and remove the folder.
         (self.path / _LOCK).unlink()
-        whole = WholeCheckpoint(self.path)  # also that all ranks wrote into the same folder
+        WholeCheckpoint(self.path)  # raises, for example, if a rank wrote into the folder of another machine
         sync_folder(self.path)
-        asides = self._take_name()
+        asides = take_name(self.path, self.root / self.tag, f"{_REPLACED}{self.tag}")
         self._unlock()
         try:
             sync_folder(self.root)
@@ -205,32 +206,6 @@ class Draft:
         finally:
             for aside in asides:
                 _remove(aside)
-        whole.path, whole.tag = self.root / self.tag, self.tag
-        return whole
-
-    def _take_name(self) -> list[Path]:
-        """Rename to the tag; returns former folders of that name, which were renamed."""
-        target = self.root / self.tag
-        asides: list[Path] = []
-        try:
-            while True:
-                try:
-                    os.rename(self.path, target)
-                    return asides
-                except OSError as error:
-                    # Another process may save under the same name in between, and so it may take several attempts.
-                    if error.errno not in _TAKEN or len(asides) == _MOST_ATTEMPTS:
-                        raise
-                aside = self.root / f"{_REPLACED}{self.tag}-{secrets.token_hex(4)}"
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(target, aside)
-                    asides.append(aside)
-                    sync_folder(self.root)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                if asides and not os.path.lexists(target):
-                    os.rename(asides[-1], target)
-            raise
 
     def discard(self) -> None:
         """Remove the draft."""
@@ -241,6 +216,37 @@ class Draft:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def take_name(folder: Path, target: Path, prefix: str) -> list[Path]:
+    """Rename a folder to ``target``, also if another folder or a file has that name.
+
+    Returns:
+        What had that name before, renamed to names that begin with ``prefix``.
+
+    Raises:
+        OSError: it failed; the former folder has its name again.
+    """
+    asides: list[Path] = []
+    try:
+        while True:
+            try:
+                os.rename(folder, target)
+                return asides
+            except OSError as error:
+                # Another process may save under the same name in between, and so it may take several attempts.
+                if error.errno not in _TAKEN or len(asides) == _MOST_ATTEMPTS:
+                    raise
+            aside = target.with_name(f"{prefix}-{secrets.token_hex(4)}")
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(target, aside)
+                asides.append(aside)
+                sync_folder(target.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if asides and not os.path.lexists(target):
+                os.rename(asides[-1], target)
+        raise
 
 
 def write_latest(root: Path, tag: str) -> None:
@@ -268,24 +274,33 @@ def read_latest(root: Path) -> str | None:
         return None
 
 
-def candidates(root: Path) -> Iterator[tuple[Path, CheckpointError | None]]:
+def candidates(root: Path) -> list[Candidate]:
     """Checkpoints of a folder in the order in which to resume from them, each with an error if it is incomplete: the
     one that ``latest`` names, then the newest first. Checksums are not verified."""
     latest = read_latest(root)
-    found: list[tuple[tuple[int, int], Path, CheckpointError | None]] = []
+    found = []
     for path in _folders(root):
+        named = tag_of(path) == latest
         try:
             whole = WholeCheckpoint(path)
-            found.append(((whole.created_ns, whole.step), path, None))
+            found.append((named, whole.created_ns, whole.step, path, None))
         except CheckpointError as error:
-            if path.name.startswith(_REPLACED):
-                continue
-            found.append(((-1, -1), path, error))
-    found.sort(key=lambda entry: (tag_of(entry[1]) == latest, entry[0]), reverse=True)
-    if latest is not None and not any(tag_of(path) == latest for _, path, _ in found):
-        yield root / latest, CheckpointError(f"there is no checkpoint {root / latest}, which {root / LATEST} names")
-    for _, path, error in found:
-        yield path, error
+            if not path.name.startswith(_REPLACED):
+                found.append((named, -1, -1, path, error))
+    found.sort(key=lambda entry: entry[:3], reverse=True)
+    if latest is not None and not any(named for named, *_ in found):
+        error = CheckpointError(f"there is no checkpoint {root / latest}, which {root / LATEST} names")
+        found.insert(0, (True, -1, -1, root / latest, error))
+    return [(path, error) for *_, path, error in found]
+
+
+def of_tag(found: Sequence[Candidate], root: Path, tag: str) -> list[Candidate]:
+    """The candidates with a tag. Raises CheckpointError if there are none; it says which complete ones there are."""
+    mine = [each for each in found if tag_of(each[0]) == tag]
+    if not mine:
+        others = ", ".join([tag_of(path) for path, error in found if error is None][:5])
+        raise CheckpointError(f"there is no checkpoint {root / tag}{f'; there are {others}' if others else ''}")
+    return mine
 
 
 def tag_of(path: Path) -> str:
@@ -313,8 +328,8 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
     for path in _folders(root):
         with contextlib.suppress(CheckpointError):
             whole = WholeCheckpoint(path)
-            apart = path.name.startswith(".") or whole.manifest.get("latest") is False
-            if whole.run == run and not apart:
+            kept = path.name.startswith(".") or whole.manifest.get("latest") is False
+            if whole.run == run and not kept:
                 own.append(whole)
     own.sort(key=lambda whole: (whole.created_ns, whole.step))
     gone = [whole.tag for whole in own[: max(0, len(own) - keep_last)] if whole.tag != latest]
@@ -325,15 +340,6 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
             os.rename(root / tag, aside)
         _remove(aside)
     return gone
-
-
-def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(path: Path) -> None:

@@ -10,20 +10,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from longshore.checkpoint.boxes import tensors_of
-from longshore.checkpoint.folder import WholeCheckpoint, candidates, check_tag, read_latest, tag_of
-from longshore.checkpoint.loading import is_checkpoint
-from longshore.checkpoint.optimizer_state import checked_about
-from longshore.checkpoint.reading import checked, read_json
-from longshore.checkpoint.saving import STATE
-from longshore.checkpoint.storage import SafetensorsReader
-from longshore.checkpoint.tensor_file import DTYPE_NAMES
-from longshore.checkpoint.training_state import CLIENT_STATE, MODEL, OPTIMIZER
-from longshore.checkpoint.values import decode
+from longshore.checkpoint.boxes import BoxReader
+from longshore.checkpoint.files import DTYPE_NAMES
+from longshore.checkpoint.folder import (
+    WholeCheckpoint,
+    candidates,
+    check_tag,
+    is_checkpoint,
+    of_tag,
+    read_latest,
+    tag_of,
+)
+from longshore.checkpoint.model_state import MODEL
+from longshore.checkpoint.optimizer_state import OPTIMIZER
+from longshore.checkpoint.training_state import CLIENT_STATE, read_description
 from longshore.errors import CheckpointError
 
 
@@ -137,10 +139,9 @@ def inspect(path: str | os.PathLike[str], tag: str | None = None, verify: bool =
         check_tag(tag)
     alone = tag is None and is_checkpoint(root)
     latest = None if alone else read_latest(root)
-    found = [(root, None)] if alone else list(candidates(root))
-    if tag is not None and not any(tag_of(each) == tag for each, _ in found):
-        others = ", ".join(tag_of(each) for each, _ in found)
-        raise CheckpointError(f"there is no checkpoint {root / tag}{f'; there are {others}' if others else ''}")
+    found = [(root, None)] if alone else candidates(root)
+    if tag is not None:
+        of_tag(found, root, tag)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {root}")
     tags: list[TagSummary] = []
@@ -166,55 +167,33 @@ def inspect(path: str | os.PathLike[str], tag: str | None = None, verify: bool =
 
 
 def _summary(whole: WholeCheckpoint) -> CheckpointSummary:
-    where = str(whole.path / f"{STATE}.json")
-    state = checked(read_json(whole.path / f"{STATE}.json"), dict, where)
-    model = checked(state.get(MODEL), dict, f"{where}: {MODEL}")
-    tensors = tensors_of(SafetensorsReader(whole.path).read_metadata())
-    about = decode(state.get(OPTIMIZER), _named, f"{where}: {OPTIMIZER}")
-    manifest = whole.manifest
+    values = read_description(whole.path)
+    model, about, client = values[MODEL], values.get(OPTIMIZER), values.get(CLIENT_STATE)
     return CheckpointSummary(
         tag=tag_of(whole.path),
         path=str(whole.path),
         step=whole.step,
         created_ns=whole.created_ns,
-        longshore=_entry(manifest, "longshore", str),
-        torch=_entry(manifest, "torch", str),
-        world_size=_entry(manifest, "world_size", int),
-        run=_entry(manifest, "run", str),
+        longshore=whole.entry("longshore", str),
+        torch=whole.entry("torch", str),
+        world_size=whole.entry("world_size", int),
+        run=whole.run,
         files={name: written.num_bytes for name, written in whole.files.items()},
-        tensors=[_tensor(name, entry) for name, entry in tensors.items()],
-        aliases=checked(model.get("aliases"), dict, f"{where}: aliases"),
-        left_out=checked(model.get("left_out"), list, f"{where}: left_out"),
-        optimizer=None if about is None else _optimizer(checked_about(about, f"{where}: {OPTIMIZER}")),
-        client_state=_keys(state.get(CLIENT_STATE), f"{where}: {CLIENT_STATE}"),
+        tensors=[
+            TensorSummary(name, DTYPE_NAMES[dtype], shape, len(boxes), math.prod(shape) * dtype.itemsize)
+            for name, (dtype, shape, boxes) in BoxReader(whole.path).tensors.items()
+        ],
+        aliases=model["aliases"],
+        left_out=model["left_out"],
+        optimizer=None if about is None else _optimizer(about),
+        client_state=[str(key) for key in client] if isinstance(client, dict) else [],
     )
-
-
-def _tensor(name: str, about: TensorStorageMetadata) -> TensorSummary:
-    dtype, shape = about.properties.dtype, tuple(about.size)
-    return TensorSummary(name, DTYPE_NAMES[dtype], shape, len(about.chunks), math.prod(shape) * dtype.itemsize)
 
 
 def _optimizer(about: Mapping[str, Any]) -> OptimizerSummary:
     groups = [GroupSummary(group["options"], len(group["parameters"])) for group in about["groups"]]
     steps = [entry["step"] for entry in about["parameters"].values()]
     return OptimizerSummary(about["kind"], groups, len(steps), min(steps, default=None), max(steps, default=None))
-
-
-def _keys(value: Any, where: str) -> list[str]:
-    """The keys of the client state; empty if there is none."""
-    found = decode(value, _named, where)
-    return [str(key) for key in found] if isinstance(found, dict) else []
-
-
-def _named(_: str) -> Tensor:
-    """A placeholder for a tensor, which is not read."""
-    return torch.empty((), device="meta")
-
-
-def _entry(manifest: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = manifest.get(key)
-    return value if type(value) is kind else None
 
 
 def _size_of(path: Path) -> int:

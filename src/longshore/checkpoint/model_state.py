@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,23 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore.checkpoint.boxes import Box, SavedBox, WantedBox, boxes_of_range, saved_range
+from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_of_range
 from longshore.errors import CheckpointError
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part, is_sharded
 
-KIND = "model"
+MODEL = "model"
+"""The first part of the names of its tensors in a checkpoint, and its key among the shared values."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Parts of names that torch.compile and other wrappers insert."""
 _LEAST_NUMEL = 1 << 16
 """Smaller tensors are written by one process."""
-
-
-def reshard(model: nn.Module) -> None:
-    """Reshard modules that FSDP2 left gathered."""
-    for module in model.modules():
-        if hasattr(module, "reshard") and hasattr(module, "_get_fsdp_state"):
-            module.reshard()  # pyright: ignore[reportCallIssue]
 
 
 class ModelState:
@@ -38,7 +31,9 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, rank: int = 0, world_size: int = 1) -> None:
-        reshard(model)
+        for module in model.modules():
+            if hasattr(module, "reshard") and hasattr(module, "_get_fsdp_state"):  # FSDP2 may have left it gathered
+                module.reshard()  # pyright: ignore[reportCallIssue]
         self.model = model
         self._rank, self._world_size = rank, world_size
         self.tensors: dict[str, Tensor] = {}
@@ -57,45 +52,35 @@ class ModelState:
         """The first name of a parameter; None if the model does not have it."""
         return self._names.get(id(parameter))
 
-    def frozen(self) -> frozenset[str]:
-        return frozenset(
-            name
-            for name, tensor in self.tensors.items()
-            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        )
-
     def extra_state(self) -> dict[str, Any]:
         """What modules' ``get_extra_state()`` returns, by the modules' names."""
-        found = {}
-        for name, module in self.model.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                found[_clean(name)] = module.get_extra_state()
-        return found
+        return {
+            _clean(name): module.get_extra_state()
+            for name, module in self.model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         for name, module in self.model.named_modules():
             if _clean(name) in state:
                 module.set_extra_state(state[_clean(name)])
 
-    def saved(self, names: Sequence[str]) -> list[SavedBox]:
+    def saved(self, names: Sequence[str]) -> list[SavedBoxes]:
         """The boxes that this process writes of these tensors."""
-        boxes: list[SavedBox] = []
-        for place, name in enumerate(names):
-            boxes += self._saved(f"{KIND}.{name}", self.tensors[name], place)
-        return boxes
+        found = [self._saved(f"{MODEL}.{name}", self.tensors[name], place) for place, name in enumerate(names)]
+        return [each for each in found if each.boxes]
 
-    def _saved(self, name: str, tensor: Tensor, place: int) -> list[SavedBox]:
+    def _saved(self, name: str, tensor: Tensor, place: int) -> SavedBoxes:
         shape = tuple(tensor.shape)
         if is_sharded(tensor):
             box, first = box_of_shard(tensor, name)
             here = first and (box.numel > 0 or (math.prod(shape) == 0 and self._rank == 0))
-            read = held_part(tensor).detach
-            return [SavedBox(name, tensor.dtype, shape, box, read)] if here else []
-        start, numel = self._share(tensor, place)
+            return SavedBoxes(name, tensor.dtype, shape, [box] if here else [], held_part(tensor).detach)
         if tensor.numel() == 0:
-            return [SavedBox(name, tensor.dtype, shape, Box.whole(shape), tensor.detach)] if self._rank == 0 else []
+            return SavedBoxes(name, tensor.dtype, shape, [Box.whole(shape)] if self._rank == 0 else [], tensor.detach)
+        start, numel = self._share(tensor, place)
         boxes = boxes_of_range(shape, start, numel)
-        return saved_range(name, shape, boxes, tensor.dtype, lambda: flat(tensor)[start : start + numel])
+        return SavedBoxes(name, tensor.dtype, shape, boxes, lambda: flat(tensor)[start : start + numel])
 
     def _share(self, tensor: Tensor, place: int) -> tuple[int, int]:
         """The range (start, numel) that this process writes of a tensor that all processes have."""
@@ -109,11 +94,8 @@ class ModelState:
         first, last = (numel * rank // self._world_size for rank in (self._rank, self._rank + 1))
         return first, last - first
 
-    def wanted(self, sources: dict[str, str]) -> list[WantedBox]:
-        """The boxes that this process loads; ``sources``: tensors by name, with their names in the checkpoint."""
-        return [self._wanted(name, source) for name, source in sources.items()]
-
-    def _wanted(self, name: str, source: str) -> WantedBox:
+    def wanted(self, name: str, source: str) -> WantedBoxes:
+        """The boxes of a tensor that this process loads; ``source``: its name in the checkpoint."""
         tensor = self.tensors[name]
         shape = tuple(tensor.shape)
         box = box_of_shard(tensor, name)[0] if is_sharded(tensor) else Box.whole(shape)
@@ -123,7 +105,7 @@ class ModelState:
                 held_part(tensor).detach().copy_(values.view(held_part(tensor).shape))
                 torch.autograd.graph.increment_version(tensor)
 
-        return WantedBox(f"{KIND}.{source}", shape, box, take)
+        return WantedBoxes(f"{MODEL}.{source}", shape, [box], take)
 
 
 def box_of_shard(tensor: Any, name: str) -> tuple[Box, bool]:
@@ -148,16 +130,12 @@ def box_of_shard(tensor: Any, name: str) -> tuple[Box, bool]:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    for name, tensor in itertools.chain(parameters, _persistent_buffers(model)):
-        yield _clean(name), tensor
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield _clean(name), parameter
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield _clean(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _clean(name: str) -> str:

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from longshore.checkpoint.files import checked_entry
 from longshore.checkpoint.folder import check_tag
-from longshore.checkpoint.loading import find
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import Background, Content, Target, memory_for_snapshot, prepare, write
-from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState
+from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
+from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.shards import is_sharded
@@ -68,34 +67,28 @@ def save(
     wait_for_checkpoint()
     root, ours = Path(save_dir).absolute(), _checked(optimizer)
     check_tag(tag)
-    together = _together(model)
-    if not together and _rank() != 0:
-        return root / tag
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(_group_of(together))
+        group = stack.enter_context(_group_of(model))
+        if group.world_size == 1 and _world_size() > 1 and dist.get_rank() != 0:
+            return root / tag
         group.together(lambda: _check_no_gradients(ours, "a checkpoint has no gradients, and {} would be lost: save"))
-        session = TrainingState(model, ours, group)
+        training = TrainingState(model, ours, group)
         step = max((record.step for record in ours._core.records), default=0) if ours is not None else 0
         memory_bytes = memory_for_snapshot(group) if async_save else None
         values, run = {CLIENT_STATE: dict(state or {})}, _RUNS.setdefault(root, secrets.token_hex(8))
-        content = prepare(lambda: session.content(values, {}, step, run, memory_bytes=memory_bytes), group)
+        content = prepare(lambda: training.content(values, {}, step, run, memory_bytes=memory_bytes), group)
         target = Target(root, tag, True, keep_last)
         if not async_save:
             return write(content, target, group)
-        _write_beside(content, target, group, stack.pop_all())
+        closing = stack.pop_all()
+        closing.callback(content.close)
+
+        def work() -> None:
+            with closing:
+                write(content, target, group)
+
+        _BACKGROUND.start(work, f"saving {root / tag}", closing.close)
         return root / tag
-
-
-def _write_beside(content: Content, target: Target, group: RankGroup, closing: contextlib.ExitStack) -> None:
-    def work() -> None:
-        with closing:
-            write(content, target, group)
-
-    def give_up() -> None:
-        content.close()
-        closing.close()
-
-    _BACKGROUND.start(work, f"saving {target.root / target.tag}", give_up)
 
 
 def wait_for_checkpoint() -> None:
@@ -132,7 +125,7 @@ def load(
     """
     wait_for_checkpoint()
     ours = _checked(optimizer)
-    with _group_of(_together(model)) as group:
+    with _group_of(model) as group:
         group.together(lambda: _check_no_gradients(ours, "{} would be applied to the loaded weights: load"))
         whole = find(Path(load_dir).absolute(), tag, group)
         if whole is None:
@@ -141,7 +134,7 @@ def load(
             return None
 
         def look(values: Mapping[str, Any]) -> None:
-            checked(values.get(CLIENT_STATE), dict, f"{whole.path}: {CLIENT_STATE}")
+            checked_entry(values, CLIENT_STATE, dict, str(whole.path))
 
         state = TrainingState(model, ours, group).load(whole, Selection(strict, ours is not None), look)[CLIENT_STATE]
         if whole.run is not None:
@@ -155,21 +148,14 @@ def _check_no_gradients(optimizer: HostOptimizer | None, why: str) -> None:
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 
 
-def _group_of(together: bool) -> contextlib.closing[RankGroup]:
-    """The group of all ranks, or of this one only."""
-    return contextlib.closing(RankGroup(twin_of(None, torch.device("cpu"), backend="gloo") if together else None))
-
-
-def _together(model: nn.Module) -> bool:
-    return _world_size() > 1 and any(is_sharded(parameter) for parameter in model.parameters())
+def _group_of(model: nn.Module) -> contextlib.closing[RankGroup]:
+    """The group of all ranks if the model is sharded over them, otherwise of this one only."""
+    sharded = _world_size() > 1 and any(map(is_sharded, model.parameters()))
+    return contextlib.closing(RankGroup(twin_of(None, torch.device("cpu"), backend="gloo") if sharded else None))
 
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if _world_size() > 1 else 0
 
 
 def _checked(optimizer: Optimizer | None) -> HostOptimizer | None:

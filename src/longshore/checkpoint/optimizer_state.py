@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from longshore.checkpoint.boxes import Box, SavedBox, WantedBox, boxes_in, saved_range, wanted_range
+from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_in
+from longshore.checkpoint.files import checked, checked_entry
 from longshore.checkpoint.model_state import ModelState, box_of_shard
-from longshore.checkpoint.reading import checked
 from longshore.errors import CheckpointError
 from longshore.host import MASTER, PageSnapshot
 from longshore.optim.family import History
@@ -21,11 +21,12 @@ from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import clear_state
 from longshore.optim.torch_family import TorchFamily
 
-KIND = "optimizer"
+OPTIMIZER = "optimizer"
+"""The first part of the names of its arrays in a checkpoint, and its key among the shared values."""
 
 
 def array_name(state: str, parameter: str) -> str:
-    return f"{KIND}.{state}.{parameter}"
+    return f"{OPTIMIZER}.{state}.{parameter}"
 
 
 class OptimizerState:
@@ -62,11 +63,10 @@ class OptimizerState:
 
     def about(self) -> dict[str, Any]:
         """Everything but the arrays, as nested values."""
-        names = {id(record.parameter): name for name, record in self.records.items()}
         groups = [
             {
                 "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
-                "parameters": [names[id(parameter)] for parameter in group["params"]],
+                "parameters": self._names(group),
             }
             for group in self.optimizer.param_groups
         ]
@@ -82,7 +82,7 @@ class OptimizerState:
         }
         return {"kind": self.kind, "groups": groups, "parameters": parameters}
 
-    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBox], PageSnapshot | None]:
+    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBoxes], PageSnapshot | None]:
         """The boxes that this process writes, and with ``memory_bytes`` the snapshot that they are read from.
 
         Raises:
@@ -95,15 +95,17 @@ class OptimizerState:
             for name, record in self.records.items()
             for array in _arrays_of(record)
             for key, boxes, writes in self._ranges(record, name)
-            if writes
+            if writes and boxes
         ]
         keys = [(key, array) for _, array, _, key, _ in ranges]
         snapshot = None if memory_bytes is None else store.local.snapshot(keys, memory_bytes)
         read = store.local.read_state if snapshot is None else snapshot.read_run
-        found: list[SavedBox] = []
-        for record, array, name, key, boxes in ranges:
-            values = functools.partial(read, key, array)
-            found += saved_range(array_name(array, name), tuple(record.shape), boxes, torch.float32, values)
+        found = [
+            SavedBoxes(
+                array_name(array, name), torch.float32, tuple(record.shape), boxes, functools.partial(read, key, array)
+            )
+            for record, array, name, key, boxes in ranges
+        ]
         return found, snapshot
 
     def _ranges(self, record: ParameterRecord, name: str) -> list[tuple[int, list[Box], bool]]:
@@ -142,7 +144,8 @@ class OptimizerState:
             names = [among[name] for name in self._names(group) if name in among]
             lost = [name for name in names if name not in options]
             if lost:
-                found.append(f"no parameter group of the checkpoint has {_several(lost)}")
+                more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+                found.append(f"no parameter group of the checkpoint has {', '.join(sorted(lost)[:5])}{more}")
             kinds = {repr(options[name]): name for name in names if name in options}
             for name in kinds.values():
                 try:
@@ -182,12 +185,12 @@ class OptimizerState:
         """Mark the state as broken after a failed load: the optimizer does not step until a complete one is loaded."""
         self._store.broken = CheckpointError(f"{type(failure).__name__}: {failure}")
 
-    def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBox]:
+    def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBoxes]:
         """The boxes that this process loads, after allocating state; arguments as for :meth:`differences`."""
         core = self.optimizer._core
         entries = {name: about["parameters"][source] for name, source in among.items() if source in about["parameters"]}
         core.have_states(self._store, {array for entry in entries.values() for array in entry["arrays"]})
-        found: list[WantedBox] = []
+        found: list[WantedBoxes] = []
         for name, entry in entries.items():
             record = self.records[name]
             if record.index not in self._store:
@@ -195,8 +198,9 @@ class OptimizerState:
             for array in entry["arrays"]:
                 where = array_name(array, among[name])
                 for key, boxes, _ in self._ranges(record, where):
-                    take = functools.partial(self._store.local.write_state, key, array)
-                    found += wanted_range(where, tuple(record.shape), boxes, torch.float32, take)
+                    if boxes:
+                        take = functools.partial(self._store.local.write_state, key, array)
+                        found.append(WantedBoxes(where, tuple(record.shape), boxes, take))
         return found
 
     def restore_histories(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
@@ -222,24 +226,21 @@ def checked_about(content: Any, where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged; says where.
     """
-    about = checked(content, dict, where)
-    checked(about.get("kind"), str, f"{where}: kind")
-    for group in checked(about.get("groups"), list, f"{where}: groups"):
-        group = checked(group, dict, f"{where}: groups")
-        checked(group.get("options"), dict, f"{where}: options of a group")
-        for name in checked(group.get("parameters"), list, f"{where}: parameters of a group"):
+    checked_entry(content, "kind", str, where)
+    for group in checked_entry(content, "groups", list, where):
+        checked_entry(group, "options", dict, f"{where}: a group")
+        for name in checked_entry(group, "parameters", list, f"{where}: a group"):
             checked(name, str, f"{where}: a parameter of a group")
-    for name, entry in checked(about.get("parameters"), dict, f"{where}: parameters").items():
+    for name, about in checked_entry(content, "parameters", dict, where).items():
         at = f"{where}: {name}"
-        entry = checked(entry, dict, at)
-        if checked(entry.get("step"), int, f"{at}: step") > 2**53:
-            raise CheckpointError(f"{at} has made {entry['step']} steps, more than can be counted")
-        for key, value in checked(entry.get("scalars"), dict, f"{at}: scalars").items():
+        if (step := checked_entry(about, "step", int, at)) > 2**53:
+            raise CheckpointError(f"{at} has made {step} steps, more than can be counted")
+        for key, value in checked_entry(about, "scalars", dict, at).items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise CheckpointError(f"{at}: {key} is not a number")
-        for array in checked(entry.get("arrays"), list, f"{at}: arrays"):
+        for array in checked_entry(about, "arrays", list, at):
             checked(array, str, f"{at}: an array")
-    return about
+    return content
 
 
 def _arrays_of(record: ParameterRecord) -> list[str]:
@@ -249,8 +250,3 @@ def _arrays_of(record: ParameterRecord) -> list[str]:
 
 def _options_by_name(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: group["options"] for group in about["groups"] for name in group["parameters"]}
-
-
-def _several(names: Collection[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
 import threading
@@ -10,21 +11,20 @@ import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch import nn
 
-from longshore.checkpoint.boxes import BoxSavePlanner, SavedBox
+from longshore.checkpoint.boxes import METADATA, SavedBoxes, parsed_metadata, write_boxes
+from longshore.checkpoint.files import WrittenFile, write_json
 from longshore.checkpoint.folder import Draft, prune
-from longshore.checkpoint.rank_group import RankGroup, reason_of, run_planned, save_alone
-from longshore.checkpoint.storage import SafetensorsWriter
-from longshore.checkpoint.tensor_file import TensorFile, TensorHead, WrittenFile, write_json
-from longshore.checkpoint.values import Encoder
-from longshore.errors import CheckpointError
+from longshore.checkpoint.rank_group import RankGroup, reason_of
+from longshore.checkpoint.values import Values
+from longshore.errors import CheckpointError, LongshoreError
 from longshore.host import PageSnapshot, memory_for_speculation
 
+T = TypeVar("T")
 _LOGGER = logging.getLogger("longshore")
 
 STATE = "state"
@@ -38,32 +38,35 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-class Values(NamedTuple):
-    """Nested values as they are written: JSON and tensors."""
+def configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The configurations of a model that has them as in transformers, by the names of their files."""
+    content = _content_of(getattr(model, "config", None), CONFIG)
+    if content is None:
+        return {}
+    if "model_type" in content and not content.get("architectures"):
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        # fully_shard gives the model a class with this prefix.
+        content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
+    generation = _content_of(getattr(model, "generation_config", None), GENERATION_CONFIG)
+    return {CONFIG: content} if generation is None else {CONFIG: content, GENERATION_CONFIG: generation}
 
-    content: Any
-    tensors: dict[str, Tensor]
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Values:
-        """Copy values, which may change afterwards.
-
-        Raises:
-            CheckpointError: a value that a checkpoint cannot contain, by its key.
-        """
-        encoder = Encoder(f"{STATE}.")
-        content = {key: encoder.encode(value, key) for key, value in values.items()}
-        return cls(content, {name: tensor.to("cpu", copy=True) for name, tensor in encoder.tensors.items()})
-
-    def write(self, folder: Path, stem: str) -> list[WrittenFile]:
-        written = [write_json(folder / f"{stem}.json", self.content)]
-        if self.tensors:
-            heads = [TensorHead(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-            with TensorFile(folder / f"{stem}.safetensors", heads) as file:
-                for head in file.heads:
-                    file.write(self.tensors[head.name])
-                written.append(file.finish())
-        return written
+def _content_of(config: Any, file: str) -> dict[str, Any] | None:
+    """The content of the file; None, with a warning, if it is not valid JSON: a checkpoint is complete without it."""
+    to_json = getattr(config, "to_json_string", None)
+    if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
+        return None
+    try:
+        text = to_json()
+        content = json.loads(text) if isinstance(text, str) else None
+        json.dumps(content, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        warnings.warn(
+            f"the checkpoint has no {file}: {type(config).__name__} has values that are not JSON ({error})",
+            stacklevel=2,
+        )
+        return None
+    return content if isinstance(content, dict) else None
 
 
 class Content(NamedTuple):
@@ -79,7 +82,7 @@ class Content(NamedTuple):
         snapshot: where optimizer state is read from; None: from the optimizer, which waits.
     """
 
-    boxes: list[SavedBox]
+    boxes: list[SavedBoxes]
     shared: Values
     own: Values
     configs: Mapping[str, Any]
@@ -130,30 +133,15 @@ def write(content: Content, target: Target, group: RankGroup) -> Path:
     """
     draft: list[Draft] = []
 
-    def begin() -> str:
-        draft.append(Draft.begin(target.root, target.tag))
-        return str(draft[0].path)
+    def begin() -> Path:
+        draft.append(Draft(target.root, target.tag))
+        return draft[0].path
 
     try:
-        path = Path(group.first(lambda: _explained(begin, target)))
-        written = group.together(lambda: _explained(lambda: _write_own(content, path, group), target))
-        writer = SafetensorsWriter(path, group.rank, group.world_size)
-        failed = f"{target.root / target.tag} could not be written (existing checkpoints are unchanged)"
-        planner = BoxSavePlanner(content.boxes)
-        if group.world_size == 1:
-            save_alone(writer, planner, failed)
-        else:
-            run_planned(save, failed, group, storage_writer=writer, planner=planner)
-        files = [file for each in group.gather([*written, *writer.files]) for file in each]
-        about = {
-            "longshore": version("longshore"),
-            "torch": str(torch.__version__),
-            "step": content.step,
-            "run": content.run,
-            "world_size": group.world_size,
-        }
-
-        group.first(lambda: _explained(lambda: _commit(draft[0], files, about, target, content.run), target))
+        path = group.first(lambda: _explained(begin, target))
+        mine = group.together(lambda: _explained(lambda: _write_files(content, path, group), target))
+        ranks = group.gather(mine)
+        group.first(lambda: _explained(lambda: _commit(draft[0], ranks, content, target), target))
     except BaseException:
         for each in draft:
             each.discard()
@@ -163,12 +151,44 @@ def write(content: Content, target: Target, group: RankGroup) -> Path:
     return target.root / target.tag
 
 
-def _commit(draft: Draft, files: list[WrittenFile], about: Mapping[str, Any], target: Target, run: str) -> None:
-    draft.commit(files, about, target.latest)
+_Written = tuple[list[WrittenFile], dict[str, Any]]
+"""The files that a rank wrote, and the metadata of the boxes in them."""
+
+
+def _write_files(content: Content, path: Path, group: RankGroup) -> _Written:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"this rank does not see {path}, which rank 0 made: checkpoints have to be in a folder that all machines "
+            "of the run share"
+        )
+    written, tensors = write_boxes(path, content.boxes, group.rank, group.world_size)
+    written += content.own.write(path, rank_file(group.rank))
+    if group.rank == 0:
+        written += content.shared.write(path, STATE)
+        written += [write_json(path / name, config) for name, config in content.configs.items()]
+    return written, tensors
+
+
+def _commit(draft: Draft, ranks: list[_Written], content: Content, target: Target) -> None:
+    tensors: dict[str, Any] = {}
+    for _, theirs in ranks:
+        for name, entry in theirs.items():
+            tensors.setdefault(name, {**entry, "chunks": []})["chunks"] += entry["chunks"]
+    metadata = {"tensors": tensors}
+    parsed_metadata(metadata, target.tag)  # the boxes of all ranks together have to cover every tensor
+    files = [file for theirs, _ in ranks for file in theirs]
+    about = {
+        "longshore": version("longshore"),
+        "torch": str(torch.__version__),
+        "step": content.step,
+        "run": content.run,
+        "world_size": len(ranks),
+    }
+    draft.commit([*files, write_json(draft.path / METADATA, metadata)], about, target.latest)
     if target.keep_last is None:
         return
     try:
-        prune(target.root, target.keep_last, run)
+        prune(target.root, target.keep_last, content.run)
     except OSError as error:  # the new one is complete
         warnings.warn(
             f"older checkpoints in {target.root} could not be removed ({reason_of(error)}): remove them yourself",
@@ -176,23 +196,12 @@ def _commit(draft: Draft, files: list[WrittenFile], about: Mapping[str, Any], ta
         )
 
 
-def _write_own(content: Content, path: Path, group: RankGroup) -> list[WrittenFile]:
-    if not path.is_dir():
-        raise CheckpointError(
-            f"this rank does not see {path}, which rank 0 made: checkpoints have to be in a folder that all machines "
-            "of the run share"
-        )
-    written = content.own.write(path, rank_file(group.rank))
-    if group.rank == 0:
-        written += content.shared.write(path, STATE)
-        written += [write_json(path / name, config) for name, config in content.configs.items()]
-    return written
-
-
-def _explained(work: Callable[[], Any], target: Target) -> Any:
+def _explained(work: Callable[[], T], target: Target) -> T:
     try:
         return work()
-    except OSError as error:
+    except LongshoreError:
+        raise
+    except Exception as error:
         raise CheckpointError(
             f"{target.root / target.tag} could not be written: {reason_of(error)}; existing checkpoints are unchanged"
         ) from error

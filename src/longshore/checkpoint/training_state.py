@@ -1,30 +1,113 @@
-"""The state of a model and its optimizer: content for a checkpoint, and loading from one."""
+"""The state of a model and its optimizer: content for a checkpoint, and finding and loading one."""
 
 from __future__ import annotations
 
-import json
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from longshore.checkpoint.boxes import tensors_of
-from longshore.checkpoint.folder import WholeCheckpoint
-from longshore.checkpoint.loading import check_boxes, load_boxes, read_values
-from longshore.checkpoint.model_state import KIND, ModelState
-from longshore.checkpoint.optimizer_state import OptimizerState, checked_about
-from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.reading import checked
-from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE, Content, Values
-from longshore.checkpoint.storage import SafetensorsReader
+from longshore.checkpoint.boxes import METADATA, BoxReader, WantedBoxes
+from longshore.checkpoint.files import checked, checked_entry, read_json
+from longshore.checkpoint.folder import (
+    LATEST,
+    MANIFEST,
+    Candidate,
+    WholeCheckpoint,
+    candidates,
+    check_tag,
+    is_checkpoint,
+    of_tag,
+    read_latest,
+)
+from longshore.checkpoint.model_state import MODEL, ModelState
+from longshore.checkpoint.optimizer_state import OPTIMIZER, OptimizerState, checked_about
+from longshore.checkpoint.rank_group import RankGroup, reason_of
+from longshore.checkpoint.saving import STATE, Content, configs_of, rank_file
+from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
 from longshore.optim.host_optimizer import HostOptimizer
 
-MODEL, OPTIMIZER, CLIENT_STATE = "model", "optimizer", "client_state"
-"""Keys of the shared values; the caller may have others."""
+CLIENT_STATE = "client_state"
+"""The key of the user's values among the shared ones. The caller may have others."""
 _SHOWN = 20
+
+
+def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | None:
+    """The checkpoint to load, verified; all ranks of ``group`` have to call, and each reads some of the files.
+
+    Without a tag, damaged checkpoints are skipped, with a warning.
+
+    Returns:
+        None if the folder has no checkpoints, and no tag was given.
+
+    Raises:
+        CheckpointError: the tag's checkpoint is missing or damaged, or all are.
+        ValueError: ``tag`` is not a valid tag.
+    """
+    found = group.first(lambda: _listed(root, tag))
+    skipped: list[str] = []
+    if tag is None and group.rank == 0 and found and os.path.lexists(root / LATEST) and read_latest(root) is None:
+        warnings.warn(
+            f"{root / LATEST} is damaged: it names no tag; the newest complete checkpoint is loaded", stacklevel=4
+        )
+    for path, problem in found:
+        if problem is None:
+            try:
+                return group.together(lambda path=path: _verified(path, group))
+            except CheckpointError as failure:
+                problem = failure
+        if tag is not None:
+            raise problem
+        skipped.append(str(problem))
+        if group.rank == 0:
+            warnings.warn(f"{problem}; the newest complete checkpoint before it is loaded instead", stacklevel=4)
+    if skipped:
+        raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(skipped)}")
+    return None
+
+
+def _listed(root: Path, tag: str | None) -> list[Candidate]:
+    if tag is not None:
+        check_tag(tag)
+    if is_checkpoint(root):
+        raise CheckpointError(f"{root} is one checkpoint: give the folder that contains it, and its name as the tag")
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"{root} is a file, and checkpoints are in folders")
+    found = candidates(root)
+    if tag is not None:
+        return of_tag(found, root, tag)
+    if not found and root.is_dir():
+        bare = [path for path in sorted(root.iterdir()) if is_checkpoint(path) and not path.name.startswith(".")]
+        return [(path, CheckpointError(f"{path} has no {MANIFEST}: it is damaged")) for path in bare]
+    return found
+
+
+def _verified(path: Path, group: RankGroup) -> WholeCheckpoint:
+    whole = WholeCheckpoint(path)
+    whole.verify(sorted(whole.files)[group.rank :: group.world_size])
+    # All files that will be read have to be in the manifest.
+    manifest = str(whole.path / MANIFEST)
+    ranks = checked_entry(whole.manifest, "world_size", int, manifest)
+    needed = {METADATA, f"{STATE}.json"}
+    # A rank that did not exist when it was saved reads the first rank's file.
+    own = rank_file(group.rank if group.rank < ranks else 0)
+    if ranks > 0:
+        needed.add(f"{own}.json")
+    beside = (f"{STATE}.safetensors", f"{own}.json", f"{own}.safetensors")
+    needed |= {name for name in beside if os.path.lexists(whole.path / name)}
+    if group.rank == 0:
+        needed |= BoxReader(whole.path).files()
+    missing = sorted(needed - whole.files.keys())
+    if missing:
+        raise CheckpointError(f"{manifest} does not list {missing[0]}, which belongs to the checkpoint: it is damaged")
+    if ranks > 0:
+        read_values(whole.path, own)  # raises before anything has changed
+    return whole
 
 
 class Selection(NamedTuple):
@@ -35,9 +118,20 @@ class Selection(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """Tensors to load by name, with their names in the checkpoint; and what does not fit."""
+    """A comparison of a checkpoint with this model and optimizer.
 
+    Attributes:
+        values: the shared values in the checkpoint.
+        sources: tensors of the model to load by name, with their names in the checkpoint.
+        among: those of them that the optimizer steps.
+        about: the optimizer in the checkpoint; None: it is not loaded.
+        differences: what does not fit.
+    """
+
+    values: dict[str, Any]
     sources: dict[str, str]
+    among: dict[str, str]
+    about: dict[str, Any] | None
     differences: list[str]
 
 
@@ -84,25 +178,24 @@ class TrainingState:
             CheckpointError: a value that a checkpoint cannot contain, by its key.
         """
         model = self._model
-        left_out = model.frozen() if exclude_frozen else frozenset()
+        parameters = [name for name, tensor in model.tensors.items() if isinstance(tensor, nn.Parameter)]
+        left_out = {name for name in parameters if exclude_frozen and not model.tensors[name].requires_grad}
         names = [name for name in model.tensors if name not in left_out]
         about = {
             "aliases": model.aliases,
             "left_out": sorted(left_out),
-            "parameters": [name for name in names if isinstance(model.tensors[name], nn.Parameter)],
+            "parameters": [name for name in parameters if name not in left_out],
             "extra_state": model.extra_state(),
         }
         boxes = model.saved(names)
         if memory_bytes is not None:
             boxes = [each.copied() for each in boxes]
-        values: dict[str, Any] = {MODEL: about, OPTIMIZER: None, **shared}
-        snapshot = None
-        if self._optimizer is not None:
-            values[OPTIMIZER] = self._optimizer.about()
+        state, snapshot = self._optimizer, None
+        values = {MODEL: about, OPTIMIZER: None if state is None else state.about(), **shared}
         written, own_written = Values.of(values), Values.of(own)
-        configs = _configs_of(model.model) if self._group.rank == 0 else {}
-        if self._optimizer is not None:
-            states, snapshot = self._optimizer.saved(memory_bytes)
+        configs = configs_of(model.model) if self._group.rank == 0 else {}
+        if state is not None:
+            states, snapshot = state.saved(memory_bytes)
             boxes += states
         return Content(boxes, written, own_written, configs, step, run, snapshot)
 
@@ -124,75 +217,49 @@ class TrainingState:
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit, with all differences; nothing was loaded.
         """
-
-        reader = SafetensorsReader(whole.path)
-
-        def compare() -> tuple[dict[str, Any], _Fit, dict[str, Any] | None]:
-            found = self._compare(reader, selection)
-            look(found[0])
-            return found
-
-        values, fit, about = self._group.together(compare)
-        self._complain(whole, fit.differences, selection.strict)
-        boxes = self._model.wanted(fit.sources)
-        among = self._among(fit)
-        state = self._optimizer
-        if state is not None and about is not None:
-            boxes += self._group.together(lambda: state.wanted(about, among))
-
-        check_boxes(reader, boxes, self._group)
-        if state is None or about is None:
-            load_boxes(reader, boxes, self._group)
-            self._group.together(whole.check_unchanged)
-        else:
-            try:
+        reader = BoxReader(whole.path)
+        fit = self._group.together(lambda: self._compare(reader, selection, look))
+        self._report(whole, fit.differences, selection.strict)
+        boxes = [self._model.wanted(name, source) for name, source in fit.sources.items()]
+        about, state = fit.about or {}, None if fit.about is None else self._optimizer
+        if state is not None:
+            boxes += self._group.together(lambda: state.wanted(about, fit.among))
+        self._group.together(lambda: reader.check(boxes))
+        try:
+            if state is not None:
                 self._group.together(state.clear)
-                load_boxes(reader, boxes, self._group)
-                self._group.together(whole.check_unchanged)
-                state.restore_histories(about, among)
-                state.restore_groups(about, among)
-            except BaseException as failure:
+            self._group.together(lambda: _read(whole, reader, boxes))
+            if state is not None:
+                state.restore_histories(about, fit.among)
+                state.restore_groups(about, fit.among)
+        except BaseException as failure:
+            if state is not None:
                 state.abandon(failure)
-                raise
-        self._model.load_extra_state(values[MODEL]["extra_state"])
-        return {key: value for key, value in values.items() if key not in (MODEL, OPTIMIZER)}
+            raise
+        self._model.load_extra_state(fit.values[MODEL]["extra_state"])
+        return {key: value for key, value in fit.values.items() if key not in (MODEL, OPTIMIZER)}
 
-    def _compare(
-        self, reader: SafetensorsReader, selection: Selection
-    ) -> tuple[dict[str, Any], _Fit, dict[str, Any] | None]:
-        where = str(reader.path / STATE)
-        values = read_values(reader.path, STATE)
-        model = checked(values.get(MODEL), dict, f"{where}: model")
-        for key, kind in (("aliases", dict), ("left_out", list), ("extra_state", dict)):
-            checked(model.get(key), kind, f"{where}: {key}")
-        for name in (*model["aliases"].values(), *model["left_out"]):
-            checked(name, str, f"{where}: a name")
-        fit = self._fit(reader, model)
+    def _compare(self, reader: BoxReader, selection: Selection, look: Callable[[Mapping[str, Any]], None]) -> _Fit:
+        values = checked_values(read_values(reader.path, STATE), str(reader.path / f"{STATE}.json"))
+        sources, differences = self._fit(reader, values[MODEL])
+        records = {} if self._optimizer is None else self._optimizer.records
+        among = {name: sources[name] for name in records if name in sources}
         about = None
         if selection.optimizer and self._optimizer is not None:
-            if values.get(OPTIMIZER) is None:
-                fit.differences.append(
+            about = values.get(OPTIMIZER)
+            if about is None:
+                differences.append(
                     "the checkpoint has no optimizer state (load_optimizer_states=False, or no optimizer: do without)"
                 )
-            else:
-                about = checked_about(values[OPTIMIZER], f"{where}: optimizer")
-                found = self._optimizer.differences(about, self._among(fit))
-                fit.differences.extend(found)
-                if found:
-                    about = None
-        return values, fit, about
+            elif found := self._optimizer.differences(about, among):
+                differences += found
+                about = None
+        look(values)
+        return _Fit(values, sources, among, about, differences)
 
-    def _among(self, fit: _Fit) -> dict[str, str]:
-        """The parameters whose optimizer state is loaded, with their names in the checkpoint."""
-        records = {} if self._optimizer is None else self._optimizer.records
-        return {name: fit.sources[name] for name in records if name in fit.sources}
-
-    def _fit(self, reader: SafetensorsReader, about: Mapping[str, Any]) -> _Fit:
-        saved = {
-            name.removeprefix(f"{KIND}."): entry
-            for name, entry in tensors_of(reader.read_metadata()).items()
-            if name.startswith(f"{KIND}.")
-        }
+    def _fit(self, reader: BoxReader, about: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+        """The tensors to load by name, with their names in the checkpoint; and what does not fit."""
+        saved = reader.of_kind(MODEL)
         sources: dict[str, str] = {}
         differences: list[str] = []
         for name, tensor in self._model.tensors.items():
@@ -209,25 +276,18 @@ class TrainingState:
                     f"{name} was frozen and left out (exclude_frozen_parameters=True), and is trained here"
                 )
             for source in list(found)[:1]:
-                shape, dtype = tuple(saved[source].size), saved[source].properties.dtype
+                shape, dtype = saved[source].shape, saved[source].dtype
                 if shape != tuple(tensor.shape):
                     differences.append(f"{name} is {list(shape)} in the checkpoint and {list(tensor.shape)} here")
                     continue
                 if dtype != tensor.dtype:
                     differences.append(f"{name} is {dtype} in the checkpoint and {tensor.dtype} here")
                 sources[name] = source
-        used = {*sources.values()}
-        differences += [
-            f"{name} of the checkpoint is not in this model"
-            for name in saved
-            if name not in used and not self._named(name)
-        ]
-        return _Fit(sources, differences)
+        known = {*sources.values(), *self._model.tensors, *self._model.aliases}
+        differences += [f"{name} of the checkpoint is not in this model" for name in saved if name not in known]
+        return sources, differences
 
-    def _named(self, name: str) -> bool:
-        return name in self._model.tensors or name in self._model.aliases
-
-    def _complain(self, whole: WholeCheckpoint, differences: Collection[str], strict: bool) -> None:
+    def _report(self, whole: WholeCheckpoint, differences: Collection[str], strict: bool) -> None:
         if not differences:
             return
         lines = [f"  {line}" for line in sorted(differences)[:_SHOWN]]
@@ -243,32 +303,41 @@ class TrainingState:
             warnings.warn(f"{whole.path} fits only partly; the rest is skipped, or cast\n{said}", stacklevel=4)
 
 
-def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The configurations of a model that has them as in transformers, by the names of their files."""
-    content = _content_of(getattr(model, "config", None), CONFIG)
-    if content is None:
-        return {}
-    if "model_type" in content and not content.get("architectures"):
-        name = type(getattr(model, "_orig_mod", model)).__name__
-        # fully_shard gives the model a class with this prefix.
-        content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
-    generation = _content_of(getattr(model, "generation_config", None), GENERATION_CONFIG)
-    return {CONFIG: content} if generation is None else {CONFIG: content, GENERATION_CONFIG: generation}
-
-
-def _content_of(config: Any, file: str) -> dict[str, Any] | None:
-    """The content of the file; None, with a warning, if it is not valid JSON: a checkpoint is complete without it."""
-    to_json = getattr(config, "to_json_string", None)
-    if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
-        return None
+def _read(whole: WholeCheckpoint, reader: BoxReader, boxes: list[WantedBoxes]) -> None:
     try:
-        text = to_json()
-        content = json.loads(text) if isinstance(text, str) else None
-        json.dumps(content, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        warnings.warn(
-            f"the checkpoint has no {file}: {type(config).__name__} has values that are not JSON ({error})",
-            stacklevel=2,
-        )
-        return None
-    return content if isinstance(content, dict) else None
+        reader.read(boxes)
+    except Exception as error:
+        whole.check_unchanged()  # a file may be missing because the checkpoint was replaced
+        raise CheckpointError(
+            f"{whole.path} could be read only partly; load again before training: {reason_of(error)}"
+        ) from error
+    whole.check_unchanged()
+
+
+def checked_values(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check the shared values of a checkpoint, from an untrusted file: the model and, unless it is None, the optimizer.
+
+    Raises:
+        CheckpointError: they are damaged; ``where`` names them.
+    """
+    model = checked_entry(values, MODEL, dict, where)
+    for key, kind in (("aliases", dict), ("left_out", list), ("parameters", list), ("extra_state", dict)):
+        checked_entry(model, key, kind, where)
+    for name in (*model["aliases"].values(), *model["left_out"], *model["parameters"]):
+        checked(name, str, f"{where}: a name")
+    if values.get(OPTIMIZER) is not None:
+        checked_about(values[OPTIMIZER], f"{where}: {OPTIMIZER}")
+    return values
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Read and check the shared values of a checkpoint without its tensors, which are replaced by empty ones.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    file = path / f"{STATE}.json"
+    empty = torch.empty((), device="meta")
+    values = checked(read_json(file), dict, str(file))
+    values = {key: decode(value, lambda _: empty, f"{file}: {key}") for key, value in values.items()}
+    return checked_values(values, str(file))

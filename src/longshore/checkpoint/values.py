@@ -6,89 +6,132 @@ with ``$``, and so is a dictionary that has such a key itself.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.checkpoint.tensor_file import dtype_name
+from longshore.checkpoint.files import (
+    TensorFile,
+    TensorHead,
+    WrittenFile,
+    checked,
+    dtype_name,
+    opened,
+    read_json,
+    write_json,
+)
 from longshore.errors import CheckpointError
 
-_TENSOR, _TUPLE, _FLOAT, _ITEMS = "$tensor", "$tuple", "$float", "$items"
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEEPEST = 64
 
 
-class Encoder:
-    """Encodes values as JSON, and collects their tensors.
+class Values(NamedTuple):
+    """Nested values as they are written: JSON, and tensors by the names that replace them in it."""
+
+    content: Any
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Values:
+        """Copy values, which may change afterwards; see :func:`encode`."""
+        tensors: dict[str, Tensor] = {}
+        content = {key: encode(value, key, tensors) for key, value in values.items()}
+        return cls(content, {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
+
+    def write(self, folder: Path, stem: str) -> list[WrittenFile]:
+        """Write the files ``stem.json`` and, if there are tensors, ``stem.safetensors``. Raises OSError."""
+        written = [write_json(folder / f"{stem}.json", self.content)]
+        if self.tensors:
+            heads = [TensorHead(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+            with TensorFile(folder / f"{stem}.safetensors", heads) as file:
+                for head in file.heads:
+                    file.write(self.tensors[head.name])
+                written.append(file.finish())
+        return written
+
+
+def encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+    """Encode a value as what ``json`` takes.
 
     Args:
-        prefix: of the tensors' names.
+        value: numbers, text, None, lists, tuples, dictionaries with names or integers as keys, and tensors.
+        where: what the value is, as errors name it.
+        tensors: gets the tensors, which are not copied.
+        depth: levels above the value.
+
+    Raises:
+        CheckpointError: anything else, by its key.
     """
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self.tensors: dict[str, Tensor] = {}
-        """By the names that replace them; not copied."""
-
-    def encode(self, value: Any, where: str, depth: int = 0) -> Any:
-        """What ``json`` takes.
-
-        Args:
-            value: numbers, text, None, lists, tuples, dictionaries with names or integers as keys, and tensors.
-            where: what the value is, as errors name it.
-            depth: levels above it.
-
-        Raises:
-            CheckpointError: anything else, by its key.
-        """
-        if depth > _DEEPEST:
-            raise CheckpointError(f"{where[:60]}... is nested deeper than {_DEEPEST} levels, or contains itself")
-        if value is None or isinstance(value, (bool, int, str)):
-            # Subclasses (enums, NumPy's numbers) would be loaded as another type.
-            if type(value) in (type(None), bool, int, str):
-                return value
-        elif type(value) is float:
-            return value if math.isfinite(value) else {_FLOAT: repr(value)}
-        elif isinstance(value, Tensor):
-            return {_TENSOR: self._put(value, where)}
-        elif type(value) in (list, tuple):
-            entries = [self.encode(entry, f"{where}[{place}]", depth + 1) for place, entry in enumerate(value)]
-            return entries if type(value) is list else {_TUPLE: entries}
-        elif isinstance(value, Mapping):
-            return self._encode_items(value, where, depth)
-        raise CheckpointError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint can have only "
-            "numbers, text, lists, dictionaries and tensors (loading a pickle could run any code); convert it to these "
-            "(NumPy's: .item(), .tolist(), torch.from_numpy)"
-        )
-
-    def _encode_items(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{where[:60]}... is nested deeper than {_DEEPEST} levels, or contains itself")
+    # Subclasses (enums, NumPy's numbers) would be loaded as another type.
+    kind = type(value)
+    if kind in (type(None), bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        return {"$tensor": _put(value, where, tensors)}
+    if kind in (list, tuple):
+        entries = [encode(entry, f"{where}[{place}]", tensors, depth + 1) for place, entry in enumerate(value)]
+        return entries if kind is list else {"$tuple": entries}
+    if isinstance(value, Mapping):
         for key in value:
             if type(key) not in (str, int):
                 raise CheckpointError(f"{where} has the key {key!r}; keys in a checkpoint are names or integers")
-        encoded = [(key, self.encode(entry, f"{where}[{key!r}]", depth + 1)) for key, entry in value.items()]
-        if all(isinstance(key, str) and not key.startswith("$") for key, _ in encoded):
-            return dict(encoded)
-        return {_ITEMS: [list(item) for item in encoded]}
+        items = [[key, encode(entry, f"{where}[{key!r}]", tensors, depth + 1)] for key, entry in value.items()]
+        plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
+        return dict(items) if plain else {"$items": items}
+    raise CheckpointError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, and a checkpoint can have only numbers, text, lists, "
+        "dictionaries and tensors (loading a pickle could run any code); convert it to these (NumPy's: .item(), "
+        ".tolist(), torch.from_numpy)"
+    )
 
-    def _put(self, value: Tensor, where: str) -> str:
-        kind = type(value.detach())
-        if kind is not Tensor or value.layout != torch.strided or value.is_meta:
-            raise CheckpointError(
-                f"{where} is a {kind.__name__} ({value.layout}, {value.device}), and a checkpoint can have only dense, "
-                "plain tensors; give this rank's shard of it"
-            )
-        dtype_name(value.dtype, where)
-        name = f"{self._prefix}{len(self.tensors)}"
-        self.tensors[name] = value.detach()
-        return name
+
+def _put(value: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
+    kind = type(value.detach())
+    if kind is not Tensor or value.layout != torch.strided or value.is_meta:
+        raise CheckpointError(
+            f"{where} is a {kind.__name__} ({value.layout}, {value.device}), and a checkpoint can have only dense, "
+            "plain tensors; give this rank's shard of it"
+        )
+    dtype_name(value.dtype, where)
+    name = f"state.{len(tensors)}"
+    tensors[name] = value.detach()
+    return name
+
+
+def read_values(folder: Path, stem: str) -> dict[str, Any]:
+    """Read what :meth:`Values.write` wrote. Raises CheckpointError if it is damaged."""
+    file, tensor_file = folder / f"{stem}.json", folder / f"{stem}.safetensors"
+    content = checked(read_json(file), dict, str(file))
+    with contextlib.ExitStack() as stack:
+        sources: list[Any] = []
+        left: set[str] = set()
+
+        def tensor(name: str) -> Tensor:
+            if not sources:
+                source, names = stack.enter_context(opened(tensor_file))
+                sources.append(source)
+                left.update(names)
+            if name not in left:
+                raise CheckpointError(f"{tensor_file} has no {name}, which {file} names, or names twice")
+            # Only once: otherwise a short file could ask for any number of copies.
+            left.remove(name)
+            return sources[0].get_tensor(name).clone()
+
+        return {key: decode(value, tensor, f"{file}: {key}") for key, value in content.items()}
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 0) -> Any:
-    """Decode a value of :class:`Encoder`; ``tensor`` returns one by its name.
+    """Decode a value of :func:`encode`; ``tensor`` returns one by its name.
 
     Raises:
         CheckpointError: it is not a valid value; ``where`` names it.
@@ -102,17 +145,16 @@ def decode(value: Any, tensor: Callable[[str], Tensor], where: str, depth: int =
     special = [key for key in value if key.startswith("$")]
     if not special:
         return {key: decode(entry, tensor, where, depth + 1) for key, entry in value.items()}
-    (kind, content), *others = value.items()
-    if not others:
-        if kind == _TENSOR and isinstance(content, str):
-            return tensor(content)
-        if kind == _FLOAT and isinstance(content, str) and content in _FLOATS:
-            return _FLOATS[content]
-        if kind == _TUPLE and isinstance(content, list):
-            return tuple(decode(entry, tensor, where, depth + 1) for entry in content)
-        if kind == _ITEMS and isinstance(content, list) and all(_is_item(entry) for entry in content):
-            items = {key: decode(entry, tensor, where, depth + 1) for key, entry in content}
-            if len(items) == len(content):
+    match [*value.items()]:
+        case [("$tensor", str(name))]:
+            return tensor(name)
+        case [("$float", str(name))] if name in _FLOATS:
+            return _FLOATS[name]
+        case [("$tuple", list(entries))]:
+            return tuple(decode(entry, tensor, where, depth + 1) for entry in entries)
+        case [("$items", list(entries))] if all(map(_is_item, entries)):
+            items = {key: decode(entry, tensor, where, depth + 1) for key, entry in entries}
+            if len(items) == len(entries):
                 return items
     raise CheckpointError(f"{where} has an entry {special[0]!r} that is not in this format")
 

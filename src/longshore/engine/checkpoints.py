@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longshore.checkpoint.deepspeed_files import is_deepspeed
+from longshore.checkpoint.files import checked
 from longshore.checkpoint.folder import WholeCheckpoint, check_tag
-from longshore.checkpoint.loading import find, read_values
 from longshore.checkpoint.rank_group import RankGroup
-from longshore.checkpoint.reading import checked
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
-from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState
+from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
+from longshore.checkpoint.values import read_values
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError

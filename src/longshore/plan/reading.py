@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore.checkpoint.tensor_file import DTYPES
+from longshore.checkpoint.files import DTYPES
 from longshore.engine import Init
 from longshore.engine.model_sharding import units_of
 from longshore.engine.wording import did_you_mean
