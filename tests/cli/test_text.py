@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longshore.cli.data import read_text
-from longshore.cli.failure import CommandError
+from longshore.cli.terminal import CommandError
 
 
 def test_files_and_folders_in_a_fixed_order(tmp_path):

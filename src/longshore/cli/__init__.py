@@ -9,22 +9,23 @@ from typing import Annotated
 import typer
 
 from longshore.cli.checkpoints import export, import_deepspeed, inspect
-from longshore.cli.failure import (
-    CommandError,
-    SettingsError,
-    SharedError,
-    launched_rank,
-    leave_it_to_the_first,
-    one_line,
-    os_reason,
-)
 from longshore.cli.launch import RAW_ARGUMENTS, launch
 from longshore.cli.plan import plan
 from longshore.cli.report import report
 from longshore.cli.run_deepspeed import AS_PYTHON, run, run_deepspeed
-from longshore.cli.signals import StopNow
-from longshore.cli.terminal import silence_stdout, warn
-from longshore.cli.train import demo, train
+from longshore.cli.settings import demo, train
+from longshore.cli.terminal import (
+    CommandError,
+    SettingsError,
+    SharedError,
+    StopNow,
+    launched_rank,
+    one_line,
+    os_reason,
+    silence_stdout,
+    wait_for_first_rank,
+    warn,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -37,11 +38,8 @@ app.command(add_help_option=False, context_settings=RAW_ARGUMENTS)(launch)
 app.command()(demo)
 app.command(context_settings=AS_PYTHON)(run_deepspeed)
 app.command(context_settings=AS_PYTHON, hidden=True)(run)
-app.command()(export)
-app.command()(inspect)
-app.command()(import_deepspeed)
-app.command()(report)
-app.command()(plan)
+for _command in (export, inspect, import_deepspeed, report, plan):
+    app.command()(_command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -85,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    # Not app(): its handling of interrupts and errors differs from one version of typer to the next.
+    # Not app(): its handling of interrupts and errors differs between versions of typer.
     command = typer.main.get_command(app)
     try:
         with command.make_context("longshore", arguments) as context:
@@ -99,7 +97,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """Return the line and the exit code for an error of another package; re-raise an unknown one."""
+    """Return the message and the exit code for an error of another package; re-raise an unknown one."""
     if _is_usage(error):
         return f"{error.format_message().rstrip('.')} (see longshore --help)", getattr(error, "exit_code", 2)  # pyright: ignore
     from longshore.errors import LongshoreError
@@ -116,12 +114,12 @@ def _is_usage(error: Exception) -> bool:
 
 
 def _fail(message: str, exit_code: int, everywhere: bool = False) -> int:
-    """Print one line on each rank; or on one rank of each machine if it is the same ``everywhere``."""
+    """Print ``message`` on each rank; if it is the same ``everywhere``, on one rank of each machine."""
     rank, world_size, speaks = launched_rank()
     if not everywhere:
         warn(message if world_size == 1 else f"rank {rank}: {message}")
     elif speaks:
         warn(message)
     else:
-        leave_it_to_the_first()
+        wait_for_first_rank()
     return exit_code

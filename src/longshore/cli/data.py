@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.cli.failure import CommandError, os_reason
+from longshore.cli.terminal import CommandError, os_reason
 
 END_OF_DOCUMENT = 0
 """The byte after each document. Text has no NUL byte, so it needs no token of its own."""

@@ -16,24 +16,22 @@ from rich.table import Table
 from torch import nn
 
 from longshore.byte_sizes import format_byte_size
-from longshore.cli import curve, model
+from longshore.cli import model
 from longshore.cli.data import Corpus, Sequences, TextDocuments, read_text
 from longshore.cli.engine_settings import with_engine
-from longshore.cli.failure import CommandError, SettingsError, one_line
-from longshore.cli.group import RunGroup
+from longshore.cli.group import RunGroup, StopSignals
 from longshore.cli.loop import Diverged, Loop, Step, Validation
-from longshore.cli.output import CURVE, MetricsFile, RunFolder
+from longshore.cli.output import CURVE, RunFolder, Series, load_figure, loss_curves
 from longshore.cli.resuming import RunCheckpoints, check_same_run, describe
-from longshore.cli.settings import EngineOptions, ModelSettings, TrainSettings
-from longshore.cli.signals import AgreedStop, StopSignals
+from longshore.cli.settings import ModelSettings, TrainSettings
 from longshore.cli.steppers import EngineStepper, MemoryUse, TrainStepper, make_stepper, nbytes
-from longshore.cli.terminal import Display, make_console, plural, quantity, warn
+from longshore.cli.terminal import CommandError, Display, SettingsError, make_console, one_line, plural, quantity, warn
 from longshore.cli.trace import StepTrace, check_trace
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What training needs besides a stepper; nothing is written yet. ``folder``: of the rank that writes."""
+    """What training needs besides a stepper; nothing is written yet. Only the rank that writes has a ``folder``."""
 
     text: TextDocuments
     corpus: Corpus
@@ -43,24 +41,23 @@ class Prepared:
     folder: RunFolder | None
 
 
-def run(settings: TrainSettings, given: Mapping[str, Any], engine: EngineOptions) -> int:
+def run(settings: TrainSettings, given: Mapping[str, Any]) -> int:
     """Train, and return the exit code: 0, or 130 or 143 after a signal.
 
     Args:
         settings: the command line, with ``train``'s defaults for options that were not given.
         given: the options that were given, by name. A configuration file may decide the others.
-        engine: with ``--stage`` or ``--config`` training goes through the engine.
 
     Raises:
         Diverged: a loss or a gradient norm is NaN or infinite. The results of the steps before it are written.
     """
-    settings = with_engine(settings, given, engine.stage, engine.config)
+    settings = with_engine(settings, given)
     if settings.engine is not None and settings.model.device == "cpu" and torch.cuda.is_available():
         raise SettingsError(
             "--device cpu: with --stage or --config training is on CUDA where there is CUDA; "
             "set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
         )
-    group = RunGroup(None) if settings.engine is None else RunGroup.join()
+    group = RunGroup(joins=settings.engine is not None)
     console = make_console(quiet=not group.leads)
     inputs = group.together(lambda: _read(settings, group.leads))
     # Separately: ranks communicate while they make the model, so none may have failed before.
@@ -69,8 +66,7 @@ def run(settings: TrainSettings, given: Mapping[str, Any], engine: EngineOptions
     console.print(_headline(settings, prepared), markup=False)
     exit_code, diverged = _train(settings, prepared, stepper, group, console)
     # Not after an error, when other ranks may be gone and nothing can be waited for: the end of the process does this.
-    if isinstance(stepper, EngineStepper):
-        stepper.engine.destroy()
+    stepper.close()
     group.close()
     if diverged is not None:
         raise diverged
@@ -86,30 +82,28 @@ def _train(
 ) -> tuple[int, Diverged | None]:
     """Open the folder, continue from a checkpoint, train, and write the results."""
     description = describe(settings, prepared.text, prepared.corpus, prepared.model)
-    checkpoints = RunCheckpoints(settings, prepared.model, stepper)
+    checkpoints = RunCheckpoints(settings, stepper)
     group.together(lambda: _open(settings, prepared, description))
     progress = group.guarded(checkpoints.load) if settings.resume else None
     if settings.resume:
         console.print(
             f"continuing after step {progress['step']}" if progress else "no checkpoint yet: from the beginning"
         )
-    subject = stepper.engine if isinstance(stepper, EngineStepper) else stepper.optimizer
-    trace = StepTrace(settings.trace, subject, settings.loop) if settings.trace is not None and group.leads else None
+    has_trace = settings.trace is not None and group.leads
+    trace = StepTrace(settings.trace, stepper.subject, settings.loop) if has_trace else None
     log = RunLog(settings, prepared, console, trace, progress)
-    with StopSignals(quiet=not group.leads) as signals, log:
-        stop = AgreedStop(signals, group.largest)
-        forward = stepper.engine if isinstance(stepper, EngineStepper) else prepared.model
-        loop = Loop(forward, prepared.sequences, stepper, settings.loop, settings.optimizer, stop, group)
+    with StopSignals(group) as stop, log:
+        loop = Loop(stepper.forward, prepared.sequences, stepper, settings.loop, settings.optimizer, stop, group)
         diverged: Diverged | None = None
         try:
             group.guarded(lambda: log.follow(loop, checkpoints))
         except Diverged as error:
             diverged = error
-            log.diverged(error)
+            log.write({"kind": "diverged", "step": error.step, "what": error.what, "value": str(error.value)})
         stopped = stop()
         if diverged is None:
             group.guarded(lambda: checkpoints.save(log.steps_done, log.progress, last=True))
-        group.guarded(checkpoints.wait)
+        group.guarded(stepper.wait_for_checkpoint)
         status = "diverged" if diverged else "interrupted" if stopped else "finished"
         if stopped:
             console.print(f"{stop.name}: ended after step {log.steps_done} of {settings.loop.steps}")
@@ -134,26 +128,28 @@ def choose_device(settings: ModelSettings) -> torch.device:
 
 
 class RunLog:
-    """Makes lines, metrics and a curve from the loop's events, and writes the results at the end."""
+    """Makes lines, metrics and a curve from the loop's events, and writes the results at the end.
+
+    On leaving this context, files are closed. An error while closing is dropped in favour of the one under way.
+    """
 
     def __init__(
         self,
         settings: TrainSettings,
         prepared: Prepared,
         console: Console,
-        trace: StepTrace | None = None,
-        progress: Mapping[str, Any] | None = None,
+        trace: StepTrace | None,
+        progress: Mapping[str, Any] | None,
     ) -> None:
         self._settings = settings
         self._prepared = prepared
         self._console = console
         self._trace = trace
         self._display = Display(console, settings.loop.steps)
-        done = progress["step"] if progress else -1
-        self._metrics: MetricsFile | None = prepared.folder.metrics(until=done) if prepared.folder else None
+        self._metrics = prepared.folder.metrics(progress["step"] if progress else -1) if prepared.folder else None
         self._warned = False
-        self._training = curve.Series("training")
-        self._validation = curve.Series("validation", marker="o")
+        self._training = Series("training")
+        self._validation = Series("validation", marker="o")
         self._last: Step | None = None
         self._logged_step = 0
         self._logged_seconds = 0.0
@@ -177,7 +173,6 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the metrics if ``finish`` has not. An error while closing is dropped in favour of the one under way."""
         if self._metrics is not None:
             with contextlib.suppress(CommandError):
                 self._metrics.close()
@@ -190,14 +185,10 @@ class RunLog:
 
     def follow(self, loop: Loop, checkpoints: RunCheckpoints) -> None:
         """Run the loop to its end. The last step is always logged."""
-
-        def after(step: int) -> None:
-            checkpoints.save(step, self.progress)
-
+        around = nullcontext if self._trace is None else self._trace.around
         with self._display:
             try:
-                around = nullcontext if self._trace is None else self._trace.around
-                for event in loop.run(around, after, self._last):
+                for event in loop.run(around, lambda step: checkpoints.save(step, self.progress), self._last):
                     if isinstance(event, Step):
                         self._step(event)
                     else:
@@ -205,9 +196,6 @@ class RunLog:
             finally:
                 if self._last is not None and self._losses:
                     self._log(self._last)
-
-    def diverged(self, error: Diverged) -> None:
-        self._write({"kind": "diverged", "step": error.step, "what": error.what, "value": str(error.value)})
 
     def finish(self, description: dict[str, Any], weights: dict[str, Any]) -> None:
         """Write the weights, which matter most, then the curve, the metrics, the status, and the trace."""
@@ -220,7 +208,7 @@ class RunLog:
             else:
                 warn("the weights contain NaN or infinity and are not written")
             title = f"longshore train, {quantity(description['parameters'])} parameters, {self._settings.model.dtype}"
-            folder.write(CURVE, curve.loss_curves([self._training, self._validation], title))
+            folder.write(CURVE, loss_curves([self._training, self._validation], title))
             assert self._metrics is not None
             self._metrics.close()
             folder.write_run({**description, "result": self._result()})
@@ -231,7 +219,7 @@ class RunLog:
     def _step(self, step: Step) -> None:
         self._last = step
         self._losses.append(step.loss)
-        self._display.advance(step.step, step.state(self._speed(step)))
+        self._display.advance(step.step, f"loss {step.loss:.4f}  {step.state(self._speed(step))}")
         if step.step % self._settings.loop.log_every == 0 or step.step == self._settings.loop.steps:
             self._log(step)
 
@@ -240,7 +228,7 @@ class RunLog:
         speed = self._speed(step)
         self._training.add(step.step, loss)
         self._display.line(step.line(self._settings.loop.steps, loss, speed))
-        self._write(
+        self.write(
             {
                 "kind": "train",
                 "step": step.step,
@@ -260,15 +248,18 @@ class RunLog:
 
     def _validated(self, validation: Validation) -> None:
         self._validation.add(validation.step, validation.loss)
-        self._display.line(validation.line(self._settings.loop.steps))
-        self._write({"kind": "validation", "step": validation.step, "loss": validation.loss})
+        steps = self._settings.loop.steps
+        line = f"step {validation.step:>{len(str(steps))}}/{steps}  validation loss {validation.loss:.4f}"
+        self._display.line(line)
+        self.write({"kind": "validation", "step": validation.step, "loss": validation.loss})
 
     def _speed(self, step: Step) -> float:
         """Return the tokens per second since the last logged step."""
         seconds = step.seconds - self._logged_seconds
         return (step.step - self._logged_step) * self._settings.loop.tokens_per_step / max(seconds, 1e-9)
 
-    def _write(self, values: dict[str, Any]) -> None:
+    def write(self, values: dict[str, Any]) -> None:
+        """Write a line of metrics, or keep it for later; say once that this happens."""
         if self._metrics is None:
             return
         self._metrics.write(values)
@@ -308,18 +299,18 @@ class RunLog:
 
 def _read(settings: TrainSettings, leads: bool) -> tuple[TextDocuments, Corpus, Any, RunFolder | None]:
     folder = None
-    if settings.out is not None and leads:
-        folder = RunFolder(settings.out, settings.overwrite, settings.resume)
-    if settings.trace is not None and leads:
-        check_trace(settings.trace, folder)
-    if settings.engine is not None and leads:
-        for note in settings.engine.notes:
-            warn(f"{settings.engine.file}: {note}")
+    if leads:
+        if settings.out is not None:
+            folder = RunFolder(settings.out, settings.overwrite, settings.resume)
+        if settings.trace is not None:
+            check_trace(settings.trace, folder)
+        for note in settings.engine.notes if settings.engine is not None else ():
+            warn(f"{settings.config}: {note}")
     text = read_text(settings.data.paths, settings.data.max_bytes)
     choose_device(settings.model)  # raises if it is missing
     model.load_transformers()
     if folder is not None:
-        curve.load_figure()
+        load_figure()
     tokenizer = model.load_tokenizer(settings.data.tokenizer, settings.model.path)
     return text, model.make_corpus(text.documents, tokenizer), tokenizer, folder
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import typer
 
-from longshore.cli.failure import CommandError, SettingsError
-from longshore.cli.terminal import make_console, warn
+from longshore.cli.terminal import CommandError, SettingsError, make_console, warn
 from longshore.machine import (
     RankBinding,
     RankDevice,

@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from longshore.byte_sizes import format_byte_size
 from longshore.cli.data import Sequences, TokenBatch
-from longshore.cli.failure import SharedError
 from longshore.cli.group import RunGroup
 from longshore.cli.settings import LoopSettings, OptimizerSettings
 from longshore.cli.steppers import MemoryUse, TrainStepper
-from longshore.cli.terminal import quantity
+from longshore.cli.terminal import SharedError, quantity
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step.
+    """A step that was made.
 
     Attributes:
         step: its number, from 1.
@@ -44,21 +43,18 @@ class Step:
     skipped: int = 0
 
     def state(self, tokens_per_second: float) -> str:
-        """Return what a progress bar shows."""
-        return f"loss {self.loss:.4f}  {self._speed_and_memory(tokens_per_second)}"
+        """Return speed and memory in words."""
+        return (
+            f"{quantity(tokens_per_second)} tokens/s  "
+            f"device {format_byte_size(self.memory.device)}  host {format_byte_size(self.memory.host)}"
+        )
 
     def line(self, steps: int, loss: float, tokens_per_second: float) -> str:
         """Return a line of the log, of ``steps`` in all; ``loss`` is the mean since the last line."""
         norm = "" if self.grad_norm is None else f"  norm {self.grad_norm:.3f}"
         return (
             f"step {self.step:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {self.lr:.2e}{norm}  "
-            f"{self._speed_and_memory(tokens_per_second)}"
-        )
-
-    def _speed_and_memory(self, tokens_per_second: float) -> str:
-        return (
-            f"{quantity(tokens_per_second)} tokens/s  "
-            f"device {format_byte_size(self.memory.device)}  host {format_byte_size(self.memory.host)}"
+            f"{self.state(tokens_per_second)}"
         )
 
 
@@ -68,9 +64,6 @@ class Validation:
 
     step: int
     loss: float
-
-    def line(self, steps: int) -> str:
-        return f"step {self.step:>{len(str(steps))}}/{steps}  validation loss {self.loss:.4f}"
 
 
 class Diverged(SharedError):
@@ -121,7 +114,7 @@ class Loop:
         stop: Callable[[], bool] = lambda: False,
         group: RunGroup | None = None,
     ) -> None:
-        self._group = RunGroup(None) if group is None else group
+        self._group = RunGroup() if group is None else group
         assert loop.ranks == self._group.size
         self._model = model
         self._sequences = sequences
@@ -183,7 +176,7 @@ class Loop:
             loss = self._loss(self._sequences.training_batch(index, self.settings.batch_size)) / accumulation
             self._stepper.backward(loss)
             total += loss.detach()
-        value = self._group.mean(total.item())
+        value = self._group.sums([total.item()])[0] / self._group.size
         if not math.isfinite(value):
             raise Diverged(step, "loss", value, lr)
         return value

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
-from longshore.cli.failure import CommandError, one_line
 from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings, Shape
+from longshore.cli.terminal import CommandError, one_line
 from longshore.engine import Init
 from longshore.optim.shards import is_sharded
 

@@ -14,20 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longshore.byte_sizes import parse_byte_size
-from longshore.cli.curve import load_figure
-from longshore.cli.failure import CommandError, SettingsError, one_line
 from longshore.cli.options import CommandLine, CommandSettings, Option, takes
-from longshore.cli.settings import (
-    BYTE_VOCABULARY,
-    DTYPES,
-    Accumulation,
-    BatchSize,
-    Clip,
-    SeqLen,
-    Shape,
-    ShapeSettings,
-)
-from longshore.cli.terminal import make_console
+from longshore.cli.output import load_figure
+from longshore.cli.settings import BYTE_VOCABULARY, DTYPES, Accumulation, BatchSize, Clip, SeqLen, ShapeSettings
+from longshore.cli.terminal import CommandError, SettingsError, make_console, one_line, print_lines
 from longshore.plan.quantities import parse_flops, parse_rate
 
 if TYPE_CHECKING:
@@ -47,8 +37,19 @@ _training, _choices, _machine, _described, _output = (
 )
 _bytes = partial(_machine, parse=parse_byte_size, metavar="<size>")
 _rate = partial(_described, parse=parse_rate, metavar="<rate>")
-_OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "SGD")
 _PLACE = "Plan only choices with optimizer state in host memory, or only others."
+
+
+def _parse_optimizer(text: str) -> str:
+    from longshore.engine.wording import did_you_mean
+    from longshore.optim.rule_optimizer import OPTIMIZERS
+
+    if text not in OPTIMIZERS:
+        raise ValueError(f"{text!r} is not known; {did_you_mean(text, OPTIMIZERS)}")
+    return text
+
+
+_OPTIMIZER = "Optimizer whose state is counted: AdamW, SGD or another one of longshore's, by its name in Python."
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class PlanSettings(CommandSettings):
     batch_size: BatchSize = 1
     seq_len: SeqLen = 2048
     accumulation: Accumulation = 1
-    dtype: Annotated[str, _training("Of the parameters; own: the model's.", choices=(*DTYPES, "own"))] = "bf16"
-    optimizer: Annotated[str, _training("Optimizer whose state is counted.", choices=_OPTIMIZERS)] = "AdamW"
+    dtype: Annotated[str, _training("Parameters' dtype; own: the model's.", choices=(*DTYPES, "own"))] = "bf16"
+    optimizer: Annotated[str, _training(_OPTIMIZER, parse=_parse_optimizer, metavar="<name>")] = "AdamW"
     clip: Clip = 1.0
     activation_checkpointing: Annotated[bool, _training("Backward computes the blocks again.")] = False
     tile_numel: Annotated[int | None, _training("Elements in a tile. Default: the engine's.", at_least=1)] = None
@@ -89,7 +90,7 @@ class PlanSettings(CommandSettings):
         )
 
     def allows(self, choice: PlanChoice, machine: PlanMachine) -> bool:
-        """Whether ``choice`` is to be planned. Without GPUs there is one place for the state."""
+        """Whether to plan ``choice``. Without GPUs there is one memory for the state, so ``offload`` does not count."""
         is_place = self.offload is None or not machine.staged or (choice.offload == "cpu") == self.offload
         return is_place and self.stage in (None, choice.stage)
 
@@ -137,24 +138,18 @@ def plan(
         raise SettingsError(f"{sizes[0]} and MODEL exclude each other: {model} has its own shape")
     if model is None and not sizes:
         raise SettingsError("no model is named: give MODEL, or --size for a model of longshore train")
-    machine = _described_machine(line, settings)
-    from longshore.plan.planner import DoesNotFit
-    from longshore.plan.planner import plan as planned
-
-    shape = line.settings(ShapeSettings)
-    read = read_size(shape.size, shape.shape(), settings.seq_len) if model is None else read_model(model)
-    job = settings.job()
-    if machine is None:
-        machine = _this_machine(replace(job, dtype=job.dtype or read.main_dtype), settings)
     try:
+        machine = _described_machine(line, settings)
+        read = _read_size(line.settings(ShapeSettings), settings.seq_len) if model is None else _read_model(model)
+        job = settings.job()
+        if machine is None:
+            machine = _this_machine(replace(job, dtype=job.dtype or read.main_dtype), settings)
+        from longshore.plan.planner import plan as planned
+
         result = planned(read, machine, job, lambda choice: settings.allows(choice, machine))
-    except DoesNotFit as refusal:
-        raise CommandError(str(refusal)) from refusal
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    if settings.out is not None:
-        _write(result, settings.out, figure)
-    _show(result, settings)
+    _show(result, settings, figure)
 
 
 def _described_machine(line: CommandLine, settings: PlanSettings) -> PlanMachine | None:
@@ -174,10 +169,7 @@ def _described_machine(line: CommandLine, settings: PlanSettings) -> PlanMachine
         "host_memory_bytes": settings.host_memory,
         "device_memory_bytes": settings.device_memory,
     }
-    try:
-        return described(Description(**{name: value for name, value in values.items() if value is not None}))
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
+    return described(Description(**{name: value for name, value in values.items() if value is not None}))
 
 
 def _this_machine(job: Job, settings: PlanSettings) -> PlanMachine:
@@ -185,10 +177,7 @@ def _this_machine(job: Job, settings: PlanSettings) -> PlanMachine:
 
     with make_console().status("measuring") as status:  # shown on a terminal only
         sizes = {"numel": _QUICK_NUMEL, "rounds": 1} if settings.quick else {}
-        try:
-            found = this_machine(job, settings.gpus, note=status.update, **sizes)
-        except ValueError as error:
-            raise SettingsError(str(error)) from error
+        found = this_machine(job, settings.gpus, note=status.update, **sizes)
     if settings.device_memory is not None and not found.staged:
         raise SettingsError("--device-memory is the memory of a GPU, and this machine has none: give --gpu too")
     return replace(
@@ -198,19 +187,18 @@ def _this_machine(job: Job, settings: PlanSettings) -> PlanMachine:
     )
 
 
-def read_size(size: str, shape: Shape, seq_len: int) -> PlannedModel:
+def _read_size(settings: ShapeSettings, seq_len: int) -> PlannedModel:
     """Return the model that ``longshore train --size`` trains on bytes."""
     import torch
 
     from longshore.cli.model import new_llama
-    from longshore.plan.reading import plan_of_module
 
     with torch.device("meta"):
-        model = new_llama(shape, seq_len, BYTE_VOCABULARY, None)
-    return plan_of_module(model, f"llama-{size}", _head_of(model))
+        model = new_llama(settings.shape(), seq_len, BYTE_VOCABULARY, None)
+    return _plan_of(model, f"llama-{settings.size}")
 
 
-def read_model(given: str) -> PlannedModel:
+def _read_model(given: str) -> PlannedModel:
     """Return the model of MODEL. Nothing is downloaded, and no weights are made.
 
     Raises:
@@ -249,7 +237,7 @@ def _read_config(file: Path, name: str) -> PlannedModel:
     import torch
 
     from longshore.cli.model import load_transformers
-    from longshore.plan.reading import plan_of_module
+    from longshore.engine.wording import did_you_mean
 
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -260,8 +248,6 @@ def _read_config(file: Path, name: str) -> PlannedModel:
     transformers = load_transformers()
     kind = content["model_type"]
     if str(kind) not in transformers.CONFIG_MAPPING:
-        from longshore.engine.wording import did_you_mean
-
         near = did_you_mean(str(kind), transformers.CONFIG_MAPPING.keys()) if len(str(kind)) < 40 else ""
         near = near if near.startswith("did") else "compare it with the file that you took it from"
         version = transformers.__version__
@@ -272,7 +258,7 @@ def _read_config(file: Path, name: str) -> PlannedModel:
             model = _model_of(transformers, content, config)
     except Exception as error:  # its parsers raise errors of any type
         raise CommandError(f"transformers cannot make a model of {file}: {one_line(error)}") from error
-    plan = plan_of_module(model, name, _head_of(model))
+    plan = _plan_of(model, name)
     if content.get("quantization_config") is None:
         return plan
     note = "quantization_config is ignored: the whole model is trained, in the dtype of the plan"
@@ -290,40 +276,32 @@ def _model_of(transformers: Any, content: dict[str, Any], config: Any) -> Any:
         return transformers.AutoModel.from_config(config)
 
 
-def _head_of(model: Any) -> Any:
+def _plan_of(model: Any, name: str) -> PlannedModel:
+    """Return the plan's view of a model of transformers."""
+    from longshore.plan.reading import plan_of_module
+
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return getattr(output, "weight", None)
+    return plan_of_module(model, name, getattr(output, "weight", None))
 
 
-def _write(plan: Plan, out: Path, figure: Any) -> None:
-    from longshore.plan.page import picture, values
-
-    out.mkdir(parents=True, exist_ok=True)
-    content = values(plan)
-    out.joinpath("plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    configuration = json.dumps(content["configuration"], indent=2) + "\n"
-    out.joinpath("ds_config.json").write_text(configuration, encoding="utf-8")
-    out.joinpath("plan.png").write_bytes(picture(plan, figure))
-
-
-def _show(plan: Plan, settings: PlanSettings) -> None:
+def _show(plan: Plan, settings: PlanSettings, figure: Any) -> None:
+    """Print the plan, and write it to ``--out``, if it is given, with a picture that matplotlib's ``figure`` draws."""
     from longshore.plan import page
 
-    console = make_console()
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
+    content, out = page.values(plan), settings.out
+    configuration = json.dumps(content["configuration"], indent=2)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        out.joinpath("plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        out.joinpath("ds_config.json").write_text(configuration + "\n", encoding="utf-8")
+        out.joinpath("plan.png").write_bytes(page.picture(plan, figure))
     if settings.as_json:
-        say(json.dumps(page.values(plan), indent=2))
+        print_lines([json.dumps(content, indent=2)])
         return
-    for line in page.head(plan):
-        say(line)
-    console.print(page.table(plan))
-    for line in page.tail(plan):
-        say(line)
-    if settings.out is not None:
-        say(f"wrote {settings.out / 'ds_config.json'} (longshore.initialize loads it), plan.json and plan.png")
-        return
-    say("configuration:")
-    say(json.dumps(page.values(plan)["configuration"], indent=2))
+    print_lines(page.head(plan))
+    make_console().print(page.table(plan))
+    print_lines(page.tail(plan))
+    if out is not None:
+        print_lines([f"wrote {out / 'ds_config.json'} (longshore.initialize loads it), plan.json and plan.png"])
+    else:
+        print_lines(["configuration:", configuration])

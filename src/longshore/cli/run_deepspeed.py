@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from longshore.cli.failure import ALONE, SettingsError, launched_rank
+from longshore.cli.terminal import ALONE, SettingsError, launched_rank
 
 AS_PYTHON = {"allow_interspersed_args": False}
 """typer settings with which everything after the script is an argument of the script."""

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import longshore
-from longshore.cli.failure import SettingsError
 from longshore.cli.output import RunFolder, check_writable, save_file
 from longshore.cli.settings import LoopSettings
-from longshore.cli.terminal import plural
+from longshore.cli.terminal import SettingsError, plural
 from longshore.tracing import Trace
 
 _OPTION = "--trace"
