@@ -74,11 +74,7 @@ def run(settings: TrainSettings, given: Mapping[str, Any]) -> int:
 
 
 def _train(
-    settings: TrainSettings,
-    prepared: Prepared,
-    stepper: TrainStepper,
-    group: RunGroup,
-    console: Console,
+    settings: TrainSettings, prepared: Prepared, stepper: TrainStepper, group: RunGroup, console: Console
 ) -> tuple[int, Diverged | None]:
     """Open the folder, continue from a checkpoint, train, and write the results."""
     description = describe(settings, prepared.text, prepared.corpus, prepared.model)
@@ -201,8 +197,7 @@ class RunLog:
         """Write the weights, which matter most, then the curve, the metrics, the status, and the trace."""
         folder, trained = self._prepared.folder, self._prepared.model
         if folder is not None:
-            finite = all(bool(weight.isfinite().all()) for weight in weights.values())
-            if finite:
+            if all(bool(weight.isfinite().all()) for weight in weights.values()):
                 tokenizer = self._prepared.tokenizer
                 folder.write_folder(lambda beside: model.save_model(trained, weights, tokenizer, beside))
             else:
@@ -249,8 +244,7 @@ class RunLog:
     def _validated(self, validation: Validation) -> None:
         self._validation.add(validation.step, validation.loss)
         steps = self._settings.loop.steps
-        line = f"step {validation.step:>{len(str(steps))}}/{steps}  validation loss {validation.loss:.4f}"
-        self._display.line(line)
+        self._display.line(f"step {validation.step:>{len(str(steps))}}/{steps}  validation loss {validation.loss:.4f}")
         self.write({"kind": "validation", "step": validation.step, "loss": validation.loss})
 
     def _speed(self, step: Step) -> float:
@@ -318,9 +312,9 @@ def _read(settings: TrainSettings, leads: bool) -> tuple[TextDocuments, Corpus, 
 def _prepare(
     settings: TrainSettings, text: TextDocuments, corpus: Corpus, tokenizer: Any, folder: RunFolder | None
 ) -> Prepared:
-    sequences = Sequences(corpus, settings.loop.seq_len, settings.loop.seed)
-    shared = settings.engine is not None
-    network = model.build_model(settings.model, settings.loop.seq_len, settings.loop.seed, corpus, tokenizer, shared)
+    loop, shared = settings.loop, settings.engine is not None
+    sequences = Sequences(corpus, loop.seq_len, loop.seed)
+    network = model.build_model(settings.model, loop.seq_len, loop.seed, corpus, tokenizer, shared)
     if not shared:  # the engine moves its model itself
         network.to(choose_device(settings.model))
     return Prepared(text, corpus, tokenizer, sequences, network, folder)
@@ -336,10 +330,11 @@ def _make_stepper(settings: TrainSettings, network: nn.Module) -> TrainStepper:
 
 
 def _open(settings: TrainSettings, prepared: Prepared, description: dict[str, Any]) -> None:
-    if prepared.folder is not None:
+    folder = prepared.folder
+    if folder is not None:
         if settings.resume:
-            check_same_run(prepared.folder.path, prepared.folder.former(), description)
-        prepared.folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
+            check_same_run(folder.path, folder.former(), description)
+        folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
 
 
 def _headline(settings: TrainSettings, prepared: Prepared) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from longshore.cli.terminal import CommandError, SettingsError, make_console, warn
+from longshore.cli.terminal import CommandError, SettingsError, print_lines, warn
 from longshore.machine import (
     RankBinding,
     RankDevice,
@@ -38,29 +38,29 @@ RAW_ARGUMENTS: dict[str, Any] = {
 """typer settings with which torchrun's own parser reads all arguments, --help too."""
 
 _ABOUT = """torchrun, set up for training with host memory: each rank is bound to CPUs of the NUMA node of its GPU,
-before torch is imported; torch and the host step get threads for that many cores (OMP_NUM_THREADS is set, unless you
-set it); limits on locked and shared memory are checked. All options of torchrun work as they do there. LONGSHORE_BIND=0
-turns binding off."""
+before torch is imported; torch and the host step get one thread for each of their cores (OMP_NUM_THREADS is set, unless
+you set it); limits on locked and shared memory are checked. All options of torchrun work as they do there.
+LONGSHORE_BIND=0 turns binding off."""
 
 
 def launch(context: typer.Context) -> None:
     """Run a script on several ranks: torchrun, with CPUs and threads chosen for each rank."""
     arguments = _parsed(context.args)
-    program = _program(arguments)
+    # The words of the command before the script, as in torchrun.
+    program = [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else [])]
+    program = [] if arguments.no_python else program
     bindings = _bindings(_ranks_of_machine(arguments), os.environ)
     _check_limits(bindings)
     if arguments.dry_run:
-        console = make_console()
-        for line in page(bindings, [*program, arguments.training_script, *arguments.training_script_args]):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_lines(_page(bindings, [*program, arguments.training_script, *arguments.training_script_args]))
         return
     if not (arguments.module or arguments.no_python or os.path.exists(arguments.training_script)):
         raise CommandError(f"there is no script {arguments.training_script}")
     _run(arguments, program, bindings)
 
 
-def page(bindings: Sequence[RankBinding], command: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a table of what each rank gets, and the command that each runs."""
+def _page(bindings: Sequence[RankBinding], command: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a table with the device, CPUs and threads of each rank, and the command that all run."""
     rows = [("rank", "device", "NUMA node", "CPUs", "torch threads", "host threads", "why")]
     for rank, each in enumerate(bindings):
         nodes, cpus = cpu_list(each.nodes) or "-", cpu_list(each.cpus) or "any"
@@ -78,12 +78,10 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     parser = get_args_parser()
     parser.prog = "longshore launch"
     parser.description = _ABOUT
-    parser.add_argument(
-        "--nproc", dest="nproc_per_node", default=SUPPRESS, metavar="N", help="Short for --nproc-per-node."
-    )
-    parser.add_argument(
-        "--dry-run", "--dry_run", action="store_true", help="Print what each rank would get and start nothing."
-    )
+    about = "Short for --nproc-per-node."
+    parser.add_argument("--nproc", dest="nproc_per_node", default=SUPPRESS, metavar="N", help=about)
+    about = "Print what each rank would get and start nothing."
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help=about)
     parsed = parser.parse_args(arguments)
     for option, given, why in (
         ("--run-path", parsed.run_path, "starts ranks that have torch already, too late to bind them"),
@@ -94,13 +92,6 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     if parsed.no_python and parsed.module:
         raise SettingsError("--no-python runs a program and --module a module of Python: leave one of them out")
     return parsed
-
-
-def _program(arguments: Namespace) -> list[str]:
-    """Return the words of the command before the script, as in torchrun."""
-    if arguments.no_python:
-        return []
-    return [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else [])]
 
 
 def _ranks_of_machine(arguments: Namespace) -> int:

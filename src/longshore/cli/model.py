@@ -94,6 +94,9 @@ def build_model(
 def new_llama(shape: Shape, seq_len: int, vocabulary: int, tokenizer: Any | None) -> nn.Module:
     """Return a Llama with random weights."""
     transformers = load_transformers()
+    tokens = {"bos_token_id": None, "eos_token_id": END_OF_DOCUMENT, "pad_token_id": None}
+    if tokenizer is not None:
+        tokens = {name: getattr(tokenizer, name) for name in tokens}
     config = transformers.LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=shape.hidden_size,
@@ -103,10 +106,8 @@ def new_llama(shape: Shape, seq_len: int, vocabulary: int, tokenizer: Any | None
         num_key_value_heads=shape.heads,
         max_position_embeddings=seq_len,
         tie_word_embeddings=False,
-        bos_token_id=None if tokenizer is None else tokenizer.bos_token_id,
-        eos_token_id=END_OF_DOCUMENT if tokenizer is None else tokenizer.eos_token_id,
-        pad_token_id=None if tokenizer is None else tokenizer.pad_token_id,
         attn_implementation="sdpa",
+        **tokens,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -124,7 +125,7 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in weights:  # tied weights were gathered once for each name; make them one tensor, to be written once
+        if name in weights:  # tied weights were gathered once for each name; as one tensor they are written once
             weights[name] = weights[first.setdefault(id(parameter), name)]
     return weights
 
@@ -140,11 +141,9 @@ def save_model(model: nn.Module, weights: dict[str, Any], tokenizer: Any | None,
 def _load_model(path: Path) -> nn.Module:
     if not path.is_dir():
         raise CommandError(f"--model {path} is not a folder: give one with config.json and model.safetensors")
-    transformers = load_transformers()
+    auto = load_transformers().AutoModelForCausalLM
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, output_loading_info=True
-        )
+        model, report = auto.from_pretrained(path, local_files_only=True, output_loading_info=True)
     except Exception as error:  # its parsers raise errors of any type
         raise CommandError(f"cannot load a causal language model from --model {path}: {one_line(error)}") from error
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])

@@ -76,7 +76,7 @@ Seed = Annotated[int, _training("Seed of weights and order of data.", at_least=0
 
 @dataclass(frozen=True)
 class DataSettings(CommandSettings):
-    """``paths``: files and folders; if empty, the standard library is read."""
+    """What to train on. ``paths``: files and folders; if empty, the standard library is read."""
 
     paths: DataPaths = ()
     max_bytes: Annotated[int | None, _data("Read at most this much text.", at_least=1)] = None
@@ -107,8 +107,8 @@ class ModelSettings(CommandSettings):
     device: Annotated[str, _model("auto: CUDA if it is available.", choices=("auto", "cpu", "cuda"))] = "auto"
 
 
-def parse_speculation_memory(text: str) -> int | str:
-    """Parse what ``longshore.Offload`` takes: ``auto``, a percentage, a size, or an integer number of bytes."""
+def _parse_speculation_memory(text: str) -> int | str:
+    """Parse a value that ``longshore.Offload`` takes: ``auto``, a percentage, a size, or an integer number of bytes."""
     value = int(text) if text.isdecimal() and len(text) < 20 else text
     parse_memory_budget(value)
     return value
@@ -142,15 +142,17 @@ class OptimizerSettings(CommandSettings):
     release_gradients: Annotated[
         bool, _training("Send gradients to the host during backward, and accumulate and clip them there.")
     ] = False
-    speculation_memory: Annotated[int | str, _training(_MEMORY, parse=parse_speculation_memory, metavar="<memory>")] = 0
+    speculation_memory: Annotated[
+        int | str, _training(_MEMORY, parse=_parse_speculation_memory, metavar="<memory>")
+    ] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, needs_host in (
+        for option, given in (
             ("--release-gradients sends gradients to the host", self.release_gradients),
             ("--speculation-memory is for stepping on the host", self.speculation_memory),
         ):
-            if needs_host and not self.on_host:
+            if given and not self.on_host:
                 why = "--plain" if self.plain else "--no-offload"
                 raise SettingsError(f"{option}, and {why} keeps the optimizer state on the device: leave one out")
 

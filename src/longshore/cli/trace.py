@@ -20,7 +20,7 @@ _STEPS = 3
 def traced_steps(loop: LoopSettings) -> range:
     """Return three steps in the middle of the run, or fewer, with no validation between them.
 
-    The first step is avoided, since it allocates. A validation would count as part of the step after it.
+    The first step is avoided, since it allocates. A validation would be measured as part of the step after it.
     """
     for count in range(_STEPS, 0, -1):
         middle = (loop.steps - count) // 2 + 1
@@ -35,7 +35,7 @@ def traced_steps(loop: LoopSettings) -> range:
 def check_trace(page: Path, folder: RunFolder | None) -> None:
     """Raise now what :meth:`StepTrace.save` would raise at the end; ``folder`` is that of ``--out``."""
     check_writable(page, _OPTION)
-    beside = json_beside(page)
+    beside = page.with_suffix(".json")
     if beside == page:
         raise SettingsError(f"{_OPTION} {page} is the page, and {beside.name} is for JSON beside it: name it .html")
     check_writable(beside, _OPTION)
@@ -46,16 +46,11 @@ def check_trace(page: Path, folder: RunFolder | None) -> None:
             )
 
 
-def json_beside(page: Path) -> Path:
-    """Return the path of the same events, for Perfetto."""
-    return page.with_suffix(".json")
-
-
 class StepTrace:
     """Traces the ``traced_steps`` of a loop that does each step in the context :meth:`around`.
 
     Args:
-        page: the path of ``--trace``.
+        page: the path of ``--trace``. JSON for Perfetto with the same events is written beside it.
         subject: the optimizer or engine, as ``longshore.trace`` takes it.
     """
 
@@ -68,7 +63,7 @@ class StepTrace:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Return the context of step ``step``, from 1."""
+        """Do a step, whose number begins at 1, in this context."""
         if step == self._steps[0]:
             self._trace = self._block.enter_context(longshore.trace(self._subject))
         try:
@@ -86,14 +81,13 @@ class StepTrace:
             CommandError: a file cannot be written.
         """
         self._block.close()  # a signal ended the run in the middle
-        trace = self._trace
-        if trace is None:
+        if self._trace is None:
             return f"nothing was traced: the run ended before step {self._steps[0]}"
-        beside = json_beside(self._page)
-        save_file(self._page, trace.save_html, _OPTION)
-        save_file(beside, trace.save_chrome, _OPTION)
-        summary = trace.summary()
+        beside = self._page.with_suffix(".json")
+        save_file(self._page, self._trace.save_html, _OPTION)
+        save_file(beside, self._trace.save_chrome, _OPTION)
+        summary = self._trace.summary()
         return (
-            f"traced: {plural(summary.steps, 'step')} from step {self._steps[0]}, rank {trace.rank}\n{summary}\n"
+            f"traced: {plural(summary.steps, 'step')} from step {self._steps[0]}, rank {self._trace.rank}\n{summary}\n"
             f"written to {self._page} and {beside}"
         )
