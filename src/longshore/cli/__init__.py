@@ -8,24 +8,13 @@ from typing import Annotated
 
 import typer
 
+from longshore.cli import terminal
 from longshore.cli.checkpoints import export, import_deepspeed, inspect
 from longshore.cli.launch import RAW_ARGUMENTS, launch
 from longshore.cli.plan import plan
 from longshore.cli.report import report
 from longshore.cli.run_deepspeed import AS_PYTHON, run, run_deepspeed
 from longshore.cli.settings import demo, train
-from longshore.cli.terminal import (
-    CommandError,
-    SettingsError,
-    SharedError,
-    StopNow,
-    launched_rank,
-    one_line,
-    os_reason,
-    silence_stdout,
-    wait_for_first_rank,
-    warn,
-)
 
 app = typer.Typer(
     add_completion=False,
@@ -66,18 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-    except StopNow as stop:
+    except terminal.StopNow as stop:
         return _fail("ended at once; the file that was being written is removed", stop.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130) if launched_rank().speaks else 130
-    except CommandError as error:
-        return _fail(str(error), error.exit_code, everywhere=isinstance(error, (SettingsError, SharedError)))
+        return _fail("interrupted", 130) if terminal.launched_rank().speaks else 130
+    except terminal.CommandError as error:
+        everywhere = isinstance(error, (terminal.SettingsError, terminal.SharedError))
+        return _fail(str(error), error.exit_code, everywhere)
     except BrokenPipeError:
-        silence_stdout()
+        terminal.silence_stdout()
         return 1
     except OSError as error:
-        silence_stdout()
-        return _fail(f"{error.filename or 'standard output'}: {os_reason(error)}", 1)
+        terminal.silence_stdout()
+        return _fail(f"{error.filename or 'standard output'}: {terminal.os_reason(error)}", 1)
     except Exception as error:
         return _fail(*_explain(error), everywhere=_is_usage(error))
 
@@ -105,7 +95,7 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, LongshoreError):
         return str(error), 1
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error):
-        return f"out of memory ({one_line(error)}): try a smaller --batch-size, --seq-len or model", 1
+        return f"out of memory ({terminal.one_line(error)}): try a smaller --batch-size, --seq-len or model", 1
     raise error
 
 
@@ -115,11 +105,11 @@ def _is_usage(error: Exception) -> bool:
 
 def _fail(message: str, exit_code: int, everywhere: bool = False) -> int:
     """Print ``message`` on each rank; if it is the same ``everywhere``, on one rank of each machine."""
-    rank, world_size, speaks = launched_rank()
+    rank, world_size, speaks = terminal.launched_rank()
     if not everywhere:
-        warn(message if world_size == 1 else f"rank {rank}: {message}")
+        terminal.warn(message if world_size == 1 else f"rank {rank}: {message}")
     elif speaks:
-        warn(message)
+        terminal.warn(message)
     else:
-        wait_for_first_rank()
+        terminal.wait_for_first_rank()
     return exit_code

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from longshore.byte_sizes import format_byte_size, parse_byte_size
 from longshore.cli.output import CHECKPOINTS, RUN
+from longshore.cli.settings import DTYPES
 from longshore.cli.terminal import SettingsError, make_console, plural, print_lines, warn, warnings_as_lines
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from longshore.checkpoint.inspection import CheckpointSummary, Inspection
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of checkpoints, or of one.")]
 _Tag = Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")]
 _SHOWN_FILES = 20
@@ -46,9 +46,8 @@ def export(
         raise SettingsError(f"--max-shard-size: {error}") from error
     if dtype is not None and dtype not in DTYPES:
         raise SettingsError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    import torch
-
     from longshore.checkpoint.export import export as write
+    from longshore.engine import precision
 
     console = make_console()
     with _bar(console) as progress, warnings_as_lines():
@@ -57,7 +56,7 @@ def export(
                 _folder_of(checkpoint),
                 out,
                 max_shard_bytes,
-                None if dtype is None else getattr(torch, DTYPES[dtype]),
+                None if dtype is None else precision.DTYPES[dtype],
                 tag=tag,
                 overwrite=overwrite,
                 progress=progress,

@@ -28,7 +28,7 @@ from longshore.cli.loop import Loop, Step
 from longshore.cli.output import METRICS, WEIGHTS, Series, check_writable, load_figure, loss_curves, save_file
 from longshore.cli.settings import NUMEL_MULTIPLE, SIZES, DemoSettings, LoopSettings, ModelSettings, OptimizerSettings
 from longshore.cli.steppers import MemoryUse, PlainStepper, make_stepper
-from longshore.cli.terminal import CommandError, Display, make_console, plural, quantity, warn
+from longshore.cli.terminal import CommandError, make_console, plural, progress_bar, quantity, warn
 
 RANKS = 2
 _EVAL_BATCHES = 8
@@ -298,10 +298,10 @@ class _Demo:
 
     def _show(self, steps: Iterator[Step], *contestants: Contestant) -> None:
         """Make ``steps`` with a progress bar, and print how they ended."""
-        with Display(self._console, self.steps) as display:
+        with progress_bar(self._console, self.steps) as advance:
             for step in steps:
                 speed = step.step * self._loop().tokens_per_step / step.seconds
-                display.advance(step.step, f"loss {step.loss:.4f}  {step.state(speed)}")
+                advance(step.step, f"loss {step.loss:.4f}  {step.state(speed)}")
         for contestant in contestants:
             self.say(f"{contestant.name}: validation loss {contestant.validation_loss:.4f}")
 

@@ -16,16 +16,15 @@ from rich.table import Table
 from torch import nn
 
 from longshore.byte_sizes import format_byte_size
-from longshore.cli import model
+from longshore.cli import model, terminal
 from longshore.cli.data import Corpus, Sequences, TextDocuments, read_text
 from longshore.cli.engine_settings import with_engine
 from longshore.cli.group import RunGroup, StopSignals
-from longshore.cli.loop import Diverged, Loop, Step, Validation
+from longshore.cli.loop import BEGIN, Diverged, Loop, Step, Validation
 from longshore.cli.output import CURVE, RunFolder, Series, load_figure, loss_curves
 from longshore.cli.resuming import RunCheckpoints, check_same_run, describe
 from longshore.cli.settings import ModelSettings, TrainSettings
 from longshore.cli.steppers import EngineStepper, MemoryUse, TrainStepper, make_stepper, nbytes
-from longshore.cli.terminal import CommandError, Display, SettingsError, make_console, one_line, plural, quantity, warn
 from longshore.cli.trace import StepTrace, check_trace
 
 
@@ -53,12 +52,12 @@ def run(settings: TrainSettings, given: Mapping[str, Any]) -> int:
     """
     settings = with_engine(settings, given)
     if settings.engine is not None and settings.model.device == "cpu" and torch.cuda.is_available():
-        raise SettingsError(
+        raise terminal.SettingsError(
             "--device cpu: with --stage or --config training is on CUDA where there is CUDA; "
             "set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
         )
     group = RunGroup(joins=settings.engine is not None)
-    console = make_console(quiet=not group.leads)
+    console = terminal.make_console(quiet=not group.leads)
     inputs = group.together(lambda: _read(settings, group.leads))
     # Separately: ranks communicate while they make the model, so none may have failed before.
     prepared = group.together(lambda: _prepare(settings, *inputs))
@@ -85,8 +84,9 @@ def _train(
         console.print(
             f"continuing after step {progress['step']}" if progress else "no checkpoint yet: from the beginning"
         )
-    has_trace = settings.trace is not None and group.leads
-    trace = StepTrace(settings.trace, stepper.subject, settings.loop) if has_trace else None
+    trace = None
+    if settings.trace is not None and group.leads:
+        trace = StepTrace(settings.trace, stepper.optimizer, settings.loop)
     log = RunLog(settings, prepared, console, trace, progress)
     with StopSignals(group) as stop, log:
         loop = Loop(stepper.forward, prepared.sequences, stepper, settings.loop, settings.optimizer, stop, group)
@@ -113,7 +113,7 @@ def choose_device(settings: ModelSettings) -> torch.device:
     """Return the device; ``auto`` is CUDA if it is available. On CUDA only deterministic kernels are used."""
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
-        raise SettingsError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        raise terminal.SettingsError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if settings.device == "cpu" or not available:
         return torch.device("cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
@@ -141,12 +141,11 @@ class RunLog:
         self._prepared = prepared
         self._console = console
         self._trace = trace
-        self._display = Display(console, settings.loop.steps)
         self._metrics = prepared.folder.metrics(progress["step"] if progress else -1) if prepared.folder else None
         self._warned = False
         self._training = Series("training")
         self._validation = Series("validation", marker="o")
-        self._last: Step | None = None
+        self._last = BEGIN
         self._logged_step = 0
         self._logged_seconds = 0.0
         self._losses: list[float] = []  # since the last logged step
@@ -159,38 +158,38 @@ class RunLog:
 
     def progress(self) -> dict[str, Any]:
         """Return what a run needs in order to continue here."""
-        assert self._last is not None
         last = {**dataclasses.asdict(self._last), "memory": list(self._last.memory)}
         curves = [[series.steps, series.losses] for series in (self._training, self._validation)]
         logged = [self._logged_step, self._logged_seconds]
-        return {"step": self.steps_done, "last": last, "losses": self._losses, "logged": logged, "curves": curves}
+        return {"step": self._last.step, "last": last, "losses": self._losses, "logged": logged, "curves": curves}
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._metrics is not None:
-            with contextlib.suppress(CommandError):
+            with contextlib.suppress(terminal.CommandError):
                 self._metrics.close()
         if self._prepared.folder is not None:
             self._prepared.folder.close()
 
     @property
     def steps_done(self) -> int:
-        return 0 if self._last is None else self._last.step
+        return self._last.step
 
     def follow(self, loop: Loop, checkpoints: RunCheckpoints) -> None:
         """Run the loop to its end. The last step is always logged."""
         around = nullcontext if self._trace is None else self._trace.around
-        with self._display:
+        with terminal.progress_bar(self._console, self._settings.loop.steps) as advance:
             try:
                 for event in loop.run(around, lambda step: checkpoints.save(step, self.progress), self._last):
                     if isinstance(event, Step):
+                        advance(event.step, f"loss {event.loss:.4f}  {event.state(self._speed(event))}")
                         self._step(event)
                     else:
                         self._validated(event)
             finally:
-                if self._last is not None and self._losses:
+                if self._losses:
                     self._log(self._last)
 
     def finish(self, description: dict[str, Any], weights: dict[str, Any]) -> None:
@@ -201,8 +200,9 @@ class RunLog:
                 tokenizer = self._prepared.tokenizer
                 folder.write_folder(lambda beside: model.save_model(trained, weights, tokenizer, beside))
             else:
-                warn("the weights contain NaN or infinity and are not written")
-            title = f"longshore train, {quantity(description['parameters'])} parameters, {self._settings.model.dtype}"
+                terminal.warn("the weights contain NaN or infinity and are not written")
+            numel = terminal.quantity(description["parameters"])
+            title = f"longshore train, {numel} parameters, {self._settings.model.dtype}"
             folder.write(CURVE, loss_curves([self._training, self._validation], title))
             assert self._metrics is not None
             self._metrics.close()
@@ -214,7 +214,6 @@ class RunLog:
     def _step(self, step: Step) -> None:
         self._last = step
         self._losses.append(step.loss)
-        self._display.advance(step.step, f"loss {step.loss:.4f}  {step.state(self._speed(step))}")
         if step.step % self._settings.loop.log_every == 0 or step.step == self._settings.loop.steps:
             self._log(step)
 
@@ -222,7 +221,7 @@ class RunLog:
         loss = sum(self._losses) / len(self._losses)
         speed = self._speed(step)
         self._training.add(step.step, loss)
-        self._display.line(step.line(self._settings.loop.steps, loss, speed))
+        self._console.print(step.line(self._settings.loop.steps, loss, speed), markup=False)
         self.write(
             {
                 "kind": "train",
@@ -244,7 +243,7 @@ class RunLog:
     def _validated(self, validation: Validation) -> None:
         self._validation.add(validation.step, validation.loss)
         steps = self._settings.loop.steps
-        self._display.line(f"step {validation.step:>{len(str(steps))}}/{steps}  validation loss {validation.loss:.4f}")
+        self._console.print(f"step {validation.step:>{len(str(steps))}}/{steps}  validation loss {validation.loss:.4f}")
         self.write({"kind": "validation", "step": validation.step, "loss": validation.loss})
 
     def _speed(self, step: Step) -> float:
@@ -257,20 +256,20 @@ class RunLog:
         if self._metrics is None:
             return
         self._metrics.write(values)
-        if self._metrics.failure is not None and not self._warned:
+        failure = self._metrics.failure
+        if failure is not None and not self._warned:
             self._warned = True
-            warn(f"cannot write the metrics now ({self._metrics.failure.strerror}); training goes on and tries again")
+            terminal.warn(f"cannot write the metrics now ({failure.strerror}); training goes on and tries again")
 
     def _result(self) -> dict[str, Any]:
-        memory = MemoryUse(0, 0) if self._last is None else self._last.memory
         return {
             "steps": self.steps_done,
             "tokens": self.steps_done * self._settings.loop.tokens_per_step,
             "train_loss": self._training.losses[-1] if self._training.losses else None,
             "validation_loss": self._validation.losses[-1] if self._validation.losses else None,
-            "seconds": 0.0 if self._last is None else round(self._last.seconds, 3),
-            "device_bytes": memory.device,
-            "host_bytes": memory.host,
+            "seconds": round(self._last.seconds, 3),
+            "device_bytes": self._last.memory.device,
+            "host_bytes": self._last.memory.host,
         }
 
     def _summary(self) -> Table:
@@ -283,7 +282,7 @@ class RunLog:
             if result[key] is not None:
                 table.add_row(label, f"{result[key]:.4f}")
         if result["seconds"]:
-            table.add_row("speed", f"{quantity(result['tokens'] / result['seconds'])} tokens/s")
+            table.add_row("speed", f"{terminal.quantity(result['tokens'] / result['seconds'])} tokens/s")
         for label, key in (("device memory", "device_bytes"), ("host memory", "host_bytes")):
             table.add_row(label, f"{format_byte_size(result[key])}, {result[key] / numel:.2f} bytes a parameter")
         if self._prepared.folder is not None:
@@ -299,7 +298,7 @@ def _read(settings: TrainSettings, leads: bool) -> tuple[TextDocuments, Corpus, 
         if settings.trace is not None:
             check_trace(settings.trace, folder)
         for note in settings.engine.notes if settings.engine is not None else ():
-            warn(f"{settings.config}: {note}")
+            terminal.warn(f"{settings.config}: {note}")
     text = read_text(settings.data.paths, settings.data.max_bytes)
     choose_device(settings.model)  # raises if it is missing
     model.load_transformers()
@@ -326,7 +325,7 @@ def _make_stepper(settings: TrainSettings, network: nn.Module) -> TrainStepper:
             return make_stepper(network, settings.optimizer)
         return EngineStepper(network, settings.engine)
     except (ValueError, ModuleNotFoundError) as error:
-        raise CommandError(one_line(error)) from error
+        raise terminal.CommandError(terminal.one_line(error)) from error
 
 
 def _open(settings: TrainSettings, prepared: Prepared, description: dict[str, Any]) -> None:
@@ -344,11 +343,11 @@ def _headline(settings: TrainSettings, prepared: Prepared) -> str:
     where = "on the host" if settings.optimizer.on_host else "on the device"
     how = ", by plain PyTorch" if settings.optimizer.plain else ""
     if settings.engine is not None:
-        how = f", stage {settings.engine.config.stage} on {plural(settings.loop.ranks, 'rank')}"
+        how = f", stage {settings.engine.config.stage} on {terminal.plural(settings.loop.ranks, 'rank')}"
     return (
-        f"{quantity(model.count_parameters(prepared.model))} parameters in {settings.model.dtype} on {device}, "
-        f"optimizer state {where}{how}\n"
-        f"{text.source}: {plural(len(text.documents), 'file')}{skipped}, "
-        f"{quantity(prepared.corpus.tokens.numel())} tokens, "
+        f"{terminal.quantity(model.count_parameters(prepared.model))} parameters in {settings.model.dtype} "
+        f"on {device}, optimizer state {where}{how}\n"
+        f"{text.source}: {terminal.plural(len(text.documents), 'file')}{skipped}, "
+        f"{terminal.quantity(prepared.corpus.tokens.numel())} tokens, "
         f"{sequences.training.numel()} sequences to train on, {sequences.validation.numel()} to validate on"
     )

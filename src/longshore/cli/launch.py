@@ -13,21 +13,8 @@ from typing import Any
 
 import typer
 
+from longshore import machine
 from longshore.cli.terminal import CommandError, SettingsError, print_lines, warn
-from longshore.machine import (
-    RankBinding,
-    RankDevice,
-    all_gpus,
-    binding_wanted,
-    cpu_list,
-    locked_limit_bytes,
-    numa_node_of,
-    plan_ranks,
-    read_topology,
-    shared_free_bytes,
-    unbound,
-    visible_gpus,
-)
 
 RAW_ARGUMENTS: dict[str, Any] = {
     "ignore_unknown_options": True,
@@ -59,11 +46,11 @@ def launch(context: typer.Context) -> None:
     _run(arguments, program, bindings)
 
 
-def _page(bindings: Sequence[RankBinding], command: Sequence[str]) -> Iterator[str]:
+def _page(bindings: Sequence[machine.RankBinding], command: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a table with the device, CPUs and threads of each rank, and the command that all run."""
     rows = [("rank", "device", "NUMA node", "CPUs", "torch threads", "host threads", "why")]
     for rank, each in enumerate(bindings):
-        nodes, cpus = cpu_list(each.nodes) or "-", cpu_list(each.cpus) or "any"
+        nodes, cpus = machine.cpu_list(each.nodes) or "-", machine.cpu_list(each.cpus) or "any"
         threads = str(each.torch_threads), str(each.host_threads)
         rows.append((str(rank), each.device, nodes, cpus, *threads, each.reasons))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -106,22 +93,22 @@ def _ranks_of_machine(arguments: Namespace) -> int:
     return count
 
 
-def _bindings(count: int, environ: Mapping[str, str]) -> list[RankBinding]:
+def _bindings(count: int, environ: Mapping[str, str]) -> list[machine.RankBinding]:
     try:
-        wanted = binding_wanted(environ)
+        wanted = machine.binding_wanted(environ)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    visible = visible_gpus()
+    visible = machine.visible_gpus()
     if visible and count > len(visible):
         warn(f"{count} ranks and {len(visible)} CUDA devices: the others are planned as if they trained on the CPU")
     devices, hidden = devices_of(count, visible)
-    bindings = plan_ranks(read_topology(), devices, hidden, environ.get("OMP_NUM_THREADS"))
-    return [unbound(each, "LONGSHORE_BIND=0") if wanted is False else each for each in bindings]
+    bindings = machine.plan_ranks(machine.read_topology(), devices, hidden, environ.get("OMP_NUM_THREADS"))
+    return [machine.unbound(each, "LONGSHORE_BIND=0") if wanted is False else each for each in bindings]
 
 
 def devices_of(
     count: int, visible: Mapping[str, str], root: Path = Path("/")
-) -> tuple[list[RankDevice], list[RankDevice]]:
+) -> tuple[list[machine.RankDevice], list[machine.RankDevice]]:
     """Return the device of each rank, by local rank, and the GPUs that are not visible to this run.
 
     Args:
@@ -129,22 +116,22 @@ def devices_of(
         visible: PCI addresses of CUDA devices, by name.
         root: the folder that has ``sys``.
     """
-    seen = [RankDevice(name, address, numa_node_of(address, root)) for name, address in visible.items()]
-    devices = [*seen[:count], *(RankDevice() for _ in range(count - len(seen)))]
-    unseen = [address for address in all_gpus(root) if address not in visible.values()]
-    return devices, [RankDevice("unseen", address, numa_node_of(address, root)) for address in unseen]
+    seen = [machine.RankDevice(name, address, machine.numa_node_of(address, root)) for name, address in visible.items()]
+    devices = [*seen[:count], *(machine.RankDevice() for _ in range(count - len(seen)))]
+    unseen = [address for address in machine.all_gpus(root) if address not in visible.values()]
+    return devices, [machine.RankDevice("unseen", address, machine.numa_node_of(address, root)) for address in unseen]
 
 
-def _check_limits(bindings: Sequence[RankBinding]) -> None:
+def _check_limits(bindings: Sequence[machine.RankBinding]) -> None:
     from longshore.report import limit_findings
 
     gpus = any(each.device != "cpu" for each in bindings)
     if len(bindings) > 1 or gpus:
-        for finding in limit_findings(shared_free_bytes(), locked_limit_bytes(), gpus):
+        for finding in limit_findings(machine.shared_free_bytes(), machine.locked_limit_bytes(), gpus):
             warn(f"{finding.what}: {finding.do}")
 
 
-def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBinding]) -> None:
+def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[machine.RankBinding]) -> None:
     """Call torchrun. Each rank begins with ``machine/start.py``, which becomes the rank's program."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record

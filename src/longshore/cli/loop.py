@@ -66,6 +66,10 @@ class Validation:
     loss: float
 
 
+BEGIN = Step(0, math.nan, math.nan, None, 0.0, MemoryUse(0, 0))
+"""Stands for the last step of a run that has made none."""
+
+
 class Diverged(SharedError):
     """A loss or a gradient norm is NaN or infinite. The step was not applied."""
 
@@ -129,7 +133,7 @@ class Loop:
         self,
         around: Callable[[int], AbstractContextManager[object]] = nullcontext,
         after: Callable[[int], None] = lambda step: None,
-        last: Step | None = None,
+        last: Step = BEGIN,
     ) -> Iterator[Step | Validation]:
         """Make all steps, or fewer if ``stop`` returns true.
 
@@ -137,15 +141,15 @@ class Loop:
             around: given a step's number, from 1, returns a context that lasts from its first forward until it is
                 applied.
             after: called with a step's number when the step and its validation have been yielded.
-            last: the step after which the run continues; None: it begins.
+            last: the step after which the run continues.
 
         Raises:
             Diverged: a loss or a gradient norm is NaN or infinite.
         """
-        if last is None:
+        if last is BEGIN:
             yield from self._validate(0)
-        done, seconds, skipped = (0, 0.0, 0) if last is None else (last.step, last.seconds, last.skipped)
-        for step in range(done + 1, self.settings.steps + 1):
+        seconds, skipped = last.seconds, last.skipped
+        for step in range(last.step + 1, self.settings.steps + 1):
             if self._stop():
                 return
             start = time.perf_counter()

@@ -13,9 +13,8 @@ from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
 from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings, Shape
 from longshore.cli.terminal import CommandError, one_line
 from longshore.engine import Init
+from longshore.engine.precision import DTYPES
 from longshore.optim.shards import is_sharded
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

@@ -63,13 +63,11 @@ class TrainStepper:
     Attributes:
         optimizer: whose groups have the learning rate.
         forward: what to call for the forward pass: the model, or the engine around it.
-        subject: what ``longshore.trace`` traces.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, offload: bool) -> None:
         self.optimizer = optimizer
         self.forward: Any = model
-        self.subject: Any = optimizer
         self._model = model
         self._offload = offload
         self._device = next(model.parameters()).device
@@ -220,7 +218,7 @@ class EngineStepper(TrainStepper):
         groups = decay_groups(model.named_parameters(), config.optimizer.weight_decay)
         self._engine = longshore.initialize(model=model, model_parameters=groups, config=config).engine
         super().__init__(model, self._engine.optimizer, config.offload_device == "cpu")
-        self.forward = self.subject = self._engine
+        self.forward = self._engine
         self._stops_at_overflow = settings.stops_at_overflow
 
     def backward(self, loss: Tensor) -> None:

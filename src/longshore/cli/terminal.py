@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 from rich.console import Console
@@ -146,30 +146,15 @@ def print_lines(lines: Iterable[str]) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class Display:
-    """A context that shows a progress bar of ``total`` steps, on a terminal only, and lines above it."""
+@contextlib.contextmanager
+def progress_bar(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
+    """Show a progress bar of ``total`` steps, on a terminal only; yield a function of the steps done and a text."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, console: Console, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._console = console
-        state = TextColumn("{task.fields[state]}")
-        columns = BarColumn(bar_width=24), MofNCompleteColumn(), state, TimeRemainingColumn()
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=total, state="")
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self, completed: int, state: str) -> None:
-        self._bar.update(self._task, completed=completed, state=state)
-
-    def line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+    columns = BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total, state="")
+        yield lambda done, state: bar.update(task, completed=done, state=state)
 
 
 def silence_stdout() -> None:

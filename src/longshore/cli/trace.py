@@ -51,12 +51,12 @@ class StepTrace:
 
     Args:
         page: the path of ``--trace``. JSON for Perfetto with the same events is written beside it.
-        subject: the optimizer or engine, as ``longshore.trace`` takes it.
+        optimizer: one of longshore's.
     """
 
-    def __init__(self, page: Path, subject: Any, loop: LoopSettings) -> None:
+    def __init__(self, page: Path, optimizer: Any, loop: LoopSettings) -> None:
         self._page = page
-        self._subject = subject
+        self._optimizer = optimizer
         self._steps = traced_steps(loop)
         self._block = ExitStack()
         self._trace: Trace | None = None
@@ -65,7 +65,7 @@ class StepTrace:
     def around(self, step: int) -> Iterator[None]:
         """Do a step, whose number begins at 1, in this context."""
         if step == self._steps[0]:
-            self._trace = self._block.enter_context(longshore.trace(self._subject))
+            self._trace = self._block.enter_context(longshore.trace(self._optimizer))
         try:
             yield
         except BaseException:

@@ -20,17 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longshore import machine
 from longshore.host.memory import allocate_zeros, available_bytes
 from longshore.kernels import HostKernels, TileSegment, usable_cpus
-from longshore.machine import (
-    cpu_quota,
-    locked_limit_bytes,
-    numa_node_of,
-    pci_address,
-    pci_folder,
-    shared_free_bytes,
-    text_of,
-)
+from longshore.machine import text_of
 from longshore.optim.rules.adam import AdamRule
 
 _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "deepspeed", "torchao", "triton")
@@ -166,7 +159,7 @@ def _cpu(root: Path) -> Cpu:
         name[1].strip() if name else platform.processor() or platform.machine(),
         os.cpu_count() or 1,
         usable_cpus(),
-        cpu_quota(root),
+        machine.cpu_quota(root),
         dict(sorted(nodes.items())),
         caches,
         HostKernels(threads=1).instruction_set.name,
@@ -187,8 +180,8 @@ def _memory(root: Path) -> HostMemory:
         total,
         available,
         limit,
-        locked_limit_bytes(),
-        shared_free_bytes(root),
+        machine.locked_limit_bytes(),
+        machine.shared_free_bytes(root),
         1024 * (kib.get("SwapTotal", 0) - kib.get("SwapFree", 0)),
         huge[1] if huge else None,
     )
@@ -202,8 +195,8 @@ def _gpus(root: Path) -> list[Gpu]:
     for index in range(count):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        address = pci_address(about)
-        folder = pci_folder(address, root)
+        address = machine.pci_address(about)
+        folder = machine.pci_folder(address, root)
         speed, width = (text_of(folder / f"current_link_{what}").strip() for what in ("speed", "width"))
         found.append(
             Gpu(
@@ -211,7 +204,7 @@ def _gpus(root: Path) -> list[Gpu]:
                 total,
                 free,
                 f"{about.major}.{about.minor}",
-                numa_node_of(address, root),
+                machine.numa_node_of(address, root),
                 f"{speed.removesuffix(' PCIe')} x{width}" if speed and width else None,
                 [peer for peer in range(count) if peer != index and torch.cuda.can_device_access_peer(index, peer)],
             )
