@@ -23,7 +23,7 @@ def command(arguments: list[str], signals: dict[int, tuple[int, int]] | None = N
     from longshore.cli import terminal
     from longshore.cli.loop import Loop
 
-    terminal._GRACE_S = 0.0  # no launcher ends this rank meanwhile
+    terminal.GRACE_S = 0.0  # no launcher ends this rank meanwhile
     number = dict(signals or {}).get(dist.get_rank())
     backward = Loop._backward
 

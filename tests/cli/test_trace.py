@@ -11,8 +11,8 @@ import torch
 from cli.conftest import MICRO_MODEL, MICRO_RUN
 from cli.rank_cases import command
 
+from longshore.cli.loop import traced_steps
 from longshore.cli.settings import LoopSettings
-from longshore.cli.trace import traced_steps
 
 
 @pytest.fixture(autouse=True)

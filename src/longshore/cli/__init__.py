@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -111,5 +112,6 @@ def _fail(message: str, exit_code: int, everywhere: bool = False) -> int:
     elif speaks:
         terminal.warn(message)
     else:
-        terminal.wait_for_first_rank()
+        # A launcher ends all ranks as soon as one has ended, and the first one would not come to print its line.
+        time.sleep(terminal.GRACE_S)
     return exit_code

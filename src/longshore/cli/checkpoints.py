@@ -118,18 +118,10 @@ def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar, on a terminal only; yield a function of the bytes that are written, and of all bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-    with bar:
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("verifying", total=None)
-        yield lambda done, total: bar.update(task, description="writing", completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total, description="writing")
 
 
 def _folder_of(path: Path) -> Path:
@@ -194,7 +186,7 @@ def _about(checkpoint: CheckpointSummary, verified: bool) -> Iterator[tuple[str,
 def _steps(first: int | None, last: int | None) -> str:
     if first is None or last is None:
         return "without state"
-    return f"{plural(last, 'step')}" if first == last else f"{first} to {last} steps"
+    return plural(last, "step") if first == last else f"{first} to {last} steps"
 
 
 def _short(value: Any) -> str:

@@ -267,12 +267,16 @@ class _Demo:
 
     def choose_steps(self, seconds: float) -> None:
         """Choose the steps with which all runs take ``seconds``, from a few steps of each."""
-        self.steps, taken = _TRIAL_STEPS, 0.0
-        for dtype in _DTYPES:
-            taken += sum(_trial(self._local(dtype, plain)) for plain in (False, True))
+
+        def trial(contestant: Contestant) -> float:
+            list(contestant.run())
+            return contestant.seconds_per_step
+
+        self.steps = _TRIAL_STEPS
+        taken = sum(trial(self._local(dtype, plain)) for dtype in _DTYPES for plain in (False, True))
         if self._settings.two_ranks:
             with _fewer_threads():
-                taken += _RANKS_SHARE * _trial(self._local("fp32", plain=True, exact_norm=True))
+                taken += _RANKS_SHARE * trial(self._local("fp32", plain=True, exact_norm=True))
         self.steps = max(1, int(seconds / taken))
 
     def race(self, dtype: str) -> Pair:
@@ -364,7 +368,6 @@ class _Demo:
         return OptimizerSettings(plain=plain, warmup=min(OptimizerSettings.warmup, self.steps // 4))
 
     def _local(self, dtype: str, plain: bool, exact_norm: bool = False) -> LocalContestant:
-        """Return a run in this process."""
         settings, optimizer = self._settings, self._optimizer(plain)
         chosen = ModelSettings(SIZES[settings.size], dtype=dtype, device="cpu")
         network = model.build_model(chosen, settings.seq_len, settings.seed, self._corpus, None)
@@ -387,12 +390,6 @@ def _fewer_threads() -> Iterator[int]:
         yield threads
     finally:
         torch.set_num_threads(former)
-
-
-def _trial(contestant: Contestant) -> float:
-    for _ in contestant.run():
-        pass
-    return contestant.seconds_per_step
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:

@@ -34,10 +34,6 @@ class TextDocuments:
     skipped: int
     source: str
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.documents))
-
 
 class _NotText(Exception):
     """A file's bytes are not text; the message says why."""

@@ -141,10 +141,8 @@ class _CommandLine:
         optimizer, loop = self.settings.optimizer, self.settings.loop
         data = {} if file is None else read_file(file)
         if data.get("optimizer") is None:
-            data["optimizer"] = {
-                "type": "AdamW",
-                "params": {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay},
-            }
+            params = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+            data["optimizer"] = {"type": "AdamW", "params": params}
         # Without a file, train's own defaults are used; with one, the file's.
         problems = settle(data, self.statements(data, defaults=file is None))
         if all(data.get(name) in (None, "auto") for name in (DEEPSPEED.train, DEEPSPEED.micro)):
@@ -231,6 +229,7 @@ def _agreeing(settings: TrainSettings, config: Config, loaded: LoadedConfig) -> 
     micro, steps, train = config.micro_batch_size, config.gradient_accumulation_steps, config.train_batch_size
     assert micro is not None and steps is not None and train is not None and config.optimizer is not None
     log_every = loaded.config.steps_per_print
+    notes = () if settings.config is None else loaded.notes  # they are about the file
     return replace(
         settings,
         model=replace(settings.model, dtype=config.dtype or "fp32"),
@@ -250,8 +249,5 @@ def _agreeing(settings: TrainSettings, config: Config, loaded: LoadedConfig) -> 
             ranks=train // (micro * steps),
             log_every=settings.loop.log_every if log_every is None else log_every,
         ),
-        # Notes are about the file.
-        engine=EngineSettings(
-            config, () if settings.config is None else loaded.notes, loaded.config.loss_scaling is None
-        ),
+        engine=EngineSettings(config, notes, loaded.config.loss_scaling is None),
     )

@@ -36,8 +36,13 @@ def launch(context: typer.Context) -> None:
     # The words of the command before the script, as in torchrun.
     program = [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else [])]
     program = [] if arguments.no_python else program
-    bindings = _bindings(_ranks_of_machine(arguments), os.environ)
-    _check_limits(bindings)
+    bindings = _bindings(arguments.nproc_per_node, os.environ)
+    gpus = any(each.device != "cpu" for each in bindings)
+    if len(bindings) > 1 or gpus:
+        from longshore.report import limit_findings
+
+        for finding in limit_findings(machine.shared_free_bytes(), machine.locked_limit_bytes(), gpus):
+            warn(f"{finding.what}: {finding.do}")
     if arguments.dry_run:
         print_lines(_page(bindings, [*program, arguments.training_script, *arguments.training_script_args]))
         return
@@ -81,19 +86,15 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     return parsed
 
 
-def _ranks_of_machine(arguments: Namespace) -> int:
+def _bindings(processes: str, environ: Mapping[str, str]) -> list[machine.RankBinding]:
     from torch.distributed.run import determine_local_world_size
 
     try:
-        count = determine_local_world_size(arguments.nproc_per_node)
+        count = determine_local_world_size(processes)
     except ValueError as error:
-        raise SettingsError(f"--nproc {arguments.nproc_per_node}: {error}") from error
+        raise SettingsError(f"--nproc {processes}: {error}") from error
     if count < 1:
         raise SettingsError(f"--nproc must be at least 1, not {count}")
-    return count
-
-
-def _bindings(count: int, environ: Mapping[str, str]) -> list[machine.RankBinding]:
     try:
         wanted = machine.binding_wanted(environ)
     except ValueError as error:
@@ -120,15 +121,6 @@ def devices_of(
     devices = [*seen[:count], *(machine.RankDevice() for _ in range(count - len(seen)))]
     unseen = [address for address in machine.all_gpus(root) if address not in visible.values()]
     return devices, [machine.RankDevice("unseen", address, machine.numa_node_of(address, root)) for address in unseen]
-
-
-def _check_limits(bindings: Sequence[machine.RankBinding]) -> None:
-    from longshore.report import limit_findings
-
-    gpus = any(each.device != "cpu" for each in bindings)
-    if len(bindings) > 1 or gpus:
-        for finding in limit_findings(machine.shared_free_bytes(), machine.locked_limit_bytes(), gpus):
-            warn(f"{finding.what}: {finding.do}")
 
 
 def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[machine.RankBinding]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
 from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings, Shape
-from longshore.cli.terminal import CommandError, one_line
+from longshore.cli.terminal import CommandError, import_extra, one_line
 from longshore.engine import Init
 from longshore.engine.precision import DTYPES
 from longshore.optim.shards import is_sharded
@@ -21,15 +20,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 def load_transformers() -> Any:
     """Return the package, configured to print nothing."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import transformers
-            from transformers.utils import logging
-    except ImportError as error:
-        raise CommandError(
-            f"transformers cannot be imported ({one_line(error)}): pip install 'longshore[train]'"
-        ) from error
+    transformers, logging = import_extra("transformers"), import_extra("transformers.utils.logging")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return transformers

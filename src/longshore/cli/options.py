@@ -113,20 +113,17 @@ class OptionField(NamedTuple):
             raise SettingsError(f"{flag} must be a multiple of {option.multiple_of}, not {value}")
 
 
-class CommandLine:
-    """The options of one command, from which :meth:`settings` makes the dataclasses that describe them.
+class CommandLine(NamedTuple):
+    """The options of one command, from which :meth:`settings` makes the dataclasses that describe them."""
 
-    Attributes:
-        given: the options that the user gave, by field name, with their values.
-    """
-
-    def __init__(self, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        self._values = values
-        self.given = given
+    values: Mapping[str, Any]
+    """By field name, defaults included."""
+    given: Mapping[str, Any]
+    """Those that the user gave."""
 
     def settings(self, kind: type[T], **others: Any) -> T:
         """Return a ``kind`` with the values of its options; ``others`` are its other fields."""
-        return kind(**{field.name: self._values[field.name] for field in option_fields(kind)}, **others)
+        return kind(**{field.name: self.values[field.name] for field in option_fields(kind)}, **others)
 
     def flags_given(self, kind: type) -> list[str]:
         """Return those of ``kind``'s options that the user gave, as they are written."""

@@ -13,14 +13,13 @@ import json
 import logging
 import os
 import shutil
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.terminal import USAGE, CommandError, one_line, os_reason
+from longshore.cli.terminal import USAGE, CommandError, import_extra, one_line, os_reason
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
@@ -29,20 +28,11 @@ WEIGHTS = "model.safetensors"
 CHECKPOINTS = "checkpoints"
 _WRITING = ".writing"  # the folder in which files are written before they are moved
 
-_OURS = (
-    METRICS,
-    CURVE,
-    WEIGHTS,
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
+_MODEL_FILES = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
+    "chat_template.jinja vocab.json merges.txt"
 )
+_OURS = (METRICS, CURVE, WEIGHTS, *_MODEL_FILES.split())
 """Files that an earlier run may have left. Nothing else is ever removed."""
 
 
@@ -305,15 +295,7 @@ class Series:
 def load_figure() -> Any:
     """Return matplotlib's Figure, which draws without a display and without pyplot's global state."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from matplotlib.figure import Figure
-    except ImportError as error:
-        raise CommandError(
-            f"matplotlib cannot be imported ({one_line(error)}): pip install 'longshore[train]'"
-        ) from error
-    return Figure
+    return import_extra("matplotlib.figure").Figure
 
 
 def loss_curves(series: list[Series], title: str) -> bytes:

@@ -37,15 +37,17 @@ _training, _choices, _machine, _described, _output = (
 )
 _bytes = partial(_machine, parse=parse_byte_size, metavar="<size>")
 _rate = partial(_described, parse=parse_rate, metavar="<rate>")
+Rate = float | None
+_DEVICE_MEMORY = "Memory of a GPU, in place of the data sheet's."
 _PLACE = "Plan only choices with optimizer state in host memory, or only others."
 
 
 def _parse_optimizer(text: str) -> str:
     from longshore.engine.wording import did_you_mean
-    from longshore.optim.rule_optimizer import OPTIMIZERS
+    from longshore.plan.job import STATES
 
-    if text not in OPTIMIZERS:
-        raise ValueError(f"{text!r} is not known; {did_you_mean(text, OPTIMIZERS)}")
+    if text not in STATES:
+        raise ValueError(f"{text!r} is not known; {did_you_mean(text, STATES)}")
     return text
 
 
@@ -68,8 +70,8 @@ class PlanSettings(CommandSettings):
     offload: Annotated[bool | None, _choices(_PLACE, flag="--offload/--no-offload")] = None
     gpu: Annotated[str | None, _machine("Plan for this GPU: h200, ..., custom. Default: measure this machine.")] = None
     gpus: Annotated[int | None, _machine("GPUs in a host, each with one rank.", at_least=1)] = None
-    host_memory: Annotated[int | None, _bytes("Memory of a host, such as 2TB.")] = None
-    device_memory: Annotated[int | None, _bytes("Memory of a GPU, in place of the data sheet's.")] = None
+    host_memory_bytes: Annotated[int | None, _bytes("Memory of a host, such as 2TB.", flag="--host-memory")] = None
+    device_memory_bytes: Annotated[int | None, _bytes(_DEVICE_MEMORY, flag="--device-memory")] = None
     quick: Annotated[bool, _machine("Measure this machine with small arrays.")] = False
     as_json: Annotated[bool, _output("Print JSON.", flag="--json")] = False
     out: Annotated[Path | None, _output("Folder for plan.json, plan.png and ds_config.json.")] = None
@@ -78,16 +80,10 @@ class PlanSettings(CommandSettings):
         from longshore.engine.precision import DTYPES
         from longshore.plan.job import Job
 
-        return Job(
-            self.batch_size,
-            self.seq_len,
-            self.accumulation,
-            DTYPES.get(self.dtype),
-            self.optimizer,
-            self.clip or None,
-            self.activation_checkpointing,
-            tile_numel=self.tile_numel,
-        )
+        names = ("batch_size", "seq_len", "accumulation", "optimizer", "tile_numel")
+        same = {name: getattr(self, name) for name in names}
+        clipping, checkpointing = self.clip or None, self.activation_checkpointing
+        return Job(**same, dtype=DTYPES.get(self.dtype), clipping=clipping, checkpointing=checkpointing)
 
     def allows(self, choice: PlanChoice, machine: PlanMachine) -> bool:
         """Whether to plan ``choice``. Without GPUs there is one memory for the state, so ``offload`` does not count."""
@@ -99,34 +95,21 @@ class PlanSettings(CommandSettings):
 class DescribedMachine(CommandSettings):
     """Figures of a machine that is not measured, by their names in ``plan.machine.Description``."""
 
-    hosts: Annotated[int | None, _described("Hosts.", at_least=1)] = None
-    host_bytes_per_s: Annotated[
-        float | None, _rate("Bandwidth of a host's memory, such as 400GB/s.", flag="--host-bandwidth")
-    ] = None
-    link_bytes_per_s: Annotated[
-        float | None, _rate("From host to GPU in one direction, such as 50GB/s.", flag="--link")
-    ] = None
-    peers_bytes_per_s: Annotated[float | None, _rate("From GPU to GPU in a host.", flag="--peers")] = None
-    network_bytes_per_s: Annotated[
-        float | None, _rate("Between hosts, for each GPU, such as 400Gbit/s.", flag="--network")
-    ] = None
-    device_bytes_per_s: Annotated[float | None, _rate("Bandwidth of a GPU's memory.", flag="--device-bandwidth")] = None
-    flops: Annotated[
-        float | None, _described("Dense peak in the dtype, such as 989TFLOP/s.", parse=parse_flops, metavar="<rate>")
-    ] = None
-    efficiency: Annotated[float | None, _described("Share of the peak that is reached. Default: 0.45.")] = None
+    hosts: Annotated[int | None, _described("Number of hosts.", at_least=1)] = None
+    host_bytes_per_s: Annotated[Rate, _rate("A host's memory bandwidth: 400GB/s.", flag="--host-bandwidth")] = None
+    link_bytes_per_s: Annotated[Rate, _rate("From host to GPU, in one direction: 50GB/s.", flag="--link")] = None
+    peers_bytes_per_s: Annotated[Rate, _rate("From GPU to GPU in a host.", flag="--peers")] = None
+    network_bytes_per_s: Annotated[Rate, _rate("Between hosts, for each GPU: 400Gbit/s.", flag="--network")] = None
+    device_bytes_per_s: Annotated[Rate, _rate("A GPU's memory bandwidth.", flag="--device-bandwidth")] = None
+    flops: Annotated[Rate, _rate("Dense peak in the dtype, such as 989TFLOP/s.", parse=parse_flops)] = None
+    efficiency: Annotated[Rate, _described("Share of the peak that is reached. Default: 0.45.")] = None
+
+
+_MODEL = "A transformers config, safetensors (file, index, folder), or module:function. Without it: --size."
 
 
 @takes(ShapeSettings, PlanSettings, DescribedMachine)
-def plan(
-    line: CommandLine,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A transformers config, safetensors (file, index, folder), or module:function. Without it: --size."
-        ),
-    ] = None,
-) -> None:
+def plan(line: CommandLine, model: Annotated[str | None, typer.Argument(help=_MODEL)] = None) -> None:
     """Plan the training of a model on a machine: bytes by kind, times, and the configuration to use.
 
     Nothing is downloaded, and no weights are made. Without --gpu this machine is measured.
@@ -155,21 +138,14 @@ def plan(
 def _described_machine(line: CommandLine, settings: PlanSettings) -> PlanMachine | None:
     """Return the machine of ``--gpu``; None if this machine is to be measured."""
     if settings.gpu is None:
-        if given := line.flags_given(DescribedMachine):
-            raise SettingsError(
-                f"{', '.join(given)} describes another machine, and this one is measured: give --gpu too"
-            )
+        if given := ", ".join(line.flags_given(DescribedMachine)):
+            raise SettingsError(f"{given} describes another machine, and this one is measured: give --gpu too")
         return None
     from longshore.plan.machine import Description, described
 
-    values = {
-        **dataclasses.asdict(line.settings(DescribedMachine)),
-        "gpu": settings.gpu,
-        "gpus": settings.gpus,
-        "host_memory_bytes": settings.host_memory,
-        "device_memory_bytes": settings.device_memory,
-    }
-    return described(Description(**{name: value for name, value in values.items() if value is not None}))
+    values = {**dataclasses.asdict(settings), **dataclasses.asdict(line.settings(DescribedMachine))}
+    names = [name for name in Description._fields if values[name] is not None]
+    return described(Description(**{name: values[name] for name in names}))
 
 
 def _this_machine(job: Job, settings: PlanSettings) -> PlanMachine:
@@ -178,12 +154,12 @@ def _this_machine(job: Job, settings: PlanSettings) -> PlanMachine:
     with make_console().status("measuring") as status:  # shown on a terminal only
         sizes = {"numel": _QUICK_NUMEL, "rounds": 1} if settings.quick else {}
         found = this_machine(job, settings.gpus, note=status.update, **sizes)
-    if settings.device_memory is not None and not found.staged:
+    if settings.device_memory_bytes is not None and not found.staged:
         raise SettingsError("--device-memory is the memory of a GPU, and this machine has none: give --gpu too")
     return replace(
         found,
-        host_bytes=settings.host_memory or found.host_bytes,
-        device_bytes=settings.device_memory or found.device_bytes,
+        host_bytes=settings.host_memory_bytes or found.host_bytes,
+        device_bytes=settings.device_memory_bytes or found.device_bytes,
     )
 
 
@@ -199,27 +175,20 @@ def _read_size(settings: ShapeSettings, seq_len: int) -> PlannedModel:
 
 
 def _read_model(given: str) -> PlannedModel:
-    """Return the model of MODEL. Nothing is downloaded, and no weights are made.
-
-    Raises:
-        CommandError: there is no such model.
-    """
+    """Return the model of MODEL. Nothing is downloaded, and no weights are made."""
     from longshore.plan.reading import is_weights, module_of_function, plan_of_files, plan_of_module
 
     path = Path(given)
     try:
+        if path.is_dir() and (path / "config.json").is_file():
+            return _read_config(path / "config.json", path.resolve().name)
+        if path.exists() and is_weights(path):
+            return plan_of_files(path)
         if path.is_dir():
-            if (path / "config.json").is_file():
-                return _read_config(path / "config.json", path.resolve().name)
-            if is_weights(path):
-                return plan_of_files(path)
             raise CommandError(f"{given} has neither config.json nor safetensors files: {_TAKES}")
+        if path.is_file() and path.suffix == ".json":
+            return _read_config(path, path.resolve().parent.name if path.name == "config.json" else path.stem)
         if path.is_file():
-            if is_weights(path):
-                return plan_of_files(path)
-            if path.suffix == ".json":
-                name = path.resolve().parent.name if path.name == "config.json" else path.stem
-                return _read_config(path, name)
             raise CommandError(f"{given} is neither JSON nor safetensors: {_TAKES}")
         if ":" in given and not given.endswith(".json"):
             if "" not in sys.path:
@@ -233,7 +202,6 @@ def _read_model(given: str) -> PlannedModel:
 
 
 def _read_config(file: Path, name: str) -> PlannedModel:
-    """Return the model of a configuration of transformers."""
     import torch
 
     from longshore.cli.model import load_transformers
@@ -277,7 +245,6 @@ def _model_of(transformers: Any, content: dict[str, Any], config: Any) -> Any:
 
 
 def _plan_of(model: Any, name: str) -> PlannedModel:
-    """Return the plan's view of a model of transformers."""
     from longshore.plan.reading import plan_of_module
 
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

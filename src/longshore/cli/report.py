@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic_core import to_jsonable_python
 
 from longshore.byte_sizes import format_byte_size
 from longshore.cli.terminal import make_console, print_lines, quantity
@@ -45,18 +45,13 @@ def report(
             figures = measured(_QUICK_NUMEL, note=note) if quick else measured(note=note)
     findings = findings_of(machine, figures, load)
     if as_json:
-        content = {
-            "machine": dataclasses.asdict(machine),
-            "figures": None if figures is None else dataclasses.asdict(figures),
-            "findings": [dataclasses.asdict(finding) for finding in findings],
-        }
+        content = to_jsonable_python({"machine": machine, "figures": figures, "findings": findings})
         print_lines([json.dumps(content, indent=2)])
     else:
         print_lines(_page(machine, figures, findings))
 
 
 def _page(machine: Machine, figures: Figures | None, findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the lines of the page."""
     sections = _sections(machine)
     if figures is not None:
         sections["measured"] = _figures(figures)

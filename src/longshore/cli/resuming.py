@@ -69,7 +69,7 @@ def describe(settings: TrainSettings, text: TextDocuments, corpus: Corpus, model
         "settings": to_jsonable_python(settings),
         "data": {
             "files": len(text.documents),
-            "bytes": text.num_bytes,
+            "bytes": sum(map(len, text.documents)),
             "tokens": corpus.tokens.numel(),
             "sha256": corpus.digest(),
         },

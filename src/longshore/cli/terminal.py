@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
@@ -19,7 +19,8 @@ from rich.console import Console
 USAGE = 2
 """The exit code of a command that was refused before it did anything."""
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_GRACE_S = 5.0
+GRACE_S = 5.0
+"""The time in which the first rank of a machine prints what ended all of them."""
 
 
 class CommandError(Exception):
@@ -79,14 +80,6 @@ def launched_rank() -> LaunchedRank:
     return LaunchedRank(launch.rank, launch.world_size, launch.local_rank == 0)
 
 
-def wait_for_first_rank() -> None:
-    """Wait while the first rank of this machine prints what ended all of them.
-
-    A launcher ends all ranks as soon as one has ended, and the line would be lost if that was this one.
-    """
-    time.sleep(_GRACE_S)
-
-
 def os_reason(error: OSError) -> str:
     """Return the system's words for ``error``, without Python's ``[Errno 28]`` and without the path."""
     if error.errno == errno.ENOSPC:
@@ -98,6 +91,21 @@ def one_line(error: BaseException) -> str:
     """Return the first line of a library's message, which may be a page long."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(":. ") if lines else type(error).__name__
+
+
+def import_extra(module: str) -> Any:
+    """Import a module of ``longshore[train]``, without its warnings.
+
+    Raises:
+        CommandError: it cannot be imported.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except ImportError as error:
+        found = f"{module.partition('.')[0]} cannot be imported ({one_line(error)})"
+        raise CommandError(f"{found}: pip install 'longshore[train]'") from error
 
 
 class SafeOutput:
