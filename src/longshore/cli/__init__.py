@@ -40,12 +40,11 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_Version = Annotated[bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)]
+
+
 @app.callback()
-def _global_options(
-    _: Annotated[
-        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
+def _global_options(_: _Version = False) -> None:
     pass
 
 

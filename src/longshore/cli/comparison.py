@@ -317,10 +317,8 @@ class _Demo:
         for pair in pairs[len(_DTYPES) :]:
             steps = zip(pair.ours.steps, pair.plain.steps, strict=True)
             same = sum(one.grad_norm == other.grad_norm for one, other in steps)
-            self.say(
-                f"steps whose norm is the same number on {RANKS} ranks {pair.what} and in one process: "
-                f"{same} of {self.steps}"
-            )
+            where = f"on {RANKS} ranks {pair.what} and in one process"
+            self.say(f"steps whose norm is the same number {where}: {same} of {self.steps}")
             if isinstance(pair.ours, RanksContestant) and pair.ours.story:
                 self.say(f"{pair.ours.name}: {pair.ours.story}")
         out = self._settings.out

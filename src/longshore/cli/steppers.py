@@ -15,8 +15,7 @@ from longshore.cli.settings import EngineSettings, OptimizerSettings
 from longshore.engine.random_states import random_states, restore_random_states
 from longshore.optim.shards import held_part
 
-_KEPT = 2
-"""The number of checkpoints of a run that are kept."""
+_KEPT = 2  # checkpoints of a run
 
 
 class MemoryUse(NamedTuple):

@@ -104,8 +104,8 @@ def import_extra(module: str) -> Any:
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
     except ImportError as error:
-        found = f"{module.partition('.')[0]} cannot be imported ({one_line(error)})"
-        raise CommandError(f"{found}: pip install 'longshore[train]'") from error
+        name = module.partition(".")[0]
+        raise CommandError(f"{name} cannot be imported ({one_line(error)}): pip install 'longshore[train]'") from error
 
 
 class SafeOutput:
