@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.gpu.contestants import BY_HAND
 from benchmarks.gpu.rows import GIB, median_s
-from longshore.cli.curve import Series, load_figure, loss_curves
-from longshore.cli.failure import CommandError
+from longshore.cli.output import Series, load_figure, loss_curves
+from longshore.cli.terminal import CommandError
 
 
 def draw(results: Mapping[str, Any]) -> tuple[dict[str, bytes], str]:

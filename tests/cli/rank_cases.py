@@ -20,10 +20,10 @@ def command(arguments: list[str], signals: dict[int, tuple[int, int]] | None = N
     """
     import torch.distributed as dist
 
-    from longshore.cli import failure
+    from longshore.cli import terminal
     from longshore.cli.loop import Loop
 
-    failure._GRACE_S = 0.0  # no launcher ends this rank meanwhile
+    terminal.GRACE_S = 0.0  # no launcher ends this rank meanwhile
     number = dict(signals or {}).get(dist.get_rank())
     backward = Loop._backward
 

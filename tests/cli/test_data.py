@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longshore.cli.data import END_OF_DOCUMENT, Corpus, Sequences, byte_corpus
-from longshore.cli.failure import CommandError
+from longshore.cli.terminal import CommandError
 
 
 def counting(tokens: int) -> Corpus:

@@ -98,14 +98,14 @@ def test_killed_before_latest_was_written(cli, text, monkeypatch):
     """Its first checkpoint is whole, and used, though nothing names it yet: no step is lost from the comparison."""
     monkeypatch.setattr(comparison, "_DTYPES", ())
     monkeypatch.setattr(comparison, "_STAGES", ())
-    train = comparison.KilledContestant._train
+    train = comparison.RanksContestant._train
 
     def forgetful(contestant, out, *further):
         if "--resume" in further:
             (out / CHECKPOINTS / LATEST).unlink()
         yield from train(contestant, out, *further)
 
-    monkeypatch.setattr(comparison.KilledContestant, "_train", forgetful)
+    monkeypatch.setattr(comparison.RanksContestant, "_train", forgetful)
     ran = cli("demo", "--data", text, *MICRO, "--steps", "10")
     assert (ran.code, ran.err) == (0, "")
     assert "in one process: 10 of 10" in ran.out
@@ -117,8 +117,8 @@ def test_another_rank_order_is_different(cli, text, monkeypatch):
     """The ranks get the batches of another seed: the row says no, and so does the exit code."""
     original = comparison.RanksContestant.__init__
 
-    def reseeded(contestant, *arguments):
-        original(contestant, *arguments)
+    def reseeded(contestant, *arguments, **options):
+        original(contestant, *arguments, **options)
         contestant._options["seed"] = 1
 
     monkeypatch.setattr(comparison.RanksContestant, "__init__", reseeded)
@@ -135,8 +135,8 @@ def test_ranks_that_fail(cli, text, monkeypatch):
     monkeypatch.setattr(comparison, "_DTYPES", ())
     original = comparison.RanksContestant.__init__
 
-    def wrong(contestant, *arguments):
-        original(contestant, *arguments)
+    def wrong(contestant, *arguments, **options):
+        original(contestant, *arguments, **options)
         contestant._options["seq-len"] = 0
 
     monkeypatch.setattr(comparison.RanksContestant, "__init__", wrong)

@@ -490,7 +490,7 @@ class TestTorchrun:
     ids=str,
 )
 def test_launched_rank(monkeypatch, environ, expected):
-    from longshore.cli.failure import launched_rank
+    from longshore.cli.terminal import launched_rank
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -58,8 +58,8 @@ def run(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str],
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, **about: Any) -> None:
-    monkeypatch.setattr(launch, "read_topology", lambda: machine(**about))
-    monkeypatch.setattr(launch, "visible_gpus", dict)
+    monkeypatch.setattr(launch.machine, "read_topology", lambda: machine(**about))
+    monkeypatch.setattr(launch.machine, "visible_gpus", dict)
     for name in ("OMP_NUM_THREADS", "LONGSHORE_BIND"):
         monkeypatch.delenv(name, raising=False)
 
@@ -106,7 +106,7 @@ def test_gpus_and_nodes(cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
     assert [(each.name, each.node) for each in devices] == [("cuda:0", 0), ("cuda:1", 1), ("cpu", None)]
     assert [(each.address, each.node) for each in hidden] == [(addresses[0], 0)]
     planned(monkeypatch, nodes=2, cores=4)
-    monkeypatch.setattr(launch, "visible_gpus", lambda: visible)
+    monkeypatch.setattr(launch.machine, "visible_gpus", lambda: visible)
     monkeypatch.setattr(launch, "devices_of", lambda count, seen: (devices[:count], hidden))
     ran = cli("launch", "--nproc", "2", "--dry-run", "x.py")
     assert ran.out.splitlines()[1].split()[:4] == ["0", "cuda:0", "0", "2-3"]
@@ -134,11 +134,11 @@ def test_switched_off(cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) 
 
 def test_limits(cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     planned(monkeypatch)
-    monkeypatch.setattr(launch, "shared_free_bytes", lambda: 64 << 20)
-    monkeypatch.setattr(launch, "locked_limit_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(launch.machine, "shared_free_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(launch.machine, "locked_limit_bytes", lambda: 8 << 20)
     assert "/dev/shm has 64.0 MiB" in cli("launch", "--nproc", "2", "--dry-run", "x.py").err
     assert cli("launch", "--nproc", "1", "--dry-run", "x.py").err == ""
-    monkeypatch.setattr(launch, "visible_gpus", lambda: {"cuda:0": "0000:1a:00.0"})
+    monkeypatch.setattr(launch.machine, "visible_gpus", lambda: {"cuda:0": "0000:1a:00.0"})
     shared, locked = cli("launch", "--nproc", "1", "--dry-run", "x.py").err.splitlines()
     assert "docker run --shm-size" in shared
     assert "may lock 8.0 MiB of memory" in locked and "ulimit -l unlimited" in locked

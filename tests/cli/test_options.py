@@ -10,8 +10,8 @@ from typing import Annotated
 import pytest
 import typer
 
-from longshore.cli.failure import SettingsError
 from longshore.cli.options import CommandLine, CommandSettings, Option, option_fields, takes
+from longshore.cli.terminal import SettingsError
 
 
 def even(text: str) -> int:

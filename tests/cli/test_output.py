@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore.cli.failure import CommandError
-from longshore.cli.output import MetricsFile, RunFolder, check_writable, write_file
+from longshore.cli.output import MetricsFile, RunFolder, check_writable, save_file
+from longshore.cli.terminal import CommandError
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ class TestMetricsFile:
         path = tmp_path / "metrics.jsonl"
         lines = [json.dumps({"step": step}).encode() + b"\n" for step in range(4)]
         for size in range(sum(map(len, lines)) + 1):
-            metrics = MetricsFile(path)
+            metrics = MetricsFile(path, -1)
             with monkeypatch.context() as patch:
                 self.limited(patch, metrics, size)
                 for step in range(4):
@@ -228,13 +228,13 @@ class TestMetricsFile:
             assert path.read_bytes() == b"".join(lines)
 
     def test_lines_are_there_at_once(self, tmp_path):
-        metrics = MetricsFile(tmp_path / "metrics.jsonl")
+        metrics = MetricsFile(tmp_path / "metrics.jsonl", -1)
         metrics.write({"step": 1})
         assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
         metrics.close()
 
     def test_close_says_what_is_missing(self, tmp_path, monkeypatch):
-        metrics = MetricsFile(tmp_path / "metrics.jsonl")
+        metrics = MetricsFile(tmp_path / "metrics.jsonl", -1)
         file = metrics._file
         with monkeypatch.context() as patch:
             self.limited(patch, metrics, 3)
@@ -247,7 +247,7 @@ class TestMetricsFile:
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
     def test_nan_is_no_json(self, tmp_path):
-        metrics = MetricsFile(tmp_path / "metrics.jsonl")
+        metrics = MetricsFile(tmp_path / "metrics.jsonl", -1)
         with pytest.raises(ValueError, match="not JSON compliant"):
             metrics.write({"loss": float("nan")})
         metrics.close()
@@ -268,13 +268,13 @@ class TestWriteFolder:
         assert os.listdir(tmp_path / "run") == ["run.json"]
 
 
-class TestWriteFile:
+class TestSaveFile:
     def test_whole_or_not_at_all(self, tmp_path, monkeypatch):
         path = tmp_path / "picture.png"
-        write_file(path, b"old", "--out")
+        save_file(path, lambda beside: beside.write_bytes(b"old"), "--out")
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(CommandError, match=r"cannot write --out .*picture.png: the disk is full"):
-            write_file(path, b"new", "--out")
+            save_file(path, lambda beside: beside.write_bytes(b"new"), "--out")
         assert path.read_bytes() == b"old"
         assert os.listdir(tmp_path) == ["picture.png"]
 

@@ -265,6 +265,7 @@ def test_this_machine_is_measured(cli, llama):
             ("my_models:make_of_size", *GPU),
             "my_models:make_of_size is called without arguments, and needs some (",
         ),
+        (("LLAMA", *GPU, "--optimizer", "Lio"), "--optimizer 'Lio' is not known; did you mean 'Lion'?"),
         (("LLAMA", *GPU, "--dtype", "fp8"), "--dtype 'fp8' is not known; choose from fp32, bf16, fp16, own"),
     ],
 )

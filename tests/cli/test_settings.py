@@ -60,7 +60,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("arguments, message", REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
 def test_refused(cli, arguments, message, monkeypatch):
-    monkeypatch.setattr("longshore.cli.data.read_text", lambda *_: pytest.fail("read the data"))
+    monkeypatch.setattr("longshore.cli.job.read_text", lambda *_: pytest.fail("read the data"))
     ran = cli("train", *arguments)
     assert message in ran.refused()
     assert ran.code == 2

@@ -11,8 +11,8 @@ import torch
 from cli.conftest import MICRO_MODEL, MICRO_RUN
 from cli.rank_cases import command
 
+from longshore.cli.loop import traced_steps
 from longshore.cli.settings import LoopSettings
-from longshore.cli.trace import traced_steps
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_both_files_and_the_summary(train, tmp_path, options):
 def test_stepping_ahead_is_seen(train, tmp_path):
     page = tmp_path / "trace.html"
     options = ["--release-gradients", "--clip", "0", "--steps", "7", "--trace", page]
-    assert re.search(r"spare pages used +0 of 0\n", train(*options).out)
+    assert re.search(r"spare buffers used +0 of 0\n", train(*options).out)
     names = [event["name"] for event in chrome(page)]
     assert "step ahead" not in names
     ahead = train(*options, "--speculation-memory", "100%")
@@ -118,19 +118,19 @@ def test_into_the_folder_of_the_run(train, tmp_path, results):
 
 
 def test_a_run_that_ends_before(train, tmp_path, monkeypatch):
-    from longshore.cli.signals import AgreedStop
+    from longshore.cli.group import StopSignals
 
-    monkeypatch.setattr(AgreedStop, "__call__", lambda *_: True)
+    monkeypatch.setattr(StopSignals, "__call__", lambda *_: True)
     ran = train("--steps", "40", "--trace", tmp_path / "trace.html")
     assert "nothing was traced: the run ended before step 19" in ran.out
     assert not (tmp_path / "trace.html").exists()
 
 
 def test_a_run_that_ends_in_the_middle(train, tmp_path, monkeypatch):
-    from longshore.cli.signals import AgreedStop
+    from longshore.cli.group import StopSignals
 
     asked = iter([False] * 20 + [True] * 9)
-    monkeypatch.setattr(AgreedStop, "__call__", lambda *_: next(asked))
+    monkeypatch.setattr(StopSignals, "__call__", lambda *_: next(asked))
     ran = train("--steps", "40", "--trace", tmp_path / "trace.html")
     assert "traced: 2 steps from step 19" in ran.out
     assert steps_in(tmp_path / "trace.html") == 2

@@ -16,7 +16,7 @@ from longshore.host.events import (
     STEP_IN_PLACE,
 )
 from longshore.tracing.events import BACKWARD, STEP, STEP_LANE, Event, exposed_spans, in_order
-from longshore.tracing.summary import summarize
+from longshore.tracing.trace import summarize
 
 MS = 1_000_000
 

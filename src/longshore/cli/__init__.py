@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from longshore.cli import terminal
 from longshore.cli.checkpoints import export, import_deepspeed, inspect
-from longshore.cli.failure import (
-    CommandError,
-    SettingsError,
-    SharedError,
-    launched_rank,
-    leave_it_to_the_first,
-    one_line,
-    os_reason,
-)
 from longshore.cli.launch import RAW_ARGUMENTS, launch
 from longshore.cli.plan import plan
 from longshore.cli.report import report
 from longshore.cli.run_deepspeed import AS_PYTHON, run, run_deepspeed
-from longshore.cli.signals import StopNow
-from longshore.cli.terminal import silence_stdout, warn
-from longshore.cli.train import demo, train
+from longshore.cli.settings import demo, train
 
 app = typer.Typer(
     add_completion=False,
@@ -37,11 +28,8 @@ app.command(add_help_option=False, context_settings=RAW_ARGUMENTS)(launch)
 app.command()(demo)
 app.command(context_settings=AS_PYTHON)(run_deepspeed)
 app.command(context_settings=AS_PYTHON, hidden=True)(run)
-app.command()(export)
-app.command()(inspect)
-app.command()(import_deepspeed)
-app.command()(report)
-app.command()(plan)
+for _command in (export, inspect, import_deepspeed, report, plan):
+    app.command()(_command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -52,12 +40,11 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_Version = Annotated[bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)]
+
+
 @app.callback()
-def _global_options(
-    _: Annotated[
-        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
+def _global_options(_: _Version = False) -> None:
     pass
 
 
@@ -68,24 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-    except StopNow as stop:
+    except terminal.StopNow as stop:
         return _fail("ended at once; the file that was being written is removed", stop.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130) if launched_rank().speaks else 130
-    except CommandError as error:
-        return _fail(str(error), error.exit_code, everywhere=isinstance(error, (SettingsError, SharedError)))
+        return _fail("interrupted", 130) if terminal.launched_rank().speaks else 130
+    except terminal.CommandError as error:
+        everywhere = isinstance(error, (terminal.SettingsError, terminal.SharedError))
+        return _fail(str(error), error.exit_code, everywhere)
     except BrokenPipeError:
-        silence_stdout()
+        terminal.silence_stdout()
         return 1
     except OSError as error:
-        silence_stdout()
-        return _fail(f"{error.filename or 'standard output'}: {os_reason(error)}", 1)
+        terminal.silence_stdout()
+        return _fail(f"{error.filename or 'standard output'}: {terminal.os_reason(error)}", 1)
     except Exception as error:
         return _fail(*_explain(error), everywhere=_is_usage(error))
 
 
 def _dispatch(arguments: list[str]) -> int:
-    # Not app(): its handling of interrupts and errors differs from one version of typer to the next.
+    # Not app(): its handling of interrupts and errors differs between versions of typer.
     command = typer.main.get_command(app)
     try:
         with command.make_context("longshore", arguments) as context:
@@ -99,7 +87,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """Return the line and the exit code for an error of another package; re-raise an unknown one."""
+    """Return the message and the exit code for an error of another package; re-raise an unknown one."""
     if _is_usage(error):
         return f"{error.format_message().rstrip('.')} (see longshore --help)", getattr(error, "exit_code", 2)  # pyright: ignore
     from longshore.errors import LongshoreError
@@ -107,7 +95,7 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, LongshoreError):
         return str(error), 1
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error):
-        return f"out of memory ({one_line(error)}): try a smaller --batch-size, --seq-len or model", 1
+        return f"out of memory ({terminal.one_line(error)}): try a smaller --batch-size, --seq-len or model", 1
     raise error
 
 
@@ -116,12 +104,13 @@ def _is_usage(error: Exception) -> bool:
 
 
 def _fail(message: str, exit_code: int, everywhere: bool = False) -> int:
-    """Print one line on each rank; or on one rank of each machine if it is the same ``everywhere``."""
-    rank, world_size, speaks = launched_rank()
+    """Print ``message`` on each rank; if it is the same ``everywhere``, on one rank of each machine."""
+    rank, world_size, speaks = terminal.launched_rank()
     if not everywhere:
-        warn(message if world_size == 1 else f"rank {rank}: {message}")
+        terminal.warn(message if world_size == 1 else f"rank {rank}: {message}")
     elif speaks:
-        warn(message)
+        terminal.warn(message)
     else:
-        leave_it_to_the_first()
+        # A launcher ends all ranks as soon as one has ended, and the first one would not come to print its line.
+        time.sleep(terminal.GRACE_S)
     return exit_code

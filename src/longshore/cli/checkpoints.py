@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,16 +11,15 @@ import typer
 from rich.console import Console
 
 from longshore.byte_sizes import format_byte_size, parse_byte_size
-from longshore.cli.failure import SettingsError
 from longshore.cli.output import CHECKPOINTS, RUN
-from longshore.cli.terminal import make_console, plural, told_warnings, warn
+from longshore.cli.settings import DTYPES
+from longshore.cli.terminal import SettingsError, make_console, plural, print_lines, warn, warnings_as_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from longshore.checkpoint.inspection import CheckpointSummary, Inspection
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of checkpoints, or of one.")]
 _Tag = Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")]
 _SHOWN_FILES = 20
@@ -41,33 +40,32 @@ def export(
 
     One tensor is in memory at a time, whatever the size of the model.
     """
-    max_shard_bytes = _shard_bytes(max_shard_size)
+    try:
+        max_shard_bytes = parse_byte_size(max_shard_size)
+    except ValueError as error:
+        raise SettingsError(f"--max-shard-size: {error}") from error
     if dtype is not None and dtype not in DTYPES:
         raise SettingsError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    import torch
-
     from longshore.checkpoint.export import export as write
+    from longshore.engine import precision
 
     console = make_console()
-    with _bar(console) as progress, told_warnings():
+    with _bar(console) as progress, warnings_as_lines():
         try:
             done = write(
                 _folder_of(checkpoint),
                 out,
                 max_shard_bytes,
-                None if dtype is None else getattr(torch, DTYPES[dtype]),
+                None if dtype is None else precision.DTYPES[dtype],
                 tag=tag,
                 overwrite=overwrite,
                 progress=progress,
             )
         except ValueError as error:
             raise SettingsError(str(error).replace("overwrite=True", "--overwrite")) from error
-    num_files = sum(name.endswith(".safetensors") for name in done.files)
-    console.print(
-        f"{done.tag} (step {done.step}): {plural(done.num_tensors, 'tensor')}, {format_byte_size(done.num_bytes)}, in "
-        f"{plural(num_files, 'file')} of {done.path}",
-        markup=False,
-    )
+    files = plural(sum(name.endswith(".safetensors") for name in done.files), "file")
+    tensors = f"{plural(done.num_tensors, 'tensor')}, {format_byte_size(done.num_bytes)}"
+    console.print(f"{done.tag} (step {done.step}): {tensors}, in {files} of {done.path}", markup=False)
     if "config.json" not in done.files:
         warn("the checkpoint has no config.json (its model is not from transformers); from_pretrained needs one")
 
@@ -89,11 +87,10 @@ def inspect(
         found = look(_folder_of(checkpoint), tag, verify)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    console = make_console()
     if as_json:
-        console.print(found.to_json(), markup=False, soft_wrap=True)
+        print_lines([found.to_json()])
     else:
-        _show(console, found, tensors, verify)
+        _show(make_console(), found, tensors, verify)
     raise typer.Exit(0 if found.checkpoint is not None else 1)
 
 
@@ -108,19 +105,12 @@ def import_deepspeed(
     """
     from longshore.checkpoint.deepspeed import import_deepspeed as write
 
-    with told_warnings():
+    with warnings_as_lines():
         try:
             path = write(checkpoint, out, tag)
         except ValueError as error:
             raise SettingsError(str(error)) from error
-    make_console().print(f"written to {path}", markup=False, soft_wrap=True)
-
-
-def _shard_bytes(text: str) -> int:
-    try:
-        return parse_byte_size(text)
-    except ValueError as error:
-        raise SettingsError(f"--max-shard-size: {error}") from error
+    print_lines([f"written to {path}"])
 
 
 @contextlib.contextmanager
@@ -128,18 +118,10 @@ def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar, on a terminal only; yield a function of the bytes that are written, and of all bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-    with bar:
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("verifying", total=None)
-        yield lambda done, total: bar.update(task, description="writing", completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total, description="writing")
 
 
 def _folder_of(path: Path) -> Path:
@@ -149,70 +131,62 @@ def _folder_of(path: Path) -> Path:
     return path / CHECKPOINTS if (path / RUN).is_file() and (path / CHECKPOINTS).is_dir() else path
 
 
-def _show(console: Console, found: Inspection, tensors: bool, verified: bool) -> None:
+def _show(console: Console, found: Inspection, lists_tensors: bool, verified: bool) -> None:
     if found.tags:
-        table = _table("tag", "step", "size", "")
+        rows = []
         for each in found.tags:
             words = [*(["latest"] if each.latest else []), *(["damaged"] if each.problem else [])]
             step = "" if each.step is None else str(each.step)
-            _add(table, each.tag, step, format_byte_size(each.num_bytes), ", ".join(words))
-        console.print(table)
+            rows.append((each.tag, step, format_byte_size(each.num_bytes), ", ".join(words)))
+        console.print(_table(rows, "tag", "step", "size", ""))
         for each in found.tags:
             if each.problem is not None:
                 console.print(f"{each.tag}: {each.problem}", markup=False)
-    if found.checkpoint is None:
+    checkpoint = found.checkpoint
+    if checkpoint is None:
         return
-    _show_checkpoint(console, found.checkpoint, verified)
-    if tensors:
-        table = _table("tensor", "dtype", "shape", "chunks", "size")
-        for each in found.checkpoint.tensors:
+    console.print(_table(list(_about(checkpoint, verified))))
+    files = [(name, format_byte_size(num_bytes)) for name, num_bytes in checkpoint.files.items()]
+    if len(files) > _SHOWN_FILES:
+        files[_SHOWN_FILES:] = [(f"and {len(files) - _SHOWN_FILES} more", "")]
+    console.print(_table(files, "file", "size"))
+    if lists_tensors:
+        rows = []
+        for each in checkpoint.tensors:
             shape = "x".join(map(str, each.shape)) or "scalar"
-            _add(table, each.name, each.dtype, shape, str(each.chunks), format_byte_size(each.num_bytes))
-        console.print(table)
+            rows.append((each.name, each.dtype, shape, str(each.chunks), format_byte_size(each.num_bytes)))
+        console.print(_table(rows, "tensor", "dtype", "shape", "chunks", "size"))
 
 
-def _show_checkpoint(console: Console, checkpoint: CheckpointSummary, verified: bool) -> None:
-    from rich.table import Table
-
-    about = Table(show_header=False)
-    _add(about, "checkpoint", checkpoint.path)
-    _add(about, "step", str(checkpoint.step))
-    _add(about, "saved", f"{_date(checkpoint.created_ns)}, by {plural(checkpoint.world_size or 0, 'rank')}")
-    _add(about, "with", f"longshore {checkpoint.longshore}, torch {checkpoint.torch}")
-    _add(about, "size", f"{format_byte_size(checkpoint.num_bytes)} in {plural(len(checkpoint.files), 'file')}")
-    _add(about, "whole", "sizes and checksums agree" if verified else "sizes agree (--verify: checksums, too)")
-    _add(about, "tensors", _kinds(checkpoint))
-    if checkpoint.aliases:
-        _add(about, "tied", ", ".join(f"{name} = {first}" for name, first in checkpoint.aliases.items()))
-    if checkpoint.left_out:
-        _add(about, "left out", f"{plural(len(checkpoint.left_out), 'frozen parameter')}")
-    state = checkpoint.optimizer
-    _add(about, "optimizer", "none" if state is None else f"{state.kind}, {_steps(state.first_step, state.last_step)}")
-    for number, group in enumerate([] if state is None else state.groups):
-        options = ", ".join(f"{key} {_short(value)}" for key, value in group.options.items() if value is not None)
-        _add(about, f"group {number}", f"{plural(group.num_parameters, 'parameter')}: {options}")
-    _add(about, "client_state", ", ".join(checkpoint.client_state) or "empty")
-    console.print(about)
-    files = _table("file", "size")
-    for name, num_bytes in list(checkpoint.files.items())[:_SHOWN_FILES]:
-        _add(files, name, format_byte_size(num_bytes))
-    if len(checkpoint.files) > _SHOWN_FILES:
-        _add(files, f"and {len(checkpoint.files) - _SHOWN_FILES} more", "")
-    console.print(files)
-
-
-def _kinds(checkpoint: CheckpointSummary) -> str:
-    """Return the number of tensors of each kind, which is the part of the name before the first dot."""
-    kinds: dict[str, list[int]] = {}
+def _about(checkpoint: CheckpointSummary, verified: bool) -> Iterator[tuple[str, str]]:
+    """Yield labels and values that describe a checkpoint."""
+    yield "checkpoint", checkpoint.path
+    yield "step", str(checkpoint.step)
+    yield "saved", f"{_date(checkpoint.created_ns)}, by {plural(checkpoint.world_size or 0, 'rank')}"
+    yield "with", f"longshore {checkpoint.longshore}, torch {checkpoint.torch}"
+    yield "size", f"{format_byte_size(checkpoint.num_bytes)} in {plural(len(checkpoint.files), 'file')}"
+    yield "whole", "sizes and checksums agree" if verified else "sizes agree (--verify: checksums, too)"
+    kinds: dict[str, list[int]] = {}  # a tensor's kind is the part of its name before the first dot
     for each in checkpoint.tensors:
         kinds.setdefault(each.name.partition(".")[0], []).append(each.num_bytes)
-    return ", ".join(f"{len(sizes)} of the {kind} ({format_byte_size(sum(sizes))})" for kind, sizes in kinds.items())
+    counts = [f"{len(sizes)} of the {kind} ({format_byte_size(sum(sizes))})" for kind, sizes in kinds.items()]
+    yield "tensors", ", ".join(counts)
+    if checkpoint.aliases:
+        yield "tied", ", ".join(f"{name} = {first}" for name, first in checkpoint.aliases.items())
+    if checkpoint.left_out:
+        yield "left out", f"{plural(len(checkpoint.left_out), 'frozen parameter')}"
+    state = checkpoint.optimizer
+    yield "optimizer", "none" if state is None else f"{state.kind}, {_steps(state.first_step, state.last_step)}"
+    for number, group in enumerate([] if state is None else state.groups):
+        options = ", ".join(f"{key} {_short(value)}" for key, value in group.options.items() if value is not None)
+        yield f"group {number}", f"{plural(group.num_parameters, 'parameter')}: {options}"
+    yield "client_state", ", ".join(checkpoint.client_state) or "empty"
 
 
 def _steps(first: int | None, last: int | None) -> str:
     if first is None or last is None:
         return "without state"
-    return f"{plural(last, 'step')}" if first == last else f"{first} to {last} steps"
+    return plural(last, "step") if first == last else f"{first} to {last} steps"
 
 
 def _short(value: Any) -> str:
@@ -227,17 +201,14 @@ def _date(created_ns: int) -> str:
     return datetime.fromtimestamp(created_ns // 10**9, timezone.utc).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
-def _table(*headers: str) -> Table:
+def _table(rows: Sequence[Sequence[str]], *headers: str) -> Table:
+    """Return a table of cells without markup, in which what is not printable is a question mark."""
     from rich.table import Table
-
-    table = Table()
-    for header in headers:
-        table.add_column(header, justify="right" if header in ("step", "size", "chunks") else "left")
-    return table
-
-
-def _add(table: Table, *cells: str) -> None:
-    """Add a row of cells without markup; what is not printable becomes a question mark."""
     from rich.text import Text
 
-    table.add_row(*(Text("".join(letter if letter.isprintable() else "?" for letter in cell)) for cell in cells))
+    table = Table(show_header=bool(headers))
+    for header in headers:
+        table.add_column(header, justify="right" if header in ("step", "size", "chunks") else "left")
+    for row in rows:
+        table.add_row(*(Text("".join(letter if letter.isprintable() else "?" for letter in cell)) for cell in row))
+    return table

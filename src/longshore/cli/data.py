@@ -1,4 +1,4 @@
-"""The training data: text of files, its tokens, and sequences of tokens. The order depends only on names and seed."""
+"""The training data: text of files, its tokens, and sequences of tokens. Its order depends only on names and seed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.cli.failure import CommandError, os_reason
+from longshore.cli.terminal import CommandError, os_reason
 
 END_OF_DOCUMENT = 0
 """The byte after each document. Text has no NUL byte, so it needs no token of its own."""
 
 _READ_BYTES = 1 << 20
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
-_VALIDATION_SHARE = 20  # one sequence in so many
+_VALIDATION_SHARE = 20
+"""One sequence in so many is for validation."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,6 @@ class TextDocuments:
     documents: list[bytes]
     skipped: int
     source: str
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.documents))
 
 
 class _NotText(Exception):
@@ -71,7 +68,7 @@ def read_text(paths: tuple[Path, ...], max_bytes: int | None) -> TextDocuments:
 
 
 def _files(paths: tuple[Path, ...]) -> Iterator[tuple[Path, bool]]:
-    """Return every file to read, and whether the user named it rather than its folder."""
+    """Yield every file to read, and whether the user named it rather than its folder."""
     for path in paths:
         try:
             mode = path.stat().st_mode
@@ -107,30 +104,24 @@ def _standard_library() -> Iterator[Path]:
 def _read_document(path: Path, max_bytes: int | None) -> tuple[bytes, int]:
     """Return the text of a file, or the whole characters in its first ``max_bytes`` bytes, and the bytes read."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    parts: list[bytes] = []
+    document = bytearray()
     left = max_bytes
     try:
         with path.open("rb") as file:
-            while part := file.read(_READ_BYTES if left is None else min(_READ_BYTES, left)):
-                _check_text(decoder, part)
-                parts.append(part)
-                left = None if left is None else left - len(part)
+            while read := file.read(_READ_BYTES if left is None else min(_READ_BYTES, left)):
+                if b"\0" in read:
+                    raise _NotText("it has NUL bytes")
+                decoder.decode(read)
+                document += read
+                left = None if left is None else left - len(read)
+    except UnicodeDecodeError as error:
+        raise _NotText(f"byte 0x{error.object[error.start]:02x} is not UTF-8") from error
     except OSError as error:
         raise CommandError(f"cannot read --data {path}: {os_reason(error)}") from error
     unfinished, _ = decoder.getstate()
     if unfinished and left != 0:
         raise _NotText("it ends within a character")
-    document = b"".join(parts)
-    return document[: len(document) - len(unfinished)], len(document)
-
-
-def _check_text(decoder: codecs.IncrementalDecoder, part: bytes) -> None:
-    if b"\0" in part:
-        raise _NotText("it has NUL bytes")
-    try:
-        decoder.decode(part)
-    except UnicodeDecodeError as error:
-        raise _NotText(f"byte 0x{error.object[error.start]:02x} is not UTF-8") from error
+    return bytes(document[: len(document) - len(unfinished)]), len(document)
 
 
 class TokenBatch(NamedTuple):
@@ -162,10 +153,10 @@ def byte_corpus(documents: list[bytes], vocabulary: int) -> Corpus:
 
 
 class Sequences:
-    """A corpus as sequences of ``seq_len`` predictions, which overlap by the one token between two of them.
+    """A corpus as sequences of ``seq_len`` predictions, of which each two neighbours share one token.
 
-    Every 20th sequence (or the last, where there are fewer) is for validation.
-    Training draws all others once in a random order, then again in another order, and so on.
+    Every 20th sequence (or the last, where there are fewer) is for validation. Training draws all others once in a
+    random order, then again in another order, and so on.
     """
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: int) -> None:

@@ -1,9 +1,8 @@
 """``--stage`` and ``--config``: the command line and a DeepSpeed file as one configuration.
 
-A value that only one of the two gives is used; values that both give have to be
-equal. A value that neither gives has the file's default if there is a file (no
-clipping given means 1.0, no offload means none), and otherwise ``train``'s. The
-optimizer and the schedule have ``train``'s defaults in both cases.
+A value that only one of the two gives is used; values that both give have to be equal. A value that neither gives has
+the file's default if there is a file (no clipping given means 1.0, no offload means none), and otherwise ``train``'s.
+The optimizer and the schedule have ``train``'s defaults in both cases.
 """
 
 from __future__ import annotations
@@ -13,79 +12,48 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.failure import SettingsError
 from longshore.cli.settings import EngineSettings, TrainSettings
+from longshore.cli.terminal import SettingsError
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
 from longshore.engine.config.agreement import ArgumentValue, contradictions, put, settle
 from longshore.engine.config.batch import DEEPSPEED, BatchNumbers, Names, resolve
 from longshore.engine.config.reading import Reading, read_file
 from longshore.engine.ranks import expected_world_size
 
-_TWIN = {
-    "stage": "zero_optimization.stage",
-    "batch_size": DEEPSPEED.micro,
-    "accumulation": DEEPSPEED.steps,
-    "lr": "optimizer.params.lr",
-    "weight_decay": "optimizer.params.weight_decay",
-    "clip": "gradient_clipping",
-    "offload": "zero_optimization.offload_optimizer.device",
-    "speculation_memory": "longshore.speculation_memory",
-    "bf16": "bf16.enabled",
-    "fp16": "fp16.enabled",
-    "log_every": "steps_per_print",
-}
-"""Paths in the file by the command line's names. ``bf16`` and ``fp16`` are ``--dtype``."""
-
 _SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
 """Whether tiles are stepped ahead at all; the memory for it is another key."""
 
-_BATCH = ("batch_size", "accumulation")
-
 _SCHEDULES = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
-"""The names in a file of what ``--schedule`` takes."""
+"""The names in a file for the values of ``--schedule``."""
 
 _RATES = tuple(f"scheduler.params.{name}" for name in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"))
-"""Where a schedule has a learning rate of its own."""
+"""The keys of a schedule's own learning rate."""
 
 
-def number_of_ranks() -> int:
-    """The number of ranks of this run, whether they have joined yet or not."""
-    try:
-        return expected_world_size()
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-
-
-def with_engine(
-    settings: TrainSettings, given: Mapping[str, Any], stage: int | None, file: Path | None
-) -> TrainSettings:
-    """The settings with the engine's configuration; unchanged if neither ``--stage`` nor ``--config`` is given.
+def with_engine(settings: TrainSettings, given: Mapping[str, Any]) -> TrainSettings:
+    """Return the settings with the engine's configuration; unchanged if neither ``--stage`` nor ``--config`` is given.
 
     Args:
         settings: with ``train``'s defaults where an option was not given.
         given: options that were given, by name.
-        stage, file: values of ``--stage`` and ``--config``.
 
     Raises:
         SettingsError: one line with everything that is wrong.
     """
-    ranks = number_of_ranks()
-    if stage is None and file is None:
-        if ranks > 1:
-            raise SettingsError(
-                f"{ranks} ranks were started, and nothing says how they share the work: "
-                "add --stage 0, 1, 2 or 3, or --config FILE"
-            )
-        _check_without_engine(settings)
+    try:
+        ranks = expected_world_size()
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    if settings.stage is None and settings.config is None:
+        _check_without_engine(settings, ranks)
         return settings
     if settings.optimizer.plain:
         raise SettingsError("--plain trains without longshore, and --stage and --config with its engine: leave one out")
     if settings.optimizer.release_gradients:
         raise SettingsError("--release-gradients is what --stage and --config do in any case: leave it out")
-    line = _CommandLine(settings, given, stage)
-    source = "the command line" if file is None else str(file)
+    source = "the command line" if settings.config is None else str(settings.config)
     try:
-        loaded = line.load(file, source)
+        loaded = _CommandLine(settings, given).load(settings.config, source)
     except ConfigError as error:
         raise SettingsError(_one_line(error)) from error
     config = _resolved(loaded.config, given, ranks, source)
@@ -95,13 +63,15 @@ def with_engine(
             f"--speculation-memory is for stepping during backward, and with {ranks} ranks, stage {config.stage} and "
             "overlap_comm false gradients are reduced in the step: leave overlap_comm or --speculation-memory out"
         )
-    if loaded.config.steps_per_print is not None:
-        settings = replace(settings, loop=replace(settings.loop, log_every=loaded.config.steps_per_print))
-    notes = () if file is None else loaded.notes  # notes are about the file
-    return _agreeing(settings, EngineSettings(config, file, notes, loaded.config.loss_scaling is None))
+    return _agreeing(settings, config, loaded)
 
 
-def _check_without_engine(settings: TrainSettings) -> None:
+def _check_without_engine(settings: TrainSettings, ranks: int) -> None:
+    if ranks > 1:
+        raise SettingsError(
+            f"{ranks} ranks were started, and nothing says how they share the work: "
+            "add --stage 0, 1, 2 or 3, or --config FILE"
+        )
     if settings.model.dtype == "fp16":
         raise SettingsError(
             "--dtype fp16 is not supported: fp16 gradients need loss scaling, which train leaves to the engine; "
@@ -116,74 +86,78 @@ def _check_without_engine(settings: TrainSettings) -> None:
 
 @dataclass(frozen=True)
 class _CommandLine:
-    """The command line, in the words of a file."""
+    """The command line, in the words of a DeepSpeed file."""
 
     settings: TrainSettings
     given: Mapping[str, Any]
-    stage: int | None
 
-    def values(self) -> dict[str, Any]:
-        """All values by the names of ``_TWIN``, train's defaults included."""
+    def values(self) -> dict[str, tuple[str, Any]]:
+        """Return an option and its value for each setting, by its path in a file; train's defaults are included."""
         loop, optimizer, dtype = self.settings.loop, self.settings.optimizer, self.settings.model.dtype
         return {
-            "stage": 0 if self.stage is None else self.stage,
-            "batch_size": loop.batch_size,
-            "accumulation": loop.accumulation,
-            "lr": optimizer.lr,
-            "weight_decay": optimizer.weight_decay,
-            "clip": optimizer.clip,
-            "offload": "cpu" if optimizer.offload else "none",
-            "speculation_memory": optimizer.speculation_memory,
-            "bf16": dtype == "bf16",
-            "fp16": dtype == "fp16",
-            "log_every": loop.log_every,
+            "zero_optimization.stage": ("stage", self.settings.stage or 0),
+            DEEPSPEED.micro: ("batch_size", loop.batch_size),
+            DEEPSPEED.steps: ("accumulation", loop.accumulation),
+            "optimizer.params.lr": ("lr", optimizer.lr),
+            "optimizer.params.weight_decay": ("weight_decay", optimizer.weight_decay),
+            "gradient_clipping": ("clip", optimizer.clip),
+            "zero_optimization.offload_optimizer.device": ("offload", "cpu" if optimizer.offload else "none"),
+            "longshore.speculation_memory": ("speculation_memory", optimizer.speculation_memory),
+            "bf16.enabled": ("dtype", dtype == "bf16"),
+            "fp16.enabled": ("dtype", dtype == "fp16"),
+            "steps_per_print": ("log_every", loop.log_every),
         }
 
     def _says(self, name: str, path: str, value: Any, fills: bool = False) -> ArgumentValue:
-        """What an option says about ``path``, with the option as the user wrote it."""
-        if name in ("bf16", "fp16"):
-            option = f"--dtype {self.settings.model.dtype}"
-        elif name == "offload":
+        """Return what an option says about ``path``, with the option as the user wrote it."""
+        if name == "offload":
             option = "--offload" if self.settings.optimizer.offload else "--no-offload"
         else:
-            option = f"--{name.replace('_', '-')} {self.given.get(name, self.values().get(name))}"
+            shown = self.settings.model.dtype if name == "dtype" else self.given.get(name, value)
+            option = f"--{name.replace('_', '-')} {shown}"
         return ArgumentValue(path, value, option, "change one, or leave the option out", fills)
 
     def statements(self, data: Mapping[str, Any], defaults: bool) -> Iterator[ArgumentValue]:
-        """Statements of the options that were given; with ``defaults`` of all of them."""
+        """Yield what each option that was given says; with ``defaults`` what all options say."""
         autocast = Reading(data, {}).values.get("torch_autocast.enabled")
-        names = set(self.given) | ({"stage"} if self.stage is not None else set())
-        names |= {"bf16", "fp16"} if "dtype" in names else set()
-        for name, value in self.values().items():
-            if defaults or name in names:
+        for path, (name, value) in self.values().items():
+            if defaults or name in self.given:
                 # Batch numbers have to multiply out: _resolved checks that by the names that the user wrote.
-                fills = name not in _BATCH and not (name in ("bf16", "fp16") and autocast)
-                yield self._says(name, _TWIN[name], value, fills)
-        if "dtype" in names and self.settings.model.dtype != "fp32":
-            yield self._says("bf16", "torch_autocast.enabled", False)
-        if "speculation_memory" in names:
+                fills = name not in ("batch_size", "accumulation") and not (name == "dtype" and autocast)
+                yield self._says(name, path, value, fills)
+        if "dtype" in self.given and self.settings.model.dtype != "fp32":
+            yield self._says("dtype", "torch_autocast.enabled", False)
+        if "speculation_memory" in self.given:
             ahead = bool(self.settings.optimizer.speculation_memory)
             yield self._says("speculation_memory", _SUPER_OFFLOAD, ahead)
 
     def load(self, file: Path | None, source: str) -> LoadedConfig:
-        """The file's configuration, with the command line's values where it has none.
+        """Return the file's configuration, with the command line's values where it has none.
 
         Raises:
             ConfigError: everything that is wrong with the file, or everything that the command line contradicts.
         """
+        optimizer, loop = self.settings.optimizer, self.settings.loop
         data = {} if file is None else read_file(file)
         if data.get("optimizer") is None:
-            params = {"lr": self.settings.optimizer.lr, "weight_decay": self.settings.optimizer.weight_decay}
+            params = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
             data["optimizer"] = {"type": "AdamW", "params": params}
-        # Without a file, train's own defaults hold; with one, the file's.
+        # Without a file, train's own defaults are used; with one, the file's.
         problems = settle(data, self.statements(data, defaults=file is None))
         if all(data.get(name) in (None, "auto") for name in (DEEPSPEED.train, DEEPSPEED.micro)):
-            data[DEEPSPEED.micro] = self.settings.loop.batch_size
+            data[DEEPSPEED.micro] = loop.batch_size
         if isinstance(data.get("bf16"), dict):
             # Otherwise a note would say what happens to a norm that is not finite. Training ends there in any case.
             put(data, "bf16.check_grad_overflow", False)
+        auto = {
+            **{path: value for path, (_, value) in self.values().items()},
+            "scheduler.params.warmup_min_lr": 0.0,
+            "scheduler.params.warmup_max_lr": optimizer.lr,
+            "scheduler.params.warmup_num_steps": max(1, optimizer.warmup),
+            "scheduler.params.total_num_steps": loop.steps,
+        }
         try:
-            loaded = load_config(data, auto=self._auto())
+            loaded = load_config(data, auto=auto)
         except ConfigError as error:
             raise ConfigError(source, problems or error.problems) from None
         problems += self._schedule_problems(loaded.config.scheduler)
@@ -191,18 +165,8 @@ class _CommandLine:
             raise ConfigError(source, problems)
         return loaded
 
-    def _auto(self) -> dict[str, Any]:
-        """Values by path for what the file leaves ``"auto"``."""
-        return {
-            **{_TWIN[name]: value for name, value in self.values().items()},
-            "scheduler.params.warmup_min_lr": 0.0,
-            "scheduler.params.warmup_max_lr": self.settings.optimizer.lr,
-            "scheduler.params.warmup_num_steps": max(1, self.settings.optimizer.warmup),
-            "scheduler.params.total_num_steps": self.settings.loop.steps,
-        }
-
     def _schedule_problems(self, scheduler: Any) -> list[Problem]:
-        """Contradictions with the file's schedule, which replaces ``--schedule``, ``--warmup`` and, if it has a
+        """Return contradictions with the file's schedule, which replaces ``--schedule``, ``--warmup`` and, if it has a
         learning rate, ``--lr``."""
         if scheduler is None:
             return []
@@ -213,10 +177,11 @@ class _CommandLine:
             "warmup": [warmup if params.get(warmup) is not None else "scheduler.type"],
             "lr": [path for path in _RATES if params.get(path) is not None],
         }
-        given = {name: self.given[name] for name in paths if name in self.given}
-        if "schedule" in given:
-            given["schedule"] = _SCHEDULES.get(given["schedule"])
-        statements = [self._says(name, path, value) for name, value in given.items() for path in paths[name]]
+        statements = [
+            self._says(name, path, _SCHEDULES.get(value) if name == "schedule" else value)
+            for name, value in self.given.items()
+            for path in paths.get(name, ())
+        ]
         return contradictions({**params, "scheduler.type": scheduler.type}, statements)
 
 
@@ -228,7 +193,7 @@ def _one_line(error: ConfigError) -> str:
 
 
 def _resolved(config: Config, options: Mapping[str, Any], ranks: int, source: str) -> Config:
-    """The configuration with all three batch numbers, and with what a training run adds."""
+    """Return the configuration with all three batch numbers, and with what a training run adds."""
     micro, steps = config.micro_batch_size, config.gradient_accumulation_steps
     names = Names(
         DEEPSPEED.train,
@@ -258,11 +223,12 @@ def _resolved(config: Config, options: Mapping[str, Any], ranks: int, source: st
     return config.model_copy(update=update)
 
 
-def _agreeing(settings: TrainSettings, engine: EngineSettings) -> TrainSettings:
-    """The settings with the configuration's values, for the loop and for run.json."""
-    config = engine.config
+def _agreeing(settings: TrainSettings, config: Config, loaded: LoadedConfig) -> TrainSettings:
+    """Return the settings with the configuration's values, for the loop and for run.json."""
     micro, steps, train = config.micro_batch_size, config.gradient_accumulation_steps, config.train_batch_size
     assert micro is not None and steps is not None and train is not None and config.optimizer is not None
+    log_every = loaded.config.steps_per_print
+    notes = () if settings.config is None else loaded.notes  # they are about the file
     return replace(
         settings,
         model=replace(settings.model, dtype=config.dtype or "fp32"),
@@ -275,6 +241,12 @@ def _agreeing(settings: TrainSettings, engine: EngineSettings) -> TrainSettings:
             speculation_memory=config.speculation_memory,
             schedule=None if config.scheduler is not None else settings.optimizer.schedule,
         ),
-        loop=replace(settings.loop, batch_size=micro, accumulation=steps, ranks=train // (micro * steps)),
-        engine=engine,
+        loop=replace(
+            settings.loop,
+            batch_size=micro,
+            accumulation=steps,
+            ranks=train // (micro * steps),
+            log_every=settings.loop.log_every if log_every is None else log_every,
+        ),
+        engine=EngineSettings(config, notes, loaded.config.loss_scaling is None),
     )

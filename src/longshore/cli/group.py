@@ -1,27 +1,27 @@
-"""The group of ranks that make a run, and what they agree on beside the training itself."""
+"""The ranks of a run, what they agree on besides the training itself, and the signals that end it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from longshore.cli.failure import CommandError, SharedError
-from longshore.engine.ranks import Ranks, join
+from longshore.cli.terminal import CommandError, SharedError, StopNow
+from longshore.engine.ranks import join
 from longshore.errors import RankError
 
 T = TypeVar("T")
 
+_STDERR = 2
 _TIMEOUT = timedelta(minutes=30)
 _LOST = "another rank has ended: its own line says why; if it left none, the system killed it"
-
-
-class _Failure(NamedTuple):
-    message: str
-    exit_code: int
 
 
 class RunGroup:
@@ -31,27 +31,20 @@ class RunGroup:
     that collectives of the engine that are under way do not interfere.
 
     Args:
-        ranks: None for one process that trains without the engine.
+        joins: whether to join the ranks that the launcher started. Otherwise this process trains alone.
+
+    Raises:
+        CommandError: the launcher's variables contradict each other, or a device is missing.
+        RendezvousError: the other ranks did not come.
     """
 
-    def __init__(self, ranks: Ranks | None) -> None:
-        self.rank = 0 if ranks is None else ranks.rank
-        self.size = 1 if ranks is None else ranks.world_size
-        self._ranks = ranks
-        self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
-
-    @classmethod
-    def join(cls) -> RunGroup:
-        """Return the group of the ranks that the launcher started.
-
-        Raises:
-            CommandError: the launcher's variables contradict each other, or a device is missing.
-            RendezvousError: the other ranks did not come.
-        """
+    def __init__(self, joins: bool = False) -> None:
         try:
-            return cls(join())
+            self._ranks = join() if joins else None
         except ValueError as error:
             raise CommandError(str(error)) from error
+        self.rank, self.size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.world_size)
+        self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
 
     @property
     def leads(self) -> bool:
@@ -60,15 +53,18 @@ class RunGroup:
 
     def largest(self, number: int) -> int:
         """Return the largest ``number`` of all ranks."""
-        return int(self._reduced([number], torch.int64, dist.ReduceOp.MAX)[0])
-
-    def mean(self, number: float) -> float:
-        """Return the mean over all ranks; the same bits on each."""
-        return self.sums([number])[0] / self.size
+        return self._reduced([number], torch.int64, dist.ReduceOp.MAX)[0]
 
     def sums(self, numbers: list[float]) -> list[float]:
         """Return the sum of each entry over all ranks, in float64; the same bits on each."""
         return self._reduced(numbers, torch.float64, dist.ReduceOp.SUM)
+
+    def _reduced(self, numbers: list[Any], dtype: torch.dtype, operation: Any) -> list[Any]:
+        if self.size == 1:
+            return numbers
+        values = torch.tensor(numbers, dtype=dtype)
+        self.guarded(lambda: dist.all_reduce(values, operation, group=self._group))
+        return values.tolist()
 
     def together(self, work: Callable[[], T]) -> T:
         """Do ``work``, which does not communicate, so that it succeeds on all ranks or fails on all.
@@ -76,33 +72,29 @@ class RunGroup:
         Raises:
             SharedError: it failed on some rank; rank 0 prints the messages of all of them.
         """
+        if self.size == 1:
+            return work()
         failure: Exception | None = None
+        message: tuple[str, int] | None = None
         result: Any = None
         try:
             result = work()
         except Exception as error:
-            failure = error
-        if self.size == 1:
-            if failure is not None:
-                raise failure
-            return result
-        told = _Failure(str(failure) or type(failure).__name__, getattr(failure, "exit_code", 1))
-        failures: list[_Failure | None] = [None] * self.size
-        self.guarded(lambda: dist.all_gather_object(failures, None if failure is None else told, group=self._group))
+            failure, message = error, (str(error) or type(error).__name__, getattr(error, "exit_code", 1))
+        messages: list[tuple[str, int] | None] = [None] * self.size
+        self.guarded(lambda: dist.all_gather_object(messages, message, group=self._group))
         if failure is not None and not isinstance(failure, CommandError):
             raise failure
-        if any(failures):
-            raise SharedError(*_combined(failures)) from failure
+        if any(messages):
+            raise SharedError(*_combined(messages)) from failure
         return result
 
     def guarded(self, work: Callable[[], T]) -> T:
         """Do ``work``, which communicates; raise CommandError if another rank is lost meanwhile."""
-        if self.size == 1:
-            return work()
         try:
             return work()
         except (RankError, RuntimeError) as error:
-            if not _is_lost_rank(error):
+            if self.size == 1 or not _is_lost_rank(error):
                 raise
             raise CommandError(_LOST) from error
 
@@ -112,13 +104,6 @@ class RunGroup:
             dist.destroy_process_group(self._group)
         if self._ranks is not None:
             self._ranks.close()
-
-    def _reduced(self, numbers: list[Any], dtype: torch.dtype, operation: Any) -> list[Any]:
-        if self.size == 1:
-            return numbers
-        values = torch.tensor(numbers, dtype=dtype)
-        self.guarded(lambda: dist.all_reduce(values, operation, group=self._group))
-        return values.tolist()
 
 
 def _is_lost_rank(error: BaseException | None) -> bool:
@@ -131,12 +116,58 @@ def _is_lost_rank(error: BaseException | None) -> bool:
     return False
 
 
-def _combined(failures: list[_Failure | None]) -> tuple[str, int]:
-    """Return one line and an exit code; a message that all ranks have is not repeated."""
-    found = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
-    messages = {failure.message for _, failure in found}
-    exit_code = max(failure.exit_code for _, failure in found)
-    is_shared = len(messages) == 1 and len(found) == len(failures)
-    if is_shared or [rank for rank, _ in found] == [0]:
-        return messages.pop(), exit_code
-    return "; ".join(f"rank {rank}: {failure.message}" for rank, failure in found), exit_code
+def _combined(messages: list[tuple[str, int] | None]) -> tuple[str, int]:
+    """Return one line and an exit code for the messages and exit codes of all ranks; one that all have stands once."""
+    found = {rank: message for rank, message in enumerate(messages) if message is not None}
+    different = {text for text, _ in found.values()}
+    exit_code = max(code for _, code in found.values())
+    if (len(different) == 1 and len(found) == len(messages)) or found.keys() == {0}:
+        return different.pop(), exit_code
+    return "; ".join(f"rank {rank}: {text}" for rank, (text, _) in found.items()), exit_code
+
+
+class StopSignals:
+    """A context in which Ctrl-C and SIGTERM ask to end: the first after the current step, the second at once.
+
+    A signal that was ignored stays ignored. Any rank of ``group`` may receive one; the first rank says so.
+    """
+
+    def __init__(self, group: RunGroup) -> None:
+        self._group = group
+        self._received = 0
+        self._agreed = 0
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._received:
+            raise StopNow(128 + number)
+        self._received = number
+        if self._group.leads:
+            # Not print(): the signal may have come during one.
+            with contextlib.suppress(OSError):
+                os.write(_STDERR, b"\nlongshore: ending after this step; once more ends at once\n")
+
+    def __call__(self) -> bool:
+        """Return whether any rank received a signal; all ranks call this at the same place."""
+        self._agreed = self._group.largest(self._received)
+        return self._agreed != 0
+
+    @property
+    def name(self) -> str:
+        """The name of the signal on which the ranks agreed last."""
+        return "Ctrl-C" if self._agreed == signal.SIGINT else "SIGTERM"
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the signal, as shells report it; 0 if none came."""
+        return 128 + self._agreed if self._agreed else 0

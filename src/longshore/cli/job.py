@@ -16,24 +16,20 @@ from rich.table import Table
 from torch import nn
 
 from longshore.byte_sizes import format_byte_size
-from longshore.cli import curve, model
+from longshore.cli import model, terminal
 from longshore.cli.data import Corpus, Sequences, TextDocuments, read_text
 from longshore.cli.engine_settings import with_engine
-from longshore.cli.failure import CommandError, SettingsError, one_line
-from longshore.cli.group import RunGroup
-from longshore.cli.loop import Diverged, Loop, Step, Validation
-from longshore.cli.output import CURVE, MetricsFile, RunFolder
+from longshore.cli.group import RunGroup, StopSignals
+from longshore.cli.loop import BEGIN, Diverged, Loop, Step, StepTrace, Validation, check_trace
+from longshore.cli.output import CURVE, RunFolder, Series, load_figure, loss_curves
 from longshore.cli.resuming import RunCheckpoints, check_same_run, describe
-from longshore.cli.settings import EngineOptions, ModelSettings, TrainSettings
-from longshore.cli.signals import AgreedStop, StopSignals
+from longshore.cli.settings import ModelSettings, TrainSettings
 from longshore.cli.steppers import EngineStepper, MemoryUse, TrainStepper, make_stepper, nbytes
-from longshore.cli.terminal import Display, make_console, plural, quantity, warn
-from longshore.cli.trace import StepTrace, check_trace
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What training needs besides a stepper; nothing is written yet. ``folder``: of the rank that writes."""
+    """What training needs besides a stepper; nothing is written yet. Only the rank that writes has a ``folder``."""
 
     text: TextDocuments
     corpus: Corpus
@@ -43,25 +39,24 @@ class Prepared:
     folder: RunFolder | None
 
 
-def run(settings: TrainSettings, given: Mapping[str, Any], engine: EngineOptions) -> int:
+def run(settings: TrainSettings, given: Mapping[str, Any]) -> int:
     """Train, and return the exit code: 0, or 130 or 143 after a signal.
 
     Args:
         settings: the command line, with ``train``'s defaults for options that were not given.
         given: the options that were given, by name. A configuration file may decide the others.
-        engine: with ``--stage`` or ``--config`` training goes through the engine.
 
     Raises:
         Diverged: a loss or a gradient norm is NaN or infinite. The results of the steps before it are written.
     """
-    settings = with_engine(settings, given, engine.stage, engine.config)
+    settings = with_engine(settings, given)
     if settings.engine is not None and settings.model.device == "cpu" and torch.cuda.is_available():
-        raise SettingsError(
+        raise terminal.SettingsError(
             "--device cpu: with --stage or --config training is on CUDA where there is CUDA; "
             "set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
         )
-    group = RunGroup(None) if settings.engine is None else RunGroup.join()
-    console = make_console(quiet=not group.leads)
+    group = RunGroup(joins=settings.engine is not None)
+    console = terminal.make_console(quiet=not group.leads)
     inputs = group.together(lambda: _read(settings, group.leads))
     # Separately: ranks communicate while they make the model, so none may have failed before.
     prepared = group.together(lambda: _prepare(settings, *inputs))
@@ -69,8 +64,7 @@ def run(settings: TrainSettings, given: Mapping[str, Any], engine: EngineOptions
     console.print(_headline(settings, prepared), markup=False)
     exit_code, diverged = _train(settings, prepared, stepper, group, console)
     # Not after an error, when other ranks may be gone and nothing can be waited for: the end of the process does this.
-    if isinstance(stepper, EngineStepper):
-        stepper.engine.destroy()
+    stepper.close()
     group.close()
     if diverged is not None:
         raise diverged
@@ -78,38 +72,33 @@ def run(settings: TrainSettings, given: Mapping[str, Any], engine: EngineOptions
 
 
 def _train(
-    settings: TrainSettings,
-    prepared: Prepared,
-    stepper: TrainStepper,
-    group: RunGroup,
-    console: Console,
+    settings: TrainSettings, prepared: Prepared, stepper: TrainStepper, group: RunGroup, console: Console
 ) -> tuple[int, Diverged | None]:
     """Open the folder, continue from a checkpoint, train, and write the results."""
     description = describe(settings, prepared.text, prepared.corpus, prepared.model)
-    checkpoints = RunCheckpoints(settings, prepared.model, stepper)
+    checkpoints = RunCheckpoints(settings, stepper)
     group.together(lambda: _open(settings, prepared, description))
     progress = group.guarded(checkpoints.load) if settings.resume else None
     if settings.resume:
         console.print(
             f"continuing after step {progress['step']}" if progress else "no checkpoint yet: from the beginning"
         )
-    subject = stepper.engine if isinstance(stepper, EngineStepper) else stepper.optimizer
-    trace = StepTrace(settings.trace, subject, settings.loop) if settings.trace is not None and group.leads else None
+    trace = None
+    if settings.trace is not None and group.leads:
+        trace = StepTrace(settings.trace, stepper.optimizer, settings.loop)
     log = RunLog(settings, prepared, console, trace, progress)
-    with StopSignals(quiet=not group.leads) as signals, log:
-        stop = AgreedStop(signals, group.largest)
-        forward = stepper.engine if isinstance(stepper, EngineStepper) else prepared.model
-        loop = Loop(forward, prepared.sequences, stepper, settings.loop, settings.optimizer, stop, group)
+    with StopSignals(group) as stop, log:
+        loop = Loop(stepper.forward, prepared.sequences, stepper, settings.loop, settings.optimizer, stop, group)
         diverged: Diverged | None = None
         try:
             group.guarded(lambda: log.follow(loop, checkpoints))
         except Diverged as error:
             diverged = error
-            log.diverged(error)
+            log.write({"kind": "diverged", "step": error.step, "what": error.what, "value": str(error.value)})
         stopped = stop()
         if diverged is None:
             group.guarded(lambda: checkpoints.save(log.steps_done, log.progress, last=True))
-        group.guarded(checkpoints.wait)
+        group.guarded(stepper.wait_for_checkpoint)
         status = "diverged" if diverged else "interrupted" if stopped else "finished"
         if stopped:
             console.print(f"{stop.name}: ended after step {log.steps_done} of {settings.loop.steps}")
@@ -123,7 +112,7 @@ def choose_device(settings: ModelSettings) -> torch.device:
     """Return the device; ``auto`` is CUDA if it is available. On CUDA only deterministic kernels are used."""
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
-        raise SettingsError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        raise terminal.SettingsError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if settings.device == "cpu" or not available:
         return torch.device("cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
@@ -134,27 +123,28 @@ def choose_device(settings: ModelSettings) -> torch.device:
 
 
 class RunLog:
-    """Makes lines, metrics and a curve from the loop's events, and writes the results at the end."""
+    """Makes lines, metrics and a curve from the loop's events, and writes the results at the end.
+
+    On leaving this context, files are closed. An error while closing is dropped in favour of the one under way.
+    """
 
     def __init__(
         self,
         settings: TrainSettings,
         prepared: Prepared,
         console: Console,
-        trace: StepTrace | None = None,
-        progress: Mapping[str, Any] | None = None,
+        trace: StepTrace | None,
+        progress: Mapping[str, Any] | None,
     ) -> None:
         self._settings = settings
         self._prepared = prepared
         self._console = console
         self._trace = trace
-        self._display = Display(console, settings.loop.steps)
-        done = progress["step"] if progress else -1
-        self._metrics: MetricsFile | None = prepared.folder.metrics(until=done) if prepared.folder else None
+        self._metrics = prepared.folder.metrics(progress["step"] if progress else -1) if prepared.folder else None
         self._warned = False
-        self._training = curve.Series("training")
-        self._validation = curve.Series("validation", marker="o")
-        self._last: Step | None = None
+        self._training = Series("training")
+        self._validation = Series("validation", marker="o")
+        self._last = BEGIN
         self._logged_step = 0
         self._logged_seconds = 0.0
         self._losses: list[float] = []  # since the last logged step
@@ -167,60 +157,52 @@ class RunLog:
 
     def progress(self) -> dict[str, Any]:
         """Return what a run needs in order to continue here."""
-        assert self._last is not None
         last = {**dataclasses.asdict(self._last), "memory": list(self._last.memory)}
         curves = [[series.steps, series.losses] for series in (self._training, self._validation)]
         logged = [self._logged_step, self._logged_seconds]
-        return {"step": self.steps_done, "last": last, "losses": self._losses, "logged": logged, "curves": curves}
+        return {"step": self._last.step, "last": last, "losses": self._losses, "logged": logged, "curves": curves}
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the metrics if ``finish`` has not. An error while closing is dropped in favour of the one under way."""
         if self._metrics is not None:
-            with contextlib.suppress(CommandError):
+            with contextlib.suppress(terminal.CommandError):
                 self._metrics.close()
         if self._prepared.folder is not None:
             self._prepared.folder.close()
 
     @property
     def steps_done(self) -> int:
-        return 0 if self._last is None else self._last.step
+        return self._last.step
 
     def follow(self, loop: Loop, checkpoints: RunCheckpoints) -> None:
         """Run the loop to its end. The last step is always logged."""
-
-        def after(step: int) -> None:
-            checkpoints.save(step, self.progress)
-
-        with self._display:
+        around = nullcontext if self._trace is None else self._trace.around
+        with terminal.progress_bar(self._console, self._settings.loop.steps) as advance:
             try:
-                around = nullcontext if self._trace is None else self._trace.around
-                for event in loop.run(around, after, self._last):
+                for event in loop.run(around, lambda step: checkpoints.save(step, self.progress), self._last):
                     if isinstance(event, Step):
+                        advance(event.step, f"loss {event.loss:.4f}  {event.state(self._speed(event))}")
                         self._step(event)
                     else:
                         self._validated(event)
             finally:
-                if self._last is not None and self._losses:
+                if self._losses:
                     self._log(self._last)
-
-    def diverged(self, error: Diverged) -> None:
-        self._write({"kind": "diverged", "step": error.step, "what": error.what, "value": str(error.value)})
 
     def finish(self, description: dict[str, Any], weights: dict[str, Any]) -> None:
         """Write the weights, which matter most, then the curve, the metrics, the status, and the trace."""
         folder, trained = self._prepared.folder, self._prepared.model
         if folder is not None:
-            finite = all(bool(weight.isfinite().all()) for weight in weights.values())
-            if finite:
+            if all(bool(weight.isfinite().all()) for weight in weights.values()):
                 tokenizer = self._prepared.tokenizer
                 folder.write_folder(lambda beside: model.save_model(trained, weights, tokenizer, beside))
             else:
-                warn("the weights contain NaN or infinity and are not written")
-            title = f"longshore train, {quantity(description['parameters'])} parameters, {self._settings.model.dtype}"
-            folder.write(CURVE, curve.loss_curves([self._training, self._validation], title))
+                terminal.warn("the weights contain NaN or infinity and are not written")
+            numel = terminal.quantity(description["parameters"])
+            title = f"longshore train, {numel} parameters, {self._settings.model.dtype}"
+            folder.write(CURVE, loss_curves([self._training, self._validation], title))
             assert self._metrics is not None
             self._metrics.close()
             folder.write_run({**description, "result": self._result()})
@@ -231,7 +213,6 @@ class RunLog:
     def _step(self, step: Step) -> None:
         self._last = step
         self._losses.append(step.loss)
-        self._display.advance(step.step, step.state(self._speed(step)))
         if step.step % self._settings.loop.log_every == 0 or step.step == self._settings.loop.steps:
             self._log(step)
 
@@ -239,8 +220,8 @@ class RunLog:
         loss = sum(self._losses) / len(self._losses)
         speed = self._speed(step)
         self._training.add(step.step, loss)
-        self._display.line(step.line(self._settings.loop.steps, loss, speed))
-        self._write(
+        self._console.print(step.line(self._settings.loop.steps, loss, speed), markup=False)
+        self.write(
             {
                 "kind": "train",
                 "step": step.step,
@@ -260,32 +241,34 @@ class RunLog:
 
     def _validated(self, validation: Validation) -> None:
         self._validation.add(validation.step, validation.loss)
-        self._display.line(validation.line(self._settings.loop.steps))
-        self._write({"kind": "validation", "step": validation.step, "loss": validation.loss})
+        steps = self._settings.loop.steps
+        self._console.print(f"step {validation.step:>{len(str(steps))}}/{steps}  validation loss {validation.loss:.4f}")
+        self.write({"kind": "validation", "step": validation.step, "loss": validation.loss})
 
     def _speed(self, step: Step) -> float:
         """Return the tokens per second since the last logged step."""
         seconds = step.seconds - self._logged_seconds
         return (step.step - self._logged_step) * self._settings.loop.tokens_per_step / max(seconds, 1e-9)
 
-    def _write(self, values: dict[str, Any]) -> None:
+    def write(self, values: dict[str, Any]) -> None:
+        """Write a line of metrics, or keep it for later; say once that this happens."""
         if self._metrics is None:
             return
         self._metrics.write(values)
-        if self._metrics.failure is not None and not self._warned:
+        failure = self._metrics.failure
+        if failure is not None and not self._warned:
             self._warned = True
-            warn(f"cannot write the metrics now ({self._metrics.failure.strerror}); training goes on and tries again")
+            terminal.warn(f"cannot write the metrics now ({failure.strerror}); training goes on and tries again")
 
     def _result(self) -> dict[str, Any]:
-        memory = MemoryUse(0, 0) if self._last is None else self._last.memory
         return {
             "steps": self.steps_done,
             "tokens": self.steps_done * self._settings.loop.tokens_per_step,
             "train_loss": self._training.losses[-1] if self._training.losses else None,
             "validation_loss": self._validation.losses[-1] if self._validation.losses else None,
-            "seconds": 0.0 if self._last is None else round(self._last.seconds, 3),
-            "device_bytes": memory.device,
-            "host_bytes": memory.host,
+            "seconds": round(self._last.seconds, 3),
+            "device_bytes": self._last.memory.device,
+            "host_bytes": self._last.memory.host,
         }
 
     def _summary(self) -> Table:
@@ -298,7 +281,7 @@ class RunLog:
             if result[key] is not None:
                 table.add_row(label, f"{result[key]:.4f}")
         if result["seconds"]:
-            table.add_row("speed", f"{quantity(result['tokens'] / result['seconds'])} tokens/s")
+            table.add_row("speed", f"{terminal.quantity(result['tokens'] / result['seconds'])} tokens/s")
         for label, key in (("device memory", "device_bytes"), ("host memory", "host_bytes")):
             table.add_row(label, f"{format_byte_size(result[key])}, {result[key] / numel:.2f} bytes a parameter")
         if self._prepared.folder is not None:
@@ -308,18 +291,18 @@ class RunLog:
 
 def _read(settings: TrainSettings, leads: bool) -> tuple[TextDocuments, Corpus, Any, RunFolder | None]:
     folder = None
-    if settings.out is not None and leads:
-        folder = RunFolder(settings.out, settings.overwrite, settings.resume)
-    if settings.trace is not None and leads:
-        check_trace(settings.trace, folder)
-    if settings.engine is not None and leads:
-        for note in settings.engine.notes:
-            warn(f"{settings.engine.file}: {note}")
+    if leads:
+        if settings.out is not None:
+            folder = RunFolder(settings.out, settings.overwrite, settings.resume)
+        if settings.trace is not None:
+            check_trace(settings.trace, folder)
+        for note in settings.engine.notes if settings.engine is not None else ():
+            terminal.warn(f"{settings.config}: {note}")
     text = read_text(settings.data.paths, settings.data.max_bytes)
     choose_device(settings.model)  # raises if it is missing
     model.load_transformers()
     if folder is not None:
-        curve.load_figure()
+        load_figure()
     tokenizer = model.load_tokenizer(settings.data.tokenizer, settings.model.path)
     return text, model.make_corpus(text.documents, tokenizer), tokenizer, folder
 
@@ -327,9 +310,9 @@ def _read(settings: TrainSettings, leads: bool) -> tuple[TextDocuments, Corpus, 
 def _prepare(
     settings: TrainSettings, text: TextDocuments, corpus: Corpus, tokenizer: Any, folder: RunFolder | None
 ) -> Prepared:
-    sequences = Sequences(corpus, settings.loop.seq_len, settings.loop.seed)
-    shared = settings.engine is not None
-    network = model.build_model(settings.model, settings.loop.seq_len, settings.loop.seed, corpus, tokenizer, shared)
+    loop, shared = settings.loop, settings.engine is not None
+    sequences = Sequences(corpus, loop.seq_len, loop.seed)
+    network = model.build_model(settings.model, loop.seq_len, loop.seed, corpus, tokenizer, shared)
     if not shared:  # the engine moves its model itself
         network.to(choose_device(settings.model))
     return Prepared(text, corpus, tokenizer, sequences, network, folder)
@@ -341,14 +324,15 @@ def _make_stepper(settings: TrainSettings, network: nn.Module) -> TrainStepper:
             return make_stepper(network, settings.optimizer)
         return EngineStepper(network, settings.engine)
     except (ValueError, ModuleNotFoundError) as error:
-        raise CommandError(one_line(error)) from error
+        raise terminal.CommandError(terminal.one_line(error)) from error
 
 
 def _open(settings: TrainSettings, prepared: Prepared, description: dict[str, Any]) -> None:
-    if prepared.folder is not None:
+    folder = prepared.folder
+    if folder is not None:
         if settings.resume:
-            check_same_run(prepared.folder.path, prepared.folder.former(), description)
-        prepared.folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
+            check_same_run(folder.path, folder.former(), description)
+        folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
 
 
 def _headline(settings: TrainSettings, prepared: Prepared) -> str:
@@ -358,11 +342,11 @@ def _headline(settings: TrainSettings, prepared: Prepared) -> str:
     where = "on the host" if settings.optimizer.on_host else "on the device"
     how = ", by plain PyTorch" if settings.optimizer.plain else ""
     if settings.engine is not None:
-        how = f", stage {settings.engine.config.stage} on {plural(settings.loop.ranks, 'rank')}"
+        how = f", stage {settings.engine.config.stage} on {terminal.plural(settings.loop.ranks, 'rank')}"
     return (
-        f"{quantity(model.count_parameters(prepared.model))} parameters in {settings.model.dtype} on {device}, "
-        f"optimizer state {where}{how}\n"
-        f"{text.source}: {plural(len(text.documents), 'file')}{skipped}, "
-        f"{quantity(prepared.corpus.tokens.numel())} tokens, "
+        f"{terminal.quantity(model.count_parameters(prepared.model))} parameters in {settings.model.dtype} "
+        f"on {device}, optimizer state {where}{how}\n"
+        f"{text.source}: {terminal.plural(len(text.documents), 'file')}{skipped}, "
+        f"{terminal.quantity(prepared.corpus.tokens.numel())} tokens, "
         f"{sequences.training.numel()} sequences to train on, {sequences.validation.numel()} to validate on"
     )

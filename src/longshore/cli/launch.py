@@ -13,22 +13,8 @@ from typing import Any
 
 import typer
 
-from longshore.cli.failure import CommandError, SettingsError
-from longshore.cli.terminal import make_console, warn
-from longshore.machine import (
-    RankBinding,
-    RankDevice,
-    all_gpus,
-    binding_wanted,
-    cpu_list,
-    locked_limit_bytes,
-    numa_node_of,
-    plan_ranks,
-    read_topology,
-    shared_free_bytes,
-    unbound,
-    visible_gpus,
-)
+from longshore import machine
+from longshore.cli.terminal import CommandError, SettingsError, print_lines, warn
 
 RAW_ARGUMENTS: dict[str, Any] = {
     "ignore_unknown_options": True,
@@ -39,32 +25,37 @@ RAW_ARGUMENTS: dict[str, Any] = {
 """typer settings with which torchrun's own parser reads all arguments, --help too."""
 
 _ABOUT = """torchrun, set up for training with host memory: each rank is bound to CPUs of the NUMA node of its GPU,
-before torch is imported; torch and the host step get threads for that many cores (OMP_NUM_THREADS is set, unless you
-set it); limits on locked and shared memory are checked. All options of torchrun work as they do there. LONGSHORE_BIND=0
-turns binding off."""
+before torch is imported; torch and the host step get one thread for each of their cores (OMP_NUM_THREADS is set, unless
+you set it); limits on locked and shared memory are checked. All options of torchrun work as they do there.
+LONGSHORE_BIND=0 turns binding off."""
 
 
 def launch(context: typer.Context) -> None:
     """Run a script on several ranks: torchrun, with CPUs and threads chosen for each rank."""
     arguments = _parsed(context.args)
-    program = _program(arguments)
-    bindings = _bindings(_ranks_of_machine(arguments), os.environ)
-    _check_limits(bindings)
+    # The words of the command before the script, as in torchrun.
+    program = [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else [])]
+    program = [] if arguments.no_python else program
+    bindings = _bindings(arguments.nproc_per_node, os.environ)
+    gpus = any(each.device != "cpu" for each in bindings)
+    if len(bindings) > 1 or gpus:
+        from longshore.report import limit_findings
+
+        for finding in limit_findings(machine.shared_free_bytes(), machine.locked_limit_bytes(), gpus):
+            warn(f"{finding.what}: {finding.do}")
     if arguments.dry_run:
-        console = make_console()
-        for line in page(bindings, [*program, arguments.training_script, *arguments.training_script_args]):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_lines(_page(bindings, [*program, arguments.training_script, *arguments.training_script_args]))
         return
     if not (arguments.module or arguments.no_python or os.path.exists(arguments.training_script)):
         raise CommandError(f"there is no script {arguments.training_script}")
     _run(arguments, program, bindings)
 
 
-def page(bindings: Sequence[RankBinding], command: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a table of what each rank gets, and the command that each runs."""
+def _page(bindings: Sequence[machine.RankBinding], command: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a table with the device, CPUs and threads of each rank, and the command that all run."""
     rows = [("rank", "device", "NUMA node", "CPUs", "torch threads", "host threads", "why")]
     for rank, each in enumerate(bindings):
-        nodes, cpus = cpu_list(each.nodes) or "-", cpu_list(each.cpus) or "any"
+        nodes, cpus = machine.cpu_list(each.nodes) or "-", machine.cpu_list(each.cpus) or "any"
         threads = str(each.torch_threads), str(each.host_threads)
         rows.append((str(rank), each.device, nodes, cpus, *threads, each.reasons))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -79,12 +70,10 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     parser = get_args_parser()
     parser.prog = "longshore launch"
     parser.description = _ABOUT
-    parser.add_argument(
-        "--nproc", dest="nproc_per_node", default=SUPPRESS, metavar="N", help="Short for --nproc-per-node."
-    )
-    parser.add_argument(
-        "--dry-run", "--dry_run", action="store_true", help="Print what each rank would get and start nothing."
-    )
+    about = "Short for --nproc-per-node."
+    parser.add_argument("--nproc", dest="nproc_per_node", default=SUPPRESS, metavar="N", help=about)
+    about = "Print what each rank would get and start nothing."
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help=about)
     parsed = parser.parse_args(arguments)
     for option, given, why in (
         ("--run-path", parsed.run_path, "starts ranks that have torch already, too late to bind them"),
@@ -97,41 +86,30 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     return parsed
 
 
-def _program(arguments: Namespace) -> list[str]:
-    """Return the words of the command before the script, as in torchrun."""
-    if arguments.no_python:
-        return []
-    return [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else [])]
-
-
-def _ranks_of_machine(arguments: Namespace) -> int:
+def _bindings(processes: str, environ: Mapping[str, str]) -> list[machine.RankBinding]:
     from torch.distributed.run import determine_local_world_size
 
     try:
-        count = determine_local_world_size(arguments.nproc_per_node)
+        count = determine_local_world_size(processes)
     except ValueError as error:
-        raise SettingsError(f"--nproc {arguments.nproc_per_node}: {error}") from error
+        raise SettingsError(f"--nproc {processes}: {error}") from error
     if count < 1:
         raise SettingsError(f"--nproc must be at least 1, not {count}")
-    return count
-
-
-def _bindings(count: int, environ: Mapping[str, str]) -> list[RankBinding]:
     try:
-        wanted = binding_wanted(environ)
+        wanted = machine.binding_wanted(environ)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    visible = visible_gpus()
+    visible = machine.visible_gpus()
     if visible and count > len(visible):
         warn(f"{count} ranks and {len(visible)} CUDA devices: the others are planned as if they trained on the CPU")
     devices, hidden = devices_of(count, visible)
-    bindings = plan_ranks(read_topology(), devices, hidden, environ.get("OMP_NUM_THREADS"))
-    return [unbound(each, "LONGSHORE_BIND=0") if wanted is False else each for each in bindings]
+    bindings = machine.plan_ranks(machine.read_topology(), devices, hidden, environ.get("OMP_NUM_THREADS"))
+    return [machine.unbound(each, "LONGSHORE_BIND=0") if wanted is False else each for each in bindings]
 
 
 def devices_of(
     count: int, visible: Mapping[str, str], root: Path = Path("/")
-) -> tuple[list[RankDevice], list[RankDevice]]:
+) -> tuple[list[machine.RankDevice], list[machine.RankDevice]]:
     """Return the device of each rank, by local rank, and the GPUs that are not visible to this run.
 
     Args:
@@ -139,22 +117,13 @@ def devices_of(
         visible: PCI addresses of CUDA devices, by name.
         root: the folder that has ``sys``.
     """
-    seen = [RankDevice(name, address, numa_node_of(address, root)) for name, address in visible.items()]
-    devices = [*seen[:count], *(RankDevice() for _ in range(count - len(seen)))]
-    unseen = [address for address in all_gpus(root) if address not in visible.values()]
-    return devices, [RankDevice("unseen", address, numa_node_of(address, root)) for address in unseen]
+    seen = [machine.RankDevice(name, address, machine.numa_node_of(address, root)) for name, address in visible.items()]
+    devices = [*seen[:count], *(machine.RankDevice() for _ in range(count - len(seen)))]
+    unseen = [address for address in machine.all_gpus(root) if address not in visible.values()]
+    return devices, [machine.RankDevice("unseen", address, machine.numa_node_of(address, root)) for address in unseen]
 
 
-def _check_limits(bindings: Sequence[RankBinding]) -> None:
-    from longshore.report import limit_findings
-
-    gpus = any(each.device != "cpu" for each in bindings)
-    if len(bindings) > 1 or gpus:
-        for finding in limit_findings(shared_free_bytes(), locked_limit_bytes(), gpus):
-            warn(f"{finding.what}: {finding.do}")
-
-
-def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBinding]) -> None:
+def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[machine.RankBinding]) -> None:
     """Call torchrun. Each rank begins with ``machine/start.py``, which becomes the rank's program."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record

@@ -1,29 +1,35 @@
-"""The training loop, which yields its steps and validations. It neither shows nor writes anything."""
+"""The training loop, which yields its steps and validations, and the trace of a few of its steps (``--trace``)."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import longshore
 from longshore.byte_sizes import format_byte_size
 from longshore.cli.data import Sequences, TokenBatch
-from longshore.cli.failure import SharedError
 from longshore.cli.group import RunGroup
+from longshore.cli.output import RunFolder, check_writable, save_file
 from longshore.cli.settings import LoopSettings, OptimizerSettings
 from longshore.cli.steppers import MemoryUse, TrainStepper
-from longshore.cli.terminal import quantity
+from longshore.cli.terminal import SettingsError, SharedError, plural, quantity
+from longshore.tracing import Trace
+
+_OPTION = "--trace"
+_TRACED = 3
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step.
+    """A step that was made.
 
     Attributes:
         step: its number, from 1.
@@ -44,21 +50,18 @@ class Step:
     skipped: int = 0
 
     def state(self, tokens_per_second: float) -> str:
-        """Return what a progress bar shows."""
-        return f"loss {self.loss:.4f}  {self._speed_and_memory(tokens_per_second)}"
+        """Return speed and memory in words."""
+        return (
+            f"{quantity(tokens_per_second)} tokens/s  "
+            f"device {format_byte_size(self.memory.device)}  host {format_byte_size(self.memory.host)}"
+        )
 
     def line(self, steps: int, loss: float, tokens_per_second: float) -> str:
         """Return a line of the log, of ``steps`` in all; ``loss`` is the mean since the last line."""
         norm = "" if self.grad_norm is None else f"  norm {self.grad_norm:.3f}"
         return (
             f"step {self.step:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {self.lr:.2e}{norm}  "
-            f"{self._speed_and_memory(tokens_per_second)}"
-        )
-
-    def _speed_and_memory(self, tokens_per_second: float) -> str:
-        return (
-            f"{quantity(tokens_per_second)} tokens/s  "
-            f"device {format_byte_size(self.memory.device)}  host {format_byte_size(self.memory.host)}"
+            f"{self.state(tokens_per_second)}"
         )
 
 
@@ -69,8 +72,9 @@ class Validation:
     step: int
     loss: float
 
-    def line(self, steps: int) -> str:
-        return f"step {self.step:>{len(str(steps))}}/{steps}  validation loss {self.loss:.4f}"
+
+BEGIN = Step(0, math.nan, math.nan, None, 0.0, MemoryUse(0, 0))
+"""Stands for the last step of a run that has made none."""
 
 
 class Diverged(SharedError):
@@ -121,7 +125,7 @@ class Loop:
         stop: Callable[[], bool] = lambda: False,
         group: RunGroup | None = None,
     ) -> None:
-        self._group = RunGroup(None) if group is None else group
+        self._group = RunGroup() if group is None else group
         assert loop.ranks == self._group.size
         self._model = model
         self._sequences = sequences
@@ -136,7 +140,7 @@ class Loop:
         self,
         around: Callable[[int], AbstractContextManager[object]] = nullcontext,
         after: Callable[[int], None] = lambda step: None,
-        last: Step | None = None,
+        last: Step = BEGIN,
     ) -> Iterator[Step | Validation]:
         """Make all steps, or fewer if ``stop`` returns true.
 
@@ -144,15 +148,15 @@ class Loop:
             around: given a step's number, from 1, returns a context that lasts from its first forward until it is
                 applied.
             after: called with a step's number when the step and its validation have been yielded.
-            last: the step after which the run continues; None: it begins.
+            last: the step after which the run continues.
 
         Raises:
             Diverged: a loss or a gradient norm is NaN or infinite.
         """
-        if last is None:
+        if last is BEGIN:
             yield from self._validate(0)
-        done, seconds, skipped = (0, 0.0, 0) if last is None else (last.step, last.seconds, last.skipped)
-        for step in range(done + 1, self.settings.steps + 1):
+        seconds, skipped = last.seconds, last.skipped
+        for step in range(last.step + 1, self.settings.steps + 1):
             if self._stop():
                 return
             start = time.perf_counter()
@@ -183,7 +187,7 @@ class Loop:
             loss = self._loss(self._sequences.training_batch(index, self.settings.batch_size)) / accumulation
             self._stepper.backward(loss)
             total += loss.detach()
-        value = self._group.mean(total.item())
+        value = self._group.sums([total.item()])[0] / self._group.size
         if not math.isfinite(value):
             raise Diverged(step, "loss", value, lr)
         return value
@@ -214,3 +218,79 @@ class Loop:
             rows = sum(len(batch.inputs) for batch in self._validation)
             yield Validation(step, sum(self._group.sums(totals)) / rows)
         self._model.train()
+
+
+def traced_steps(loop: LoopSettings) -> range:
+    """Return three steps in the middle of the run, or fewer, with no validation between them.
+
+    The first step is avoided, since it allocates. A validation would be measured as part of the step after it.
+    """
+    for count in range(_TRACED, 0, -1):
+        middle = (loop.steps - count) // 2 + 1
+        for first in sorted(range(middle - _TRACED, middle + _TRACED + 1), key=lambda first: abs(first - middle)):
+            steps = range(first, first + count)
+            validated = loop.eval_every and any(step % loop.eval_every == 0 for step in steps[:-1])
+            if first >= 2 and steps[-1] <= loop.steps and not validated:
+                return steps
+    return range(1, 2)
+
+
+def check_trace(page: Path, folder: RunFolder | None) -> None:
+    """Raise now what :meth:`StepTrace.save` would raise at the end; ``folder`` is that of ``--out``."""
+    check_writable(page, _OPTION)
+    beside = page.with_suffix(".json")
+    if beside == page:
+        raise SettingsError(f"{_OPTION} {page} is the page, and {beside.name} is for JSON beside it: name it .html")
+    check_writable(beside, _OPTION)
+    for path in (page, beside):
+        if folder is not None and folder.needs(path):
+            raise SettingsError(
+                f"{_OPTION} {page} would be {path}, which the run in --out {folder.path} needs: choose another name"
+            )
+
+
+class StepTrace:
+    """Traces the ``traced_steps`` of a loop that does each step in the context :meth:`around`.
+
+    Args:
+        page: the path of ``--trace``. JSON for Perfetto with the same events is written beside it.
+        optimizer: one of longshore's.
+    """
+
+    def __init__(self, page: Path, optimizer: Any, loop: LoopSettings) -> None:
+        self._page = page
+        self._optimizer = optimizer
+        self._steps = traced_steps(loop)
+        self._block = ExitStack()
+        self._trace: Trace | None = None
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Do a step, whose number begins at 1, in this context."""
+        if step == self._steps[0]:
+            self._trace = self._block.enter_context(longshore.trace(self._optimizer))
+        try:
+            yield
+        except BaseException:
+            self._block.close()
+            raise
+        if step == self._steps[-1]:
+            self._block.close()
+
+    def save(self) -> str:
+        """Write both files after training, and return the summary.
+
+        Raises:
+            CommandError: a file cannot be written.
+        """
+        self._block.close()  # a signal ended the run in the middle
+        if self._trace is None:
+            return f"nothing was traced: the run ended before step {self._steps[0]}"
+        beside = self._page.with_suffix(".json")
+        save_file(self._page, self._trace.save_html, _OPTION)
+        save_file(beside, self._trace.save_chrome, _OPTION)
+        summary = self._trace.summary()
+        return (
+            f"traced: {plural(summary.steps, 'step')} from step {self._steps[0]}, rank {self._trace.rank}\n{summary}\n"
+            f"written to {self._page} and {beside}"
+        )

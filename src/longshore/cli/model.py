@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,18 @@ import torch
 from torch import nn
 
 from longshore.cli.data import END_OF_DOCUMENT, Corpus, byte_corpus
-from longshore.cli.failure import CommandError, one_line
 from longshore.cli.settings import BYTE_VOCABULARY, NUMEL_MULTIPLE, ModelSettings, Shape
+from longshore.cli.terminal import CommandError, import_extra, one_line
 from longshore.engine import Init
+from longshore.engine.precision import DTYPES
 from longshore.optim.shards import is_sharded
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def load_transformers() -> Any:
     """Return the package, configured to print nothing."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import transformers
-            from transformers.utils import logging
-    except ImportError as error:
-        raise CommandError(
-            f"transformers cannot be imported ({one_line(error)}): pip install 'longshore[train]'"
-        ) from error
+    transformers, logging = import_extra("transformers"), import_extra("transformers.utils.logging")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return transformers
@@ -94,6 +84,9 @@ def build_model(
 def new_llama(shape: Shape, seq_len: int, vocabulary: int, tokenizer: Any | None) -> nn.Module:
     """Return a Llama with random weights."""
     transformers = load_transformers()
+    tokens = {"bos_token_id": None, "eos_token_id": END_OF_DOCUMENT, "pad_token_id": None}
+    if tokenizer is not None:
+        tokens = {name: getattr(tokenizer, name) for name in tokens}
     config = transformers.LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=shape.hidden_size,
@@ -103,10 +96,8 @@ def new_llama(shape: Shape, seq_len: int, vocabulary: int, tokenizer: Any | None
         num_key_value_heads=shape.heads,
         max_position_embeddings=seq_len,
         tie_word_embeddings=False,
-        bos_token_id=None if tokenizer is None else tokenizer.bos_token_id,
-        eos_token_id=END_OF_DOCUMENT if tokenizer is None else tokenizer.eos_token_id,
-        pad_token_id=None if tokenizer is None else tokenizer.pad_token_id,
         attn_implementation="sdpa",
+        **tokens,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -124,7 +115,7 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in weights:  # tied weights were gathered once for each name; make them one tensor, to be written once
+        if name in weights:  # tied weights were gathered once for each name; as one tensor they are written once
             weights[name] = weights[first.setdefault(id(parameter), name)]
     return weights
 
@@ -140,11 +131,9 @@ def save_model(model: nn.Module, weights: dict[str, Any], tokenizer: Any | None,
 def _load_model(path: Path) -> nn.Module:
     if not path.is_dir():
         raise CommandError(f"--model {path} is not a folder: give one with config.json and model.safetensors")
-    transformers = load_transformers()
+    auto = load_transformers().AutoModelForCausalLM
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, output_loading_info=True
-        )
+        model, report = auto.from_pretrained(path, local_files_only=True, output_loading_info=True)
     except Exception as error:  # its parsers raise errors of any type
         raise CommandError(f"cannot load a causal language model from --model {path}: {one_line(error)}") from error
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])

@@ -17,11 +17,10 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, ge
 
 import typer
 
-from longshore.cli.failure import SettingsError
+from longshore.cli.terminal import SettingsError
 
 T = TypeVar("T")
 
-_CONTEXT = "context"
 _METAVAR_LETTERS = 14
 
 
@@ -64,14 +63,10 @@ class OptionField(NamedTuple):
         """The name that errors use: ``--seq-len``; of a pair the first."""
         return (self.option.flag or f"--{self.name.replace('_', '-')}").partition("/")[0]
 
-    @property
-    def is_repeatable(self) -> bool:
-        return get_origin(self.kind) is tuple
-
     def parameter(self) -> inspect.Parameter:
-        """The parameter from which typer makes the option."""
+        """Return the parameter from which typer makes the option."""
         option, kind, default = self.option, self.kind, self.default
-        if self.is_repeatable:
+        if get_origin(kind) is tuple:  # the option is repeatable
             kind, default = list[get_args(kind)[0]] | None, None
         elif option.parse is not None:
             kind, default = str | None, None if default is None else str(default)
@@ -85,13 +80,12 @@ class OptionField(NamedTuple):
         # The name is always given: without it typer adds a --no-... to every flag.
         names = option.flag or self.flag
         given: Any = typer.Option(names, help=text, rich_help_panel=option.panel, metavar=metavar)
-        return inspect.Parameter(
-            self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, given]
-        )
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, keyword, default=default, annotation=Annotated[kind, given])
 
     def value(self, given: Any) -> Any:
-        """The field's value, from what typer read."""
-        if self.is_repeatable:
+        """Return the field's value, from what typer read."""
+        if get_origin(self.kind) is tuple:
             return tuple(given or ())
         if self.option.parse is None or given is None:
             return given
@@ -119,20 +113,17 @@ class OptionField(NamedTuple):
             raise SettingsError(f"{flag} must be a multiple of {option.multiple_of}, not {value}")
 
 
-class CommandLine:
-    """The options of one command, from which :meth:`settings` makes the dataclasses that describe them.
+class CommandLine(NamedTuple):
+    """The options of one command, from which :meth:`settings` makes the dataclasses that describe them."""
 
-    Attributes:
-        given: the options that the user gave, by field name, with their values.
-    """
-
-    def __init__(self, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        self._values = values
-        self.given = given
+    values: Mapping[str, Any]
+    """By field name, defaults included."""
+    given: Mapping[str, Any]
+    """Those that the user gave."""
 
     def settings(self, kind: type[T], **others: Any) -> T:
         """Return a ``kind`` with the values of its options; ``others`` are its other fields."""
-        return kind(**{field.name: self._values[field.name] for field in option_fields(kind)}, **others)
+        return kind(**{field.name: self.values[field.name] for field in option_fields(kind)}, **others)
 
     def flags_given(self, kind: type) -> list[str]:
         """Return those of ``kind``'s options that the user gave, as they are written."""
@@ -172,15 +163,14 @@ def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     assert len(set(names)) == len(names), f"two options have the same name: {sorted(names)}"
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
-
-        def run(**values: Any) -> None:
-            context: typer.Context = values.pop(_CONTEXT)
+        def run(context: typer.Context, **values: Any) -> None:
+            sources = {name: context.get_parameter_source(name) for name in names}
             read = {field.name: field.value(values.pop(field.name)) for field in fields}
-            given = {name: value for name, value in read.items() if _is_given(context, name)}
+            given = {name: read[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
             command(CommandLine(read, given), **values)
 
-        context = inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        context, *_ = inspect.signature(run, eval_str=True).parameters.values()
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
         keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
         parameters = [context, *keywords, *(field.parameter() for field in fields)]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -189,8 +179,3 @@ def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return run
 
     return decorate
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"

@@ -1,19 +1,25 @@
-"""The folder of a run. Files are written atomically: beside their place, synced to the disk, and renamed."""
+"""What a run writes: its folder, metrics and loss curves.
+
+Files are written atomically: under another name in the same folder, synced to the disk, and renamed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import io
 import json
+import logging
 import os
 import shutil
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.failure import USAGE, CommandError, one_line, os_reason
+from longshore.cli.terminal import USAGE, CommandError, import_extra, one_line, os_reason
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
@@ -22,20 +28,11 @@ WEIGHTS = "model.safetensors"
 CHECKPOINTS = "checkpoints"
 _WRITING = ".writing"  # the folder in which files are written before they are moved
 
-_OURS = (
-    METRICS,
-    CURVE,
-    WEIGHTS,
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
+_MODEL_FILES = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
+    "chat_template.jinja vocab.json merges.txt"
 )
+_OURS = (METRICS, CURVE, WEIGHTS, *_MODEL_FILES.split())
 """Files that an earlier run may have left. Nothing else is ever removed."""
 
 
@@ -93,7 +90,7 @@ class RunFolder:
                     f"free some, or choose another folder"
                 )
             if not self._resume:
-                _remove(self.path / CHECKPOINTS)
+                shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
                 for name in _OURS:
                     (self.path / name).unlink(missing_ok=True)
         except OSError as error:
@@ -110,7 +107,7 @@ class RunFolder:
                 f"another run is writing to --out {self.path}: let it end or end it, or choose another folder", USAGE
             ) from error
         except OSError:  # some network file systems have no locks
-            return
+            pass
 
     def close(self) -> None:
         """Unlock the folder for other runs."""
@@ -129,7 +126,7 @@ class RunFolder:
         """Let ``save`` fill a folder, and move its files here when all of them are on the disk."""
         writing = self.path / _WRITING
         try:
-            _remove(writing)
+            shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir()
             save(writing)
             names = sorted(entry.name for entry in writing.iterdir())
@@ -147,14 +144,14 @@ class RunFolder:
                 raise
             raise CommandError(f"cannot write to --out {self.path}: {one_line(error)}") from error
         finally:
-            _remove(writing)
+            shutil.rmtree(writing, ignore_errors=True)
 
     def former(self) -> dict[str, Any]:
         """Return ``run.json`` of the run that is here."""
         return json.loads((self.path / RUN).read_bytes())
 
-    def metrics(self, until: int = -1) -> MetricsFile:
-        """Return a new metrics file, or with ``until`` of 0 or more the present one up to that step."""
+    def metrics(self, until: int) -> MetricsFile:
+        """Return a new metrics file; with ``until`` of 0 or more the present one up to that step."""
         try:
             return MetricsFile(self.path / METRICS, until)
         except OSError as error:
@@ -176,8 +173,8 @@ class MetricsFile:
     file ends with its last complete line, and the next ``write`` tries again. ``close`` raises if lines are left.
     """
 
-    def __init__(self, path: Path, until: int = -1) -> None:
-        kept = _lines_until(path, until)
+    def __init__(self, path: Path, until: int) -> None:
+        kept = _lines_until(path, until) if until >= 0 and path.is_file() else b""
         self._file = path.open("wb", buffering=0)
         self._path = path
         self._whole = self._file.write(kept)  # bytes
@@ -214,29 +211,18 @@ class MetricsFile:
                 self._pending = self._pending[written:]
                 self._whole += written
         except OSError as error:
-            self._truncate_part()
+            # End the file with its last complete line, since a write may have stopped in the middle of one.
+            content = self._path.read_bytes()[: self._whole]
+            self._whole = content.rfind(b"\n") + 1
+            self._pending = content[self._whole :] + self._pending
+            os.ftruncate(self._file.fileno(), self._whole)
+            self._file.seek(self._whole)
             self.failure = error
             raise
 
-    def _truncate_part(self) -> None:
-        """Truncate the file after its last complete line, since a write may have stopped in the middle of one."""
-        with self._path.open("rb") as file:
-            file.seek(0)
-            content = file.read(self._whole)
-        whole = content.rfind(b"\n") + 1
-        self._pending = content[whole:] + self._pending
-        os.ftruncate(self._file.fileno(), whole)
-        self._file.seek(whole)
-        self._whole = whole
-
-
-def write_file(path: Path, content: bytes, option: str) -> None:
-    """Write one file anywhere, atomically. An error names ``option``."""
-    save_file(path, lambda beside: beside.write_bytes(content), option)
-
 
 def save_file(path: Path, save: Callable[[Path], object], option: str) -> None:
-    """Do the same with a file that ``save`` writes."""
+    """Let ``save`` write one file anywhere, atomically. An error names ``option``."""
     beside = path.with_name(f".{path.name}.writing")
     try:
         try:
@@ -250,7 +236,7 @@ def save_file(path: Path, save: Callable[[Path], object], option: str) -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise now what ``write_file`` would raise at the end."""
+    """Raise now what ``save_file`` would raise at the end."""
     if path.is_dir():
         raise CommandError(f"{option} {path} is a folder: give the name of a file", USAGE)
     if not path.parent.is_dir():
@@ -265,8 +251,6 @@ def check_writable(path: Path, option: str) -> None:
 
 def _lines_until(path: Path, step: int) -> bytes:
     """Return the complete lines of a metrics file up to ``step``."""
-    if step < 0 or not path.is_file():
-        return b""
     kept = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
@@ -284,13 +268,52 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@dataclass
+class Series:
+    """A line of a picture: losses by step."""
+
+    label: str
+    steps: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    width: float = 1.5
+    alpha: float = 1.0
+    marker: str = ""
+
+    def add(self, step: int, loss: float) -> None:
+        self.steps.append(step)
+        self.losses.append(loss)
+
+
+def load_figure() -> Any:
+    """Return matplotlib's Figure, which draws without a display and without pyplot's global state."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    return import_extra("matplotlib.figure").Figure
+
+
+def loss_curves(series: list[Series], title: str) -> bytes:
+    """Return a PNG with one pair of axes; series without points are left out."""
+    figure = load_figure()(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for line in series:
+        if line.steps:
+            marker = line.marker or ("o" if len(line.steps) == 1 else "")  # a line of one point is invisible
+            look = {"marker": marker, "markersize": 5, "linewidth": line.width, "alpha": line.alpha}
+            axes.plot(line.steps, line.losses, label=line.label, **look)
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    return content.getvalue()

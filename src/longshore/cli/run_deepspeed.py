@@ -1,4 +1,4 @@
-"""``longshore run-deepspeed``: runs a script that imports deepspeed as ``python SCRIPT`` does, on longshore."""
+"""``longshore run-deepspeed``: run a script as ``python SCRIPT`` does, with longshore in place of deepspeed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Annotated
 
 import typer
 
-from longshore.cli.failure import ALONE, SettingsError, launched_rank
+from longshore.cli.terminal import ALONE, SettingsError, launched_rank
 
 AS_PYTHON = {"allow_interspersed_args": False}
 """typer settings with which everything after the script is an argument of the script."""
-
 
 _Script = Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script and its arguments.")]
 _Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for python -m.")]
@@ -41,9 +39,15 @@ def run_deepspeed(script: _Script, module: _Module = False, local_rank: _LocalRa
 
     stand_in_for_deepspeed()
     sys.argv = [name, *arguments]
-    code = _guarded(lambda: _run_module(name) if module else _run_file(name))
-    if code:
-        raise typer.Exit(code)
+    try:
+        _run(name, module)
+    except SystemExit:
+        raise  # python prints its message or exits with its code
+    except BaseException as error:
+        # As python prints it, without the frames of longshore.
+        error.with_traceback(_script_frames(error))
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise typer.Exit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
 def run(
@@ -64,25 +68,27 @@ def _set_rank() -> None:
         return
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def _run_file(name: str) -> None:
+def _run(name: str, is_module: bool) -> None:
+    """Run a module, or a script: a file, or a folder or an archive with ``__main__.py``."""
     import runpy
 
     path = Path(name)
-    if path.is_dir() or path.suffix in (".zip", ".pyz"):
+    has_main = not is_module and (path.is_dir() or path.suffix in (".zip", ".pyz"))
+    if has_main:
         sys.path[0] = name
+    elif not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd() if is_module else str(path.resolve().parent)
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    if has_main:
         runpy.run_path(name, run_name="__main__")
         return
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(path.resolve().parent)
     with io.open_code(str(path.absolute())) as file:
         # Without the __future__ imports of this file, which compile() would apply too.
         code = compile(file.read(), name, "exec", dont_inherit=True)
@@ -93,29 +99,8 @@ def _run_file(name: str) -> None:
     exec(code, main.__dict__)
 
 
-def _run_module(name: str) -> None:
-    import runpy
-
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.getcwd()
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _guarded(main: Callable[[], None]) -> int:
-    """Run ``main``, return the exit code, and print an exception as python does, without the frames of longshore."""
-    try:
-        main()
-    except SystemExit:
-        raise  # python prints its message or exits with its code
-    except BaseException as error:
-        error.with_traceback(_script_frames(error))
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-    return 0
-
-
 def _script_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback without the first frames, of this file and runpy; None if the script does not compile."""
+    """Return the traceback without its first frames, of this file and runpy; None if the script does not compile."""
     own = (__file__, "<frozen runpy>", "runpy.py")
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.endswith(own):

@@ -1,4 +1,7 @@
-"""The settings of ``longshore train`` and ``demo``, whose annotated fields are the options; all checks of values."""
+"""``longshore train`` and ``demo``: their settings, whose annotated fields are the options, and all checks of values.
+
+job.py and comparison.py do the work, and are imported only for it.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from longshore.byte_sizes import parse_memory_budget
-from longshore.cli.failure import SettingsError
-from longshore.cli.options import CommandSettings, Option
+from longshore.cli.options import CommandLine, CommandSettings, Option, takes
+from longshore.cli.terminal import SettingsError
 
 if TYPE_CHECKING:  # it imports torch
     from longshore.engine import Config
 
 NUMEL_MULTIPLE = 16
-"""Every parameter's size is a multiple of this. torch's fused CPU AdamW rounds the last ``numel % 16``
-elements differently (docs/optimizer.md), so with such sizes no element is one of those."""
+"""Every parameter's size is a multiple of this, since torch's fused CPU AdamW rounds the last ``numel % 16`` elements
+differently (docs/optimizer.md)."""
 
 BYTE_VOCABULARY = 256
 
@@ -71,7 +76,7 @@ Seed = Annotated[int, _training("Seed of weights and order of data.", at_least=0
 
 @dataclass(frozen=True)
 class DataSettings(CommandSettings):
-    """``paths``: files and folders; none for the standard library."""
+    """What to train on. ``paths``: files and folders; if empty, the standard library is read."""
 
     paths: DataPaths = ()
     max_bytes: Annotated[int | None, _data("Read at most this much text.", at_least=1)] = None
@@ -98,12 +103,12 @@ class ModelSettings(CommandSettings):
 
     shape: Shape = SIZES["small"]
     path: Annotated[Path | None, _model("Folder with a causal language model to train.", flag="--model")] = None
-    dtype: Annotated[str, _model("Of the parameters. fp16 needs --stage or --config.", choices=DTYPES)] = "fp32"
+    dtype: Annotated[str, _model("Parameters' dtype. fp16 needs --stage or --config.", choices=DTYPES)] = "fp32"
     device: Annotated[str, _model("auto: CUDA if it is available.", choices=("auto", "cpu", "cuda"))] = "auto"
 
 
-def parse_speculation_memory(text: str) -> int | str:
-    """Parse what ``longshore.Offload`` takes: ``auto``, a percentage, a size, or an integer number of bytes."""
+def _parse_speculation_memory(text: str) -> int | str:
+    """Parse a value that ``longshore.Offload`` takes: ``auto``, a percentage, a size, or an integer number of bytes."""
     value = int(text) if text.isdecimal() and len(text) < 20 else text
     parse_memory_budget(value)
     return value
@@ -121,7 +126,7 @@ _PLAIN = (
 
 @dataclass(frozen=True)
 class OptimizerSettings(CommandSettings):
-    """The optimizer and its schedule; None is the engine's own, which a configuration file names."""
+    """The optimizer and its schedule; None: a configuration file names the schedule, and the engine follows it."""
 
     lr: Annotated[float, _training("Highest learning rate.", at_least=0)] = 1e-3
     schedule: Annotated[
@@ -137,15 +142,17 @@ class OptimizerSettings(CommandSettings):
     release_gradients: Annotated[
         bool, _training("Send gradients to the host during backward, and accumulate and clip them there.")
     ] = False
-    speculation_memory: Annotated[int | str, _training(_MEMORY, parse=parse_speculation_memory, metavar="<memory>")] = 0
+    speculation_memory: Annotated[
+        int | str, _training(_MEMORY, parse=_parse_speculation_memory, metavar="<memory>")
+    ] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, needs_host in (
+        for option, given in (
             ("--release-gradients sends gradients to the host", self.release_gradients),
             ("--speculation-memory is for stepping on the host", self.speculation_memory),
         ):
-            if needs_host and not self.on_host:
+            if given and not self.on_host:
                 why = "--plain" if self.plain else "--no-offload"
                 raise SettingsError(f"{option}, and {why} keeps the optimizer state on the device: leave one out")
 
@@ -157,7 +164,7 @@ class OptimizerSettings(CommandSettings):
 
 @dataclass(frozen=True)
 class LoopSettings(CommandSettings):
-    """Which batches, and how often, on ``ranks`` processes at once.
+    """The batches, how often something is measured and printed, and ``ranks``, the number of processes.
 
     With ``eval_every`` above 0 there is also a validation before the first step and one after the last.
     """
@@ -188,27 +195,17 @@ _CONFIG = (
 
 
 @dataclass(frozen=True)
-class EngineOptions(CommandSettings):
-    """Options of ``longshore.initialize``. Training goes through it if either is given."""
-
-    stage: Annotated[int | None, _engine(_STAGE, at_least=0, at_most=3)] = None
-    config: Annotated[Path | None, _engine(_CONFIG)] = None
-
-
-@dataclass(frozen=True)
 class EngineSettings:
     """The configuration of a run that goes through ``longshore.initialize``.
 
     Attributes:
         config: everything that file and command line say, for the ranks of this run.
-        file: the path of ``--config``, or None.
-        notes: remarks about the file, to be shown once.
+        notes: remarks about the file of ``--config``, to be shown once.
         stops_at_overflow: whether a gradient norm that is NaN or infinite ends training. Otherwise the step is
             skipped, under a dynamic loss scale.
     """
 
     config: Config
-    file: Path | None = None
     notes: tuple[str, ...] = ()
     stops_at_overflow: bool = True
 
@@ -222,11 +219,13 @@ _RESUME = (
     "Continue the run in --out from its newest checkpoint; the weights are those of a run that was never stopped. "
     "Ranks and stage may change, the number of backwards in a step over all ranks may not."
 )
+_TWO_RANKS = "Also train on two ranks, with ZeRO-1, 2 and 3; one run is killed and resumed."
 
 
 @dataclass(frozen=True)
 class TrainSettings(CommandSettings):
-    """A whole run. Without ``engine`` it is one process that does not use ``longshore.initialize``."""
+    """A whole run. With ``stage`` or ``config`` it goes through ``longshore.initialize``, and ``engine`` is set before
+    it begins. Otherwise it is one process."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -234,6 +233,8 @@ class TrainSettings(CommandSettings):
     loop: LoopSettings = field(default_factory=LoopSettings)
     out: Annotated[Path | None, _output("Folder for the weights, the metrics and the loss curve.")] = None
     overwrite: Annotated[bool, _output("Replace the run that is in --out.")] = False
+    stage: Annotated[int | None, _engine(_STAGE, at_least=0, at_most=3)] = None
+    config: Annotated[Path | None, _engine(_CONFIG)] = None
     engine: EngineSettings | None = None
     trace: Annotated[Path | None, _output(_TRACE)] = None
     save_every: Annotated[int, _output(_SAVE, at_least=0)] = 0
@@ -256,7 +257,7 @@ class TrainSettings(CommandSettings):
 
 @dataclass(frozen=True)
 class DemoSettings(CommandSettings):
-    """The runs of the demo; ``seconds`` is for all of them together, None takes ``steps``."""
+    """The runs of the demo. With ``seconds``, which is for all of them together, ``steps`` does not count."""
 
     size: Size = "small"
     steps: Steps = 60
@@ -266,15 +267,46 @@ class DemoSettings(CommandSettings):
     seed: Seed = 0
     data: DataPaths = ()
     out: Annotated[Path | None, _output("PNG file for the loss curves.")] = None
-    two_ranks: Annotated[
-        bool,
-        _training(
-            "Also train on two ranks, with ZeRO-1, 2 and 3; one run is killed and resumed.",
-            flag="--two-ranks/--no-two-ranks",
-        ),
-    ] = True
+    two_ranks: Annotated[bool, _training(_TWO_RANKS, flag="--two-ranks/--no-two-ranks")] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
             raise SettingsError(f"--seconds must be more than 0, not {self.seconds}")
+
+
+@takes(DataSettings, ShapeSettings, ModelSettings, LoopSettings, OptimizerSettings, TrainSettings)
+def train(line: CommandLine) -> None:
+    """Train a causal language model on plain text.
+
+    Ctrl-C ends training after the current step and writes the results; with --save-every a checkpoint too.
+    """
+    model, sizes = line.given.get("path"), line.flags_given(ShapeSettings)
+    if model is not None and sizes:
+        raise SettingsError(f"{sizes[0]} and --model exclude each other: the model in {model} has its own shape")
+    settings = line.settings(
+        TrainSettings,
+        data=line.settings(DataSettings),
+        model=line.settings(ModelSettings, shape=line.settings(ShapeSettings).shape()),
+        optimizer=line.settings(OptimizerSettings),
+        loop=line.settings(LoopSettings),
+    )
+    if settings.optimizer.plain and line.given.get("offload"):
+        raise SettingsError("--plain keeps the optimizer state on the device, and --offload on the host: leave one out")
+    from longshore.cli.job import run
+
+    raise typer.Exit(run(settings, line.given))
+
+
+@takes(DemoSettings)
+def demo(line: CommandLine) -> None:
+    """Train with longshore and with plain PyTorch, in fp32, in bf16 and on two ranks, and compare.
+
+    One run on two ranks is killed half way and continued from its checkpoint.
+
+    The exit code is 1 if any weight differs in any bit.
+    """
+    settings = line.settings(DemoSettings)
+    from longshore.cli.comparison import run
+
+    raise typer.Exit(run(settings))

@@ -1,13 +1,10 @@
-"""The steppers of the training loop, which treats them alike: longshore, its engine, and plain PyTorch.
-
-A step accumulates some backwards and then calls ``step`` and ``zero_grad``.
-"""
+"""The steppers of the training loop, which treats them alike: longshore, its engine, and plain PyTorch."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +12,10 @@ from torch import Tensor, nn
 
 import longshore
 from longshore.cli.settings import EngineSettings, OptimizerSettings
+from longshore.engine.random_states import random_states, restore_random_states
 from longshore.optim.shards import held_part
+
+_KEPT = 2  # checkpoints of a run
 
 
 class MemoryUse(NamedTuple):
@@ -43,36 +43,33 @@ class StepOutcome(NamedTuple):
 def decay_groups(named: Iterable[tuple[str, Any]], weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups: matrices decay, vectors (norms, biases) do not. Empty groups are left out."""
     named = list(named)
-    matrices = [item for item in named if item[1].ndim >= 2]
-    vectors = [item for item in named if item[1].ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [item for item in named if item[1].ndim >= 2], "weight_decay": weight_decay},
+        {"params": [item for item in named if item[1].ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def device_memory(model: nn.Module, state_bytes: int) -> int:
-    """Return the bytes on the model's device; on the CPU ``state_bytes`` are added for the optimizer."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    parameters = list(model.parameters())
-    gradients = (parameter.grad for parameter in parameters)
-    return state_bytes + nbytes(map(held_part, parameters)) + nbytes(gradients)
 
 
 def nbytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-class TrainStepper(ABC):
-    """Computes gradients and steps the weights of one model. Gradients are in ``.grad``, and torch clips them."""
+class TrainStepper:
+    """Computes gradients and steps the weights of one model. Gradients are in ``.grad``, and torch clips them.
 
-    optimizer: Any
+    A step accumulates some backwards and then calls ``step`` and ``zero_grad``.
 
-    def __init__(self, model: nn.Module) -> None:
+    Attributes:
+        optimizer: whose groups have the learning rate.
+        forward: what to call for the forward pass: the model, or the engine around it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, offload: bool) -> None:
+        self.optimizer = optimizer
+        self.forward: Any = model
         self._model = model
+        self._offload = offload
+        self._device = next(model.parameters()).device
 
     @property
     def lr(self) -> float:
@@ -104,73 +101,83 @@ class TrainStepper(ABC):
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    @abstractmethod
-    def memory(self) -> MemoryUse: ...
+    def memory(self) -> MemoryUse:
+        state = self.state_bytes()
+        host = state if self._offload else 0
+        if self._device.type == "cuda":
+            return MemoryUse(torch.cuda.max_memory_allocated(self._device), host)
+        parameters = list(self._model.parameters())
+        gradients = nbytes(parameter.grad for parameter in parameters)
+        return MemoryUse(state - host + nbytes(map(held_part, parameters)) + gradients, host)
+
+    def state_bytes(self) -> int:
+        """Return the bytes that the optimizer takes."""
+        return sum(self.optimizer.host_bytes().values())
+
+    def save(self, folder: Path, tag: str, values: Mapping[str, Any]) -> None:
+        """Save a checkpoint asynchronously, with ``values``."""
+        values = {**values, "random": random_states(self._device)}
+        longshore.save(folder, self._model, self.optimizer, tag, values, keep_last=_KEPT, async_save=True)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until what was saved is on the disk."""
+        longshore.wait_for_checkpoint()
+
+    def load(self, folder: Path) -> Mapping[str, Any] | None:
+        """Load the newest whole checkpoint, and return the values saved with it; None if there is no checkpoint."""
+        values = longshore.load(folder, self._model, self.optimizer)
+        if values is not None:
+            restore_random_states(values["random"], self._device)
+        return values
+
+    def close(self) -> None:
+        """End training, on all ranks."""
 
 
 class LongshoreStepper(TrainStepper):
     """``longshore.AdamW``. With ``release_gradients`` it has the gradients, and clips them."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
-        super().__init__(model)
-        self._settings = settings
-        self.optimizer = longshore.AdamW(
+        offload = longshore.Offload(
+            device="cpu" if settings.offload else "none", speculation_memory=settings.speculation_memory
+        )
+        optimizer = longshore.AdamW(
             decay_groups(model.named_parameters(), settings.weight_decay),
             lr=settings.lr,
             release_gradients=settings.release_gradients,
-            offload=longshore.Offload(
-                device="cpu" if settings.offload else "none", speculation_memory=settings.speculation_memory
-            ),
+            offload=offload,
         )
+        super().__init__(model, optimizer, settings.offload)
+        self._released = settings.release_gradients
 
     def clip(self, max_norm: float) -> Tensor:
-        if self._settings.release_gradients:
-            return self.optimizer.clip_grad_norm_(max_norm)
-        return super().clip(max_norm)
-
-    def memory(self) -> MemoryUse:
-        return _memory(self._model, self.optimizer, self._settings.offload)
+        return self.optimizer.clip_grad_norm_(max_norm) if self._released else super().clip(max_norm)
 
 
 class PlainStepper(TrainStepper):
     """``torch.optim.AdamW(fused=True)``. Dtypes other than fp32 have the usual loop written by hand: it steps fp32
-    masters with fp32 gradients, and casts them back."""
+    masters with fp32 gradients, and casts them back.
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
-        super().__init__(model)
-        named, self._pairs = list(model.named_parameters()), []
+    Args:
+        exact_norm: sum the norm in float64 and round it once, as longshore does; torch sums in float32.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, exact_norm: bool = False) -> None:
+        named = list(model.named_parameters())
+        self._masters: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
         if any(parameter.dtype != torch.float32 for _, parameter in named):
-            masters = [nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for _, parameter in named]
-            self._pairs = [(parameter, master) for (_, parameter), master in zip(named, masters, strict=True)]
-            self._gradients = [torch.empty_like(master) for master in masters]
-            named = [(name, master) for (name, _), master in zip(named, masters, strict=True)]
-        self.optimizer = torch.optim.AdamW(decay_groups(named, settings.weight_decay), lr=settings.lr, fused=True)
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        for index, (parameter, master) in enumerate(self._pairs):
-            master.grad = None if parameter.grad is None else self._gradients[index].copy_(parameter.grad)
-        self.optimizer.step()
-        for parameter, master in self._pairs:
-            parameter.copy_(master)
-
-    def zero_grad(self) -> None:
-        self._model.zero_grad()
-
-    def memory(self) -> MemoryUse:
-        state = [value for each in self.optimizer.state.values() for value in each.values()]
-        state = [value for value in state if isinstance(value, Tensor)]
-        if self._pairs:
-            state += [*(master for _, master in self._pairs), *self._gradients]
-        return MemoryUse(device_memory(self._model, nbytes(state)), 0)
-
-
-class ExactNormStepper(PlainStepper):
-    """:class:`PlainStepper` with the norm summed in float64 and rounded once, as longshore does; torch sums in
-    float32."""
+            for _, parameter in named:
+                master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+                self._masters.append((parameter, master, torch.empty_like(master)))
+            named = [(name, master) for (name, _), (_, master, _) in zip(named, self._masters, strict=True)]
+        groups = decay_groups(named, settings.weight_decay)
+        super().__init__(model, torch.optim.AdamW(groups, lr=settings.lr, fused=True), offload=False)
+        self._exact_norm = exact_norm
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
+        if not self._exact_norm:
+            return super().clip(max_norm)
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         squares = torch.stack([gradient.double().square().sum() for gradient in gradients])
         norm = squares.sum().sqrt().float()
@@ -178,6 +185,22 @@ class ExactNormStepper(PlainStepper):
         for gradient in gradients:
             gradient.mul_(coefficient)
         return norm
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        for parameter, master, gradient in self._masters:
+            master.grad = None if parameter.grad is None else gradient.copy_(parameter.grad)
+        self.optimizer.step()
+        for parameter, master, _ in self._masters:
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad()
+
+    def state_bytes(self) -> int:
+        values = [value for each in self.optimizer.state.values() for value in each.values()]
+        own = [tensor for _, *tensors in self._masters for tensor in tensors]
+        return nbytes([*(value for value in values if isinstance(value, Tensor)), *own])
 
 
 class EngineStepper(TrainStepper):
@@ -189,36 +212,40 @@ class EngineStepper(TrainStepper):
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
-        super().__init__(model)
         config = settings.config
         assert config.optimizer is not None
         groups = decay_groups(model.named_parameters(), config.optimizer.weight_decay)
-        self.engine: longshore.Engine = longshore.initialize(model=model, model_parameters=groups, config=config).engine
-        self.optimizer = self.engine.optimizer
+        self._engine = longshore.initialize(model=model, model_parameters=groups, config=config).engine
+        super().__init__(model, self._engine.optimizer, config.offload_device == "cpu")
+        self.forward = self._engine
         self._stops_at_overflow = settings.stops_at_overflow
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss, scale_wrt_gas=False)
+        self._engine.backward(loss, scale_wrt_gas=False)
 
     def step(self, max_norm: float) -> StepOutcome:
         """Clip as the configuration says, from which ``max_norm`` comes, and step."""
-        assert max_norm == (self.engine.config.gradient_clipping or 0.0)
-        self.engine.step()
-        applied = self.engine.was_step_applied()
-        return StepOutcome(self.engine.get_global_grad_norm(), applied, not applied and not self._stops_at_overflow)
+        assert max_norm == (self._engine.config.gradient_clipping or 0.0)
+        self._engine.step()
+        applied = self._engine.was_step_applied()
+        return StepOutcome(self._engine.get_global_grad_norm(), applied, not applied and not self._stops_at_overflow)
 
     def zero_grad(self) -> None:
         """Do nothing: gradients leave ``.grad`` during backward."""
 
-    def memory(self) -> MemoryUse:
-        return _memory(self._model, self.optimizer, self.engine.config.offload_device == "cpu")
+    def save(self, folder: Path, tag: str, values: Mapping[str, Any]) -> None:
+        self._engine.save_checkpoint(folder, tag, values, keep_last=_KEPT, async_save=True)
+
+    def wait_for_checkpoint(self) -> None:
+        self._engine.wait_for_checkpoint()
+
+    def load(self, folder: Path) -> Mapping[str, Any] | None:
+        return self._engine.load_checkpoint(folder)[1]
+
+    def close(self) -> None:
+        self._engine.destroy()
 
 
 def make_stepper(model: nn.Module, settings: OptimizerSettings) -> TrainStepper:
     """Return the stepper without the engine that ``settings`` ask for."""
     return PlainStepper(model, settings) if settings.plain else LongshoreStepper(model, settings)
-
-
-def _memory(model: nn.Module, optimizer: Any, offload: bool) -> MemoryUse:
-    state = sum(optimizer.host_bytes().values())
-    return MemoryUse(device_memory(model, 0), state) if offload else MemoryUse(device_memory(model, state), 0)

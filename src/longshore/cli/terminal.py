@@ -1,17 +1,111 @@
-"""Printing, also where standard output is a full disk or a pipe whose reader has gone."""
+"""What users see: lines on the terminal, progress, and errors that are one line on stderr with an exit code.
+
+Printing also works where standard output is a full disk, or a pipe whose reader has gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any, NamedTuple
 
 from rich.console import Console
 
-from longshore.cli.failure import os_reason
+USAGE = 2
+"""The exit code of a command that was refused before it did anything."""
+_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+GRACE_S = 5.0
+"""The time in which the first rank of a machine prints what ended all of them."""
+
+
+class CommandError(Exception):
+    """One line for the user, which says what was found and what to do, and the exit code."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class SettingsError(CommandError, ValueError):
+    """Settings that are refused before training starts."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, USAGE)
+
+
+class SharedError(CommandError):
+    """An error that ends all ranks alike. One of them prints it."""
+
+
+class StopNow(BaseException):
+    """The second signal. It is raised wherever the program is, so that a file that is half written is removed.
+
+    Like KeyboardInterrupt it is not an Exception, so that no handler treats it as a failure to recover from.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
+class LaunchedRank(NamedTuple):
+    """One of the processes of a run; ``speaks``: it prints what all ranks of its machine would print."""
+
+    rank: int
+    world_size: int
+    speaks: bool
+
+
+ALONE = LaunchedRank(0, 1, True)
+
+
+def launched_rank() -> LaunchedRank:
+    """Return this process's rank, from the launcher's variables.
+
+    Variables that are wrong are ignored here. Joining the ranks reports them.
+    """
+    if not any(name in os.environ for name in _RANK_NAMES):
+        return ALONE
+    from longshore.engine.launch import detect  # only now, since it imports torch
+
+    try:
+        launch = detect(os.environ)
+    except ValueError:
+        return ALONE
+    return LaunchedRank(launch.rank, launch.world_size, launch.local_rank == 0)
+
+
+def os_reason(error: OSError) -> str:
+    """Return the system's words for ``error``, without Python's ``[Errno 28]`` and without the path."""
+    if error.errno == errno.ENOSPC:
+        return "the disk is full"
+    return error.strerror or os.strerror(error.errno or 0)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the first line of a library's message, which may be a page long."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(":. ") if lines else type(error).__name__
+
+
+def import_extra(module: str) -> Any:
+    """Import a module of ``longshore[train]``, without its warnings.
+
+    Raises:
+        CommandError: it cannot be imported.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise CommandError(f"{name} cannot be imported ({one_line(error)}): pip install 'longshore[train]'") from error
 
 
 class SafeOutput:
@@ -21,19 +115,11 @@ class SafeOutput:
         self._stream: IO[str] | None = sys.stdout
 
     def write(self, text: str) -> int:
-        if self._stream is not None:
-            try:
-                self._stream.write(text)
-            except OSError as error:
-                self._give_up(error)
+        self._attempt("write", text)
         return len(text)
 
     def flush(self) -> None:
-        if self._stream is not None:
-            try:
-                self._stream.flush()
-            except OSError as error:
-                self._give_up(error)
+        self._attempt("flush")
 
     def isatty(self) -> bool:
         return self._stream is not None and self._stream.isatty()
@@ -41,11 +127,16 @@ class SafeOutput:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _give_up(self, error: OSError) -> None:
-        silence_stdout()
-        self._stream = None
-        if not isinstance(error, BrokenPipeError):
-            warn(f"cannot write to standard output: {os_reason(error)}; going on without it")
+    def _attempt(self, method: str, *arguments: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            getattr(self._stream, method)(*arguments)
+        except OSError as error:
+            silence_stdout()
+            self._stream = None
+            if not isinstance(error, BrokenPipeError):
+                warn(f"cannot write to standard output: {os_reason(error)}; going on without it")
 
 
 def make_console(quiet: bool = False) -> Console:
@@ -56,30 +147,22 @@ def make_console(quiet: bool = False) -> Console:
     )
 
 
-class Display:
-    """A context that shows a progress bar of ``total`` steps, on a terminal only, and lines above it."""
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are: without markup, and never wrapped by us."""
+    console = make_console()
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def __init__(self, console: Console, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._console = console
-        state = TextColumn("{task.fields[state]}")
-        columns = BarColumn(bar_width=24), MofNCompleteColumn(), state, TimeRemainingColumn()
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=total, state="")
+@contextlib.contextmanager
+def progress_bar(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
+    """Show a progress bar of ``total`` steps, on a terminal only; yield a function of the steps done and a text."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self, completed: int, state: str) -> None:
-        self._bar.update(self._task, completed=completed, state=state)
-
-    def line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+    columns = BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total, state="")
+        yield lambda done, state: bar.update(task, completed=done, state=state)
 
 
 def silence_stdout() -> None:
@@ -96,6 +179,18 @@ def warn(message: str) -> None:
         print(f"longshore: {message}", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Print each ``UserWarning`` of a block as one line on stderr, at its end."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            for each in caught:
+                warn(str(each.message))
+
+
 def quantity(count: float) -> str:
     """Return 1234567 as '1.23 M'."""
     for unit in ("", " k", " M"):
@@ -103,18 +198,6 @@ def quantity(count: float) -> str:
             return f"{count:.3g}{unit}"
         count /= 1000
     return f"{count:.3g} G"
-
-
-@contextlib.contextmanager
-def told_warnings() -> Iterator[None]:
-    """Print each ``UserWarning`` of a block as one line on stderr, at its end."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            yield
-        finally:
-            for each in told:
-                warn(str(each.message))
 
 
 def plural(count: int, noun: str) -> str:

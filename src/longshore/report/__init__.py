@@ -1,7 +1,6 @@
 """Describe this machine: facts, measured figures, and what will slow training down."""
 
-from longshore.report.facts import Cpu, Gpu, HostMemory, Machine, Software, read_machine
-from longshore.report.figures import Figures, measure
+from longshore.report.facts import Cpu, Figures, Gpu, HostMemory, Machine, Software, measure, read_machine
 from longshore.report.findings import Finding, findings_of, limit_findings
 
 __all__ = [

@@ -1,38 +1,39 @@
-"""Facts about this machine that need no measuring.
+"""Facts about this machine, most of them read from Linux's ``/proc``, ``/sys`` and cgroup files, and measured figures.
 
-They contain no host names and no paths, so that a report can be shown to others. Most are read from Linux's ``/proc``,
-``/sys`` and cgroup files; a fact that the system does not tell is None.
+They contain no host names and no paths, so that a report can be shown to others. A fact that the system does not tell
+is None.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from longshore.host.memory import available_bytes
-from longshore.kernels import HostKernels, usable_cpus
-from longshore.machine import (
-    cpu_quota,
-    locked_limit_bytes,
-    numa_node_of,
-    pci_address,
-    pci_folder,
-    shared_free_bytes,
-    text_of,
-)
+from longshore import machine
+from longshore.host.memory import allocate_zeros, available_bytes
+from longshore.kernels import HostKernels, TileSegment, usable_cpus
+from longshore.machine import text_of
+from longshore.optim.rules.adam import AdamRule
 
 _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "deepspeed", "torchao", "triton")
 _ENVIRONMENT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LONGSHORE_DEBUG")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _UNLIMITED = 1 << 60
-"""Version 1 of cgroups writes a number near the largest one where there is no limit."""
+"""Where there is no limit, version 1 of cgroups writes a number near the largest one."""
+_LEAST_NUMEL = 1 << 20
+_STEP_ARRAYS = 3
+"""Adam's float32 arrays: the master weights and two moments."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,8 @@ def read_machine(root: Path = Path("/")) -> Machine:
 def _software(root: Path) -> Software:
     packages = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return Software(
         f"{platform.system()} {platform.release()} {platform.machine()}",
         platform.python_version(),
@@ -155,21 +154,17 @@ def _cpu(root: Path) -> Cpu:
         found = re.fullmatch(r"(\d+)([KMG]?)", size)
         if found and kind != "Instruction":
             caches[f"L{level}{'d' if kind == 'Data' else ''}"] = int(found[1]) * _UNITS.get(found[2], 1)
+    name = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.MULTILINE)
     return Cpu(
-        _cpu_name(root),
+        name[1].strip() if name else platform.processor() or platform.machine(),
         os.cpu_count() or 1,
         usable_cpus(),
-        cpu_quota(root),
+        machine.cpu_quota(root),
         dict(sorted(nodes.items())),
         caches,
         HostKernels(threads=1).instruction_set.name,
         torch.backends.cpu.get_cpu_capability(),
     )
-
-
-def _cpu_name(root: Path) -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _memory(root: Path) -> HostMemory:
@@ -185,8 +180,8 @@ def _memory(root: Path) -> HostMemory:
         total,
         available,
         limit,
-        locked_limit_bytes(),
-        shared_free_bytes(root),
+        machine.locked_limit_bytes(),
+        machine.shared_free_bytes(root),
         1024 * (kib.get("SwapTotal", 0) - kib.get("SwapFree", 0)),
         huge[1] if huge else None,
     )
@@ -200,8 +195,8 @@ def _gpus(root: Path) -> list[Gpu]:
     for index in range(count):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        address = pci_address(about)
-        folder = pci_folder(address, root)
+        address = machine.pci_address(about)
+        folder = machine.pci_folder(address, root)
         speed, width = (text_of(folder / f"current_link_{what}").strip() for what in ("speed", "width"))
         found.append(
             Gpu(
@@ -209,9 +204,100 @@ def _gpus(root: Path) -> list[Gpu]:
                 total,
                 free,
                 f"{about.major}.{about.minor}",
-                numa_node_of(address, root),
+                machine.numa_node_of(address, root),
                 f"{speed.removesuffix(' PCIe')} x{width}" if speed and width else None,
                 [peer for peer in range(count) if peer != index and torch.cuda.can_device_access_peer(index, peer)],
             )
         )
     return found
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Medians over some rounds. Bandwidths count both the bytes that are read and those that are written."""
+
+    threads: int
+    numel: int
+    """Elements that were stepped and copied: far more than caches store."""
+    memory_read_bytes_per_s: float
+    memory_copy_bytes_per_s: float
+    step_numel_per_s: float
+    """Elements that AdamW steps in a second, with float32 state, bfloat16 gradients and bfloat16 weights."""
+    step_bytes_per_s: float
+    to_device_bytes_per_s: Sequence[float]
+    """Copies from pinned memory to each CUDA device."""
+    from_device_bytes_per_s: Sequence[float]
+
+
+def measure(
+    numel: int = 1 << 26,
+    rounds: int = 7,
+    note: Callable[[str], None] = lambda line: None,
+    threads: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Figures:
+    """Measure this machine. By default it takes 1.5 GiB of memory and a few seconds.
+
+    Args:
+        numel: elements to step and to copy, at least 2**20.
+        rounds: rounds of each figure, after one that is not counted.
+        note: called with what is measured next.
+        threads: threads of the host; None: one for each CPU that the process may use.
+        clock: returns seconds, for the host's figures. ``time.process_time`` suits one thread on a busy machine.
+
+    Raises:
+        ValueError: ``numel`` or ``rounds`` is too small.
+    """
+    if numel < _LEAST_NUMEL or rounds < 1:
+        raise ValueError(f"numel must be at least {_LEAST_NUMEL}, rounds at least 1; they are {numel} and {rounds}")
+    kernels = HostKernels(threads)
+    state = allocate_zeros(_STEP_ARRAYS * numel).view(_STEP_ARRAYS, numel).fill_(1e-3)
+    gradient, output = torch.full((numel,), 1e-3, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    note("the host step")
+    rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10, decoupled=True)
+    segment = TileSegment(0, gradient, output, 0)
+    step = _median(lambda: kernels.step_tile(state, state, [segment], [rule]), rounds, clock)
+    step_bytes = 2 * state.nbytes + gradient.nbytes + output.nbytes
+    note("memory")
+    # The kernels have threads of their own; torch may have a single one (OMP_NUM_THREADS).
+    read = _median(lambda: kernels.block_sums([[state[0]]]), rounds, clock)
+    copy = _median(lambda: kernels.accumulate(state[1], state[0], add=False), rounds, clock)
+    copies = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        note(f"copies to and from cuda:{index}")
+        copies.append(_copies(index, numel, rounds))
+    return Figures(
+        kernels.threads,
+        numel,
+        state[0].nbytes / read,
+        2 * state[0].nbytes / copy,
+        numel / step,
+        step_bytes / step,
+        [up for up, _ in copies],
+        [down for _, down in copies],
+    )
+
+
+def _copies(index: int, numel: int, rounds: int) -> tuple[float, float]:
+    """Return the bandwidths to the device and from it, in bytes a second."""
+    device = torch.device("cuda", index)
+    there = torch.zeros(numel, dtype=torch.float32, device=device)
+    here = torch.zeros(numel, dtype=torch.float32, pin_memory=True)
+
+    def timed(target: Tensor, source: Tensor) -> float:
+        def run() -> None:
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+
+        return here.nbytes / _median(run, rounds, time.perf_counter)
+
+    return timed(there, here), timed(here, there)
+
+
+def _median(run: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
+    def timed() -> float:
+        begin = clock()
+        run()
+        return clock() - begin
+
+    return statistics.median([timed() for _ in range(1 + rounds)][1:])

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longshore.byte_sizes import format_byte_size
-from longshore.report.facts import Machine
-from longshore.report.figures import Figures
+from longshore.report.facts import Figures, Machine
 
-_LEAST_SHARED_BYTES = 1 << 30
-_LEAST_LOCKED_BYTES = 1 << 30
+_LEAST_BYTES = 1 << 30
+"""Of shared memory, and of memory that may be locked."""
 _SLOW_LINK = 10e9
 _SLOW_STEP = 0.5
 
@@ -26,15 +25,14 @@ class Finding:
 
 
 def findings_of(machine: Machine, figures: Figures | None = None, load: float | None = None) -> list[Finding]:
-    """All findings, the worst first.
+    """Return all findings, the worst first.
 
     Args:
         machine: facts of the machine.
         figures: measured figures, if there are any.
         load: average number of running tasks, before measuring; None: the system's load average now.
     """
-    if load is None:
-        load = os.getloadavg()[0]
+    load = os.getloadavg()[0] if load is None else load
     return [*_device(machine, figures), *_cpus(machine, figures, load), *_memory(machine)]
 
 
@@ -118,17 +116,17 @@ def _memory(machine: Machine) -> Iterator[Finding]:
 
 
 def limit_findings(shared_free_bytes: int | None, locked_limit_bytes: int | None, gpus: bool) -> Iterator[Finding]:
-    """Limits that ranks of one machine need to be larger, to communicate with each other and with their GPUs.
+    """Yield a finding for each limit with which ranks of one machine can hardly exchange data with others or with GPUs.
 
     ``shared_free_bytes`` and ``locked_limit_bytes`` are as in :class:`~longshore.report.facts.HostMemory`.
     """
-    if shared_free_bytes is not None and shared_free_bytes < _LEAST_SHARED_BYTES:
+    if shared_free_bytes is not None and shared_free_bytes < _LEAST_BYTES:
         yield Finding(
             f"/dev/shm has {format_byte_size(shared_free_bytes)} free: ranks without a device exchange gradients "
             "there, and data loaders their batches",
             "use docker run --shm-size=8g (or --ipc=host)",
         )
-    if locked_limit_bytes is not None and locked_limit_bytes < _LEAST_LOCKED_BYTES and gpus:
+    if locked_limit_bytes is not None and locked_limit_bytes < _LEAST_BYTES and gpus:
         yield Finding(
             f"a process may lock {format_byte_size(locked_limit_bytes)} of memory: InfiniBand needs more, and so does "
             "pinned memory with some drivers",

@@ -1,7 +1,6 @@
 """Record what happens to each tile, and when: ``longshore.trace``."""
 
 from longshore.tracing.events import Event
-from longshore.tracing.summary import Summary
-from longshore.tracing.trace import Trace, annotate, trace
+from longshore.tracing.trace import Summary, Trace, annotate, trace
 
 __all__ = ["Event", "Summary", "Trace", "annotate", "trace"]

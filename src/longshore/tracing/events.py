@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -46,12 +46,22 @@ class EventRecorder(Recorder):
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._copies = {name: _CopyWatch(name, self._append) for name in (COPY_TO_HOST, PUBLISH)}
+        self._copies: dict[str, queue.SimpleQueue[tuple[int, CopyHandle, int] | None]] = {
+            name: queue.SimpleQueue() for name in (COPY_TO_HOST, PUBLISH)
+        }
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(name,), name=f"longshore-trace-{name}", daemon=True)
+            for name in self._copies
+        ]
+        for watcher in self._watchers:
+            watcher.start()
 
     def close(self) -> list[Event]:
         """Wait for copies that are under way, and return all events. Later events are dropped."""
-        for watch in self._copies.values():
-            watch.close()
+        for copies in self._copies.values():
+            copies.put(None)
+        for watcher in self._watchers:
+            watcher.join()
         events, self._events = self._events, []
         return events
 
@@ -60,72 +70,45 @@ class EventRecorder(Recorder):
 
     def mark(self, name: str, tile: int | None) -> None:
         now = time.perf_counter_ns()
-        self._append(Event(name, tile, _this_thread(), now, now))
+        self._events.append(Event(name, tile, _this_thread(), now, now))
 
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
-        self._append(Event(name, tile, _this_thread(), begin_ns, time.perf_counter_ns()))
+        self._events.append(Event(name, tile, _this_thread(), begin_ns, time.perf_counter_ns()))
 
     def step(self, begin_ns: int) -> None:
-        self._append(Event(STEP, None, STEP_LANE, begin_ns, time.perf_counter_ns()))
+        self._events.append(Event(STEP, None, STEP_LANE, begin_ns, time.perf_counter_ns()))
 
     def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         end_ns = time.perf_counter_ns()
         # Kernels of another device have only been enqueued, so their duration is not known.
         numel = sum(row.gradient.numel() for row in rows) if page.device.type == "cpu" else 0
         num_bytes = 2 * page.shape[0] * page.element_size() * numel
-        self._append(Event(name, tile, _this_thread(), begin_ns, end_ns, num_bytes))
+        self._events.append(Event(name, tile, _this_thread(), begin_ns, end_ns, num_bytes))
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
         if not isinstance(handle, FinishedCopy):
-            self._copies[name].put(tile, handle, begin_ns)
+            self._copies[name].put((tile, handle, begin_ns))
         elif name == PUBLISH:  # copied by this thread; a gradient in host memory is not copied at all
             self.span(name, tile, begin_ns)
 
-    def _append(self, event: Event) -> None:
-        self._events.append(event)
+    def _watch(self, name: str) -> None:
+        """Wait for each copy of one stream, on a thread of its own, since no other thread waits for each copy's end.
 
-
-class _PendingCopy(NamedTuple):
-    tile: int
-    handle: CopyHandle
-    begin_ns: int
-
-
-class _CopyWatch:
-    """Waits for the copies of one stream on a thread of its own, since no other thread waits for each copy's end.
-
-    A copy begins when it was issued or when the copy before it ended. It ends when this thread sees it end, which is
-    late by the time that the system takes to wake the thread.
-    """
-
-    def __init__(self, name: str, append: Callable[[Event], None]) -> None:
-        self._name = name
-        self._append = append
-        self._pending: queue.SimpleQueue[_PendingCopy | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._watch, name=f"longshore-trace-{name}", daemon=True)
-        self._thread.start()
-
-    def put(self, tile: int, handle: CopyHandle, begin_ns: int) -> None:
-        self._pending.put(_PendingCopy(tile, handle, begin_ns))
-
-    def close(self) -> None:
-        self._pending.put(None)
-        self._thread.join()
-
-    def _watch(self) -> None:
+        A copy begins when it was issued or when the copy before it ended. It ends when this thread sees it end, which
+        is late by the time that the system takes to wake the thread.
+        """
         free_ns = 0  # a stream runs its copies one after the other
-        while (copy := self._pending.get()) is not None:
-            target = copy.handle.target
+        while (copy := self._copies[name].get()) is not None:
+            tile, handle, issued_ns = copy
+            target = handle.target
             try:
-                copy.handle.wait()
+                handle.wait()
             except Exception:  # raised again where the copy is needed
                 continue
-            end_ns = time.perf_counter_ns()
-            begin_ns = max(copy.begin_ns, free_ns)
+            begin_ns, free_ns = max(issued_ns, free_ns), time.perf_counter_ns()
             num_bytes = target.numel() * target.element_size()
-            self._append(Event(self._name, copy.tile, f"lane: {self._name}", begin_ns, end_ns, num_bytes))
-            free_ns = end_ns
-            del copy, target  # so that the tensor is not kept alive until the next copy
+            self._events.append(Event(name, tile, f"lane: {name}", begin_ns, free_ns, num_bytes))
+            del copy, handle, target  # so that the tensor is not kept alive until the next copy
 
 
 def _this_thread() -> str:

@@ -1,4 +1,4 @@
-"""Export a trace: as JSON for Chrome and Perfetto ("Trace Event Format"), and as one HTML page.
+"""Export a trace as JSON for Chrome and Perfetto ("Trace Event Format"), and as an HTML page.
 
 The page draws lanes over time as inline SVG, with a slider to zoom.
 """
@@ -9,56 +9,34 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from longshore.host.events import (
-    ARRIVE,
-    ARRIVE_AGAIN,
-    COPY_TO_HOST,
-    DISCARD,
-    DROPPED,
-    KEPT,
-    NORM,
-    PUBLISH,
-    REDONE,
-    STEP_AHEAD,
-    STEP_IN_PLACE,
-)
+from longshore.host import events as tile_events
 from longshore.tracing.events import BACKWARD, STEP, STEP_LANE, Event, exposed_spans
-from longshore.tracing.summary import Summary
 
 _LANE_PX = 32
 _EXPOSED = "#fbd3d3"
 
-_COLOURS = {
-    BACKWARD: "#b8c4d6",
-    STEP: "#d62728",
-    NORM: "#e8a33d",
-    ARRIVE: "#7f8ea3",
-    ARRIVE_AGAIN: "#4b5a70",
-    COPY_TO_HOST: "#5b8ff9",
-    STEP_AHEAD: "#2ca02c",
-    STEP_IN_PLACE: "#9467bd",
-    PUBLISH: "#17a2b8",
-    KEPT: "#0b6e0b",
-    REDONE: "#ff7f0e",
-    DROPPED: "#8c564b",
-    DISCARD: "#000000",
+_KINDS = {
+    BACKWARD: ("#b8c4d6", "from the first gradient of a step to the call of step()"),
+    STEP: ("#d62728", "from the call of step() to its return"),
+    tile_events.NORM: ("#e8a33d", "the norm of all gradients is computed, or waited for"),
+    tile_events.ARRIVE: ("#7f8ea3", "backward has computed a parameter's gradient"),
+    tile_events.ARRIVE_AGAIN: ("#4b5a70", "another gradient of the same parameter, which is added"),
+    tile_events.COPY_TO_HOST: ("#5b8ff9", "a gradient is copied to the host"),
+    tile_events.STEP_AHEAD: ("#2ca02c", "a tile is stepped before step(), into a spare state buffer"),
+    tile_events.STEP_IN_PLACE: ("#9467bd", "a tile is stepped inside step()"),
+    tile_events.PUBLISH: ("#17a2b8", "new values are copied to a parameter"),
+    tile_events.KEPT: ("#0b6e0b", "step() keeps what was stepped ahead"),
+    tile_events.REDONE: (
+        "#ff7f0e",
+        "stepped ahead, and again inside step(), because gradients were clipped or the learning rate changed",
+    ),
+    tile_events.DROPPED: (
+        "#8c564b",
+        "stepped ahead in vain: another gradient arrived, or all gradients were discarded",
+    ),
+    tile_events.DISCARD: ("#000000", "zero_grad() discarded gradients"),
 }
-
-_MEANINGS = {
-    BACKWARD: "from the first gradient of a step to the call of step()",
-    STEP: "from the call of step() to its return",
-    NORM: "the norm of all gradients is computed, or waited for",
-    ARRIVE: "backward has computed a parameter's gradient",
-    ARRIVE_AGAIN: "another gradient of the same parameter, which is added",
-    COPY_TO_HOST: "a gradient is copied to the host",
-    STEP_AHEAD: "a tile is stepped before step(), into a spare page",
-    STEP_IN_PLACE: "a tile is stepped inside step()",
-    PUBLISH: "new values are copied to a parameter",
-    KEPT: "step() keeps what was stepped ahead",
-    REDONE: "stepped ahead, and again inside step(), because gradients were clipped or the learning rate changed",
-    DROPPED: "stepped ahead in vain: another gradient arrived, or all gradients were discarded",
-    DISCARD: "zero_grad() discarded gradients",
-}
+"""The colour and the meaning of each kind of event."""
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -123,74 +101,63 @@ drawTicks();
 
 
 def lanes_of(events: Sequence[Event]) -> list[str]:
-    """Names of lanes: the lane of the steps first, then threads, then copy streams."""
+    """Return the names of the lanes: that of the steps first, then threads, then copy streams."""
     return sorted({event.lane for event in events}, key=lambda lane: (lane != STEP_LANE, ": " in lane, lane))
 
 
 def chrome_events(events: Sequence[Event], rank: int, begin_ns: int) -> list[dict[str, Any]]:
-    """Complete ("X") events, in microseconds since ``begin_ns``, after metadata that name the rank and the lanes."""
+    """Return complete ("X") events, in microseconds since ``begin_ns``, after metadata that name rank and lanes."""
+
+    def metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
+        return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": args}
+
     thread_of = {lane: thread for thread, lane in enumerate(lanes_of(events))}
-    names = [{"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}]
+    entries = [metadata("process_name", 0, name=f"rank {rank}")]
     for lane, thread in thread_of.items():
-        names.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": lane}})
-        names.append(
-            {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": thread, "args": {"sort_index": thread}}
+        entries.append(metadata("thread_name", thread, name=lane))
+        entries.append(metadata("thread_sort_index", thread, sort_index=thread))
+    for event in events:
+        args = {} if event.tile is None else {"tile": event.tile}
+        entries.append(
+            {
+                "name": event.name,
+                "ph": "X",
+                "pid": rank,
+                "tid": thread_of[event.lane],
+                "ts": (event.begin_ns - begin_ns) / 1e3,
+                "dur": (event.end_ns - event.begin_ns) / 1e3,
+                "args": {**args, "bytes": event.num_bytes} if event.num_bytes else args,
+            }
         )
-    return names + [
-        {
-            "name": event.name,
-            "ph": "X",
-            "pid": rank,
-            "tid": thread_of[event.lane],
-            "ts": (event.begin_ns - begin_ns) / 1e3,
-            "dur": (event.end_ns - event.begin_ns) / 1e3,
-            "args": {
-                key: value
-                for key, value in (("tile", event.tile), ("bytes", event.num_bytes or None))
-                if value is not None
-            },
-        }
-        for event in events
-    ]
+    return entries
 
 
-def html_page(events: Sequence[Event], rank: int, begin_ns: int, summary: Summary) -> str:
-    """The page as text. It loads nothing from elsewhere; a tooltip describes each shape."""
-    height_px = _LANE_PX * len(lanes_of(events))
-    return _PAGE.format(
-        rank=rank,
-        summary=escape(str(summary)),
-        chart=_chart(events, begin_ns, height_px) if events else "<p>Nothing was recorded: no gradient arrived.</p>",
-        height_px=height_px,
-        lane_px=_LANE_PX,
-    )
-
-
-def _chart(events: Sequence[Event], begin_ns: int, height_px: int) -> str:
+def html_page(events: Sequence[Event], rank: int, begin_ns: int, summary: str) -> str:
+    """Return the page as text. It loads nothing from elsewhere; a tooltip describes each shape."""
     lanes = lanes_of(events)
-    row_of = {lane: row for row, lane in enumerate(lanes)}
-    exposed = [_exposed(*span, begin_ns, height_px) for span in exposed_spans(events)]
-    shapes = [_shape(event, begin_ns, _LANE_PX * row_of[event.lane]) for event in events]
-    found = {event.name for event in events}
-    return _CHART.format(
-        legend="".join(
-            f'<span class="key"><i style="background:{colour}"></i><b>{name}</b>: {_MEANINGS[name]}</span>'
-            for name, colour in _COLOURS.items()
-            if name in found
-        ),
-        exposed=_EXPOSED,
-        names="".join(f"<div>{escape(lane)}</div>" for lane in lanes),
-        length_us=f"{max(event.end_ns - begin_ns for event in events) / 1e3:.3f}",
-        height_px=height_px,
-        shapes="\n".join(exposed + shapes),
-    )
-
-
-def _exposed(from_ns: int, to_ns: int, begin_ns: int, height_px: int) -> str:
-    return (
-        f'<rect class="exposed" x="{(from_ns - begin_ns) / 1e3:.3f}" y="0" '
-        f'width="{(to_ns - from_ns) / 1e3:.3f}" height="{height_px}" fill="{_EXPOSED}"/>'
-    )
+    height_px = _LANE_PX * len(lanes)
+    chart = "<p>Nothing was recorded: no gradient arrived.</p>"
+    if events:
+        found = {event.name for event in events}
+        chart = _CHART.format(
+            legend="".join(
+                f'<span class="key"><i style="background:{colour}"></i><b>{name}</b>: {meaning}</span>'
+                for name, (colour, meaning) in _KINDS.items()
+                if name in found
+            ),
+            exposed=_EXPOSED,
+            names="".join(f"<div>{escape(lane)}</div>" for lane in lanes),
+            length_us=f"{max(event.end_ns - begin_ns for event in events) / 1e3:.3f}",
+            height_px=height_px,
+            shapes="\n".join(
+                f'<rect class="exposed" x="{(from_ns - begin_ns) / 1e3:.3f}" y="0" '
+                f'width="{(to_ns - from_ns) / 1e3:.3f}" height="{height_px}" fill="{_EXPOSED}"/>'
+                for from_ns, to_ns in exposed_spans(events)
+            )
+            + "\n"
+            + "\n".join(_shape(event, begin_ns, _LANE_PX * lanes.index(event.lane)) for event in events),
+        )
+    return _PAGE.format(rank=rank, summary=escape(summary), chart=chart, height_px=height_px, lane_px=_LANE_PX)
 
 
 def _shape(event: Event, begin_ns: int, top_px: int) -> str:
@@ -199,7 +166,7 @@ def _shape(event: Event, begin_ns: int, top_px: int) -> str:
     size = f", {event.num_bytes} bytes" if event.num_bytes else ""
     took = f", {length_us:.1f} us" if length_us else ""
     title = f"<title>{escape(event.name)}{tile}{took}{size}, at {begin_us:.1f} us</title>"
-    colour = _COLOURS[event.name]
+    colour, _ = _KINDS[event.name]
     if length_us:
         place = f'x="{begin_us:.3f}" y="{top_px + 4}" width="{length_us:.3f}" height="{_LANE_PX - 8}"'
         return f'<rect {place} fill="{colour}">{title}</rect>'

@@ -1,4 +1,4 @@
-"""``longshore.trace`` and ``longshore.annotate``: record a block of training."""
+"""``longshore.trace`` and ``longshore.annotate``: record a block of training, and summarize it in ten numbers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,110 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch.distributed
+import torch.distributed as dist
 
 from longshore.errors import LongshoreError
 from longshore.host import Ranges
+from longshore.host.events import COPY_TO_HOST, DROPPED, KEPT, NORM, PUBLISH, REDONE, STEP_AHEAD, STEP_IN_PLACE
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.tracing.events import Event, EventRecorder, in_order
+from longshore.tracing.events import STEP, Event, EventRecorder, exposed_spans, in_order
 from longshore.tracing.export import chrome_events, html_page
-from longshore.tracing.summary import Summary, summarize
+
+
+class Summary(NamedTuple):
+    """Numbers of one traced block; None where the block has no event of the kind.
+
+    Seconds are means over the steps of the block. Bytes a second are those of this process, over the time in which it
+    read, wrote or copied.
+    """
+
+    steps: int
+    """Calls of ``step()`` that returned."""
+    step_s: float | None
+    """From the end of a step, or the beginning of the block, to the end of the next step."""
+    exposed_s: float | None
+    """The time of ``step()``, and of the norm before it. Where a device runs behind the CPU, this includes the rest of
+    its backward, for which the CPU waits here."""
+    norm_s: float | None
+    """The part of ``exposed_s`` that computes the norm of gradients, or waits for it."""
+    host_bytes_per_second: float | None
+    """Optimizer state read and written, over the time of all passes on the host."""
+    to_host_bytes_per_second: float | None
+    """Gradients copied: a lower bound, since the time includes waiting for gradients that are not computed yet."""
+    to_device_bytes_per_second: float | None
+    """New parameters copied: a lower bound."""
+    hit_rate: float | None
+    """The share of tiles stepped ahead that ``step()`` kept."""
+    spares_used: int
+    """The most tiles stepped ahead in one accumulation window."""
+    spares: int
+    """Tiles that can be stepped ahead at once, at the end of the block."""
+
+    def __str__(self) -> str:
+        def shown(value: float | None, scale: float, unit: str) -> str:
+            return "-" if value is None else f"{scale * value:.2f} {unit}"
+
+        rows = [
+            ("steps", str(self.steps)),
+            ("time of a step", shown(self.step_s, 1e3, "ms")),
+            ("  exposed: norm and step()", shown(self.exposed_s, 1e3, "ms")),
+            ("    norm", shown(self.norm_s, 1e3, "ms")),
+            ("host passes", shown(self.host_bytes_per_second, 1e-9, "GB/s")),
+            ("copies to the host", shown(self.to_host_bytes_per_second, 1e-9, "GB/s")),
+            ("copies to the device", shown(self.to_device_bytes_per_second, 1e-9, "GB/s")),
+            ("stepped ahead and kept", "-" if self.hit_rate is None else f"{100 * self.hit_rate:.0f}%"),
+            ("spare buffers used", f"{self.spares_used} of {self.spares}"),
+        ]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def summarize(events: Sequence[Event], begin_ns: int, spares: int) -> Summary:
+    """Summarize a block that began at ``begin_ns``; ``events`` are sorted by their beginnings."""
+
+    def speed(*names: str) -> float | None:
+        counted = [event for event in events if event.name in names and event.num_bytes]
+        seconds = _seconds(counted)
+        return sum(event.num_bytes for event in counted) / seconds if seconds else None
+
+    steps = [event for event in events if event.name == STEP]
+    count = len(steps)
+    stepped_by_ns = steps[-1].end_ns if steps else begin_ns
+    norms = [event for event in events if event.name == NORM and event.begin_ns < stepped_by_ns]
+    verdicts = [event.name for event in events if event.name in (KEPT, REDONE, DROPPED)]
+    return Summary(
+        steps=count,
+        step_s=(stepped_by_ns - begin_ns) / count / 1e9 if count else None,
+        exposed_s=sum(end - begin for begin, end in exposed_spans(events)) / 1e9 / count if count else None,
+        norm_s=_seconds(norms) / count if count and norms else None,
+        host_bytes_per_second=speed(STEP_AHEAD, STEP_IN_PLACE),
+        to_host_bytes_per_second=speed(COPY_TO_HOST),
+        to_device_bytes_per_second=speed(PUBLISH),
+        hit_rate=verdicts.count(KEPT) / len(verdicts) if verdicts else None,
+        spares_used=_most_ahead(events),
+        spares=spares,
+    )
+
+
+def _seconds(events: Sequence[Event]) -> float:
+    return sum(event.end_ns - event.begin_ns for event in events) / 1e9
+
+
+def _most_ahead(events: Sequence[Event]) -> int:
+    most, tiles = 0, set[int | None]()
+    for event in events:
+        if event.name == STEP_AHEAD:
+            tiles.add(event.tile)
+            most = max(most, len(tiles))
+        elif event.name == STEP:  # the worker is idle inside it
+            tiles = set()
+    return most
 
 
 class Trace:
-    """What :func:`trace` recorded. It can be read once the block is over.
+    """The events of a block of :func:`trace`, which can be read once the block is over.
 
     Attributes:
         rank: the rank of this process; 0 without ``torch.distributed``.
@@ -32,15 +122,10 @@ class Trace:
         self.rank = rank
         self.events: Sequence[Event] = ()
         self._begin_ns = begin_ns
-        self._spares: int | None = None
-
-    def finish(self, events: Sequence[Event], spares: int) -> None:
-        """Store the recorded events, and how many spares the store has."""
-        self.events = tuple(in_order(events))
-        self._spares = spares
+        self._spares: int | None = None  # until the block is over
 
     def summary(self) -> Summary:
-        """Times and bandwidths; ``print`` shows them as a table.
+        """Return times and bandwidths; ``print`` shows them as a table.
 
         Raises:
             LongshoreError: the block is not over.
@@ -63,12 +148,12 @@ class Trace:
         Path(path).write_text(json.dumps(document), encoding="utf-8")
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page: lanes over time, with the exposed time marked.
+        """Write a self-contained HTML page that shows the lanes over time, with the exposed time marked.
 
         Raises:
             LongshoreError: the block is not over.
         """
-        Path(path).write_text(html_page(self.events, self.rank, self._begin_ns, self.summary()), encoding="utf-8")
+        Path(path).write_text(html_page(self.events, self.rank, self._begin_ns, str(self.summary())), encoding="utf-8")
 
 
 @contextmanager
@@ -125,7 +210,7 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         optimizer.register_step_pre_hook(called),
         optimizer.register_step_post_hook(lambda *_: recorder.step(called_ns)),
     ]
-    result = Trace(_rank(), begin_ns)
+    result = Trace(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0, begin_ns)
     optimizer._core.store.add_recorder(recorder)
     try:
         yield result
@@ -134,7 +219,8 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         for hook in hooks:
             hook.remove()
         speculation = optimizer._core.store.local.speculation
-        result.finish(recorder.close(), 0 if speculation is None else speculation.spares)
+        result.events = tuple(in_order(recorder.close()))
+        result._spares = 0 if speculation is None else speculation.spares
 
 
 def _optimizer_of(engine_or_optimizer: Any, caller: str) -> HostOptimizer:
@@ -146,8 +232,3 @@ def _optimizer_of(engine_or_optimizer: Any, caller: str) -> HostOptimizer:
             f"{found.__module__}.{found.__qualname__}"
         )
     return optimizer
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
