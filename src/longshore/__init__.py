@@ -60,41 +60,26 @@ __all__ = [
     "wait_for_checkpoint",
 ]
 
-# Torch takes seconds to import. The command line begins with this package, and
-# its --help and a Ctrl-C should not wait for that.
+# Names are imported at their first use: torch takes seconds to import, and the command line, which imports this
+# package first, should show its --help and end on Ctrl-C without waiting for that.
 _HOMES = {
-    "longshore.checkpoint.one_line": ("load", "save", "wait_for_checkpoint"),
-    "longshore.engine": (
-        "Config",
-        "ConfigError",
-        "Engine",
-        "Init",
-        "add_config_arguments",
-        "init_distributed",
-        "initialize",
-    ),
-    "longshore.engine.loss_scale": ("LossScaleError",),
-    "longshore.engine.ranks": ("RendezvousError",),
-    "longshore.errors": (
-        "BrokenStateError",
-        "CheckpointError",
-        "GradientError",
-        "LongshoreError",
-        "ParameterError",
-        "RankError",
-    ),
-    "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
-    "longshore.optim.client": ("from_client",),
-    "longshore.sharding": ("gather",),
-    "longshore.tracing": ("annotate", "trace"),
-    "longshore.transfer": ("SimulatedTransfer",),
+    "longshore.checkpoint.one_line": "load save wait_for_checkpoint",
+    "longshore.engine": "Config ConfigError Engine Init add_config_arguments init_distributed initialize",
+    "longshore.engine.loss_scale": "LossScaleError",
+    "longshore.engine.ranks": "RendezvousError",
+    "longshore.errors": "BrokenStateError CheckpointError GradientError LongshoreError ParameterError RankError",
+    "longshore.optim": "SGD Adagrad Adam AdamW Lion Offload",
+    "longshore.optim.client": "from_client",
+    "longshore.sharding": "gather",
+    "longshore.tracing": "annotate trace",
+    "longshore.transfer": "SimulatedTransfer",
 }
-_MODULES = ("checkpointing", "utils")  # used as longshore.checkpointing, without an import of their own
-_INSTEAD = {  # for names that a DeepSpeed script uses
+_MODULES = ("checkpointing", "utils")  # used as longshore.checkpointing, without importing it
+_INSTEAD = {  # advice for names that a DeepSpeed script uses
     "zero": "deepspeed.zero.Init is longshore.Init, and deepspeed.zero.GatheredParameters is longshore.gather",
     "DeepSpeedEngine": "the engine's class is longshore.Engine",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

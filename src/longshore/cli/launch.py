@@ -16,19 +16,15 @@ import typer
 from longshore.cli.failure import CommandError, SettingsError
 from longshore.cli.terminal import make_console, warn
 from longshore.machine import (
-    RankBinding,
-    RankDevice,
     all_gpus,
-    binding_wanted,
     cpu_list,
     locked_limit_bytes,
     numa_node_of,
-    plan_ranks,
     read_topology,
     shared_free_bytes,
-    unbound,
     visible_gpus,
 )
+from longshore.machine.binding import RankBinding, RankDevice, binding_wanted, plan_ranks, unbound
 
 RAW_ARGUMENTS: dict[str, Any] = {
     "ignore_unknown_options": True,
