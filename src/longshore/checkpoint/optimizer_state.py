@@ -14,12 +14,10 @@ from longshore.checkpoint.model_state import ModelState, box_of_shard
 from longshore.checkpoint.reading import checked
 from longshore.errors import CheckpointError
 from longshore.host import MASTER, PageSnapshot
-from longshore.optim.family import History
+from longshore.optim.family import History, TorchFamily
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.optim.loading import merged_group
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.state import clear_state
-from longshore.optim.torch_family import TorchFamily
+from longshore.optim.state import clear_state, merged_group
 
 KIND = "optimizer"
 
@@ -191,7 +189,7 @@ class OptimizerState:
         for name, entry in entries.items():
             record = self.records[name]
             if record.index not in self._store:
-                core.make_room(record)
+                core.source.watch([record])
             for array in entry["arrays"]:
                 where = array_name(array, among[name])
                 for key, boxes, _ in self._ranges(record, where):

@@ -35,7 +35,7 @@ class ParameterRow:
     """One parameter: where it is stepped, and what happened to its gradients in the last window.
 
     ``owners`` are the ranks that step a shard of it, with the numbers of elements; ``arrived``, ``reduced`` and
-    ``applied`` are those of :class:`longshore.optim.ledger.Entry`.
+    ``applied`` are those of :class:`longshore.optim.core.Entry`.
     """
 
     name: str

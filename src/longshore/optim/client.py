@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.family import ELEMENTWISE, TorchFamily
+from longshore.optim.host_optimizer import OPTIMIZERS, HostOptimizer
 from longshore.optim.offload import Placement
-from longshore.optim.rule_optimizer import OPTIMIZERS
-from longshore.optim.torch_family import ELEMENTWISE, TorchFamily
 
 _KIND_ATTRIBUTE = "longshore_kind"
 """Attribute by which another class says that it is stepped as one of ours. It is not inherited: a subclass may step

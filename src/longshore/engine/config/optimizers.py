@@ -11,8 +11,8 @@ import longshore.optim.rules  # noqa: F401  every rule is then known
 from longshore.engine.config.base import NamedModel
 from longshore.engine.config.values import BETA, BETAS, BOOLEAN, NOT_NEGATIVE, Choice, Kind, Number, checked
 from longshore.optim.family import beta, betas, flag, not_negative, number
-from longshore.optim.rule_optimizer import OPTIMIZERS as CLASSES
-from longshore.optim.rule_optimizer import RuleOptimizer
+from longshore.optim.host_optimizer import OPTIMIZERS as CLASSES
+from longshore.optim.host_optimizer import RuleOptimizer
 
 _KINDS: dict[Callable[[Any, str], Any], tuple[Any, Kind]] = {
     not_negative: (float, NOT_NEGATIVE),
