@@ -11,8 +11,8 @@ from rich.table import Table
 
 from longshore.byte_sizes import format_byte_size
 from longshore.host import SpeculationRecord
+from longshore.optim.gradients import is_released
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
 from longshore.sharding import ShardedStore
 
