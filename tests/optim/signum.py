@@ -48,6 +48,7 @@ class SignumRule(Rule):
 
 class SignumFamily(RuleFamily):
     options: ClassVar = {"lr": not_negative, "rate": beta, "weight_decay": not_negative, "maximize": flag}
+    rule = SignumRule
     states = SignumRule.states
     needs_step = False
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from longshore.machine import LogicalCpu, Topology, cpu_list
 
@@ -70,18 +69,17 @@ def binding_of(environ: Mapping[str, str]) -> RankBinding | None:
     Raises:
         ValueError: the variable is not a valid binding.
     """
-    text = environ.get(VARIABLE)
-    if text is None:
+    if (text := environ.get(VARIABLE)) is None:
         return None
+    # Imported here, since most processes have no such variable and need not wait for it.
+    from pydantic import TypeAdapter
+
     try:
-        content: dict[str, Any] = json.loads(text)
-        values = {field.name: content[field.name] for field in fields(RankBinding)}
-        for name in ("nodes", "cpus", "why"):
-            values[name] = tuple(values[name])
-        if not all(type(values[name]) is int and values[name] > 0 for name in ("torch_threads", "host_threads")):
+        binding = TypeAdapter(RankBinding).validate_json(text, strict=True)
+        if min(binding.torch_threads, binding.host_threads) < 1:
             raise ValueError("threads")
-        return RankBinding(**values)
-    except (ValueError, TypeError, KeyError) as error:
+        return binding
+    except ValueError as error:
         raise ValueError(
             f"{VARIABLE} is set by longshore launch for its ranks, and {text!r} is not valid; unset it"
         ) from error

@@ -89,21 +89,13 @@ class OptimizerCore:
         return self.source.store
 
     @property
-    def laid_out(self) -> bool:
-        """Whether there is a store."""
-        return self._source is not None
-
-    @property
     def records(self) -> list[ParameterRecord]:
         """The record of each parameter, by its index."""
         return list(self.by_id.values())
 
     def records_of(self, group: Mapping[str, Any]) -> list[ParameterRecord]:
-        """The parameters that are now in a group; one that the user took out is no longer stepped, as in torch.
-
-        Raises:
-            ParameterError: the group has a tensor without a record.
-        """
+        """The parameters that are now in a group: one that the user took out is no longer stepped, as in torch, and one
+        that is unknown raises ParameterError."""
         try:
             return [self.by_id[id(parameter)] for parameter in group["params"]]
         except KeyError:
@@ -113,11 +105,7 @@ class OptimizerCore:
             ) from None
 
     def register(self, group: Mapping[str, Any], place: int) -> None:
-        """Add the parameters of a new group, the ``place``-th.
-
-        Raises:
-            ValueError: a parameter that cannot be stepped, by name; none was added.
-        """
+        """Add the parameters of the ``place``-th group. If one cannot be stepped, raise ValueError and add none."""
         names = group.get("param_names")
         records = []
         device = self.records[0].device if self.by_id else None
@@ -132,11 +120,8 @@ class OptimizerCore:
         self.by_id.update((id(record.parameter), record) for record in records)
 
     def end_building(self) -> None:
-        """Lay out all groups that the optimizer was built with.
-
-        Raises:
-            ValueError: they have no parameter, or two that share memory.
-        """
+        """Lay out all groups that the optimizer was built with. Raises ValueError if they have no parameters, or
+        two that share memory."""
         self._building = False
         if not self.by_id:
             raise ValueError("optimizer got parameter groups without a single parameter")
@@ -152,7 +137,7 @@ class OptimizerCore:
             self._source = (ReleasedGradients if self.release_gradients else KeptGradients)(store)
             if annotating():
                 store.add_recorder(Ranges())
-            store.foresee(_OptimizerForecast(self.clipping, self._planned_rules))
+            store.foresee(_OptimizerForecast(self))
         self._name_states(self._source.store)
         self._source.register(records)
 
@@ -254,7 +239,7 @@ class OptimizerCore:
             self._name_states(store)
             steps: dict[int, ParameterStep] = {}
             histories: dict[int, History] = {}
-            for record, rule, history in self._planned(gradients):
+            for record, rule, history in self.planned(gradients):
                 steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
                 histories[record.index] = history
             entries = _balance(records.values(), source.produced, steps, store)
@@ -274,10 +259,7 @@ class OptimizerCore:
         store.commit(steps, scale, published)
         self.ledger = entries
 
-    def _planned_rules(self) -> dict[int, HostRule]:
-        return {record.index: rule for record, rule, _ in self._planned(self.parameters)}
-
-    def _planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
+    def planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
         """Yield how each parameter ``among`` these (by the index of its record) is stepped, and its history after."""
         arrays = self.store.local.arrays
         for group in self._groups():
@@ -304,33 +286,25 @@ class OptimizerCore:
 
 
 class _OptimizerForecast(Forecast):
-    """Forecast of a step with the present parameter groups, without clipping.
+    """Forecast of a step with the present parameter groups, without clipping; does not keep the core alive."""
 
-    Args:
-        clipping: of the optimizer's window.
-        rules: a method of the core, to which only a weak reference is kept.
-    """
-
-    def __init__(self, clipping: Clipping, rules: Callable[[], Mapping[int, HostRule]]) -> None:
-        self._clipping = clipping
-        self._rules = weakref.WeakMethod(rules)
+    def __init__(self, core: OptimizerCore) -> None:
+        self._clipping = core.clipping
+        self._core = weakref.ref(core)
 
     def scale(self) -> Scale:
         return self._clipping.unclipped()
 
     def rules(self) -> Mapping[int, HostRule]:
-        rules = self._rules()
-        return {} if rules is None else rules()
+        core = self._core()
+        return {} if core is None else {record.index: rule for record, rule, _ in core.planned(core.parameters)}
 
 
 def _balance(
     records: Iterable[ParameterRecord], produced: Mapping[int, int], stepped: Collection[int], store: ParameterStore
 ) -> dict[int, Entry]:
-    """The account of each parameter in a window that is about to be stepped.
-
-    Raises:
-        LongshoreError: a gradient was produced and would not be applied; nothing was stepped.
-    """
+    """The account of each parameter in a window that is about to be stepped. Raises LongshoreError, before anything is
+    stepped, where a gradient was produced and would not be applied."""
     entries = {}
     for record in records:
         index = record.index
@@ -353,9 +327,8 @@ def _adopt_masters(
 ) -> None:
     """Before a step, adopt what somebody else wrote into the parameters that it steps (law 10).
 
-    Raises:
-        ParameterError: with ``LONGSHORE_DEBUG=1``, a write that torch cannot see, by name.
-        ValueError: two parameters were given the same memory, by name.
+    Raises ParameterError, with ``LONGSHORE_DEBUG=1``, for a write that torch cannot see, and ValueError for two
+    parameters that were given the same memory, by name.
     """
     if debugging():
         store.check_same({record.name: record.values() for record in records})

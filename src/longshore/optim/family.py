@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.kernels import HostRule, TorchRule, next_scalars
+from longshore.kernels import HostRule, Rule, TorchRule, next_scalars
 
 
 class History(NamedTuple):
@@ -83,7 +83,7 @@ bits."""
 # -- families -----------------------------------------------------------------
 
 
-class RuleFamily(ABC):
+class RuleFamily:
     """The rules of one optimizer: the options of its groups, and the names of its states.
 
     Groups and states have the names that ``torch.optim`` gives them.
@@ -91,6 +91,9 @@ class RuleFamily(ABC):
 
     options: ClassVar[Mapping[str, Callable[[Any, str], Any]]] = {}
     """The options of a group that make the rule, and the function that reads each."""
+    rule: ClassVar[type[Rule]]
+    """The rule. Its fields are read from options of the same names (``beta1`` and ``beta2`` from ``betas``), the step
+    count and :meth:`more_fields`."""
     states: tuple[str, ...]
     """All state arrays that a rule may have, in the order in which it reads them from a page."""
     optional_states: frozenset[str] = frozenset()
@@ -103,8 +106,12 @@ class RuleFamily(ABC):
     """Whether a state from outside that lacks it is refused."""
     refused_states: ClassVar[Mapping[str, str]] = {}
     """Entries of a state from outside that cannot be honoured, and why."""
-    fixed_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that are read when the optimizer is built and never again."""
+    initial_states: ClassVar[Mapping[str, str]] = {}
+    """State arrays that are not zero before a parameter's first step, and the option with the number that fills each.
+    These options have one value for all groups, which is read when the optimizer is built and never again."""
+
+    def __init__(self, **fixed: Any) -> None:
+        self._fixed = {name: self.options[name](value, name) for name, value in fixed.items()}
 
     def values_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The group's options as plain numbers.
@@ -135,19 +142,33 @@ class RuleFamily(ABC):
         if group.get("fused") is False:
             raise ValueError("fused=False is not supported: longshore always runs one fused pass; leave fused unset")
         self.values_of(group)
+        for name, value in self._fixed.items():
+            if group[name] != value:
+                raise ValueError(
+                    f"{name} is {group[name]} in a parameter group and {value} in the optimizer: it is one value for "
+                    "all groups; pass it to the optimizer"
+                )
 
     def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
         """The state arrays that parameters of this group have."""
         return self.states
 
     def initial(self, history: History) -> Mapping[str, float]:
-        """The state arrays that are not zero before a parameter's first step, and what they are filled with."""
-        return {}
+        """The state arrays that are to be filled with a number before the next step."""
+        missing = {state: option for state, option in self.initial_states.items() if state not in history.states}
+        return {state: self._fixed[option] for state, option in missing.items() if self._fixed[option]}
 
-    @abstractmethod
     def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> HostRule:
         """The group's present hyper-parameters for the next step of a parameter with this history; ``arrays`` names
         the rows of a page."""
+        values = {**self.values_of(group), "step": history.step + 1, **self.more_fields(group, history)}
+        if "betas" in values:
+            values["beta1"], values["beta2"] = values["betas"]
+        return self.rule(**{field.name: values[field.name] for field in fields(self.rule)})
+
+    def more_fields(self, group: Mapping[str, Any], history: History) -> Mapping[str, Any]:
+        """The fields of the rule that are neither options nor the step count."""
+        return {}
 
     def after(self, group: Mapping[str, Any], history: History) -> History:
         """The history after that step."""
@@ -189,6 +210,7 @@ class TorchFamily(RuleFamily):
     """
 
     def __init__(self, kind: str) -> None:
+        super().__init__()
         self.kind = kind
         found = ELEMENTWISE[kind]
         self._switches = found.switches

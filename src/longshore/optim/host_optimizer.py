@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, overload
@@ -153,8 +154,11 @@ class HostOptimizer(torch.optim.Optimizer):
         return norm
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Set what losses are multiplied by from the next backward on; the step divides gradients by it."""
-        self._core.clipping.set_loss_scale(loss_scale)
+        """Set what losses are multiplied by from the next backward on, which is positive and finite (or ValueError is
+        raised); the step divides gradients by it."""
+        if not 0.0 < loss_scale < math.inf:
+            raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
+        self._core.clipping.loss_scale = float(loss_scale)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -178,7 +182,7 @@ class HostOptimizer(torch.optim.Optimizer):
     def state(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, value: Mapping[Tensor, Mapping[str, Any]]
     ) -> None:
-        if not self._core.laid_out:  # the base class, before it has parameters
+        if self._core._source is None:  # the base class, before it has parameters
             return
         state = self.state
         state.clear()
@@ -286,7 +290,7 @@ class RuleOptimizer(HostOptimizer):
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Build the optimizer from ``locals()`` of the subclass's constructor, taken first."""
         options = {name: value for name, value in arguments.items() if name not in _NO_GROUP_OPTIONS}
-        family = self.rules(**{name: options[name] for name in self.rules.fixed_options})
+        family = self.rules(**{name: options[name] for name in self.rules.initial_states.values()})
         if options.get("fused", True) is None:
             options["fused"] = True
         super().__init__(arguments["params"], options, family, arguments["release_gradients"], arguments["offload"])
@@ -299,5 +303,5 @@ class RuleOptimizer(HostOptimizer):
     @classmethod
     def defaults_by_name(cls) -> dict[str, Any]:
         """The options of a group that a configuration may give, with their defaults in the signature."""
-        parameters = inspect.signature(cls).parameters
-        return {name: parameters[name].default for name in cls.rules.options if name not in cls.rules.fixed_options}
+        parameters, fixed = inspect.signature(cls).parameters, cls.rules.initial_states.values()
+        return {name: parameters[name].default for name in cls.rules.options if name not in fixed}

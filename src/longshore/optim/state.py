@@ -11,7 +11,7 @@ from torch import Tensor
 from longshore.host import MASTER, ParameterStore
 from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily
 from longshore.optim.parameters import ParameterRecord, flat
-from longshore.optim.shards import is_sharded, like, part_of
+from longshore.optim.shards import like, part_of
 
 if TYPE_CHECKING:
     from longshore.optim.core import OptimizerCore
@@ -49,7 +49,7 @@ class ParameterState(MutableMapping[str, Tensor]):
         return like(record.parameter, values) if record.keeps_shard else values
 
     def __setitem__(self, key: str, value: Any) -> None:
-        write_state(self._record, self._core, {key: value})
+        write_state(self._record, self._core, checked_state(self._record, {key: value}, self._core.family))
 
     def __delitem__(self, key: str) -> None:
         raise TypeError(f"{key!r} is part of the optimizer's pages and cannot be deleted; set it instead")
@@ -140,8 +140,6 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     found = type(value).__name__
     if isinstance(value, Tensor):
         found = f"{value.dtype} {list(value.shape)} ({value.layout}, {value.device})"
-        if record.keeps_shard and not is_sharded(value) and value.shape == record.kept.shape != record.shape:
-            return value  # it was checked before
         dense = value.layout == torch.strided and value.device.type != "meta"
         if dense and value.is_floating_point() and value.shape == record.shape:
             part = part_of(record.parameter, value) if record.keeps_shard else value
@@ -152,9 +150,8 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
 
 
 def write_state(record: ParameterRecord, core: OptimizerCore, state: Mapping[str, Any]) -> None:
-    """Write some of a parameter's state; what was never set counts as zero."""
+    """Write some of a parameter's state, as of :func:`checked_state`; what was never set counts as zero."""
     store, family = core.store, core.family
-    state = checked_state(record, state, family)
     if not state:
         return
     if record.index not in store:
@@ -250,4 +247,4 @@ def merged_group(
 ) -> dict[str, Any]:
     """The group after loading: as the state says, but for how a step is computed and for fixed options."""
     flags = {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
-    return {**defaults, **loaded, **flags, **{name: own[name] for name in family.fixed_options}}
+    return {**defaults, **loaded, **flags, **{name: own[name] for name in family.initial_states.values()}}
