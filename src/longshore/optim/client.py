@@ -100,14 +100,13 @@ def _elementwise(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _check_on_host(optimizer: torch.optim.Optimizer, name: str) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.device.type != "cpu":
-                raise ValueError(
-                    f"torch.optim.{name} runs on host tiles, and its state is to stay on {parameter.device} "
-                    "(Offload(device='none'), or a ratio below 1); use device='cpu' with all of it there, or one of "
-                    f"longshore's {', '.join(OPTIMIZERS)}"
-                )
+    elsewhere = {str(each.device) for group in optimizer.param_groups for each in group["params"] if not each.is_cpu}
+    if elsewhere:
+        raise ValueError(
+            f"torch.optim.{name} runs on host tiles, and its state is to stay on {elsewhere.pop()} "
+            "(Offload(device='none'), or a ratio below 1); use device='cpu' with all of it there, or one of "
+            f"longshore's {', '.join(OPTIMIZERS)}"
+        )
 
 
 def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None) -> list[dict[str, Any]]:

@@ -71,13 +71,9 @@ class Clipping:
             )
         if changed:
             self.reset()
-        return self._scale(self._coefficient)
+        return self.scale(self._coefficient)
 
-    def unclipped(self) -> Scale:
-        """Return what gradients are multiplied by where nothing is clipped."""
-        return self._scale(1.0)
-
-    def _scale(self, coefficient: float) -> Scale:
+    def scale(self, coefficient: float = 1.0) -> Scale:
         """Combine unscaling and clipping into one factor where that rounds like two."""
         unscale = 1.0 / self.loss_scale
         if math.frexp(unscale)[0] == 0.5:  # a power of two

@@ -148,23 +148,17 @@ class OptimizerCore:
 
     def _lay_out_anew(self) -> None:
         """Replace all parameters: Accelerate makes the optimizer first, then puts the model on FSDP2, and its shards
-        into the groups."""
-        source, *_ = former = self._source, self.by_id, self.parameters
-        self._source, self.by_id, self.parameters, self._building = None, {}, {}, True
-        try:
-            for place, group in enumerate(self._groups()):
-                self.register(group, place)
-            self.end_building()
-            for recorder in source.store.recorders if source is not None else ():
-                if not (annotating() and isinstance(recorder, Ranges)):
-                    self.store.add_recorder(recorder)
-        except BaseException:
-            self._source, self.by_id, self.parameters = former
-            raise
-        finally:
-            self._building = False
-        if source is not None:
-            source.close()
+        into the groups. Where that raises, nothing was replaced."""
+        fresh = OptimizerCore(self._groups, self.family, self.offload, self.release_gradients)
+        for place, group in enumerate(self._groups()):
+            fresh.register(group, place)
+        fresh.end_building()
+        fresh.store.foresee(_OptimizerForecast(self))
+        for recorder in self._source.store.recorders if self._source is not None else ():
+            if not (annotating() and isinstance(recorder, Ranges)):
+                fresh.store.add_recorder(recorder)
+        self.close()
+        self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
 
     def close(self) -> None:
         """Wait for what is under way, remove the hooks, and end the threads."""
@@ -208,11 +202,6 @@ class OptimizerCore:
             if record.parameter.requires_grad or record.index in gradients:
                 record.check()
         return gradients
-
-    def discard(self) -> None:
-        """Discard the window; ``.grad`` is None afterwards."""
-        self.source.zero_grad()
-        self.forget_window()
 
     def forget_window(self) -> None:
         """Reset what depends on a window that was discarded."""
@@ -293,7 +282,7 @@ class _OptimizerForecast(Forecast):
         self._core = weakref.ref(core)
 
     def scale(self) -> Scale:
-        return self._clipping.unclipped()
+        return self._clipping.scale()
 
     def rules(self) -> Mapping[int, HostRule]:
         core = self._core()

@@ -109,14 +109,14 @@ class HostOptimizer(torch.optim.Optimizer):
             ValueError: ``set_to_none=False`` with ``release_gradients=True``: there is no ``.grad`` to fill with zeros.
         """
         if set_to_none:
-            self._core.discard()
-            return
-        if self._core.release_gradients:
+            self._core.source.zero_grad()
+        elif self._core.release_gradients:
             raise ValueError(
                 "zero_grad(set_to_none=False) fills .grad with zeros, and release_gradients=True keeps none on "
                 "the device; use zero_grad()"
             )
-        super().zero_grad(set_to_none=False)
+        else:
+            super().zero_grad(set_to_none=False)
         self._core.forget_window()
 
     @torch.no_grad()
