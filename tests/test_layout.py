@@ -100,7 +100,7 @@ def test_a_negative_size_is_refused_by_name() -> None:
 @given(numels=sizes, tile_numel=st.integers(1, 300))
 def test_counted_tiles_are_the_tiles(numels: list[int], tile_numel: int) -> None:
     runs = tile_runs(enumerate(numels), tile_numel)
-    counted = [run[1:] for run in runs for _ in range(run.tiles)]
+    counted = [(run.numel, run.page_numel, run.parameters) for run in runs for _ in range(run.tiles)]
     planned = plan_tiles(enumerate(numels), tile_numel)
     assert counted == [
         (tile.numel, tile.page_numel, tuple(segment.parameter for segment in tile.segments)) for tile in planned

@@ -146,7 +146,6 @@ SECTIONS = (
         (
             "byte_sizes.py",
             "optim/rules/",
-            "optim/rule_optimizer.py",
             "optim/core.py: the optimizer has no",
             "optim/core.py: optimizer got",
             "optim/client.py",
@@ -167,8 +166,6 @@ SECTIONS = (
         (
             "optim/clipping.py",
             "optim/gradients.py",
-            "optim/released.py",
-            "optim/family.py: ParameterError",
             "optim/core.py: ParameterError",
             "optim/core.py: LongshoreError",
             "host/store.py",

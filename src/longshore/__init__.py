@@ -9,92 +9,57 @@ if TYPE_CHECKING:
     from longshore.checkpoint.one_line import load as load
     from longshore.checkpoint.one_line import save as save
     from longshore.checkpoint.one_line import wait_for_checkpoint as wait_for_checkpoint
-    from longshore.engine import Config, ConfigError, Engine, Init, add_config_arguments, init_distributed, initialize
-    from longshore.engine.loss_scale import LossScaleError
-    from longshore.engine.ranks import RendezvousError
-    from longshore.errors import (
-        BrokenStateError,
-        CheckpointError,
-        GradientError,
-        LongshoreError,
-        ParameterError,
-        RankError,
-    )
-    from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, Offload
+    from longshore.engine import Config as Config
+    from longshore.engine import ConfigError as ConfigError
+    from longshore.engine import Engine as Engine
+    from longshore.engine import Init as Init
+    from longshore.engine import add_config_arguments as add_config_arguments
+    from longshore.engine import init_distributed as init_distributed
+    from longshore.engine import initialize as initialize
+    from longshore.engine.loss_scale import LossScaleError as LossScaleError
+    from longshore.engine.ranks import RendezvousError as RendezvousError
+    from longshore.errors import BrokenStateError as BrokenStateError
+    from longshore.errors import CheckpointError as CheckpointError
+    from longshore.errors import GradientError as GradientError
+    from longshore.errors import LongshoreError as LongshoreError
+    from longshore.errors import ParameterError as ParameterError
+    from longshore.errors import RankError as RankError
+    from longshore.optim import SGD as SGD
+    from longshore.optim import Adagrad as Adagrad
+    from longshore.optim import Adam as Adam
+    from longshore.optim import AdamW as AdamW
+    from longshore.optim import Lion as Lion
+    from longshore.optim import Offload as Offload
     from longshore.optim.client import from_client as from_client
     from longshore.sharding import gather as gather
-    from longshore.tracing import annotate, trace
-    from longshore.transfer import SimulatedTransfer
+    from longshore.tracing import annotate as annotate
+    from longshore.tracing import trace as trace
+    from longshore.transfer import SimulatedTransfer as SimulatedTransfer
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "BrokenStateError",
-    "CheckpointError",
-    "Config",
-    "ConfigError",
-    "Engine",
-    "GradientError",
-    "Init",
-    "Lion",
-    "LongshoreError",
-    "LossScaleError",
-    "Offload",
-    "ParameterError",
-    "RankError",
-    "RendezvousError",
-    "SimulatedTransfer",
-    "add_config_arguments",
-    "annotate",
-    "from_client",
-    "gather",
-    "init_distributed",
-    "initialize",
-    "load",
-    "save",
-    "trace",
-    "wait_for_checkpoint",
-]
-
-# Torch takes seconds to import. The command line begins with this package, and
-# its --help and a Ctrl-C should not wait for that.
+# Names are imported at their first use: torch takes seconds to import, and the command line, which imports this
+# package first, should show its --help and end on Ctrl-C without waiting for that.
 _HOMES = {
-    "longshore.checkpoint.one_line": ("load", "save", "wait_for_checkpoint"),
-    "longshore.engine": (
-        "Config",
-        "ConfigError",
-        "Engine",
-        "Init",
-        "add_config_arguments",
-        "init_distributed",
-        "initialize",
-    ),
-    "longshore.engine.loss_scale": ("LossScaleError",),
-    "longshore.engine.ranks": ("RendezvousError",),
-    "longshore.errors": (
-        "BrokenStateError",
-        "CheckpointError",
-        "GradientError",
-        "LongshoreError",
-        "ParameterError",
-        "RankError",
-    ),
-    "longshore.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "Offload"),
-    "longshore.optim.client": ("from_client",),
-    "longshore.sharding": ("gather",),
-    "longshore.tracing": ("annotate", "trace"),
-    "longshore.transfer": ("SimulatedTransfer",),
+    "longshore.checkpoint.one_line": "load save wait_for_checkpoint",
+    "longshore.engine": "Config ConfigError Engine Init add_config_arguments init_distributed initialize",
+    "longshore.engine.loss_scale": "LossScaleError",
+    "longshore.engine.ranks": "RendezvousError",
+    "longshore.errors": "BrokenStateError CheckpointError GradientError LongshoreError ParameterError RankError",
+    "longshore.optim": "SGD Adagrad Adam AdamW Lion Offload",
+    "longshore.optim.client": "from_client",
+    "longshore.sharding": "gather",
+    "longshore.tracing": "annotate trace",
+    "longshore.transfer": "SimulatedTransfer",
 }
-_MODULES = ("checkpointing", "utils")  # used as longshore.checkpointing, without an import of their own
-_INSTEAD = {  # for names that a DeepSpeed script uses
+_MODULES = ("checkpointing", "utils")  # used as longshore.checkpointing, without importing it
+_INSTEAD = {  # advice for names that a DeepSpeed script uses
     "zero": "deepspeed.zero.Init is longshore.Init, and deepspeed.zero.GatheredParameters is longshore.gather",
     "DeepSpeedEngine": "the engine's class is longshore.Engine",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

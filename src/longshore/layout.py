@@ -1,19 +1,17 @@
-"""Where every element lives: parameters -> segments -> tiles, as frozen offsets.
+"""Offsets of every element: parameters -> segments -> tiles, as frozen numbers without tensors or devices.
 
-Pure: no tensors, no devices. A tile is a run of consecutive elements of the
-parameters that it is given, cut every ``tile_numel`` elements; a segment is one
-parameter's part of one tile.
+A tile is ``tile_numel`` consecutive elements of the parameters that it is given; a segment is one parameter's range of
+one tile.
 
-In a page, each segment begins at a multiple of :data:`SEGMENT_ALIGNMENT`
-elements, so that no two segments share a cache line and streaming stores find
-whole lines. The gaps are never read or written, and are not counted in
+In a page, each segment begins at a multiple of :data:`SEGMENT_ALIGNMENT` elements, so that no two segments share a
+cache line and streaming stores find whole lines. The gaps are never read or written, and are not counted in
 ``tile_numel``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SEGMENT_ALIGNMENT = 16
@@ -28,7 +26,7 @@ class Slab(NamedTuple):
     numel: int
 
     def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Its own, in a tensor of this shape."""
+        """Return its shape in a tensor of this shape."""
         return (*shape[: self.dim], self.numel, *shape[self.dim + 1 :])
 
 
@@ -62,7 +60,7 @@ class TileLayout:
 
 
 def align(numel: int) -> int:
-    """``numel`` rounded up to :data:`SEGMENT_ALIGNMENT`."""
+    """Round ``numel`` up to a multiple of :data:`SEGMENT_ALIGNMENT`."""
     return -(-numel // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
 
@@ -72,60 +70,29 @@ class TileRun(NamedTuple):
     tiles: int
     numel: int
     page_numel: int
-    parameters: tuple[int, ...]
-    """Those that have a segment in each of them."""
+    segments: tuple[SegmentLayout, ...]
+    """Segments of the first tile; in each of the others they are ``numel`` elements further in their parameter."""
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Parameters that have a segment in each of the tiles."""
+        return tuple(segment.parameter for segment in self.segments)
 
 
 def tile_runs(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple[TileRun, ...]:
-    """The tiles of :func:`plan_tiles`, counted and not made: as many entries as there are parameters, at most about two
-    for each, however large they are. The arguments and errors are those of that one."""
+    """Count the tiles of :func:`plan_tiles` without making each: there are at most about two runs for each parameter,
+    however large it is. Arguments and errors are those of :func:`plan_tiles`."""
     if tile_numel < 1:
         raise ValueError(f"a tile has at least one element, not {tile_numel}")
     runs: list[TileRun] = []
-    members: list[int] = []
-    filled = page_end = 0
-    for parameter, numel in parameters:
-        if numel < 0:
-            raise ValueError(f"parameter {parameter} has {numel} elements")
-        while numel > 0:
-            whole = numel // tile_numel
-            if filled == 0 and whole > 0:
-                runs.append(TileRun(whole, tile_numel, align(tile_numel), (parameter,)))
-                numel -= whole * tile_numel
-                continue
-            count = min(numel, tile_numel - filled)
-            members.append(parameter)
-            numel, filled, page_end = numel - count, filled + count, page_end + align(count)
-            if filled == tile_numel:
-                runs.append(TileRun(1, filled, page_end, tuple(members)))
-                members, filled, page_end = [], 0, 0
-    if members:
-        runs.append(TileRun(1, filled, page_end, tuple(members)))
-    return tuple(runs)
-
-
-def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0) -> tuple[TileLayout, ...]:
-    """Cut parameters into tiles of ``tile_numel`` elements; the last may be smaller.
-
-    Args:
-        parameters: ``(parameter index, numel)`` in the order in which they are
-            laid out. One without elements has no segment.
-        tile_numel: elements a tile, at least 1.
-        first_index: the index of the first tile.
-
-    Raises:
-        ValueError: a negative numel, or a tile size below 1.
-    """
-    if tile_numel < 1:
-        raise ValueError(f"a tile has at least one element, not {tile_numel}")
-    tiles: list[TileLayout] = []
     segments: list[SegmentLayout] = []
     filled = page_end = 0
 
-    def close() -> None:
-        nonlocal segments, filled, page_end
-        tiles.append(TileLayout(first_index + len(tiles), tuple(segments), page_end))
-        segments, filled, page_end = [], 0, 0
+    def close(tiles: int = 1) -> None:
+        nonlocal filled, page_end
+        runs.append(TileRun(tiles, filled, page_end, tuple(segments)))
+        segments.clear()
+        filled = page_end = 0
 
     for parameter, numel in parameters:
         if numel < 0:
@@ -133,12 +100,31 @@ def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_ind
         offset = 0
         while offset < numel:
             count = min(numel - offset, tile_numel - filled)
+            tiles = (numel - offset) // tile_numel if count == tile_numel else 1
             segments.append(SegmentLayout(parameter, offset, page_end, count))
-            offset += count
-            filled += count
-            page_end += align(count)
+            offset, filled, page_end = offset + tiles * count, filled + count, page_end + align(count)
             if filled == tile_numel:
-                close()
+                close(tiles)
     if segments:
         close()
+    return tuple(runs)
+
+
+def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0) -> tuple[TileLayout, ...]:
+    """Divide parameters into tiles of ``tile_numel`` elements; the last may be smaller.
+
+    Args:
+        parameters: ``(parameter index, numel)`` in the order in which they are laid out. One without elements has no
+            segment.
+        tile_numel: elements of a tile, at least 1.
+        first_index: the index of the first tile.
+
+    Raises:
+        ValueError: a negative numel, or a tile size below 1.
+    """
+    tiles: list[TileLayout] = []
+    for run in tile_runs(parameters, tile_numel):
+        for offset in range(0, run.tiles * tile_numel, tile_numel):
+            segments = tuple(replace(each, parameter_offset=each.parameter_offset + offset) for each in run.segments)
+            tiles.append(TileLayout(first_index + len(tiles), segments, run.page_numel))
     return tuple(tiles)

@@ -24,15 +24,8 @@ from engine.files import file, started, train, without
 from longshore.engine import binding
 from longshore.engine.binding import Neighbours, Situation, host_cpus, plan_or_refusal
 from longshore.kernels import HostKernels
-from longshore.machine import (
-    BoundThreads,
-    RankBinding,
-    Topology,
-    cpu_list,
-    cpus_of_other_ranks,
-    read_topology,
-    usable_cpus,
-)
+from longshore.machine import BoundThreads, Topology, cpu_list, cpus_of_other_ranks, read_topology, usable_cpus
+from longshore.machine.binding import RankBinding
 
 several_cpus = pytest.mark.skipif(len(usable_cpus()) < 2, reason="needs two CPUs")
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from longshore.machine import LogicalCpu, RankDevice, Topology, cpu_list
+from longshore.machine import LogicalCpu, Topology, cpu_list
+from longshore.machine.binding import RankDevice
 
 
 def lay(root: Path, files: dict[str, str]) -> Path:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.machine import RankBinding, RankDevice, Topology, binding_of, cpu_list, plan_ranks, unbound
+from longshore.machine import Topology, cpu_list
+from longshore.machine.binding import RankBinding, RankDevice, binding_of, plan_ranks, unbound
 from machine.made import cpu_ranks, gpus, machine
 
 

@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.machine import (
-    LogicalCpu,
-    all_gpus,
-    cpu_list,
-    numa_node_of,
-    parse_cpu_list,
-    read_topology,
-    usable_cpus,
-)
+from longshore.machine import LogicalCpu, all_gpus, cpu_list, numa_node_of, parse_cpu_list, read_topology, usable_cpus
 from machine.made import lay, two_sockets_with_smt
 
 

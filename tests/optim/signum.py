@@ -16,8 +16,8 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.optim.family import History, RuleFamily, beta, flag, not_negative
+from longshore.optim.host_optimizer import RuleOptimizer
 from longshore.optim.offload import Placement
-from longshore.optim.rule_optimizer import RuleOptimizer
 
 
 def signum(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
@@ -48,6 +48,7 @@ class SignumRule(Rule):
 
 class SignumFamily(RuleFamily):
     options: ClassVar = {"lr": not_negative, "rate": beta, "weight_decay": not_negative, "maximize": flag}
+    rule = SignumRule
     states = SignumRule.states
     needs_step = False
 

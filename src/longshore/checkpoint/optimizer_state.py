@@ -14,12 +14,10 @@ from longshore.checkpoint.files import checked, checked_entry
 from longshore.checkpoint.model_state import ModelState, box_of_shard
 from longshore.errors import CheckpointError
 from longshore.host import MASTER, PageSnapshot
-from longshore.optim.family import History
+from longshore.optim.family import History, TorchFamily
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.optim.loading import merged_group
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.state import clear_state
-from longshore.optim.torch_family import TorchFamily
+from longshore.optim.state import clear_state, merged_group
 
 OPTIMIZER = "optimizer"
 """The first part of the names of its arrays in a checkpoint, and its key among the shared values."""
@@ -194,7 +192,7 @@ class OptimizerState:
         for name, entry in entries.items():
             record = self.records[name]
             if record.index not in self._store:
-                core.make_room(record)
+                core.source.watch([record])
             for array in entry["arrays"]:
                 where = array_name(array, among[name])
                 for key, boxes, _ in self._ranges(record, where):

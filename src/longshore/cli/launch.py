@@ -15,6 +15,7 @@ import typer
 
 from longshore import machine
 from longshore.cli.terminal import CommandError, SettingsError, print_lines, warn
+from longshore.machine.binding import RankBinding, RankDevice, binding_wanted, plan_ranks, unbound
 
 RAW_ARGUMENTS: dict[str, Any] = {
     "ignore_unknown_options": True,
@@ -51,7 +52,7 @@ def launch(context: typer.Context) -> None:
     _run(arguments, program, bindings)
 
 
-def _page(bindings: Sequence[machine.RankBinding], command: Sequence[str]) -> Iterator[str]:
+def _page(bindings: Sequence[RankBinding], command: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a table with the device, CPUs and threads of each rank, and the command that all run."""
     rows = [("rank", "device", "NUMA node", "CPUs", "torch threads", "host threads", "why")]
     for rank, each in enumerate(bindings):
@@ -86,7 +87,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     return parsed
 
 
-def _bindings(processes: str, environ: Mapping[str, str]) -> list[machine.RankBinding]:
+def _bindings(processes: str, environ: Mapping[str, str]) -> list[RankBinding]:
     from torch.distributed.run import determine_local_world_size
 
     try:
@@ -96,20 +97,20 @@ def _bindings(processes: str, environ: Mapping[str, str]) -> list[machine.RankBi
     if count < 1:
         raise SettingsError(f"--nproc must be at least 1, not {count}")
     try:
-        wanted = machine.binding_wanted(environ)
+        wanted = binding_wanted(environ)
     except ValueError as error:
         raise SettingsError(str(error)) from error
     visible = machine.visible_gpus()
     if visible and count > len(visible):
         warn(f"{count} ranks and {len(visible)} CUDA devices: the others are planned as if they trained on the CPU")
     devices, hidden = devices_of(count, visible)
-    bindings = machine.plan_ranks(machine.read_topology(), devices, hidden, environ.get("OMP_NUM_THREADS"))
-    return [machine.unbound(each, "LONGSHORE_BIND=0") if wanted is False else each for each in bindings]
+    bindings = plan_ranks(machine.read_topology(), devices, hidden, environ.get("OMP_NUM_THREADS"))
+    return [unbound(each, "LONGSHORE_BIND=0") if wanted is False else each for each in bindings]
 
 
 def devices_of(
     count: int, visible: Mapping[str, str], root: Path = Path("/")
-) -> tuple[list[machine.RankDevice], list[machine.RankDevice]]:
+) -> tuple[list[RankDevice], list[RankDevice]]:
     """Return the device of each rank, by local rank, and the GPUs that are not visible to this run.
 
     Args:
@@ -117,13 +118,13 @@ def devices_of(
         visible: PCI addresses of CUDA devices, by name.
         root: the folder that has ``sys``.
     """
-    seen = [machine.RankDevice(name, address, machine.numa_node_of(address, root)) for name, address in visible.items()]
-    devices = [*seen[:count], *(machine.RankDevice() for _ in range(count - len(seen)))]
+    seen = [RankDevice(name, address, machine.numa_node_of(address, root)) for name, address in visible.items()]
+    devices = [*seen[:count], *(RankDevice() for _ in range(count - len(seen)))]
     unseen = [address for address in machine.all_gpus(root) if address not in visible.values()]
-    return devices, [machine.RankDevice("unseen", address, machine.numa_node_of(address, root)) for address in unseen]
+    return devices, [RankDevice("unseen", address, machine.numa_node_of(address, root)) for address in unseen]
 
 
-def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[machine.RankBinding]) -> None:
+def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBinding]) -> None:
     """Call torchrun. Each rank begins with ``machine/start.py``, which becomes the rank's program."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record

@@ -21,23 +21,19 @@ from longshore.engine.launch import detect
 from longshore.engine.ranks import Ranks
 from longshore.machine import (
     BoundThreads,
-    RankBinding,
-    RankDevice,
     Topology,
     all_gpus,
-    binding_of,
-    binding_wanted,
     cpu_list,
     cpus_of_other_ranks,
     machine_identity,
     numa_node_of,
     parse_cpu_list,
     pci_address,
-    plan_ranks,
     read_topology,
     usable_cpus,
     visible_gpus,
 )
+from longshore.machine.binding import RankBinding, RankDevice, binding_of, binding_wanted, plan_ranks
 
 _LOGGER = logging.getLogger("longshore")
 _LEAST_CORES = 4

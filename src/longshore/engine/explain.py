@@ -12,7 +12,7 @@ from rich.table import Table
 
 from longshore.byte_sizes import format_byte_size
 from longshore.host import SpeculationRecord
-from longshore.optim.released import is_released
+from longshore.optim.gradients import is_released
 from longshore.optim.shards import held_part
 from longshore.sharding import ShardedStore
 

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from longshore.engine.config import Config
 from longshore.optim.client import from_client
-from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.host_optimizer import OPTIMIZERS, HostOptimizer
 from longshore.optim.offload import Placement
-from longshore.optim.rule_optimizer import OPTIMIZERS
 
 
 def client_optimizer(

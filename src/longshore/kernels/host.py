@@ -24,7 +24,8 @@ from longshore.kernels.base import (
     dtype_code,
 )
 from longshore.kernels.torch_rules import step_by_torch
-from longshore.machine import binding_of, usable_cpus
+from longshore.machine import usable_cpus
+from longshore.machine.binding import binding_of
 
 _ENTRIES = {name: index for index, name in enumerate(_native.rules())}
 """The rules of native/rules.inl, by the name that a :class:`~longshore.kernels.Rule` has."""

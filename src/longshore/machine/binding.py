@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-from longshore.machine.hardware import LogicalCpu, Topology, cpu_list
+from longshore.machine import LogicalCpu, Topology, cpu_list
 
 VARIABLE = "LONGSHORE_BINDING"
 """Environment variable in which ``longshore launch`` passes a rank its binding, as JSON."""
@@ -55,10 +54,9 @@ class RankBinding:
 
     def __str__(self) -> str:
         because = f" ({self.reasons})" if self.why else ""
-        if not self.cpus:
-            return f"not bound to CPUs; host step {_threads(self.host_threads)}{because}"
-        where = f" of NUMA node {cpu_list(self.nodes)}" if self.nodes else ""
-        return f"bound to CPU {cpu_list(self.cpus)}{where}; host step {_threads(self.host_threads)}{because}"
+        node = f" of NUMA node {cpu_list(self.nodes)}" if self.nodes else ""
+        where = f"bound to CPU {cpu_list(self.cpus)}{node}" if self.cpus else "not bound to CPUs"
+        return f"{where}; host step {_count(self.host_threads, 'thread')}{because}"
 
     @property
     def reasons(self) -> str:
@@ -71,18 +69,17 @@ def binding_of(environ: Mapping[str, str]) -> RankBinding | None:
     Raises:
         ValueError: the variable is not a valid binding.
     """
-    text = environ.get(VARIABLE)
-    if text is None:
+    if (text := environ.get(VARIABLE)) is None:
         return None
+    # Imported here, since most processes have no such variable and need not wait for it.
+    from pydantic import TypeAdapter
+
     try:
-        content: dict[str, Any] = json.loads(text)
-        values = {field.name: content[field.name] for field in fields(RankBinding)}
-        for name in ("nodes", "cpus", "why"):
-            values[name] = tuple(values[name])
-        if not all(type(values[name]) is int and values[name] > 0 for name in ("torch_threads", "host_threads")):
+        binding = TypeAdapter(RankBinding).validate_json(text, strict=True)
+        if min(binding.torch_threads, binding.host_threads) < 1:
             raise ValueError("threads")
-        return RankBinding(**values)
-    except (ValueError, TypeError, KeyError) as error:
+        return binding
+    except ValueError as error:
         raise ValueError(
             f"{VARIABLE} is set by longshore launch for its ranks, and {text!r} is not valid; unset it"
         ) from error
@@ -124,22 +121,26 @@ def plan_ranks(
         )
     others = list(hidden) if any(device.is_gpu for device in devices) else []
     homes, whys = _homes(topology, devices, others)
-    parts: list[tuple[LogicalCpu, ...]] = [()] * len(devices)
-    for home in dict.fromkeys(homes):
-        cpus = [cpu for cpu in topology.cpus if cpu.node in home]
-        claims = _claims(devices, homes, others, home)
-        for place, (claim, rank) in enumerate(claims):
-            if rank is not None:
-                parts[rank], how = _part(cpus, place, len(claims))
-                whys[rank] += [how] if how else []
-                away = sum(each is None for _, each in claims)
-                if away and claim.is_gpu:
-                    whys[rank].append(f"{_parts(away)} left to GPUs that this run does not see")
     granted = None if topology.quota is None else max(1, math.floor(topology.quota / len(devices)))
-    bindings = [
-        _with_threads(device, part, why, granted) for device, part, why in zip(devices, parts, whys, strict=True)
-    ]
-    return _same_torch_threads(bindings, omp_num_threads)
+    bindings = []
+    for rank, (device, home, why) in enumerate(zip(devices, homes, whys, strict=True)):
+        # The devices that share these nodes (-1: those of another run), in an order that is the same for all runs.
+        sharing = [(each, number) for number, each in enumerate(devices) if homes[number] == home]
+        sharing += [(each, -1) for each in others if (each.node,) == home]
+        sharing.sort(key=lambda pair: (pair[0].address is None, pair[0].address or "", pair[1]))
+        ranks = [number for _, number in sharing]
+        part, how = _part([cpu for cpu in topology.cpus if cpu.node in home], ranks.index(rank), len(ranks))
+        why += [how] if how else []
+        if -1 in ranks and device.is_gpu:
+            why.append(f"{_count(ranks.count(-1), 'part')} left to GPUs that this run does not see")
+        bindings.append(_with_threads(device, part, why, granted))
+    # All ranks get the same number of torch threads, since sums in torch depend on it.
+    asked = (omp_num_threads or "").partition(",")[0].strip()
+    if asked.isdigit() and int(asked) > 0:
+        set_by_user = f"OMP_NUM_THREADS={omp_num_threads} was set"
+        return tuple(replace(each, torch_threads=int(asked), why=(*each.why, set_by_user)) for each in bindings)
+    threads = min(each.torch_threads for each in bindings)
+    return tuple(replace(each, torch_threads=threads) for each in bindings)
 
 
 def unbound(binding: RankBinding, why: str) -> RankBinding:
@@ -155,12 +156,12 @@ def _homes(
 ) -> tuple[list[_Home], list[list[str]]]:
     """NUMA nodes of each rank, and the reasons."""
     nodes = topology.nodes
-    homes: list[_Home | None] = [
-        (device.node,) if device.node is not None and device.node in nodes else None for device in devices
-    ]
+    homes: list[_Home | None] = []
     whys: list[list[str]] = []
-    for device, home in zip(devices, homes, strict=True):
-        if home is not None:
+    for device in devices:
+        known = device.node is not None and device.node in nodes
+        homes.append((device.node,) if known else None)
+        if known:
             whys.append([f"next to {device.name}"])
         elif device.node is not None:
             whys.append([f"{device.name} is next to NUMA node {device.node}, whose CPUs may not be used"])
@@ -184,28 +185,13 @@ def _emptiest(
     """Nodes for ``count`` ranks whose devices have no node, sorted, so that ranks share cores evenly."""
     nodes = topology.nodes
     cores = {node: len({cpu.core for cpu in topology.cpus if cpu.node == node}) for node in nodes}
-    claims = {node: sum(home == (node,) for home in homes) for node in nodes}
-    for other in others:
-        if other.node in claims:
-            claims[other.node] += 1
+    ranks = {node: homes.count((node,)) + sum(other.node == node for other in others) for node in nodes}
     chosen = []
     for _ in range(count):
-        node = max(nodes, key=lambda node: cores[node] / (claims[node] + 1))  # the first of equals
-        claims[node] += 1
+        node = max(nodes, key=lambda node: cores[node] / (ranks[node] + 1))  # the first of equals
+        ranks[node] += 1
         chosen.append(node)
     return sorted(chosen, key=nodes.index)
-
-
-def _claims(
-    devices: Sequence[RankDevice], homes: Sequence[_Home], others: Sequence[RankDevice], home: _Home
-) -> list[tuple[RankDevice, int | None]]:
-    """The devices that share these nodes, with their ranks (None: another run's), in the same order for all runs."""
-    ranks = [(device, number) for number, device in enumerate(devices) if homes[number] == home]
-    theirs = [(device, None) for device in others if (device.node,) == home]
-    return sorted(
-        [*ranks, *theirs],
-        key=lambda claim: (claim[0].address is None, claim[0].address or "", -1 if claim[1] is None else claim[1]),
-    )
 
 
 def _part(cpus: Sequence[LogicalCpu], place: int, count: int) -> tuple[tuple[LogicalCpu, ...], str]:
@@ -217,19 +203,18 @@ def _part(cpus: Sequence[LogicalCpu], place: int, count: int) -> tuple[tuple[Log
     how = f"part {place + 1} of {count}" if count > 1 else ""
     if len(units) < count:
         units = [[cpu] for unit in units for cpu in unit]
-        how = f"{_parts(count)} of {_number(len(cores), 'core')}, so cores are shared"
-    if len(units) < count:
-        return tuple(
-            units[place * len(units) // count]
-        ), f"{_parts(count)} of {_number(len(cpus), 'CPU')}, so CPUs are shared"
+        how = f"{_count(count, 'part')} of {_count(len(cores), 'core')}, so cores are shared"
     first, end = (each * len(units) // count for each in (place, place + 1))
+    if len(units) < count:
+        end = first + 1
+        how = f"{_count(count, 'part')} of {_count(len(cpus), 'CPU')}, so CPUs are shared"
     return tuple(cpu for unit in units[first:end] for cpu in unit), how
 
 
 def _with_threads(
     device: RankDevice, part: Sequence[LogicalCpu], why: Sequence[str], granted: int | None
 ) -> RankBinding:
-    """One thread for each core: a second thread on the same core would wait for the same memory."""
+    """Choose one thread for each core: a second thread on the same core would wait for the same memory."""
     cores = len({cpu.core for cpu in part})
     reasons = list(why)
     torch_threads = host_threads = cores
@@ -238,30 +223,11 @@ def _with_threads(
         reasons.append(f"one core left to the thread that feeds {device.name}")
     if granted is not None and granted < cores:
         torch_threads, host_threads = min(torch_threads, granted), min(host_threads, granted)
-        reasons.append(f"the container's time is enough for {_threads(granted)} a rank")
+        reasons.append(f"the container's time is enough for {_count(granted, 'thread')} a rank")
     nodes = tuple(sorted({cpu.node for cpu in part if cpu.node is not None}))
-    return RankBinding(
-        device.name, nodes, tuple(sorted(cpu.number for cpu in part)), torch_threads, host_threads, tuple(reasons)
-    )
+    cpus = tuple(sorted(cpu.number for cpu in part))
+    return RankBinding(device.name, nodes, cpus, torch_threads, host_threads, tuple(reasons))
 
 
-def _same_torch_threads(bindings: Sequence[RankBinding], omp_num_threads: str | None) -> tuple[RankBinding, ...]:
-    """Give all ranks the same number of torch threads, since sums in torch depend on it."""
-    asked = (omp_num_threads or "").partition(",")[0].strip()
-    if asked.isdigit() and int(asked) > 0:
-        why = f"OMP_NUM_THREADS={omp_num_threads} was set"
-        return tuple(replace(each, torch_threads=int(asked), why=(*each.why, why)) for each in bindings)
-    threads = min(each.torch_threads for each in bindings)
-    return tuple(replace(each, torch_threads=threads) for each in bindings)
-
-
-def _number(count: int, noun: str) -> str:
+def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _parts(count: int) -> str:
-    return _number(count, "part")
-
-
-def _threads(count: int) -> str:
-    return _number(count, "thread")

@@ -17,7 +17,8 @@ from longshore.optim.shards import over_ranks
 
 
 class Seen(NamedTuple):
-    """A gradient as it was at one moment: the object in ``.grad``, and how often it had been changed."""
+    """A gradient at one moment: the parameter's name, the object in ``.grad``, and a count that grows whenever the
+    gradient changes."""
 
     name: str
     gradient: weakref.ref[Tensor]
@@ -29,64 +30,51 @@ Fingerprint = Mapping[int, Seen]
 
 
 class Clipping:
-    """The clipping of one window: the coefficient, and what it was measured on.
+    """The clipping of one window: the coefficient, and the gradients that it was measured on.
 
-    ``loss_scale`` is what the losses of the window were multiplied by.
+    Attributes:
+        loss_scale: what the losses of the window were multiplied by.
     """
 
     def __init__(self) -> None:
         self.loss_scale = 1.0
         self.reset()
 
-    def set_loss_scale(self, loss_scale: float) -> None:
-        """Raises ValueError where it is not positive and finite."""
-        if not 0.0 < loss_scale < math.inf:
-            raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
-        self.loss_scale = float(loss_scale)
-
     def reset(self) -> None:
         self._coefficient = 1.0
         self._measured: Fingerprint | None = None
 
     def scale_for(self, now: Callable[[], Fingerprint]) -> Scale:
-        """What to multiply the gradients by; ``now`` looks at them.
+        """Return what to multiply the gradients by; ``now`` looks at them.
 
-        A coefficient whose gradients are all gone (discarded after a bad batch,
-        say) is gone with them, as it is with torch's in-place clipping.
+        A coefficient is dropped when all gradients that it was measured on are gone (discarded after a bad batch, say),
+        as it is with torch's in-place clipping.
 
         Raises:
-            GradientError: some are those that were measured, and some are not.
+            GradientError: some gradients are those that were measured, and some are not.
         """
-        if self._measured is None:
-            return self._scale(self._coefficient)
-        kept, strangers = False, []
-        for index, (name, gradient, changes) in now().items():
-            tensor, measured = gradient(), self._measured.get(index)
+        kept, changed = False, []
+        for index, (name, gradient, changes) in (now() if self._measured is not None else {}).items():
+            tensor, measured = gradient(), (self._measured or {}).get(index)
             if measured is None or measured.gradient() is not tensor:
-                strangers.append(name)
-                # With create_graph autograd adds into a new tensor: what was measured is in it.
+                changed.append(name)
+                # With create_graph autograd adds into a new tensor, which includes what was measured.
                 kept = kept or (measured is not None and tensor is not None and tensor.requires_grad)
-            elif measured.changes != changes:
-                strangers.append(name)
-                kept = True
             else:
                 kept = True
-        if not strangers:
-            return self._scale(self._coefficient)
-        if kept:
+                if measured.changes != changes:
+                    changed.append(name)
+        if changed and kept:
             raise GradientError(
-                f"the gradient of parameter {strangers[0]} changed after optimizer.clip_grad_norm_() had measured it; "
+                f"the gradient of parameter {changed[0]} changed after optimizer.clip_grad_norm_() had measured it; "
                 "clip after the last backward, or call zero_grad() to discard this window"
             )
-        self.reset()
-        return self._scale(self._coefficient)
+        if changed:
+            self.reset()
+        return self.scale(self._coefficient)
 
-    def unclipped(self) -> Scale:
-        """What it will be where nothing is clipped."""
-        return self._scale(1.0)
-
-    def _scale(self, coefficient: float) -> Scale:
-        """Unscaling and clipping as one factor where that rounds like two."""
+    def scale(self, coefficient: float = 1.0) -> Scale:
+        """Combine unscaling and clipping into one factor where that rounds like two."""
         unscale = 1.0 / self.loss_scale
         if math.frexp(unscale)[0] == 0.5:  # a power of two
             return Scale(unscale * coefficient)
@@ -107,28 +95,28 @@ class Clipping:
 def gradient_norm(
     store: ParameterStore, gradients: Mapping[int, Tensor | None], scale: Scale, shards: Mapping[int, Tensor]
 ) -> Tensor:
-    """The 2-norm over all gradients: squares added in float64, rounded to float32 once.
+    """The 2-norm over all gradients: squares are added in float64, and the root is rounded to float32 once.
 
-    What is on the host is added there. Gradients still on a device are measured
-    there, each in float64, rather than copied twice. ``shards``: parameters of
-    which other ranks have other parts, if any; all ranks have to call then.
+    Gradients on the host are measured there. Those still on a device are measured there, each in float64, rather than
+    copied twice. ``shards``: parameters of which other ranks have other shards; if there are any, all ranks have to
+    call.
     """
+    staged = store.local.transfer.staged
+
+    def squares(parameter: int, gradient: Tensor | None) -> float:
+        if gradient is None or not staged:
+            return store.sum_of_squares({parameter: gradient}, scale)
+        return float(torch.linalg.vector_norm(gradient.float() * scale.first * scale.second, dtype=torch.float64)) ** 2
+
     on_host: dict[int, Tensor | None] = {}
     total = 0.0
     elsewhere: dict[int, float] = {}
     for parameter, gradient in gradients.items():
         if parameter in shards:
-            elsewhere[parameter] = _squares(store, {parameter: gradient}, scale)
-        elif gradient is None or not store.local.transfer.staged:
+            elsewhere[parameter] = squares(parameter, gradient)
+        elif gradient is None or not staged:
             on_host[parameter] = gradient
         else:
-            total += _squares(store, {parameter: gradient}, scale)
+            total += squares(parameter, gradient)
     total += store.sum_of_squares(on_host, scale) + over_ranks(shards, elsewhere)
     return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32, device="cpu")
-
-
-def _squares(store: ParameterStore, one: Mapping[int, Tensor | None], scale: Scale) -> float:
-    ((_, gradient),) = one.items()
-    if gradient is None or not store.local.transfer.staged:
-        return store.sum_of_squares(one, scale)
-    return float(torch.linalg.vector_norm(gradient.float() * scale.first * scale.second, dtype=torch.float64)) ** 2

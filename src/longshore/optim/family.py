@@ -1,27 +1,25 @@
-"""What an optimizer has to know of its rule: options of a parameter group, names of states, and the next step."""
+"""What an optimizer knows of its rule: options of a parameter group, names of states, and the next step."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from longshore.errors import ParameterError
-from longshore.kernels import HostRule
-
-if TYPE_CHECKING:  # which imports History
-    from longshore.optim.parameters import ParameterRecord
+from longshore.kernels import HostRule, Rule, TorchRule, next_scalars
 
 
 class History(NamedTuple):
     """What the next step of a parameter depends on besides its group, its arrays and its gradient."""
 
     step: int = 0
-    """Applied steps; the truth for this parameter alone (law 3)."""
+    """Applied steps of this parameter, whose only count this is (law 3)."""
     states: frozenset[str] = frozenset()
-    """The state arrays that have values; others are as if they had never been."""
+    """The state arrays that have values; others count as never written."""
     scalars: tuple[tuple[str, float], ...] = ()
     """States that are one number for the whole parameter, besides the step count."""
 
@@ -31,12 +29,7 @@ class History(NamedTuple):
 
 
 def number(value: Any, name: str) -> float:
-    """A number, or a tensor of one element.
-
-    Raises:
-        ValueError: a tensor of more.
-        TypeError: anything else.
-    """
+    """Read a number or a tensor of one element; raises ValueError for a larger tensor, TypeError for anything else."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor has one element, not {value.numel()}")
@@ -47,7 +40,7 @@ def number(value: Any, name: str) -> float:
 
 
 def not_negative(value: Any, name: str) -> float:
-    """A :func:`number` of at least 0."""
+    """Read a :func:`number` of at least 0."""
     found = number(value, name)
     if not found >= 0.0:
         raise ValueError(f"{name} must not be negative, and is {found}")
@@ -55,7 +48,7 @@ def not_negative(value: Any, name: str) -> float:
 
 
 def beta(value: Any, name: str) -> float:
-    """A decay rate: a :func:`number` of at least 0 and below 1."""
+    """Read a decay rate: a :func:`number` of at least 0 and below 1."""
     found = number(value, name)
     if not 0.0 <= found < 1.0:
         raise ValueError(f"{name} must be at least 0 and below 1, and is {found}")
@@ -63,14 +56,14 @@ def beta(value: Any, name: str) -> float:
 
 
 def betas(value: Any, name: str) -> tuple[float, float]:
-    """A pair of decay rates."""
+    """Read a pair of decay rates."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"{name} is a pair, not {value!r}")
     return beta(value[0], f"{name}[0]"), beta(value[1], f"{name}[1]")
 
 
 def flag(value: Any, name: str) -> bool:
-    """Anything that is true or false."""
+    """Read anything that is true or false."""
     return bool(value)
 
 
@@ -82,23 +75,15 @@ _REFUSED = {
 }
 
 IMPLEMENTATION_FLAGS = {"foreach": None, "fused": True, "capturable": False, "differentiable": False}
-"""How a step is computed, not what it computes: taken from here, never from a loaded state. ``fused`` is True, so that
-torch's optimizer of the same name, which takes it from the state that it loads, goes on with the same bits."""
-
-
-def check_flags(group: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a way to compute a step that longshore does not have, by name."""
-    for name, why in _REFUSED.items():
-        if group.get(name):
-            raise ValueError(f"{name}={group[name]} is not supported: {why}")
-    if group.get("fused") is False:
-        raise ValueError("fused=False is not supported: longshore always runs one fused pass; leave fused unset")
+"""Options that say how a step is computed, not what it computes. They are never taken from a loaded state. ``fused`` is
+True, so that torch's optimizer of the same name, which takes it from the state that it loads, continues with the same
+bits."""
 
 
 # -- families -----------------------------------------------------------------
 
 
-class RuleFamily(ABC):
+class RuleFamily:
     """The rules of one optimizer: the options of its groups, and the names of its states.
 
     Groups and states have the names that ``torch.optim`` gives them.
@@ -106,10 +91,13 @@ class RuleFamily(ABC):
 
     options: ClassVar[Mapping[str, Callable[[Any, str], Any]]] = {}
     """The options of a group that make the rule, and the function that reads each."""
+    rule: ClassVar[type[Rule]]
+    """The rule. Its fields are read from options of the same names (``beta1`` and ``beta2`` from ``betas``), the step
+    count and :meth:`more_fields`."""
     states: tuple[str, ...]
     """All state arrays that a rule may have, in the order in which it reads them from a page."""
     optional_states: frozenset[str] = frozenset()
-    """Those that a parameter which was stepped may still lack."""
+    """The states that a parameter may lack even after a step."""
     scalars: tuple[str, ...] = ()
     """States that are one number, besides the step count."""
     keeps_step: bool = True
@@ -118,14 +106,12 @@ class RuleFamily(ABC):
     """Whether a state from outside that lacks it is refused."""
     refused_states: ClassVar[Mapping[str, str]] = {}
     """Entries of a state from outside that cannot be honoured, and why."""
-    fixed_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that are read when the optimizer is built and never again."""
+    initial_states: ClassVar[Mapping[str, str]] = {}
+    """State arrays that are not zero before a parameter's first step, and the option with the number that fills each.
+    These options have one value for all groups, which is read when the optimizer is built and never again."""
 
-    @property
-    def required(self) -> frozenset[str]:
-        """What a state from outside has to have."""
-        own = {*self.states, *self.scalars} - self.optional_states
-        return frozenset({*own, "step"} if self.keeps_step and self.needs_step else own)
+    def __init__(self, **fixed: Any) -> None:
+        self._fixed = {name: self.options[name](value, name) for name, value in fixed.items()}
 
     def values_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The group's options as plain numbers.
@@ -144,74 +130,125 @@ class RuleFamily(ABC):
         return  # most cannot
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Check a group's options, and raise for what cannot be honoured, by name.
+        """Check a group's options.
 
         Raises:
-            ValueError: an option that longshore does not do, or a value out of range.
+            ValueError: an option that longshore does not have, or a value out of range, by name.
             TypeError: something that is not a number.
         """
-        check_flags(group)
+        for name, why in _REFUSED.items():
+            if group.get(name):
+                raise ValueError(f"{name}={group[name]} is not supported: {why}")
+        if group.get("fused") is False:
+            raise ValueError("fused=False is not supported: longshore always runs one fused pass; leave fused unset")
         self.values_of(group)
+        for name, value in self._fixed.items():
+            if group[name] != value:
+                raise ValueError(
+                    f"{name} is {group[name]} in a parameter group and {value} in the optimizer: it is one value for "
+                    "all groups; pass it to the optimizer"
+                )
 
     def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
         """The state arrays that parameters of this group have."""
         return self.states
 
     def initial(self, history: History) -> Mapping[str, float]:
-        """The state arrays that are not zero before a parameter's first step, and what they are filled with."""
+        """The state arrays that are to be filled with a number before the next step."""
+        missing = {state: option for state, option in self.initial_states.items() if state not in history.states}
+        return {state: self._fixed[option] for state, option in missing.items() if self._fixed[option]}
+
+    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> HostRule:
+        """The group's present hyper-parameters for the next step of a parameter with this history; ``arrays`` names
+        the rows of a page."""
+        values = {**self.values_of(group), "step": history.step + 1, **self.more_fields(group, history)}
+        if "betas" in values:
+            values["beta1"], values["beta2"] = values["betas"]
+        return self.rule(**{field.name: values[field.name] for field in fields(self.rule)})
+
+    def more_fields(self, group: Mapping[str, Any], history: History) -> Mapping[str, Any]:
+        """The fields of the rule that are neither options nor the step count."""
         return {}
 
-    @abstractmethod
-    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> HostRule:
-        """The group's hyper-parameters as they are now, for the next step of a parameter with this history.
-
-        ``arrays`` names the rows of a page.
-        """
-
     def after(self, group: Mapping[str, Any], history: History) -> History:
-        """The history once that step is applied."""
+        """The history after that step."""
         return history._replace(step=history.step + 1, states=history.states | frozenset(self.states_of(group)))
 
 
-# -- from groups to rules -----------------------------------------------------
+# -- elementwise optimizers of torch that have no kernel here, and are run by torch on host tiles ---------------------
 
 
-def records_of(group: Mapping[str, Any], records: Mapping[int, ParameterRecord]) -> list[ParameterRecord]:
-    """The group's parameters as the user left them; one taken out is no longer stepped, as in torch.
+class _States(NamedTuple):
+    """What one of torch's optimizers keeps for each parameter, besides the step count."""
+
+    arrays: tuple[str, ...]
+    scalars: tuple[str, ...] = ()
+    switches: Mapping[str, str] = {}
+    """Arrays that only groups with a true value of this option have."""
+
+
+ELEMENTWISE: Mapping[str, _States] = {
+    "ASGD": _States(("ax",), ("eta", "mu")),
+    "Adadelta": _States(("square_avg", "acc_delta")),
+    "Adamax": _States(("exp_avg", "exp_inf")),
+    "NAdam": _States(("exp_avg", "exp_avg_sq"), ("mu_product",)),
+    "RAdam": _States(("exp_avg", "exp_avg_sq")),
+    "RMSprop": _States(
+        ("square_avg", "momentum_buffer", "grad_avg"), (), {"momentum_buffer": "momentum", "grad_avg": "centered"}
+    ),
+    "Rprop": _States(("prev", "step_size")),
+}
+"""Optimizers by their name in ``torch.optim``. The new value of an element depends only on that element, its gradient,
+its states and the step count."""
+
+
+class TorchFamily(RuleFamily):
+    """The rule of one of torch's elementwise optimizers.
 
     Args:
-        group: of an optimizer.
-        records: by ``id(parameter)``.
-
-    Raises:
-        ParameterError: the group holds a tensor that has no record.
+        kind: its name in ``torch.optim``; one of :data:`ELEMENTWISE`.
     """
-    try:
-        return [records[id(parameter)] for parameter in group["params"]]
-    except KeyError:
-        raise ParameterError(
-            "a parameter group holds a tensor that this optimizer was not built with; "
-            "use optimizer.add_param_group(), or build the optimizer anew"
-        ) from None
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        found = ELEMENTWISE[kind]
+        self._switches = found.switches
+        self.states = found.arrays
+        self.optional_states = frozenset(found.switches)
+        self.scalars = found.scalars
+        self._make = partial(getattr(torch.optim, kind), [torch.zeros(1, device="cpu")])
+        self._names = [name for name in self._make().defaults if name not in IMPLEMENTATION_FLAGS]
+
+    def values_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The group's options as they can be compared: tensors as numbers, lists as tuples."""
+        return {name: _plain(group[name], name) for name in self._names}
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        super().check_group(group)
+        self._make(**self.values_of(group))  # torch's constructor checks the values
+
+    def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
+        return [name for name in self.states if name not in self._switches or group[self._switches[name]]]
+
+    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> TorchRule:
+        return TorchRule(
+            kind=self.kind,
+            options=tuple(self.values_of(group).items()),
+            rows=tuple((name, arrays.index(name)) for name in self.states_of(group)),
+            step=history.step + 1,
+            first=not history.states,
+            scalars=history.scalars,
+        )
+
+    def after(self, group: Mapping[str, Any], history: History) -> History:
+        states = self.states_of(group)
+        rule = self.rule_of(group, history, ["master", *states])
+        after = super().after(group, history)
+        return after._replace(scalars=next_scalars(rule, self.scalars)) if self.scalars else after
 
 
-def planned(
-    groups: Iterable[Mapping[str, Any]],
-    records: Mapping[int, ParameterRecord],
-    family: RuleFamily,
-    arrays: Sequence[str],
-    among: Container[int],
-) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
-    """How each parameter ``among`` these (by the index of its record) is stepped, and its history afterwards."""
-    for group in groups:
-        known: dict[History, tuple[HostRule, History]] = {}
-        last, rule, after = None, None, None
-        for record in records_of(group, records):
-            if record.index not in among:
-                continue
-            # Parameters with equal histories share one object after their first common step.
-            if (history := record.history) is not last or rule is None or after is None:
-                if history not in known:
-                    known[history] = family.rule_of(group, history, arrays), family.after(group, history)
-                last, (rule, after) = history, known[history]
-            yield record, rule, after
+def _plain(value: Any, name: str) -> Any:
+    if isinstance(value, Tensor):
+        return number(value, name)
+    return tuple(_plain(part, name) for part in value) if isinstance(value, (list, tuple)) else value

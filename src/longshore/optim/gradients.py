@@ -1,38 +1,148 @@
-"""Where a window's gradients are: in ``.grad``, or on the host already.
+"""Where the gradients of a window are: in ``.grad``, or on the host already.
 
-Both policies read ``.grad`` as the user left it, so that whatever was done to
-it counts (accumulated, clipped, unscaled, replaced, set to None).
+Both policies read ``.grad`` as the user left it, so that whatever was done to it counts (accumulated, clipped,
+unscaled, replaced, set to None).
+
+While the host has a parameter's gradient, its ``.grad`` is a :class:`ReleasedGradient`: the right shape and dtype, no
+memory, and an error for whoever computes with it. Whether the host's gradient still counts is then read from ``.grad``
+itself, as it is in torch: the placeholder says that nothing happened to it, None that it was discarded
+(``model.zero_grad()``), and any other tensor that the user put something in its place.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.host import ParameterStore
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks
-from longshore.optim.released import ReleasedGradient, ReleasedShard, ReleaseHooks, is_released
-from longshore.optim.shards import gradient_part, like
+from longshore.optim.shards import gradient_part, held_part, like
+
+# These say nothing about values, and torch calls them before operations that get the error below.
+_HARMLESS = frozenset(
+    {"__get__", "__repr__", "__hash__", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
+     "is_floating_point", "is_complex", "is_contiguous", "requires_grad_"}
+)  # fmt: skip
+
+
+class ReleasedGradient(Tensor):
+    """Placeholder in ``.grad`` for a gradient that is on the host."""
+
+    parameter_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in _HARMLESS:
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            if isinstance(result, ReleasedGradient) and isinstance(args[0], ReleasedGradient):
+                result.parameter_name = args[0].parameter_name  # of .data, say
+            return result
+        raise _moved(args, name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"<gradient of {self.parameter_name}, held on the host by longshore>"
+
+
+@functools.cache
+def _one_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
+class ReleasedShard(ReleasedGradient):
+    """This process's shard of a placeholder that is a ``DTensor``, which calls operations of the shard only."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise _moved(args, func.__name__.partition(".")[0])
+
+    def __iadd__(self, other: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """FSDP2 adds to the shard of a gradient. This one has no values, so the sum is what arrived."""
+        return other
+
+
+def _moved(args: Any, asking: str) -> LongshoreError:
+    placeholders = (leaf for leaf in tree_leaves(args) if isinstance(leaf, ReleasedGradient))
+    name = next((f"parameter {each.parameter_name}" for each in placeholders), "a parameter")
+    return LongshoreError(
+        f"{name}: release_gradients=True has moved the gradient to the host, and {asking} asked for it. "
+        "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's (with an engine: "
+        "gradient_clipping in its configuration, and engine.get_global_grad_norm()), "
+        "optimizer.zero_grad() or zero_grad(set_to_none=True) to discard gradients, and "
+        "release_gradients=False for a GradScaler or to edit gradients"
+    )
+
+
+def is_released(gradient: Tensor | None) -> bool:
+    """Whether a gradient is a placeholder, or a ``DTensor`` whose shard in this process is one."""
+    if gradient is None or type(gradient) is Tensor:
+        return False
+    return isinstance(gradient, ReleasedGradient) or isinstance(held_part(gradient), ReleasedGradient)
+
+
+class ReleaseHooks:
+    """The two hooks of one parameter: before and after autograd accumulates into ``.grad``.
+
+    ``before`` removes the placeholder, so that autograd finds None and does not add to it. It is a hook of the
+    accumulation node, and not of the tensor, because ``torch.autograd.grad`` runs tensor hooks without accumulating.
+    """
+
+    def __init__(self, parameter: Tensor, leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._before = before
+        self._after_handle = leaf.register_post_accumulate_grad_hook(lambda _leaf: after())
+        self._node: Node | None = None
+        self.follow(leaf)
+
+    def follow(self, leaf: Tensor) -> None:
+        """Hook the leaf's present node: converting a model to another dtype and back makes a new one."""
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+        if node is self._node:
+            return
+        before = self._before
+        # The tensor refers to its node weakly; the node must live as long as the hook. A node that is given no gradient
+        # accumulates nothing.
+        self._node = node
+        self._before_handle = node.register_prehook(lambda gradients: before() if gradients[0] is not None else None)
+
+    def remove(self, placeholder: Tensor | None) -> None:
+        """Remove the hooks, and the placeholder if it is still there."""
+        self._after_handle.remove()
+        self._before_handle.remove()
+        parameter = self._parameter()
+        if parameter is not None and placeholder is not None and parameter.grad is placeholder:
+            parameter.grad = None
 
 
 class GradientSource(ABC):
-    """How an optimizer finds the gradients of a window."""
+    """Finds the gradients of a window for an optimizer.
+
+    Attributes:
+        produced: number of gradients that hooks saw in this window, by parameter.
+    """
 
     def __init__(self, store: ParameterStore) -> None:
         self.store = store
         self.records: dict[int, ParameterRecord] = {}
+        self.produced: dict[int, int] = {}
 
     def watch(self, records: Sequence[ParameterRecord]) -> None:
-        """Make room on the host for parameters that can get gradients.
-
-        Raises:
-            ValueError: one of them has a dtype that cannot be stepped; room was made for none.
-        """
+        """Make room on the host for parameters that can get gradients, or, where one of them has a dtype that cannot be
+        stepped, raise ValueError and make room for none."""
         new = [record for record in records if record.index not in self.store]
         for record in new:
             check_trainable(record.parameter, record.name)
@@ -45,85 +155,66 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, records: Sequence[ParameterRecord]) -> None:
-        """Take up new parameters; where that raises, none of them is taken up."""
+        """Add new parameters; where that raises, none of them is added."""
 
     @abstractmethod
     def collect(self) -> dict[int, Tensor | None]:
-        """The gradient of each parameter that has one: flat, on the device, or None where the
-        store holds it.
+        """The gradient of each parameter that has one: flat, on the device, or None where the store has it.
 
         Raises:
             GradientError: one that cannot be counted; nothing was stepped.
         """
 
     def look_again(self) -> None:
-        """Take up parameters that were frozen until now."""
+        """Add parameters that were frozen until now."""
         return
-
-    @property
-    def produced(self) -> Mapping[int, int]:
-        """Gradients that hooks saw in this window, by parameter."""
-        return {}
 
     def fingerprint(self) -> Fingerprint:
         """The gradients of this window as they are now."""
-        return {
-            index: Seen(record.name, weakref.ref(gradient), self._changes(index, gradient))
-            for index, record in self.records.items()
-            if (gradient := record.parameter.grad) is not None
-        }
+        seen = {}
+        for index, record in self.records.items():
+            if (gradient := record.parameter.grad) is not None:
+                changes = self.store.arrivals(index) if is_released(gradient) else gradient._version
+                seen[index] = Seen(record.name, weakref.ref(gradient), changes)
+        return seen
 
-    def _changes(self, index: int, gradient: Tensor) -> int:
-        """Grows whenever the gradient changes."""
-        return gradient._version
-
-    @abstractmethod
     def consumed(self) -> None:
-        """The window was stepped."""
+        """End a window that was stepped."""
+        return
 
-    @abstractmethod
     def zero_grad(self) -> None:
         """Discard the window, with ``.grad`` set to None."""
+        for record in self.records.values():
+            record.parameter.grad = None
 
-    @abstractmethod
     def close(self) -> None:
-        """Leave the parameters as ordinary ones."""
+        """Leave the parameters as ordinary ones, and close the store."""
+        self.store.close()
 
 
 class KeptGradients(GradientSource):
-    """The gradient is ``.grad`` as found at ``step()``; idle means that it is None."""
+    """Takes ``.grad`` as found at ``step()``; a parameter whose ``.grad`` is None is not stepped."""
 
     def register(self, records: Sequence[ParameterRecord]) -> None:
         self.watch([record for record in records if record.parameter.requires_grad])
         self.records.update((record.index, record) for record in records)
 
     def collect(self) -> dict[int, Tensor | None]:
-        found: dict[int, Tensor | None] = {}
-        for index, record in self.records.items():
-            gradient = record.parameter.grad
-            if gradient is not None:
-                found[index] = self.found(record, gradient)
-        thawed = [self.records[index] for index in found if index not in self.store]
-        if thawed:
+        found: dict[int, Tensor | None] = {
+            index: self.found(record, gradient)
+            for index, record in self.records.items()
+            if (gradient := record.parameter.grad) is not None
+        }
+        if thawed := [self.records[index] for index in found if index not in self.store]:
             self.watch(thawed)
         return found
 
-    def consumed(self) -> None:
-        return
-
-    def zero_grad(self) -> None:
-        for record in self.records.values():
-            record.parameter.grad = None
-
-    def close(self) -> None:
-        return
-
 
 class ReleasedGradients(GradientSource):
-    """Hooks take each gradient to the host during backward and leave a placeholder.
+    """Takes each gradient to the host in a hook during backward, and leaves a placeholder.
 
-    The host's gradient of a parameter counts exactly while ``.grad`` is the
-    placeholder of this window. It is lifted while autograd accumulates.
+    The host's gradient of a parameter counts exactly while ``.grad`` is the placeholder of this window. The placeholder
+    is lifted while autograd accumulates.
     """
 
     def __init__(self, store: ParameterStore) -> None:
@@ -134,17 +225,11 @@ class ReleasedGradients(GradientSource):
         self._lifted: set[int] = set()
         self._entered: set[int] = set()
         """Parameters that autograd is accumulating into, as far as their nodes' hooks say."""
-        self._produced: dict[int, int] = {}
         # Neither hooks nor placeholders stay on parameters that outlive the optimizer.
-        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._placeholders)
+        self._finalizer = weakref.finalize(self, _remove_hooks, self._hooks, self._placeholders)
         self._finalizer.atexit = False
 
     def register(self, records: Sequence[ParameterRecord]) -> None:
-        self._hook_trainable(records)
-        self.records.update((record.index, record) for record in records)
-
-    def _hook_trainable(self, records: Sequence[ParameterRecord]) -> None:
-        """Frozen parameters take no hooks; look again at each step for those that thawed."""
         trainable = [
             record
             for record in records
@@ -155,28 +240,29 @@ class ReleasedGradients(GradientSource):
         for record in trainable:
             leaf = record.leaf()
             if leaf is None:
-                continue  # it was never gathered; whoever gathers it says so
+                continue  # it was never gathered; look_again() is called when it is
             # The hooks must not refer to the parameter: torch could not collect it.
-            index = record.index
-            self._hooks[index] = ReleaseHooks(
-                record.parameter,
-                leaf,
-                before=lambda index=index: _call(me, ReleasedGradients._before, index),
-                after=lambda index=index: _call(me, ReleasedGradients._after, index),
+            before, after = (
+                functools.partial(_call, me, hook, record.index)
+                for hook in (ReleasedGradients._before, ReleasedGradients._after)
             )
+            self._hooks[record.index] = ReleaseHooks(record.parameter, leaf, before, after)
+        self.records.update((record.index, record) for record in records)
+
+    def look_again(self) -> None:
+        self.register(list(self.records.values()))  # frozen parameters have no hooks until they thaw
 
     def _before(self, index: int) -> None:
         record = self.records[index]
         self._entered.add(index)
-        held, gradient = self._resolve(record)
+        on_host, gradient = self._resolve(record)
         if not is_released(gradient):
             return
-        in_the_way = record.leaf() is record.parameter
-        if in_the_way:
-            record.parameter.grad = None  # autograd must not add to a placeholder, whosever it is
-        if held:
-            self._lifted.update([index] if in_the_way else [])
-        elif gradient is not self._placeholders.get(index):
+        if record.leaf() is record.parameter:
+            record.parameter.grad = None  # autograd must not add to a placeholder, not even another optimizer's
+            if on_host:
+                self._lifted.add(index)
+        if not on_host and gradient is not self._placeholders.get(index):
             raise _foreign(record)
 
     def _after(self, index: int) -> None:
@@ -185,7 +271,7 @@ class ReleasedGradients(GradientSource):
         assert leaf is not None
         gradient, placeholder = leaf.grad, self._placeholders.get(index)
         if gradient is None or (gradient is placeholder and is_released(gradient)):
-            return  # a backward that brought nothing here
+            return  # this backward computed no gradient of the parameter
         if is_released(gradient):
             raise GradientError(
                 f"another optimizer with release_gradients=True took the gradient of parameter {record.name}; "
@@ -193,14 +279,14 @@ class ReleasedGradients(GradientSource):
             )
         record.check()
         if record.keeps_shard and gradient is not placeholder:
-            # FSDP2 wrote it without a word before. Where it is no longer the placeholder, what is held was discarded.
+            # FSDP2 wrote it without calling the first hook. Unless it is the placeholder, the host's was discarded.
             self._resolve(record)
         if index in self._entered:
             self._entered.discard(index)
         else:
             self._hooks[index].follow(leaf)  # the node that was hooked is no longer the parameter's
         self.store.arrive(index, self.found(record, gradient))
-        self._produced[index] = self._produced.get(index, 0) + 1
+        self.produced[index] = self.produced.get(index, 0) + 1
         self._lifted.discard(index)
         if leaf is not record.parameter:
             leaf.grad = None
@@ -216,47 +302,39 @@ class ReleasedGradients(GradientSource):
         # FSDP2 adds to the shard of a gradient, and puts the sum, which is what arrived, in its place.
         if placeholder is None or not is_released(placeholder):
             kind = ReleasedShard if record.keeps_shard else ReleasedGradient
-            placeholder = kind.for_parameter(record.kept, record.name)
+            # One element of memory serves all placeholders of a dtype and device.
+            placeholder = _one_nan(record.dtype, record.device).expand(record.kept.shape).as_subclass(kind)
+            placeholder.parameter_name = record.name
             if record.keeps_shard:
                 placeholder = like(record.parameter, placeholder)
             self._placeholders[record.index] = placeholder
         return placeholder
 
-    def fail(self, reason: str, failure: BaseException) -> None:
-        """A hook failed: the window cannot be stepped."""
-        error = GradientError(
-            f"a gradient was not taken during backward: {reason} "
-            "(zero_grad() discards this window, and training can go on)"
-        )
-        error.__cause__ = failure
-        self.store.fail(error)
-
     def _resolve(self, record: ParameterRecord) -> tuple[bool, Tensor | None]:
         """Whether the host's gradient counts, and what is in ``.grad``; drops what no longer counts."""
         gradient, index = record.parameter.grad, record.index
-        held = self.store.arrivals(index) > 0
-        if gradient is not None and gradient is self._placeholders.get(index):
-            return held, gradient
-        if held and index not in self._lifted:
-            # Discarded (None) or replaced by the user's own tensor. The old
-            # placeholder must not vouch for what arrives next.
+        on_host = self.store.arrivals(index) > 0
+        is_ours = gradient is not None and gradient is self._placeholders.get(index)
+        if on_host and not is_ours and index not in self._lifted:
+            # Discarded (None) or replaced by the user's own tensor. The old placeholder must not stand for the gradient
+            # that arrives next.
             self.store.discard(index)
             self._placeholders.pop(index, None)
-            self._produced.pop(index, None)
-            held = False
-        return held, gradient
+            self.produced.pop(index, None)
+            on_host = False
+        return on_host, gradient
 
     def collect(self) -> dict[int, Tensor | None]:
         found: dict[int, Tensor | None] = {}
         self.look_again()
         for index, record in self.records.items():
-            held, gradient = self._resolve(record)
+            on_host, gradient = self._resolve(record)
             if index in self._lifted:
                 raise GradientError(
                     f"a backward was interrupted while it accumulated the gradient of parameter {record.name}; "
                     "call zero_grad() to discard this window and go on"
                 )
-            if held:
+            if on_host:
                 found[index] = None
             elif is_released(gradient):
                 raise _foreign(record)
@@ -271,29 +349,14 @@ class ReleasedGradients(GradientSource):
                 self.watch([record])
                 found[index] = self.store.bring(index, flat_gradient)
                 if found[index] is None:
-                    self._produced[index] = self._produced.get(index, 0) + 1
+                    self.produced[index] = self.produced.get(index, 0) + 1
                     record.parameter.grad = self._placeholder(record)
         return found
 
-    def _changes(self, index: int, gradient: Tensor) -> int:
-        if is_released(gradient):
-            return self.store.arrivals(index)
-        return gradient._version
-
-    def look_again(self) -> None:
-        self._hook_trainable(list(self.records.values()))
-
-    @property
-    def produced(self) -> Mapping[int, int]:
-        return self._produced
-
     def consumed(self) -> None:
-        self._produced.clear()
-        self._lifted.clear()
-        self._entered.clear()
-        self._placeholders.clear()
-        for record in self.records.values():
-            record.parameter.grad = None
+        for each in (self.produced, self._lifted, self._entered, self._placeholders):
+            each.clear()
+        super().zero_grad()
 
     def zero_grad(self) -> None:
         self.store.discard()
@@ -301,6 +364,7 @@ class ReleasedGradients(GradientSource):
 
     def close(self) -> None:
         self._finalizer()
+        super().close()
 
 
 def _foreign(record: ParameterRecord) -> GradientError:
@@ -310,21 +374,26 @@ def _foreign(record: ParameterRecord) -> GradientError:
     )
 
 
-def _let_go(hooks: Mapping[int, ReleaseHooks], placeholders: Mapping[int, Tensor]) -> None:
+def _remove_hooks(hooks: Mapping[int, ReleaseHooks], placeholders: Mapping[int, Tensor]) -> None:
     for index, hook in hooks.items():
         hook.remove(placeholders.get(index))
 
 
-def _call(source: weakref.ref[ReleasedGradients], hook: object, index: int) -> None:
-    """Run a hook of a source that may be gone; no failure is raised into autograd (law 8)."""
+def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradients, int], None], index: int) -> None:
+    """Run a hook of a source that may be gone. A failure ends the window, and is not raised into autograd (law 8)."""
     alive = source()
     if alive is None:
         return
     try:
-        hook(alive, index)  # pyright: ignore[reportCallIssue]
-    except LongshoreError as failure:
-        alive.fail(str(failure), failure)
+        hook(alive, index)
     except BaseException as failure:
-        alive.fail(f"parameter {alive.records[index].name}: {type(failure).__name__}: {failure}", failure)
+        own = isinstance(failure, LongshoreError)
+        reason = failure if own else f"parameter {alive.records[index].name}: {type(failure).__name__}: {failure}"
+        error = GradientError(
+            f"a gradient was not taken during backward: {reason} "
+            "(zero_grad() discards this window, and training can go on)"
+        )
+        error.__cause__ = failure
+        alive.store.fail(error)
         if not isinstance(failure, Exception):
             raise  # Ctrl-C ends the backward, and the window is incomplete

@@ -1,10 +1,12 @@
-"""The ``torch.optim.Optimizer`` that all of ours are: torch's face, with an :class:`OptimizerCore` behind it."""
+"""Base classes of all optimizers here: the interface of ``torch.optim.Optimizer`` to an :class:`OptimizerCore`."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -13,15 +15,14 @@ from torch.optim.optimizer import ParamsT
 from longshore.host import SpeculationRecord
 from longshore.optim.clipping import gradient_norm
 from longshore.optim.core import OptimizerCore
-from longshore.optim.family import RuleFamily, records_of
-from longshore.optim.loading import loadable_state, merged_group
+from longshore.optim.family import RuleFamily
 from longshore.optim.offload import Offload, Placement
 from longshore.optim.parameters import group_members
-from longshore.optim.state import StateMap, clear_state, write_state
+from longshore.optim.state import StateMap, clear_state, loadable_state, merged_group, write_state
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """Everything but the signature and the rule, which is its ``family``'s business. Not for direct use."""
+    """Base of all optimizers here, with everything but the signature and the rule (its ``family``)."""
 
     def __init__(
         self,
@@ -34,19 +35,13 @@ class HostOptimizer(torch.optim.Optimizer):
         offload = offload or Offload()
         if not isinstance(offload, Placement):
             raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
-        me = weakref.ref(self)
-
-        def groups() -> list[dict[str, Any]]:
-            optimizer = me()
-            assert optimizer is not None  # the core is this optimizer's alone
-            return optimizer.param_groups
-
+        me: Callable[[], Any] = weakref.ref(self)  # alive whenever its core is used
         # The base class calls add_param_group, which needs these.
-        self._core = OptimizerCore(groups, family, offload, bool(release_gradients))
+        self._core = OptimizerCore(lambda: me().param_groups, family, offload, bool(release_gradients))
         self._loading: dict[int, dict[str, Any]] | None = None
         family.check_group(defaults)
         super().__init__(params, defaults)
-        self._core.lay_out_waiting()
+        self._core.end_building()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.
@@ -97,7 +92,7 @@ class HostOptimizer(torch.optim.Optimizer):
     # -- gradients ------------------------------------------------------------
 
     def expect_backwards(self, backwards: int) -> None:
-        """The window under way will have so many backwards; where nobody says, as many as the last one. Only time
+        """Announce how many backwards this window will have; otherwise as many as the last one are expected. Only time
         depends on it.
 
         Raises:
@@ -114,14 +109,14 @@ class HostOptimizer(torch.optim.Optimizer):
             ValueError: ``set_to_none=False`` with ``release_gradients=True``: there is no ``.grad`` to fill with zeros.
         """
         if set_to_none:
-            self._core.discard()
-            return
-        if self._core.release_gradients:
+            self._core.source.zero_grad()
+        elif self._core.release_gradients:
             raise ValueError(
                 "zero_grad(set_to_none=False) fills .grad with zeros, and release_gradients=True keeps none on "
                 "the device; use zero_grad()"
             )
-        super().zero_grad(set_to_none=False)
+        else:
+            super().zero_grad(set_to_none=False)
         self._core.forget_window()
 
     @torch.no_grad()
@@ -130,7 +125,9 @@ class HostOptimizer(torch.optim.Optimizer):
 
         Squares are added in float64 and the root is rounded once.
         """
-        return gradient_norm(self._core.store, self._core.window_gradients(), self._core.scale(), self._core.shards())
+        core, gradients = self._core, self._core.window_gradients()
+        scale = core.clipping.scale_for(core.source.fingerprint)
+        return gradient_norm(core.store, gradients, scale, core.offload.shards_among(core.parameters))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -153,12 +150,15 @@ class HostOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}; set error_if_nonfinite=False to clip with it anyway"
             )
-        self._core.clip(norm, float(max_norm))
+        self._core.clipping.clip(norm, float(max_norm), self._core.source.fingerprint())
         return norm
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """What the losses are multiplied by from the next backward on; gradients are divided by it in the step."""
-        self._core.clipping.set_loss_scale(loss_scale)
+        """Set what losses are multiplied by from the next backward on, which is positive and finite (or ValueError is
+        raised); the step divides gradients by it."""
+        if not 0.0 < loss_scale < math.inf:
+            raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
+        self._core.clipping.loss_scale = float(loss_scale)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -175,14 +175,14 @@ class HostOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Parameter -> its states as torch names them (and ``master``), looked up at each access."""
-        self._core.parts()  # others may have been put in the place of the parameters
+        _ = self._core.source  # others may have been put in the place of the parameters
         return StateMap(self._core)
 
     @state.setter
     def state(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, value: Mapping[Tensor, Mapping[str, Any]]
     ) -> None:
-        if not self._core.laid_out:  # the base class, before it has parameters
+        if self._core._source is None:  # the base class, before it has parameters
             return
         state = self.state
         state.clear()
@@ -192,15 +192,14 @@ class HostOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of its twin in ``torch.optim``.
 
-        States and masters stay in float32 whatever the parameter's dtype.
-        Where the state has no master, the parameter is the master. Also leaves
-        a broken state.
+        States and masters stay in float32 whatever the parameter's dtype. Where the state has no master, the parameter
+        is the master. This also ends a broken state.
 
         Raises:
             ValueError: the state does not fit, by name; nothing was changed.
         """
-        # The base class would cast every tensor to the parameter's dtype; so it
-        # gets the groups only, from a hook that runs after all of the user's.
+        # The base class would cast every tensor to the parameter's dtype, so it gets the groups only, from a hook that
+        # runs after all of the user's.
         handle = self.register_load_state_dict_pre_hook(HostOptimizer._take_state)
         try:
             super().load_state_dict(state_dict)
@@ -212,7 +211,7 @@ class HostOptimizer(torch.optim.Optimizer):
     def _take_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(optimizer, HostOptimizer)
         core, groups = optimizer._core, optimizer.param_groups
-        records = [record for group in groups for record in records_of(group, core.by_id)]
+        records = [record for group in groups for record in core.records_of(group)]
         optimizer._loading = loadable_state(state_dict, groups, optimizer.defaults, records, core.family)
         return {**state_dict, "state": {}}
 
@@ -225,11 +224,9 @@ class HostOptimizer(torch.optim.Optimizer):
             for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
         ]
         core.begin_load()
-        for record in core.by_id.values():
+        for record in core.records:
             clear_state(record, core.store)
-            loaded = self._loading.get(record.index)
-            if loaded:
-                write_state(record, core, loaded)
+            write_state(record, core, self._loading.get(record.index, {}))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an optimizer of longshore owns threads and pinned memory: copy its state_dict() instead")
@@ -241,9 +238,14 @@ class HostOptimizer(torch.optim.Optimizer):
         """Adopt writes that torch cannot see: ``p.data.copy_``, NumPy views, custom kernels.
 
         Every element that is not the rounded master becomes the master. Other writes (``load_state_dict``,
-        initialisers, ``p.data = x``) are found by themselves at the next step.
+        initialisers, ``p.data = x``) are found at the next step without this call.
         """
-        self._core.refresh_masters()
+        store = self._core.store
+        for record in self._core.records:
+            if record.has_master:
+                record.check()
+                store.adopt(record.index, record.values(), keep_matching=True)
+                record.mark_published()
 
     @property
     def speculation(self) -> SpeculationRecord | None:
@@ -255,5 +257,51 @@ class HostOptimizer(torch.optim.Optimizer):
         return self._core.store.local.host_bytes()
 
     def close(self) -> None:
-        """Wait for what is under way, remove the hooks, and let go of threads."""
+        """Wait for what is under way, remove the hooks, and end the threads."""
         self._core.close()
+
+
+OPTIMIZERS: dict[str, type[RuleOptimizer]] = {}
+"""Every :class:`RuleOptimizer` that was defined, by the name of its class."""
+
+_NO_GROUP_OPTIONS = frozenset({"self", "__class__", "params", "release_gradients", "offload"})
+
+
+class RuleOptimizer(HostOptimizer):
+    """Base of the optimizers that have kernels, one for each name that a configuration may give.
+
+    The constructor of a subclass has the signature of torch's, and passes ``locals()`` on: its signature is the only
+    table of options and defaults, so no option can be accepted and then forgotten.
+    """
+
+    rules: ClassVar[type[RuleFamily]]
+    twin: ClassVar[type[torch.optim.Optimizer] | None] = None
+    """The class in ``torch.optim`` that has the same groups and states."""
+    deepspeed_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of options that a DeepSpeed file leaves out, where they differ from the signature's."""
+    suggested: ClassVar[Mapping[str, Any]] = {"lr": 1e-4}
+    """Options that the planner writes into a DeepSpeed file, for the user to change."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if RuleOptimizer in cls.__bases__:  # not for subclasses of our own optimizers
+            OPTIMIZERS[cls.__name__] = cls
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Build the optimizer from ``locals()`` of the subclass's constructor, taken first."""
+        options = {name: value for name, value in arguments.items() if name not in _NO_GROUP_OPTIONS}
+        family = self.rules(**{name: options[name] for name in self.rules.initial_states.values()})
+        if options.get("fused", True) is None:
+            options["fused"] = True
+        super().__init__(arguments["params"], options, family, arguments["release_gradients"], arguments["offload"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if "fused" in self.defaults:
+            self.param_groups[-1]["fused"] = True  # which None means here; False is refused
+
+    @classmethod
+    def defaults_by_name(cls) -> dict[str, Any]:
+        """The options of a group that a configuration may give, with their defaults in the signature."""
+        parameters, fixed = inspect.signature(cls).parameters, cls.rules.initial_states.values()
+        return {name: parameters[name].default for name in cls.rules.options if name not in fixed}

@@ -16,42 +16,37 @@ from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim.shards import is_sharded
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 
-_STAGED_TILE_NUMEL = 1 << 22
-_TILE_NUMEL = 1 << 24
-
 
 def default_tile_numel(staged: bool) -> int:
-    """Elements a tile where nobody says; ``staged``: tiles are copied."""
-    return _STAGED_TILE_NUMEL if staged else _TILE_NUMEL
+    """Default number of elements of a tile; ``staged``: tiles are copied."""
+    return 1 << 22 if staged else 1 << 24
 
 
 class Placement(ABC):
-    """Where an optimizer keeps its state: makes the store."""
+    """Decides where an optimizer keeps its state, and makes the store."""
+
+    takes_shards: bool = True
+    """Whether parameters may be DTensors, of which this process has a shard."""
+    keeps_shards: ClassVar[bool] = False
+    """Whether the store knows only that shard of them."""
+    leaf_of: Callable[[Tensor], Tensor | None] | None = None
+    """What autograd accumulates a parameter's gradient into; None: the parameter. See :meth:`ParameterRecord.leaf`."""
 
     @property
     @abstractmethod
     def leaves_on_device(self) -> bool:
         """Whether any of the state stays where the parameters are."""
 
-    takes_shards: bool = True
-    """Whether parameters may be DTensors, of which this process has a part."""
-
-    keeps_shards: ClassVar[bool] = False
-    """Whether the store knows only that part of them."""
-
     @abstractmethod
     def make_store(
         self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]
     ) -> ParameterStore:
-        """A store for parameters on ``device``; ``hold_gradients``: their gradients arrive during backward;
-        ``parameters``: all that there are by index, also those that come later."""
+        """Make a store for parameters on ``device``; ``hold_gradients``: their gradients arrive during backward;
+        ``parameters``: a dictionary by index, to which later parameters will be added."""
 
     def shards_among(self, parameters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Those of which the store knows a part only."""
+        """The parameters of which the store knows a shard only."""
         return {index: each for index, each in parameters.items() if self.keeps_shards and is_sharded(each)}
-
-    leaf_of: Callable[[Tensor], Tensor | None] | None = None
-    """What autograd accumulates a parameter's gradient into; None: the parameter. See :meth:`ParameterRecord.leaf`."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +130,8 @@ class Offload(Placement):
         """
         if self.device == "cpu" or device.type == "cpu":
             return HostKernels(self.threads, self.cpu_set)
-        for name, value in (
-            ("threads", self.threads),
-            ("cpu_set", self.cpu_set),
-            ("speculation_memory", self.speculation_memory or None),
-        ):
+        ahead = self.speculation_memory or None
+        for name, value in (("threads", self.threads), ("cpu_set", self.cpu_set), ("speculation_memory", ahead)):
             if value is not None:
                 raise ValueError(f"device='none' steps on {device}, and no host thread does: leave {name} out")
         return DeviceKernels(device)
@@ -151,7 +143,7 @@ class Offload(Placement):
         parameters: Mapping[int, Tensor],
         gradient_dtype: torch.dtype | None = None,
     ) -> HostStore:
-        """The store of one process; ``gradient_dtype`` where gradients have another dtype than their parameters.
+        """Make the store of one process; ``gradient_dtype``: if gradients have another dtype than their parameters.
 
         Raises:
             ValueError: memory for stepping during backward, where gradients do not arrive before the step.

@@ -1,17 +1,17 @@
-"""``optimizer.state``: looked up at each access, because pages move."""
+"""``optimizer.state``, which is looked up at each access because pages move, and reading a ``state_dict``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from longshore.host import MASTER, ParameterStore
-from longshore.optim.family import History, RuleFamily
+from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily
 from longshore.optim.parameters import ParameterRecord, flat
-from longshore.optim.shards import is_sharded, like, part_of
+from longshore.optim.shards import like, part_of
 
 if TYPE_CHECKING:
     from longshore.optim.core import OptimizerCore
@@ -21,9 +21,8 @@ class ParameterState(MutableMapping[str, Tensor]):
     """One parameter's states as torch names them (Adam: ``step``, ``exp_avg``, ``exp_avg_sq``) and, in low
     precision, ``master``.
 
-    Reading gives a copy: float32, on the CPU, of the parameter's shape (``step``
-    and other single numbers: 0-dim). Setting a key writes to the pages. (A change
-    made in place to a copy changes the copy.)
+    Reading gives a copy: float32, on the CPU, of the parameter's shape (``step`` and other single numbers: 0-dim), so a
+    change made in place to it changes the copy alone. Setting a key writes to the pages.
     """
 
     def __init__(self, record: ParameterRecord, core: OptimizerCore) -> None:
@@ -50,7 +49,7 @@ class ParameterState(MutableMapping[str, Tensor]):
         return like(record.parameter, values) if record.keeps_shard else values
 
     def __setitem__(self, key: str, value: Any) -> None:
-        write_state(self._record, self._core, {key: value})
+        write_state(self._record, self._core, checked_state(self._record, {key: value}, self._core.family))
 
     def __delitem__(self, key: str) -> None:
         raise TypeError(f"{key!r} is part of the optimizer's pages and cannot be deleted; set it instead")
@@ -66,7 +65,7 @@ class ParameterState(MutableMapping[str, Tensor]):
 
 
 class StateMap(MutableMapping[Tensor, Any]):
-    """Parameters that have been stepped (or loaded) -> their state."""
+    """Maps the parameters that were stepped or loaded to their state."""
 
     def __init__(self, core: OptimizerCore) -> None:
         self._core = core
@@ -100,21 +99,19 @@ class StateMap(MutableMapping[Tensor, Any]):
         return sum(1 for _ in self)
 
     def items(self) -> Any:
-        """Plain dictionaries, as ``state_dict()`` packs them."""
+        """Pairs with plain dictionaries, as ``state_dict()`` packs them."""
         return [(parameter, dict(self[parameter])) for parameter in self]
 
 
 def checked_state(record: ParameterRecord, state: Mapping[str, Any], family: RuleFamily) -> dict[str, Any]:
-    """One parameter's state as read from outside.
+    """Check one parameter's state from outside, and return it as numbers and tensors.
 
     Raises:
-        ValueError: an unknown key, another shape, or a step count that is none.
+        ValueError: an unknown key, a tensor of another shape, or an invalid step count.
     """
     checked: dict[str, Any] = {}
     for key, value in state.items():
-        if key == "step" and family.keeps_step:
-            checked[key] = _step_count(value, record.name)
-        elif key in family.scalars:
+        if (key == "step" and family.keeps_step) or key in family.scalars:
             checked[key] = _number(value, record.name, key)
         elif key in family.states or key == MASTER:
             if value is not None or key not in family.optional_states:
@@ -130,26 +127,19 @@ def checked_state(record: ParameterRecord, state: Mapping[str, Any], family: Rul
 def _number(value: Any, name: str, key: str) -> float:
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "meta":
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"parameter {name}: {key} is {value!r}, not a number")
-    return float(value)
-
-
-def _step_count(value: Any, name: str) -> int:
-    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "meta":
-        value = value.item()
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if key != "step" and known:
+        return float(value)
     # Beyond 2**53 a double, in which bias corrections are computed, cannot tell two counts apart.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 2**53 or value % 1:
-        raise ValueError(f"parameter {name}: step is {value!r}, not a count")
-    return int(value)
+    if key == "step" and known and 0 <= value <= 2**53 and value % 1 == 0:
+        return int(value)
+    raise ValueError(f"parameter {name}: {key} is {value!r}, not a {'count' if key == 'step' else 'number'}")
 
 
 def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     found = type(value).__name__
     if isinstance(value, Tensor):
         found = f"{value.dtype} {list(value.shape)} ({value.layout}, {value.device})"
-        if record.keeps_shard and not is_sharded(value) and value.shape == record.kept.shape != record.shape:
-            return value  # it was looked at before
         dense = value.layout == torch.strided and value.device.type != "meta"
         if dense and value.is_floating_point() and value.shape == record.shape:
             part = part_of(record.parameter, value) if record.keeps_shard else value
@@ -160,13 +150,12 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
 
 
 def write_state(record: ParameterRecord, core: OptimizerCore, state: Mapping[str, Any]) -> None:
-    """Write some of a parameter's state; what was never set counts as zero."""
+    """Write some of a parameter's state, as of :func:`checked_state`; what was never set counts as zero."""
     store, family = core.store, core.family
-    state = checked_state(record, state, family)
     if not state:
         return
     if record.index not in store:
-        core.make_room(record)
+        core.source.watch([record])
     arrays = state.keys() & {*family.states, MASTER}
     core.have_states(store, arrays)
     for key in arrays:
@@ -187,9 +176,75 @@ def write_state(record: ParameterRecord, core: OptimizerCore, state: Mapping[str
 
 
 def clear_state(record: ParameterRecord, store: ParameterStore) -> None:
-    """As if the parameter had never been stepped; its master is read anew from the parameter."""
-    # Whether or not a step was completed: one that failed half way wrote here too.
+    """Reset a parameter to before its first step; its master is read from the parameter again."""
+    # Even if no step was completed: one that failed half way wrote here too.
     store.clear_state(record.index)
     record.history = History()
     record.has_state = record.has_master = False
     record.published = None
+
+
+def loadable_state(
+    state_dict: Mapping[str, Any],
+    own: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    records: Sequence[ParameterRecord],
+    family: RuleFamily,
+) -> dict[int, dict[str, Any]]:
+    """Check a ``state_dict`` from outside as a whole, before anything changes.
+
+    Args:
+        state_dict: from ``state_dict()`` of one of our optimizers, or of its twin in torch.
+        own: the groups of the optimizer that loads it; ``defaults`` and ``family`` are that optimizer's, too.
+        records: of its parameters, in the order of its groups.
+
+    Returns:
+        The state of each parameter by its index.
+
+    Raises:
+        ValueError: it does not fit, by name.
+    """
+    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
+        raise ValueError("this is no optimizer state: it needs 'state' (a dict) and 'param_groups' (a list)")
+    groups = state_dict["param_groups"]
+    theirs_numel = [len(group["params"]) for group in groups]
+    own_numel = [len(group["params"]) for group in own]
+    if theirs_numel != own_numel:
+        raise ValueError(f"the state has groups of {theirs_numel} parameters, and this optimizer of {own_numel}")
+    keys = [key for group in groups for key in group["params"]]
+    for group, mine in zip(groups, own, strict=True):
+        names = zip(group.get("param_names") or [], mine.get("param_names") or [], strict=False)
+        for position, (found, expected) in enumerate(names):
+            if found != expected:
+                raise ValueError(
+                    f"the state's parameter {position} of a group is {found!r} and this optimizer's is {expected!r}; "
+                    "build the optimizer with its parameters in the same order"
+                )
+        family.check_group(merged_group(group, mine, defaults, family))
+    unknown = sorted(set(state_dict["state"]) - set(keys), key=str)
+    if unknown:
+        raise ValueError(f"the state has entries that belong to no parameter: {unknown}")
+    required = {*family.states, *family.scalars} - family.optional_states
+    if family.keeps_step and family.needs_step:
+        required.add("step")
+    loadable = {}
+    for record, key in zip(records, keys, strict=True):
+        entries = state_dict["state"].get(key)
+        if not entries:
+            continue
+        loaded = checked_state(record, entries, family)
+        if loaded.get("step") == 0 and not record.parameter.requires_grad:
+            continue  # torch's Adagrad keeps the state of frozen parameters too
+        loadable[record.index] = loaded
+        missing = sorted(required - set(entries))
+        if missing:
+            raise ValueError(f"parameter {record.name}: the state lacks {', '.join(missing)}")
+    return loadable
+
+
+def merged_group(
+    loaded: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any], family: RuleFamily
+) -> dict[str, Any]:
+    """The group after loading: as the state says, but for how a step is computed and for fixed options."""
+    flags = {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
+    return {**defaults, **loaded, **flags, **{name: own[name] for name in family.initial_states.values()}}

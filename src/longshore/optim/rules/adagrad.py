@@ -6,9 +6,8 @@ Stochastic Optimization" (2011), with torch's decay of the learning rate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +15,9 @@ from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, divide, fma, root, scalar
-from longshore.optim.family import History, RuleFamily, flag, not_negative, number
+from longshore.optim.family import RuleFamily, flag, not_negative
+from longshore.optim.host_optimizer import RuleOptimizer
 from longshore.optim.offload import Placement
-from longshore.optim.rule_optimizer import RuleOptimizer
 
 
 def adagrad(scalars: Scalars, g: Tensor, p: Tensor, total: Tensor) -> tuple[Tensor, ...]:
@@ -54,12 +53,8 @@ class AdagradRule(Rule):
 
 
 class AdagradFamily(RuleFamily):
-    """Adagrad.
-
-    Args:
-        initial_accumulator_value: what sums begin with. torch reads it from the
-            constructor alone, and ignores a group's own; here that is refused.
-    """
+    """Adagrad. torch reads ``initial_accumulator_value`` from the constructor alone and ignores a group's own value;
+    here another value in a group is refused."""
 
     options: ClassVar = {
         "lr": not_negative,
@@ -69,28 +64,9 @@ class AdagradFamily(RuleFamily):
         "initial_accumulator_value": not_negative,
         "maximize": flag,
     }
+    rule = AdagradRule
     states = AdagradRule.states
-    fixed_options = frozenset({"initial_accumulator_value"})
-
-    def __init__(self, initial_accumulator_value: float) -> None:
-        self._initial = number(initial_accumulator_value, "initial_accumulator_value")
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        found = group["initial_accumulator_value"]
-        if found != self._initial:
-            raise ValueError(
-                f"initial_accumulator_value is {found} in a parameter group and {self._initial} in the optimizer: it "
-                "is one value for all groups; pass it to the optimizer"
-            )
-
-    def initial(self, history: History) -> Mapping[str, float]:
-        return {} if "sum" in history.states or not self._initial else {"sum": self._initial}
-
-    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> AdagradRule:
-        values = self.values_of(group)
-        del values["initial_accumulator_value"]
-        return AdagradRule(step=history.step + 1, **values)
+    initial_states: ClassVar = {"sum": "initial_accumulator_value"}
 
 
 class Adagrad(RuleOptimizer):
@@ -104,7 +80,7 @@ class Adagrad(RuleOptimizer):
     Args:
         lr_decay: divides the learning rate by ``1 + (step - 1) * lr_decay``.
         weight_decay: an L2 term in the gradient.
-        initial_accumulator_value: what the sums begin with; one value for all groups.
+        initial_accumulator_value: initial value of the sums; one value for all groups.
         eps: added to the denominator.
     """
 

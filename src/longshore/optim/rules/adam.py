@@ -8,7 +8,7 @@ with the decay of Loshchilov and Hutter, "Decoupled Weight Decay Regularization"
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,8 +19,8 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, divide, fma, root, scalar, where
 from longshore.optim.family import History, RuleFamily, betas, flag, not_negative
+from longshore.optim.host_optimizer import RuleOptimizer
 from longshore.optim.offload import Placement
-from longshore.optim.rule_optimizer import RuleOptimizer
 
 
 def adam(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -37,8 +37,8 @@ def adam(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[
         g = fma(p, l2, g)
     else:
         p = p * decay
-    # torch's lerp counts from the nearer end, so that a weight of 1 gives the
-    # gradient exactly. The difference is exact in float32.
+    # torch's lerp counts from the nearer end, so that a weight of 1 gives the gradient exactly. The difference is exact
+    # in float32.
     from_moment = one_minus_beta1 < 0.5
     m = fma(where(from_moment, one_minus_beta1, one_minus_beta1 - 1.0), g - m, where(from_moment, m, g))
     v = fma(one_minus_beta2 * g, g, v * beta2)
@@ -93,43 +93,37 @@ class AdamFamily(RuleFamily):
         "bias_correction": flag,
         "maximize": flag,
     }
+    rule = AdamRule
     states = AdamRule.states
     refused_states: ClassVar = {"max_exp_avg_sq": "the state is that of amsgrad=True, which is not supported"}
 
-    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> AdamRule:
-        values = self.values_of(group)
-        beta1, beta2 = values.pop("betas")
-        decoupled = bool(group["decoupled_weight_decay"])
-        return AdamRule(beta1=beta1, beta2=beta2, step=history.step + 1, decoupled=decoupled, **values)
+    def more_fields(self, group: Mapping[str, Any], history: History) -> Mapping[str, Any]:
+        return {"decoupled": bool(group["decoupled_weight_decay"])}
 
 
 class AdamW(RuleOptimizer):
     """``torch.optim.AdamW`` with master weights and moments in host memory; weight decay is decoupled.
 
-    The weights are those of ``torch.optim.AdamW(fused=True)`` on the CPU with
-    float32 masters, bit for bit.
+    The weights are those of ``torch.optim.AdamW(fused=True)`` on the CPU with float32 masters, bit for bit.
 
     Args:
-        params: parameters, named parameters, or groups, on one CPU or CUDA
-            device; float32, bfloat16 and float16 in any mix.
+        params: parameters, named parameters, or groups, on one CPU or CUDA device; float32, bfloat16 and float16 in any
+            mix.
         lr: learning rate; a number or a one-element tensor, read at each step.
         betas: decay rates of the first and second moment.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
-        amsgrad: refused when true, as are ``capturable``, ``differentiable``
-            and ``foreach``, by name.
+        amsgrad: refused when true, as are ``capturable``, ``differentiable`` and ``foreach``, by name.
         maximize: ascend instead.
-        fused: None or True, which are the same; there is no other way here.
-        bias_correction: False takes the moments as they are, without the
-            correction for their start at zero. torch has no such option.
-        release_gradients: take each gradient to the host during backward and
-            free it on the device. ``.grad`` is then a placeholder; use
-            :meth:`clip_grad_norm_` and :meth:`grad_norm`.
+        fused: None or True, which are the same; steps are always fused.
+        bias_correction: False takes the moments as they are, without the correction for their start at zero. torch has
+            no such option.
+        release_gradients: take each gradient to the host during backward and free it on the device. ``.grad`` is then a
+            placeholder; use :meth:`clip_grad_norm_` and :meth:`grad_norm`.
         offload: settings of the host side.
 
     Raises:
-        ValueError: an option, a value or a parameter that cannot be honoured,
-            by name.
+        ValueError: an option, a value or a parameter that cannot be honoured, by name.
     """
 
     rules = AdamFamily

@@ -5,18 +5,17 @@ Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), arXiv:2302.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar, where
-from longshore.optim.family import History, RuleFamily, betas, flag, not_negative
+from longshore.optim.family import RuleFamily, betas, flag, not_negative
+from longshore.optim.host_optimizer import RuleOptimizer
 from longshore.optim.offload import Placement
-from longshore.optim.rule_optimizer import RuleOptimizer
 
 
 def lion(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
@@ -56,16 +55,12 @@ class LionRule(Rule):
 
 
 class LionFamily(RuleFamily):
-    """Lion; its moment has the name that everybody gives it."""
+    """Lion; its moment has the usual name, ``exp_avg``."""
 
     options: ClassVar = {"lr": not_negative, "betas": betas, "weight_decay": not_negative, "maximize": flag}
+    rule = LionRule
     states = LionRule.states
     needs_step = False
-
-    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> LionRule:
-        values = self.values_of(group)
-        beta1, beta2 = values.pop("betas")
-        return LionRule(beta1=beta1, beta2=beta2, **values)
 
 
 class Lion(RuleOptimizer):

@@ -19,8 +19,8 @@ from longshore.kernels import Rule
 from longshore.kernels.base import check_arrays
 from longshore.kernels.reference import Scalars, fma, scalar
 from longshore.optim.family import History, RuleFamily, flag, not_negative, number
+from longshore.optim.host_optimizer import RuleOptimizer
 from longshore.optim.offload import Placement
-from longshore.optim.rule_optimizer import RuleOptimizer
 
 
 def sgd(scalars: Scalars, g: Tensor, p: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
@@ -91,6 +91,7 @@ class SGDFamily(RuleFamily):
         "nesterov": flag,
         "maximize": flag,
     }
+    rule = SGDRule
     states = SGDRule.states
     optional_states = frozenset(states)
     keeps_step = False
@@ -106,8 +107,8 @@ class SGDFamily(RuleFamily):
     def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
         return self.states if number(group["momentum"], "momentum") != 0 else ()
 
-    def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> SGDRule:
-        return SGDRule(first="momentum_buffer" not in history.states, **self.values_of(group))
+    def more_fields(self, group: Mapping[str, Any], history: History) -> Mapping[str, Any]:
+        return {"first": "momentum_buffer" not in history.states}
 
 
 class SGD(RuleOptimizer):
