@@ -60,7 +60,7 @@ class Init:
                     put(on_meta(param), into=param)
                 former(module, name, param)
 
-            nn.Module.register_parameter = register_parameter
+            nn.Module.register_parameter = register_parameter  # pyright: ignore[reportAttributeAccessIssue]
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

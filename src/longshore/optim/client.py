@@ -51,7 +51,7 @@ def from_client(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
     client = type(optimizer)
-    kind = next((ours for ours in OPTIMIZERS.values() if client in (ours, ours.twin)), None)
+    kind: Any = next((ours for ours in OPTIMIZERS.values() if client in (ours, ours.twin)), None)
     kind = kind or vars(client).get(_KIND_ATTRIBUTE)
     groups, defaults = _groups_of(optimizer, names), _without_flags(optimizer.defaults)
     made: HostOptimizer
