@@ -143,14 +143,14 @@ MUTANTS = [
     ),
     Mutant(
         "a rank has the next one's rows",
-        "sharding/rank_grid.py",
+        "sharding/layout.py",
         "start, stop = chunk(rows, self.shards, position.shard)",
         "start, stop = chunk(rows, self.shards, (position.shard + 1) % self.shards)",
         (FULLY_SHARDED,),
     ),
     Mutant(
         "rows are shared out evenly",
-        "sharding/rank_grid.py",
+        "sharding/layout.py",
         "step = -(-size // chunks)",
         "step = size // chunks",
         (FULLY_SHARDED,),
@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(
         "what is written to gathered parameters is lost",
         "sharding/fsdp.py",
-        "        held.copy_(flat(whole)[offset : offset + numel].view(held.shape))\n",
+        "                    shard.copy_(flat(whole[key])[offset : offset + numel].view(shard.shape))\n",
         "",
         (FULLY_SHARDED,),
     ),

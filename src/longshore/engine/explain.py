@@ -137,7 +137,7 @@ def explain(engine: Any) -> Explanation:
         bucket, owners = None, ((0, record.parameter.numel()),)
         if sharded is not None:
             owners = sharded.ownership.owners(record.index)
-            holder = sharded.ownership.bucket_of(record.index)
+            holder = sharded.ownership.bucket_of.get(record.index)
             bucket = None if holder is None else holder.index
         rows.append(
             ParameterRow(

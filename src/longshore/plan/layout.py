@@ -13,9 +13,8 @@ from longshore.layout import TileRun, tile_runs
 from longshore.optim.offload import default_tile_numel
 from longshore.plan.job import Job, PlanChoice
 from longshore.plan.model import PlannedModel
-from longshore.sharding.bucket import fill_buckets, shard_numel_of, shard_parts
-from longshore.sharding.rank_grid import chunk
-from longshore.sharding.reduction import ReductionSettings
+from longshore.sharding.layout import chunk, fill_buckets, shard_numel_of, shard_parts
+from longshore.sharding.rounds import ReductionSettings
 from longshore.sharding.stages import bucket_numel_of, reduces_each_backward
 
 _MOST_RANGES = 50_000

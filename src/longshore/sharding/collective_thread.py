@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longshore.errors import GradientError, RankError
 from longshore.host import Recorder, Worker, debugging
-from longshore.sharding.agreement import ADVICE, Action, action_words, explain_difference
+from longshore.sharding.agreement import ADVICE, Action, explain_difference
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
 
 T = TypeVar("T")
@@ -71,8 +71,13 @@ class CollectiveThread:
         device: where tensors that are communicated have to be.
         limit_bytes: how many bytes of gradients may wait for their bucket's turn.
         owns_group: whether :meth:`close` destroys the group.
-        words: gives the words for an action and its number.
+        words: gives the words for an action and its number; default: those of the action.
         note_numel: how many numbers a rank may add to what it says in a meeting.
+
+    Attributes:
+        gives_up: whether this rank gave up its window and the others may not know: the next meeting tells them.
+        given_up: the window that another rank has been at since it gave one up, where a meeting raised for that.
+        notes: what each rank added in the last meeting, by rank.
     """
 
     def __init__(
@@ -86,7 +91,7 @@ class CollectiveThread:
     ) -> None:
         # Fixed.
         self._owns_group = owns_group
-        self._words = words or action_words
+        self._words = words or _words
         self._note_numel = note_numel
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
@@ -100,16 +105,13 @@ class CollectiveThread:
         self._dead: RankError | None = None
         # Change with each window.
         self.gives_up = False
-        """Whether this rank gave up its window and the others may not know: the next meeting tells them."""
         self.given_up = 0
-        """The window that another rank has been at since it gave one up, where a meeting raised for that."""
         # Change with each meeting. The first is read by the thread that waits for this one.
         self._meeting: _Meeting | None = None
         self._latest: Any = None
         """The last exchange of rows that began."""
         self._last_met = "when the engine was made"
         self.notes: list[list[int]] = []
-        """What each rank added in the last meeting, by rank."""
         # Made by the first exchange in host memory.
         self._shared: SharedMemory | None = None
         # Grow to what jobs ask for, and stay: fresh memory would fault page by page.
@@ -121,9 +123,15 @@ class CollectiveThread:
         """Tell ``recorder`` of each job from here on."""
         self._worker.working = lambda: recorder.working("collectives")
 
-    def submit(self, job: Callable[[], None], held_bytes: int = 0) -> None:
-        """Queue ``job``; blocks for a while where gradients of more than the limit wait."""
-        self._worker.submit(lambda: self._guarded(job), held_bytes)
+    def submit(self, job: Callable[[], None], waiting_bytes: int = 0) -> None:
+        """Queue ``job``, for which ``waiting_bytes`` of gradients wait; blocks for a while beyond the limit."""
+
+        def guarded() -> None:
+            if self._dead is not None:
+                raise self._dead
+            job()
+
+        self._worker.submit(guarded, waiting_bytes)
 
     def drain(self) -> None:
         """Wait for every job; raises what the first failed one raised.
@@ -164,11 +172,6 @@ class CollectiveThread:
             self._last_met,
         )
 
-    def _guarded(self, job: Callable[[], None]) -> None:
-        if self._dead is not None:
-            raise self._dead
-        job()
-
     @contextlib.contextmanager
     def _communicating(self) -> Iterator[None]:
         try:
@@ -190,17 +193,13 @@ class CollectiveThread:
             self._owns_group = False
             dist.destroy_process_group(self.group)
             # Most often the last reference: the group's threads and sockets go now and not at a garbage collection.
-            held, self.group = [self.group], None
+            last, self.group = [self.group], None
             if self._latest is not None and not self._latest.is_completed():
                 # After an error: nobody comes to that meeting, and its thread waits as long as the group would.
-                threading.Thread(target=held.clear, name="longshore-closing", daemon=True).start()
+                threading.Thread(target=last.clear, name="longshore-closing", daemon=True).start()
             self._latest = None
 
     # -- meetings, from jobs --------------------------------------------------
-
-    def give_up_window(self) -> None:
-        """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
-        self.gives_up = True
 
     def meet(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> bool:
         """Wait until all ranks are at ``action`` number ``number`` of the same window.
@@ -227,22 +226,19 @@ class CollectiveThread:
         row = [meeting.action, meeting.number, meeting.window, meeting.gave_up, *note]
         meeting.rows, meeting.work = self._gather_rows(torch.tensor(row, dtype=torch.int64))
 
-    def _rows_of(self, meeting: _Meeting) -> list[list[int]]:
-        meeting.since = time.monotonic()
-        self._meeting = meeting
-        try:
-            with self._communicating():
-                meeting.work.wait()
-            meeting.work = None  # whoever has it, as the traceback of an error may, keeps sockets open
-            return meeting.rows.view(self.world_size, -1).tolist()
-        finally:
-            self._meeting = None
-
     def finish(self, meeting: _Meeting) -> bool:
         """Wait for the others; see :meth:`meet`."""
         action = meeting.action
         while True:
-            rows = self._rows_of(meeting)
+            meeting.since = time.monotonic()
+            self._meeting = meeting
+            try:
+                with self._communicating():
+                    meeting.work.wait()
+                meeting.work = None  # whoever has it, as the traceback of an error may, keeps sockets open
+                rows = meeting.rows.view(self.world_size, -1).tolist()  # with a device this is what waits
+            finally:
+                self._meeting = None
             self._last_met = meeting.doing
             self.notes = [row[4:] for row in rows]
             try:
@@ -299,11 +295,10 @@ class CollectiveThread:
 
     def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """uint8 ``[num_bytes]`` for a job, the same memory each time: the next call overwrites what it has."""
-        held = self._buffers.get((name, device))
-        if held is None or held.numel() < num_bytes:
-            self._buffers.pop((name, device), None)
-            held = self._buffers[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return held[:num_bytes]
+        found = self._buffers.get((name, device))
+        if found is None or found.numel() < num_bytes:
+            found = self._buffers[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return found[:num_bytes]
 
     def exchange(self, outgoing: Outgoing) -> list[Tensor]:
         """Send the ``k``-th of ``world_size`` equal parts to rank ``k``.
@@ -347,6 +342,10 @@ class CollectiveThread:
                 request.wait()
 
 
+def _words(action: Action, number: int) -> str:
+    return f"{action.words} {number} of its window" if action is Action.BACKWARD else action.words
+
+
 def _notice_s() -> float:
     return _NOTICE_DEBUGGING_S if debugging() else _NOTICE_S
 
@@ -357,21 +356,22 @@ def _essence(failure: Exception) -> str:
     return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
 
 
-def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any:
-    """A process group of the same ranks for one thread alone; all ranks have to call. ``backend``: another than theirs.
+def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None) -> Any:
+    """A process group of the same ranks for one thread alone; all of them have to call.
 
     Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those of
     a second engine, run while the thread's are under way: in one group they would be taken for each other.
+
+    Args:
+        group: whose ranks and timeout; None: of all ranks.
+        device: of the tensors.
+        backend: another than the group's.
+        ranks: only these of the group's, in their order.
     """
     group = dist.group.WORLD if group is None else group
-    ranks = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
     part = len(ranks) < dist.get_world_size()  # then the others need not call
     return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
-
-
-def group_of(ranks: list[int], like: Any, device: torch.device) -> Any:
-    """A process group of some ranks of ``like``, in their order; these ranks have to call."""
-    return dist.new_group(ranks, timeout=timeout_of(like, device), use_local_synchronization=True)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:

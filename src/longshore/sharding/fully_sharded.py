@@ -26,17 +26,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from longshore.errors import GradientError
 from longshore.layout import Slab
 from longshore.sharding.agreement import Action, WindowStatus
-from longshore.sharding.bucket import Bucket, ShardRange, plan_buckets
-from longshore.sharding.collective_thread import CollectiveThread, group_of, twin_of
+from longshore.sharding.collective_thread import CollectiveThread, twin_of
 from longshore.sharding.fsdp import FullyShardedModel
-from longshore.sharding.ownership import Sharded
+from longshore.sharding.layout import Bucket, ShardRange, plan_buckets
+from longshore.sharding.ownership import Ownership
 from longshore.sharding.shared_memory import NOTE_NUMEL, SharedBlock, SharedMemory
 
 _LOOK_S = 1.0
 """How often a rank looks whether it waits for others."""
 
 
-class FullySharded(Sharded):
+class FullySharded(Ownership):
     """Each rank steps the shards that it has of the model's ``parameters`` (by index, also those that come later)."""
 
     replicates = False
@@ -44,14 +44,14 @@ class FullySharded(Sharded):
     def __init__(
         self, collectives: CollectiveThread, model: FullyShardedModel, parameters: Mapping[int, Tensor]
     ) -> None:
-        super().__init__(collectives, gather_numel=1)
+        super().__init__(collectives)
         self._model = model
         self._parameters = parameters
         self._layout = model.layout
         self._data_ranks = self._layout.grid.alike(self._layout.tp_rank)
         if self._layout.grid.tp_size > 1:
             # All ranks meet on one thread, and take the same verdict there. Gradients go in its jobs, by this group.
-            group = group_of(self._data_ranks, collectives.group, collectives.device)
+            group = twin_of(collectives.group, collectives.device, ranks=self._data_ranks)
             self.averaging_collectives = CollectiveThread(group, collectives.device, limit_bytes=1, owns_group=True)
         self._gathers = GatherMeetings(self._layout.shard_group, collectives.device, model.names, self.window)
         model.gather_by(self._gathers.of)
@@ -79,7 +79,7 @@ class FullySharded(Sharded):
     def part(self, parameter: int, values: Tensor) -> Tensor:
         return self._layout.of(self._parameters[parameter]).part_of(values, self._layout.tp_rank)
 
-    def held(self, parameter: int, values: Tensor) -> Tensor:
+    def on_device(self, parameter: int, values: Tensor) -> Tensor:
         offset, numel = self._shard(parameter, self.collectives.rank)
         return self.part(parameter, values)[offset : offset + numel]
 
@@ -87,9 +87,6 @@ class FullySharded(Sharded):
         position = self._layout.grid.positions[self.collectives.rank]
         divided = self._layout.of(self._parameters[parameter]).dim is not None
         return position.replica == 0 and (position.tp_rank == 0 or divided)
-
-    def tells_of(self, owned: ShardRange) -> bool:
-        return self.counts_once(owned.parameter)
 
     def slab_of(self, parameter: int) -> Slab | None:
         return self._layout.of(self._parameters[parameter]).slab(self._layout.tp_rank)
@@ -125,7 +122,7 @@ class FullySharded(Sharded):
 
     def give_up(self) -> None:
         self._gathers.interrupted()
-        self.collectives.give_up_window()  # other replicas gather by themselves
+        self.collectives.gives_up = True  # other replicas gather by themselves
         self._model.reset()
 
     def before_publishing(self) -> None:
@@ -139,14 +136,8 @@ class FullySharded(Sharded):
                 self.collectives.drain()  # its jobs use the group that is closed next
             self.averaging_collectives.close()
 
-    def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
-        if self.bucket_of(parameter) is None:
-            return torch.empty(0, dtype=torch.float32)
-        mine = [read(each.index) for each in self.owned(parameter)]
-        numels = self._counts(parameter)
-        received = self.from_all(parameter, mine, max(numels))
-        held = [values[:numel] for values, numel in zip(received, numels, strict=True)]
-        return self._layout.joined(self._parameters[parameter], held)
+    def _joined(self, parameter: int, by_rank: Sequence[Tensor]) -> Tensor:
+        return self._layout.joined(self._parameters[parameter], by_rank)
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return
@@ -249,7 +240,7 @@ class GatherMeetings:
 
     def give_up(self) -> None:
         """Tell the others at the next meeting, if they are elsewhere, that this rank gave up its window."""
-        self._collectives.give_up_window()
+        self._collectives.gives_up = True
         self._shared.stand_apart()
 
     def interrupted(self) -> None:

@@ -13,8 +13,8 @@ from longshore.host.events import ARRIVE, COPY_TO_HOST, NORM, PUBLISH, SCHEDULE,
 from longshore.optim import Offload
 from longshore.optim.offload import Placement
 from longshore.sharding.collective_thread import CollectiveThread, twin_of
-from longshore.sharding.ownership import Ownership, Replicated, Sharded
-from longshore.sharding.reduction import ReductionSettings
+from longshore.sharding.ownership import Ownership, Replicated
+from longshore.sharding.rounds import ReductionSettings
 from longshore.sharding.store import ShardedStore
 
 if TYPE_CHECKING:
@@ -70,16 +70,14 @@ class ShardedOffload(Placement):
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
         # What comes out of a reduction is float32, whatever went in.
         local = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
-        return ShardedStore(local, self._ownership(collectives, parameters), settings)
+        if self.sharded is not None:
+            # Imported here: it imports torch's FSDP2, which takes a while.
+            from longshore.sharding.fully_sharded import FullySharded
 
-    def _ownership(self, collectives: CollectiveThread, parameters: Mapping[int, Tensor]) -> Ownership:
-        if self.sharded is None:
-            return Sharded(collectives, self.gather_numel) if self.stage > 0 else Replicated(collectives)
-        assert self.stage == 3
-        # Imported here: it imports torch's FSDP2, which takes a while.
-        from longshore.sharding.fully_sharded import FullySharded
-
-        return FullySharded(collectives, self.sharded, parameters)
+            ownership = FullySharded(collectives, self.sharded, parameters)
+        else:
+            ownership = Ownership(collectives, self.gather_numel) if self.stage > 0 else Replicated(collectives)
+        return ShardedStore(local, ownership, settings)
 
 
 def reduces_each_backward(stage: int) -> bool:

@@ -1,4 +1,4 @@
-"""One rank's share of an optimizer's state, and the rounds that bring it its gradients."""
+"""The store of one rank, which keeps a share of an optimizer's state, and the rounds that bring it its gradients."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from longshore.host import (
 from longshore.kernels import Scale
 from longshore.layout import Slab
 from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, check_same, verdict_number
-from longshore.sharding.bucket import ShardRange
-from longshore.sharding.local_gradients import LocalGradients
+from longshore.sharding.layout import ShardRange
 from longshore.sharding.ownership import OwnedForecast, Ownership
-from longshore.sharding.reduction import Reducer, ReductionSettings
+from longshore.sharding.reduction import Reducer
+from longshore.sharding.rounds import LocalGradients, ReductionSettings
 
 
 class ShardedStore(ParameterStore):
@@ -34,18 +34,16 @@ class ShardedStore(ParameterStore):
 
     Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
     :meth:`sum_of_squares`, :meth:`commit`, :meth:`read_state` and :meth:`read_gradient`.
-    ``local`` keeps the shard ranges that this rank owns, by the index of the range.
+    ``local`` has the shard ranges that this rank owns, by the index of the range.
     """
 
     def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
-        # Fixed.
         self.local = local
         self.ownership = ownership
         self.transfer = local.transfer
         self.collectives = ownership.collectives
         self._settings = settings
         self._reducer = Reducer(local, ownership, settings)
-        # Change with each window.
         self.window = ownership.window
         self._gradients = LocalGradients(ownership, settings, self._reducer.launch)
         self._closed = False
@@ -232,6 +230,8 @@ class ShardedStore(ParameterStore):
         self.window.stepped()
         self._gradients.begin()
 
+    # -- state ----------------------------------------------------------------
+
     def _check_open(self) -> None:
         if self._closed:
             raise LongshoreError(
@@ -256,8 +256,6 @@ class ShardedStore(ParameterStore):
         self._check_open()
         self._await_rounds()
 
-    # -- state ----------------------------------------------------------------
-
     def meet(self, loading: bool) -> None:
         self._check_open()
         action = Action.LOAD if loading else Action.SAVE
@@ -274,7 +272,7 @@ class ShardedStore(ParameterStore):
 
     def owned(self, parameter: int, numel: int) -> Sequence[OwnedRun]:
         return [
-            OwnedRun(each.index, each.parameter_offset, each.numel, self.ownership.tells_of(each))
+            OwnedRun(each.index, each.parameter_offset, each.numel, self.ownership.saves(each))
             for each in self.ownership.owned(parameter)
         ]
 
@@ -293,42 +291,38 @@ class ShardedStore(ParameterStore):
     def read_state(self, parameter: int, which: str) -> Tensor:
         """A copy of the whole array, from all ranks; every rank has to ask."""
         self.check_usable()
-        return self.ownership.assemble(parameter, lambda index: self.local.read_state(index, which))
+        return self.ownership.assemble(parameter, lambda each: self.local.read_state(each.index, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
         if self.ownership.replicates:
             return held
-        places = {each.index: self.ownership.place(each) for each in self.ownership.owned(parameter)}
-        return self.ownership.assemble(parameter, lambda index: held[places[index]].float())
+        return self.ownership.assemble(parameter, lambda each: held[self.ownership.place(each)].float())
 
     def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
-        return self.ownership.held(parameter, values)
+        return self.ownership.on_device(parameter, values)
 
     def read_gradient(self, parameter: int) -> Tensor | None:
         """The reduced gradient of the window, from all ranks; after :meth:`agree`."""
-        if self.window.active is None or parameter not in self.window.active:
+        if parameter not in (self.window.active or ()):
             return None
 
-        def read(index: int) -> Tensor:
-            values = self.local.read_gradient(index)
+        def read(owned: ShardRange) -> Tensor:
+            values = self.local.read_gradient(owned.index)
             assert values is not None  # each range of a parameter that anybody used arrives
             return values
 
         return self.ownership.assemble(parameter, read)
 
     def write_gradient(self, parameter: int, values: Tensor) -> None:
-        for each, part in self._owned_parts(parameter, values):
-            self.local.write_gradient(each.index, part)
+        values = self.ownership.part(parameter, values)
+        for each in self.ownership.owned(parameter):
+            self.local.write_gradient(each.index, values[each.elements])
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self._before_writing()
-        for each, part in self._owned_parts(parameter, values):
-            self.local.write_state(each.index, which, part)
-
-    def _owned_parts(self, parameter: int, values: Tensor) -> list[tuple[ShardRange, Tensor]]:
         values = self.ownership.part(parameter, values)
-        owned = self.ownership.owned(parameter)
-        return [(each, values[each.parameter_offset : each.parameter_offset + each.numel]) for each in owned]
+        for each in self.ownership.owned(parameter):
+            self.local.write_state(each.index, which, values[each.elements])
 
     def clear_state(self, parameter: int) -> None:
         self._before_writing()

@@ -1,16 +1,165 @@
-"""The gradients that this rank brings to a window: in rounds, or kept until there is a round for them."""
+"""The gradients that this rank brings to a window: in rounds, one for each backward, or kept until there is a round."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, KeysView, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
-from longshore.sharding.bucket import Bucket
+from longshore.sharding.layout import Bucket
 from longshore.sharding.ownership import Ownership
-from longshore.sharding.reduction import Launch, PendingGradients, ReductionSettings, Round
+
+
+@dataclass(frozen=True)
+class ReductionSettings:
+    """How gradients of several ranks become one.
+
+    Attributes:
+        bucket_numel: elements that are reduced together.
+        each_backward: reduce after every backward (ZeRO-2); otherwise sums stay on the device, and are reduced once
+            (stages 0 and 1).
+        early: launch buckets while backward goes on; where they are reduced once, while the backward goes on that is
+            known to be the last.
+        wire_dtype: in which gradients travel; None: in their own.
+        sum_dtype: of sums on the device before a reduction.
+        predivide: divides gradients before they are added (against overflow in float16); the rest of the mean is
+            divided out afterwards.
+    """
+
+    bucket_numel: int
+    each_backward: bool
+    early: bool = True
+    wire_dtype: torch.dtype | None = None
+    sum_dtype: torch.dtype = torch.float32
+    predivide: float = 1.0
+
+
+class PendingGradients:
+    """What one rank brings to the next reduction: gradients by parameter, not reduced yet.
+
+    The first gradient of a parameter is kept as it is, later ones are added in ``dtype`` (law 1).
+
+    Attributes:
+        outdated: whether there is more, or less, than what was lent.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._gradients: dict[int, Tensor] = {}
+        self._summed: set[int] = set()
+        self._lent: set[int] = set()
+        self.outdated = False
+
+    @property
+    def parameters(self) -> KeysView[int]:
+        """The parameters that have a gradient here."""
+        return self._gradients.keys()
+
+    @property
+    def summed(self) -> bool:
+        """Whether any of them is a sum, which its parameter's dtype may not be able to represent."""
+        return bool(self._summed)
+
+    def add(self, parameter: int, gradient: Tensor) -> None:
+        """Take one more gradient, flat."""
+        former, lent = self._gradients.get(parameter), parameter in self._lent
+        self.outdated = self.outdated or lent
+        if former is None:
+            self._gradients[parameter] = gradient
+        elif parameter in self._summed and not lent:
+            former.add_(gradient.to(self._dtype))  # rounded first, as below: the same bits lent or not
+        else:
+            # Out of place: the first one may be the user's own tensor, and what was lent is being read.
+            self._gradients[parameter] = former.to(self._dtype) + gradient.to(self._dtype)
+            self._summed.add(parameter)
+
+    def forget(self, parameter: int) -> None:
+        self.outdated = self.outdated or (parameter in self._lent and parameter in self._gradients)
+        self._gradients.pop(parameter, None)
+        self._summed.discard(parameter)
+
+    def lend(self, parameters: list[int]) -> dict[int, Tensor]:
+        """The gradients of these parameters, to be read while they stay here; see :attr:`outdated`."""
+        self._lent.update(parameters)
+        return {parameter: self._gradients[parameter] for parameter in parameters if parameter in self._gradients}
+
+    def take(self, parameters: list[int]) -> dict[int, Tensor]:
+        """Remove the gradients of these parameters and return them."""
+        return {parameter: self._gradients.pop(parameter) for parameter in parameters if parameter in self._gradients}
+
+
+Launch = Callable[["Round", Bucket, dict[int, Tensor]], None]
+
+
+class Round:
+    """The gradients of one backward on their way into buckets: each bucket is reduced exactly once, in an order that
+    all ranks share (law 7).
+
+    A bucket is launched when all of its parameters have come and every bucket before it in the order has been launched.
+    :meth:`close` launches the rest, without what was not used here.
+
+    Args:
+        number: counts the rounds of a window, from 1.
+        order: all buckets, in the order in which they are launched.
+        launch: called with the bucket and the gradients that came for it.
+        early: launch during backward; otherwise everything waits for :meth:`close`.
+        lends: the gradients stay where they are until the step.
+
+    Attributes:
+        failed: set where the ranks could not meet: what was launched must not run.
+        sums: whether any rank's gradients may be sums; known once the ranks met.
+        completed: buckets that all of their parameters reached, in the order in which that happened.
+    """
+
+    def __init__(
+        self, number: int, order: Sequence[Bucket], launch: Launch, early: bool = True, lends: bool = False
+    ) -> None:
+        self.number = number
+        self.lends = lends
+        self.failed = False
+        self.sums = False
+        self.completed: list[int] = []
+        self._order = order
+        self._launch = launch
+        self._early = early
+        self._next = 0
+        self._missing = {bucket.index: len(bucket.members) for bucket in order}
+        self._gradients: dict[int, dict[int, Tensor]] = {bucket.index: {} for bucket in order}
+
+    def take(self, bucket: int, parameter: int, gradient: Tensor) -> bool:
+        """Take a gradient along; False where the round has no more room for it.
+
+        Reentrant checkpointing brings a parameter twice within one backward.
+        """
+        waiting = self._gradients.get(bucket)
+        if waiting is None or parameter in waiting:
+            return False
+        waiting[parameter] = gradient
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0:
+            self.completed.append(bucket)
+            while self._early and self._next < len(self._order) and self._missing[self._order[self._next].index] == 0:
+                self._launch_next()
+        return True
+
+    def close(self) -> None:
+        """Launch the rest: the backward is over."""
+        while self._next < len(self._order):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._order[self._next]
+        self._next += 1
+        self._launch(self, bucket, self._gradients.pop(bucket.index))
+
+    def reduced_all_of(self, pending: Sequence[PendingGradients]) -> bool:
+        """Whether this round, which has run, reduced these gradients as they are now."""
+        # A sum that arose within that backward (reentrant checkpointing) left in the dtype of its parameter.
+        return not self.failed and not any(some.outdated or (some.summed and not self.sums) for some in pending)
 
 
 class LocalGradients:
@@ -80,7 +229,7 @@ class LocalGradients:
                 self._launch(current, bucket, kept.lend([member.parameter for member in bucket.members]))
 
             self._closing = self._round = Round(1, self._ordered(), launch, lends=True)
-            return self._round, len(kept) > 0
+            return self._round, len(kept.parameters) > 0
 
     def _ordered(self) -> list[Bucket]:
         return [self._ownership.buckets[index] for index in self.order]
@@ -98,7 +247,7 @@ class LocalGradients:
         with self._lock:
             self._window.active = None
             self._window.arrivals[parameter] = self._window.arrivals.get(parameter, 0) + 1
-            bucket = self._ownership.bucket_of(parameter)
+            bucket = self._ownership.bucket_of.get(parameter)
             if bucket is None:
                 return  # it has no elements
             if self._closing is not None:
@@ -132,15 +281,16 @@ class LocalGradients:
         with reentrant checkpointing it also comes at the end of each inner backward. So nothing may depend on it but
         which gradients are reduced together.
         """
+
+        def separate() -> None:
+            with self._lock:
+                self._raw_backward = None
+                self._deferred_open = False
+
         task = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
         if task not in (-1, self._raw_backward):
             self._raw_backward = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._separate)  # pyright: ignore
-
-    def _separate(self) -> None:
-        with self._lock:
-            self._raw_backward = None
-            self._deferred_open = False
+            torch.autograd.Variable._execution_engine.queue_callback(separate)  # pyright: ignore
 
     def forget(self, parameter: int) -> None:
         """Drop the parameter's gradient, which the user discarded."""
