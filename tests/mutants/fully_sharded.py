@@ -144,8 +144,8 @@ MUTANTS = [
     Mutant(
         "a rank has the next one's rows",
         "sharding/layout.py",
-        "start, stop = chunk(rows, self.shards, position.shard)",
-        "start, stop = chunk(rows, self.shards, (position.shard + 1) % self.shards)",
+        "start, stop = chunk(rows, self.grid.shards, position.shard)",
+        "start, stop = chunk(rows, self.grid.shards, (position.shard + 1) % self.grid.shards)",
         (FULLY_SHARDED,),
     ),
     Mutant(

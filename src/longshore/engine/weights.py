@@ -82,7 +82,8 @@ class Weights:
             ranks: this process among the run's.
         """
         for name, parameter in sharded.model.named_parameters():
-            shards = [sharded.layout.shard_of(parameter, rank) for rank in range(ranks.world_size)]
+            layout = sharded.layout_of(parameter)
+            shards = [layout.shard(rank) for rank in range(ranks.world_size)]
             if self._files is not None:
                 held = held_part(parameter)
                 held.copy_(self._read(name, parameter, sharded, shards[ranks.rank]).view(held.shape))
@@ -94,12 +95,12 @@ class Weights:
 
     def _read(self, name: str, parameter: Tensor, sharded: FullyShardedModel, shard: tuple[int, int]) -> Tensor:
         assert self._files is not None
-        name, (offset, numel), layout = self._parameters[name], shard, sharded.layout.of(parameter)
+        name, (offset, numel), layout = self._parameters[name], shard, sharded.layout_of(parameter)
         if numel == 0:
             return torch.empty(0, dtype=parameter.dtype)
         if layout.dim is not None:  # tensor parallelism may have divided it across rows
             whole = flat(self._files.read(name))
-            return cast(layout.part_of(whole, sharded.layout.tp_rank)[offset : offset + numel], parameter.dtype)
+            return cast(layout.part_of(whole, sharded.tp_rank)[offset : offset + numel], parameter.dtype)
         row_numel = parameter.numel() // parameter.shape[0]
         return cast(flat(self._files.read(name, offset // row_numel, (offset + numel) // row_numel)), parameter.dtype)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class FullyShardedModel:
         self.model = model
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         self.modules: list[FSDPModule] = [module for _, module in named]
-        self.names = [name or "the model" for name, _ in named]
+        self.module_names = [name or "the model" for name, _ in named]
         self.members: dict[int, Any] = {}
         """What FSDP2 knows of each parameter, by ``id(parameter)``."""
         self.group_of: dict[int, int] = {}
@@ -53,31 +53,61 @@ class FullyShardedModel:
                 self.group_of[id(member.sharded_param)] = number
         self.largest_numel = max(sum(each.sharded_param.numel() for each in group.fsdp_params) for group in groups)
         """The most elements of parameters that are gathered together."""
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for key, name in self._names.items():
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        """Of parameters, by ``id(parameter)``."""
+        for key, name in self.names.items():
             if key not in self.members:
                 raise ValueError(
                     f"parameter {name} is in no module that fully_shard was applied to; apply it to the whole model "
                     "last"
                 )
-        self.layout = ModelLayout({name: self.members[key] for key, name in self._names.items()})
+        self._data_mesh, self.grid = self._check_meshes()
+        self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
+        """This rank's place in tensor parallelism."""
         self._check_dtypes(groups)
         self._hook = model.register_forward_hook(self._after_forward)
         # Until each module's first forward.
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         _MODELS.add(self)
 
+    def _check_meshes(self) -> tuple[Any, RankGrid]:
+        """FSDP2's mesh, and the grid of all ranks."""
+        members = {name: self.members[key] for key, name in self.names.items()}
+        # FSDP2's mesh: the last dimension shards, the others replicate. What tensor parallelism left alone is on this
+        # mesh, of the ranks that have the same part of the others.
+        data_mesh = next(iter(members.values())).mesh_info.mesh
+        parallel = (each._spmd_mesh for each in members.values() if each._unsharded_dtensor_spec is not None)
+        whole = next(parallel, data_mesh)
+        for name, member in members.items():
+            _check_supported(name, member)
+            expected = whole if _parallel_placements(member) else data_mesh
+            mesh = member._spmd_mesh
+            if not torch.equal(mesh.mesh, expected.mesh) or whole.size() != dist.get_world_size():
+                raise ValueError(f"parameter {name} is on {mesh}; all parameters have to be on one mesh of all ranks")
+        tp_size = whole.size() // data_mesh.size()
+        return data_mesh, RankGrid(whole.mesh.reshape(-1, data_mesh.size(-1), tp_size).tolist())
+
     def _check_dtypes(self, groups: Sequence[Any]) -> None:
-        names = self._names
         for group in groups:
             trainable = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
             for parameter in trainable:
                 if parameter.dtype != trainable[0].dtype:
                     raise ValueError(
-                        f"parameters {names[id(trainable[0])]} ({trainable[0].dtype}) and {names[id(parameter)]} "
-                        f"({parameter.dtype}) are gathered together, for which FSDP2 wants one dtype; set bf16 or "
-                        "fp16, or a wrap_policy that keeps them apart"
+                        f"parameters {self.names[id(trainable[0])]} ({trainable[0].dtype}) and "
+                        f"{self.names[id(parameter)]} ({parameter.dtype}) are gathered together, for which FSDP2 wants "
+                        "one dtype; set bf16 or fp16, or a wrap_policy that keeps them apart"
                     )
+
+    def layout_of(self, parameter: Tensor) -> ParameterLayout:
+        """Which rank has what of a parameter."""
+        parallel = _parallel_placements(self.members[id(parameter)])
+        dim = next((placement.dim for placement in parallel if placement.is_shard()), None)
+        return ParameterLayout(tuple(parameter.shape), dim, self.grid)
+
+    @property
+    def shard_group(self) -> Any:
+        """The ranks that have the shards of one replica, and the same part as this one, which is among them."""
+        return self._data_mesh.get_group(self._data_mesh.ndim - 1)
 
     def close(self) -> None:
         """Leave the model as ``fully_shard`` made it."""
@@ -95,9 +125,6 @@ class FullyShardedModel:
     def leaf_of(self, parameter: Tensor) -> Tensor | None:
         """What the parameter is gathered into, always the same tensor; None before the first time."""
         return getattr(self.members[id(parameter)], "_unsharded_param", None)
-
-    def name_of(self, parameter: Tensor) -> str:
-        return self._names[id(parameter)]
 
     def when_gathered(self, call: Callable[[], None]) -> None:
         """``call`` after each module's first forward, when its parameters have been gathered and no backward has
@@ -148,7 +175,7 @@ def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[i
         if write_back and _parallel_placements(member):
             # The module keeps its part, and a write there, on one rank, would be lost without a word.
             raise ValueError(
-                f"parameter {model.name_of(member.sharded_param)} is one of tensor parallelism, of which gather() "
+                f"parameter {model.names[id(member.sharded_param)]} is one of tensor parallelism, of which gather() "
                 "gives a copy to read; to write it use longshore.utils.safe_set_full_fp32_param()"
             )
     wanted = {id(member) for _, member in found.values()}
@@ -169,7 +196,7 @@ def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[i
         if write_back:
             with torch.no_grad():
                 for key, (model, member) in found.items():
-                    offset, numel = model.layout.shard_of(member.sharded_param, dist.get_rank())
+                    offset, numel = model.layout_of(member.sharded_param).shard(dist.get_rank())
                     shard = held_part(member.sharded_param)
                     shard.copy_(flat(whole[key])[offset : offset + numel].view(shard.shape))
                     torch.autograd.graph.increment_version(member.sharded_param)
@@ -188,60 +215,6 @@ def _member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
         f"a sharded parameter of shape {list(parameter.shape)} belongs to no model that longshore.initialize() "
         "was given, or its engine is gone"
     )
-
-
-class ModelLayout:
-    """Which rank has what of each parameter: how FSDP2, and tensor parallelism before it, divided the model.
-
-    Args:
-        members: what FSDP2 knows of each parameter, by name.
-
-    Raises:
-        ValueError: a parameter on another mesh than the others, or sharded in a way that longshore does not support, by
-            name.
-    """
-
-    def __init__(self, members: Mapping[str, Any]) -> None:
-        # FSDP2's mesh: the last dimension shards, the others replicate. What tensor parallelism left alone is on this
-        # mesh, of the ranks that have the same part of the others.
-        self._data_mesh = next(iter(members.values())).mesh_info.mesh
-        parallel = (each._spmd_mesh for each in members.values() if each._unsharded_dtensor_spec is not None)
-        whole = next(parallel, self._data_mesh)
-        for name, member in members.items():
-            _check_supported(name, member)
-            expected = whole if _parallel_placements(member) else self._data_mesh
-            mesh = member._spmd_mesh
-            if not torch.equal(mesh.mesh, expected.mesh) or whole.size() != dist.get_world_size():
-                raise ValueError(f"parameter {name} is on {mesh}; all parameters have to be on one mesh of all ranks")
-        tp_size = whole.size() // self._data_mesh.size()
-        self.grid = RankGrid(whole.mesh.reshape(-1, self._data_mesh.size(-1), tp_size).tolist())
-        self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
-        """This rank's place in tensor parallelism."""
-        self._layouts: dict[int, ParameterLayout] = {}
-        for member in members.values():
-            dim = next((placement.dim for placement in _parallel_placements(member) if placement.is_shard()), None)
-            shape = tuple(member.sharded_param.shape)
-            self._layouts[id(member.sharded_param)] = ParameterLayout(shape, dim, self.grid.tp_size, self.grid.shards)
-
-    def of(self, parameter: Tensor) -> ParameterLayout:
-        return self._layouts[id(parameter)]
-
-    def shard_of(self, parameter: Tensor, rank: int) -> tuple[int, int]:
-        """``(offset, numel)`` of what a rank has, in its part of the parameter, flat."""
-        return self.of(parameter).shard(self.grid.positions[rank])
-
-    def joined(self, parameter: Tensor, by_rank: Sequence[Tensor]) -> Tensor:
-        """All of a parameter, flat, from what each rank has of it."""
-        parts: list[dict[int, Tensor]] = [{} for _ in range(self.grid.tp_size)]
-        for position, values in zip(self.grid.positions, by_rank, strict=True):
-            if position.replica == 0:
-                parts[position.tp_rank][position.shard] = values
-        return self.of(parameter).joined([torch.cat([shards[each] for each in sorted(shards)]) for shards in parts])
-
-    @property
-    def shard_group(self) -> Any:
-        """The ranks that have the shards of one replica, and the same part as this one, which is among them."""
-        return self._data_mesh.get_group(self._data_mesh.ndim - 1)
 
 
 def tensor_parallel_size(model: nn.Module) -> int:

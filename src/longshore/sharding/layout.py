@@ -200,34 +200,33 @@ class RankGrid:
 class ParameterLayout:
     """How one parameter lies on a grid.
 
+    FSDP2 divides what each rank of tensor parallelism has along the first dimension. Both divide as ``torch.chunk``.
+
     Attributes:
         shape: of all of it.
-        dim: along which tensor parallelism divides it, as ``torch.chunk`` does; None: each of its ranks has all of it.
-        tp_size: how many ranks tensor parallelism has.
-        shards: into how many shards FSDP2 divides what each of those has, along the first dimension, as ``torch.chunk``
-            does too.
+        dim: along which tensor parallelism divides it; None: each of its ranks has all of it.
     """
 
     shape: tuple[int, ...]
     dim: int | None
-    tp_size: int
-    shards: int
+    grid: RankGrid
 
     def slab(self, tp_rank: int) -> Slab | None:
         """Where a rank's part of tensor parallelism lies in the parameter; None: it is all of it."""
         if self.dim is None:
             return None
-        start, stop = chunk(self.shape[self.dim], self.tp_size, tp_rank)
+        start, stop = chunk(self.shape[self.dim], self.grid.tp_size, tp_rank)
         return Slab(self.dim, start, stop - start)
 
-    def part_shape(self, tp_rank: int) -> tuple[int, ...]:
+    def _part_shape(self, tp_rank: int) -> tuple[int, ...]:
         slab = self.slab(tp_rank)
         return self.shape if slab is None else slab.shape_in(self.shape)
 
-    def shard(self, position: GridPosition) -> tuple[int, int]:
-        """``(offset, numel)`` of a shard in its part, flat."""
-        rows, *others = self.part_shape(position.tp_rank)
-        start, stop = chunk(rows, self.shards, position.shard)
+    def shard(self, rank: int) -> tuple[int, int]:
+        """``(offset, numel)`` of what a rank has, in its part of the parameter, flat."""
+        position = self.grid.positions[rank]
+        rows, *others = self._part_shape(position.tp_rank)
+        start, stop = chunk(rows, self.grid.shards, position.shard)
         return start * math.prod(others), (stop - start) * math.prod(others)
 
     def part_of(self, values: Tensor, tp_rank: int) -> Tensor:
@@ -235,11 +234,16 @@ class ParameterLayout:
         slab = self.slab(tp_rank)
         return values if slab is None else values.view(self.shape).narrow(*slab).reshape(-1)
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """All of the parameter, flat, from its parts, flat."""
+    def joined(self, by_rank: Sequence[Tensor]) -> Tensor:
+        """All of the parameter, flat, from what each rank has of it."""
+        parts: list[dict[int, Tensor]] = [{} for _ in range(self.grid.tp_size)]
+        for position, values in zip(self.grid.positions, by_rank, strict=True):
+            if position.replica == 0:
+                parts[position.tp_rank][position.shard] = values
+        whole = [torch.cat([shards[each] for each in sorted(shards)]) for shards in parts]
         if self.dim is None:
-            return parts[0]
-        shaped = [values.view(self.part_shape(tp_rank)) for tp_rank, values in enumerate(parts)]
+            return whole[0]
+        shaped = [values.view(self._part_shape(tp_rank)) for tp_rank, values in enumerate(whole)]
         return torch.cat(shaped, self.dim).reshape(-1)
 
 
