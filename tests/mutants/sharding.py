@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(
         "what was kept is not reduced",
         "sharding/store.py",
-        "            self._reducer.reduce_pending(kept, agreed.deferred, buckets, ready)\n",
+        "            self._gradients.reduce_pending(kept, agreed.deferred, buckets, ready)\n",
         "",
         (TABLE,),
     ),
@@ -273,7 +273,7 @@ MUTANTS = [
     ),
     Mutant(
         "a round runs although the ranks did not meet",
-        "sharding/reduction.py",
+        "sharding/rounds.py",
         "                current.failed = True\n",
         "                pass\n",
         (FAILURES,),
@@ -287,7 +287,7 @@ MUTANTS = [
     ),
     Mutant(
         "sums travel in the dtype of one gradient",
-        "sharding/reduction.py",
+        "sharding/rounds.py",
         "dtype = torch.promote_types(dtype, self._settings.sum_dtype)",
         "pass",
         (REDUCTION,),
@@ -315,7 +315,7 @@ MUTANTS = [
     ),
     Mutant(
         "a last backward that one rank does not share is reduced all the same",
-        "sharding/reduction.py",
+        "sharding/rounds.py",
         "                closing.failed = True  # another rank",
         "                pass  # another rank",
         (CLOSING,),

@@ -1,8 +1,7 @@
 """Training of one model by several ranks: buckets, rounds of reductions, and what each ZeRO stage means."""
 
 from longshore.sharding.gathered import gather
-from longshore.sharding.rounds import ReductionSettings
-from longshore.sharding.stages import ShardedOffload
-from longshore.sharding.store import ShardedStore
+from longshore.sharding.reduction import ReductionSettings
+from longshore.sharding.store import ShardedOffload, ShardedStore
 
 __all__ = ["ReductionSettings", "ShardedOffload", "ShardedStore", "gather"]

@@ -94,14 +94,20 @@ def plan_buckets(
     indices = itertools.count(first_range)
     buckets = []
     for index, filled in enumerate(fill_buckets(parameters, bucket_numel), first_bucket):
-        if shards is None:
-            shard_numel = shard_numel_of(filled, world_size)
-            by_rank = [list(shard_parts(filled, shard_numel, rank)) for rank in range(world_size)]
-        else:
-            by_rank = [list(_given_parts(filled, shards, rank)) for rank in range(world_size)]
-            shard_numel = align(max(sum(numel for *_, numel in own) for own in by_rank))
-        ranges = tuple(tuple(ShardRange(next(indices), *each) for each in own) for own in by_rank)
-        buckets.append(Bucket(index, tuple(itertools.starmap(Member, filled)), shard_numel, ranges))
+        even_numel = shard_numel_of(filled, world_size)
+        by_rank: list[tuple[ShardRange, ...]] = []
+        for rank in range(world_size):
+            parts = shard_parts(filled, even_numel, rank)
+            if shards is not None:
+                parts = [(parameter, *shards[parameter][rank]) for parameter, _ in filled]
+            ranges, end = [], 0
+            for parameter, offset, numel in parts:
+                if numel > 0:
+                    ranges.append(ShardRange(next(indices), parameter, offset, end, numel))
+                    end += numel
+            by_rank.append(tuple(ranges))
+        shard_numel = align(max(sum(each.numel for each in ranges) for ranges in by_rank))
+        buckets.append(Bucket(index, tuple(itertools.starmap(Member, filled)), shard_numel, tuple(by_rank)))
     return tuple(buckets)
 
 
@@ -128,26 +134,14 @@ def shard_numel_of(members: Sequence[tuple[int, int]], world_size: int) -> int:
     return align(-(-sum(numel for _, numel in members) // world_size))
 
 
-def shard_parts(members: Sequence[tuple[int, int]], shard_numel: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
-    """``(parameter, its offset in the parameter, its offset in the shard, numel)`` of what lies in a rank's shard."""
-    start, stop, offset = rank * shard_numel, (rank + 1) * shard_numel, 0
+def shard_parts(members: Sequence[tuple[int, int]], shard_numel: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """``(parameter, offset, numel)`` of what lies in a rank's shard, one behind the other."""
+    start, stop, before = rank * shard_numel, (rank + 1) * shard_numel, 0
     for parameter, numel in members:
-        first, last = max(offset, start), min(offset + numel, stop)
+        first, last = max(before, start), min(before + numel, stop)
         if first < last:
-            yield parameter, first - offset, first - start, last - first
-        offset += numel
-
-
-def _given_parts(
-    members: Sequence[tuple[int, int]], shards: Mapping[int, Sequence[tuple[int, int]]], rank: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """As :func:`shard_parts`, of shards that are given."""
-    end = 0
-    for parameter, _ in members:
-        offset, numel = shards[parameter][rank]
-        if numel > 0:
-            yield parameter, offset, end, numel
-            end += numel
+            yield parameter, first - before, last - first
+        before += numel
 
 
 class GridPosition(NamedTuple):
@@ -155,20 +149,14 @@ class GridPosition(NamedTuple):
 
     replica: int
     shard: int
-    tp_rank: int
-    """Its rank in tensor parallelism."""
+    tp_rank: int  # in tensor parallelism
 
 
 class RankGrid:
     """Ranks as replicas x shards x ranks of tensor parallelism.
 
-    Args:
-        ranks: ``ranks[replica][shard][tp_rank]``, all from 0 on.
-
-    Attributes:
-        positions: by rank.
-        shards: how many there are.
-        tp_size: how many ranks tensor parallelism has.
+    ``ranks[replica][shard][tp_rank]`` are numbered from 0 on; ``positions`` is by rank, and ``tp_size`` the number of
+    ranks of tensor parallelism.
 
     Raises:
         ValueError: ranks with one place in tensor parallelism are in another order than those with another place.

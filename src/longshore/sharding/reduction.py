@@ -1,4 +1,4 @@
-"""Reducing gradients bucket by bucket, on the collective thread.
+"""Reducing the gradients of one bucket, on the collective thread.
 
 Every rank sends each other rank its shard of a bucket, and each adds up its own. The gradients travel in their own
 dtype and are added in float32, rank by rank in order. That costs the bytes of a reduce-scatter in the gradients' dtype,
@@ -15,18 +15,15 @@ the others' zeros.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from longshore.host import HostStore
-from longshore.sharding.agreement import Action, Statement, agree_on
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import Bucket, ShardRange
-from longshore.sharding.ownership import Ownership, SliceEntry, slice_entries, slices
-from longshore.sharding.rounds import PendingGradients, ReductionSettings, Round
+from longshore.sharding.ownership import SliceEntry, slice_entries, slices
 
 _ALIGNMENT = 64
 SLICE_NUMEL = 1 << 22
@@ -35,85 +32,39 @@ _BLOCK_NUMEL = 1 << 17
 """Elements that a CPU adds up at a time, while they are in its cache."""
 
 
-class Reducer:
-    """Runs rounds on the collective thread: mean gradients of the owned shard ranges arrive in ``local``."""
+@dataclass(frozen=True)
+class ReductionSettings:
+    """How gradients of several ranks become one.
 
-    def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
-        self._local = local
-        self._ownership = ownership
-        self._settings = settings
-        self._collectives = ownership.collectives
+    Attributes:
+        stage: 0, 1, 2 or 3.
+        reduced_numel: elements that may wait to be reduced together.
+        early: launch buckets while backward goes on; where they are reduced once, while the backward goes on that is
+            known to be the last.
+        wire_dtype: in which gradients travel; None: in their own.
+        sum_dtype: of sums on the device before a reduction.
+        predivide: divides gradients before they are added (against overflow in float16); the rest of the mean is
+            divided out afterwards.
+    """
 
-    def begin(self, current: Round, pending: list[PendingGradients]) -> None:
-        """Queue the meeting that opens a round, and the reduction of what was kept before it."""
-        buckets = list(self._ownership.buckets)  # step() may add some while the thread is still at this round
-        ready = self._local.transfer.mark()
-        window = self._ownership.window.number  # which changes when another rank gives up
+    stage: int
+    reduced_numel: int
+    early: bool = True
+    wire_dtype: torch.dtype | None = None
+    sum_dtype: torch.dtype = torch.float32
+    predivide: float = 1.0
 
-        def meet() -> None:
-            self._collectives.meet(Action.BACKWARD, current.number, window)
-            summed = agree_on(self._collectives.rows, Statement([some.summed for some in pending])).deferred
-            self.reduce_pending(pending, summed, buckets, ready)
+    @property
+    def each_backward(self) -> bool:
+        """Whether gradients are reduced after every backward; otherwise sums stay on the device, and are reduced once
+        for each window."""
+        return self.stage >= 2
 
-        self._open(current, meet)
-
-    def begin_last(self, closing: Round, sums: bool) -> None:
-        """Queue the meeting that opens the round of the last backward; ``sums``: this rank may bring some."""
-
-        def meet() -> None:
-            if self._collectives.meet(Action.CLOSE, closing.number, self._ownership.window.number):
-                closing.sums = any(agree_on(self._collectives.rows, Statement([sums])).deferred)
-            else:
-                closing.failed = True  # another rank is at its step already, and this one will be
-
-        self._open(closing, meet)
-
-    def _open(self, current: Round, meet: Callable[[], None]) -> None:
-        def job() -> None:
-            try:
-                meet()
-            except BaseException:
-                current.failed = True
-                raise
-
-        self._collectives.submit(job)
-
-    def launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
-        """Queue the reduction of one bucket of a round."""
-        ready = self._local.transfer.mark()
-        # Where gradients stay anyway, nobody waits for memory.
-        waiting_bytes = 0 if current.lends else sum(gradient.nbytes for gradient in gradients.values())
-
-        def reduce() -> None:
-            if not current.failed:
-                with self._local.transfer.aside(ready):
-                    self.reduce(bucket, gradients, current.sums)
-            gradients.clear()  # also where the round did not take place
-
-        self._collectives.submit(reduce, waiting_bytes)
-
-    def reduce_pending(
-        self, pending: list[PendingGradients], rounds: Sequence[bool], buckets: Sequence[Bucket], ready: Any
-    ) -> None:
-        """Run agreed rounds on gradients that were kept, in a job; ``rounds`` says of each whether any rank brings
-        sums."""
-        for number, summed in enumerate(rounds):
-            some = pending[number] if number < len(pending) else PendingGradients(torch.float32)
-            for bucket in buckets:
-                gradients = some.take([member.parameter for member in bucket.members])
-                with self._local.transfer.aside(ready):
-                    self.reduce(bucket, gradients, summed)
-
-    def reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool) -> None:
-        """Reduce one bucket, in a job. ``sums``: some of the gradients, of any rank, may be sums, which their
-        parameter's dtype may not be able to represent."""
-        dtype = self._ownership.dtypes[bucket.members[0].parameter]
-        if sums:  # one that can represent both, so that no bit depends on who else brings a sum
-            dtype = torch.promote_types(dtype, self._settings.sum_dtype)
-        dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
-        reduced = reduce_shard(collectives, bucket, gradients, dtype, self._settings.predivide)
-        for owned, values in self._ownership.spread(bucket, reduced):
-            self._local.arrive(owned.index, values)
+    @property
+    def bucket_numel(self) -> int:
+        """Elements of one bucket. During backward one fills while another is on its way: together they are what was
+        asked for."""
+        return max(1, self.reduced_numel // 2) if self.early and self.each_backward else self.reduced_numel
 
 
 def reduce_shard(

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, KeysView, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
+from longshore.host import HostStore
+from longshore.sharding.agreement import Action, Statement, agree_on
 from longshore.sharding.layout import Bucket
 from longshore.sharding.ownership import Ownership
-
-
-@dataclass(frozen=True)
-class ReductionSettings:
-    """How gradients of several ranks become one.
-
-    Attributes:
-        bucket_numel: elements that are reduced together.
-        each_backward: reduce after every backward (ZeRO-2); otherwise sums stay on the device, and are reduced once
-            (stages 0 and 1).
-        early: launch buckets while backward goes on; where they are reduced once, while the backward goes on that is
-            known to be the last.
-        wire_dtype: in which gradients travel; None: in their own.
-        sum_dtype: of sums on the device before a reduction.
-        predivide: divides gradients before they are added (against overflow in float16); the rest of the mean is
-            divided out afterwards.
-    """
-
-    bucket_numel: int
-    each_backward: bool
-    early: bool = True
-    wire_dtype: torch.dtype | None = None
-    sum_dtype: torch.dtype = torch.float32
-    predivide: float = 1.0
+from longshore.sharding.reduction import ReductionSettings, reduce_shard
 
 
 class PendingGradients:
@@ -163,17 +142,18 @@ class Round:
 
 
 class LocalGradients:
-    """What this rank brings to a window. Several autograd threads may bring gradients at once.
+    """The gradients that this rank brings to a window: their means over the ranks arrive in ``local``, by owned range.
 
-    ``launch`` starts the reduction of one bucket of a round.
+    Several autograd threads may bring gradients at once. Reductions run on the collective thread.
     """
 
-    def __init__(self, ownership: Ownership, settings: ReductionSettings, launch: Launch) -> None:
+    def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
         # Fixed.
+        self._local = local
         self._ownership = ownership
+        self._collectives = ownership.collectives
         self._window = ownership.window
         self._settings = settings
-        self._launch = launch
         self._lock = threading.RLock()
         self._raw_backward: int | None = None
         """The backward that nobody announced (``loss.backward()``) and whose end is waited for."""
@@ -194,19 +174,40 @@ class LocalGradients:
         self._round: Round | None = None
         self._closing: Round | None = None
         """The round of the last backward, which reduces what was kept and lets it stay here."""
-        self.unsynchronized = False
+        self._unsynchronized = False
         """Whether the gradients of the backward under way stay and add up here."""
         self._completed: list[int] = []
 
-    def begin_round(self) -> tuple[Round, list[PendingGradients]]:
-        """Begin a backward whose gradients are reduced at once, behind those that were kept."""
+    # -- backwards, from the caller's thread ----------------------------------
+
+    def begin_backward(self, reduce: bool, last: bool) -> None:
+        """Begin a backward. ``reduce``: its gradients do not stay here; ``last``: of the window, as far as known."""
+        self._window.backwards += 1
+        self._unsynchronized = not reduce
+        if reduce and self._settings.each_backward:
+            self._begin_round()
+        elif reduce and last and self._may_close():
+            self._begin_closing_round()
+
+    def _begin_round(self) -> None:
+        """Queue the meeting that opens the backward's round, and the reduction of what was kept before it."""
         with self._lock:
             self._window.rounds += 1
             self._window.active = None
-            self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
-            return self._round, self.take()[1]
+            current = self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
+            pending = self.take()[1]
+        buckets = list(self._ownership.buckets)  # step() may add some while the thread is still at this round
+        ready = self._local.transfer.mark()
+        window = self._window.number  # which changes when another rank gives up
 
-    def may_close(self) -> bool:
+        def meet() -> None:
+            self._collectives.meet(Action.BACKWARD, current.number, window)
+            summed = agree_on(self._collectives.rows, Statement([some.summed for some in pending])).deferred
+            self.reduce_pending(pending, summed, buckets, ready)
+
+        self._open(current, meet)
+
+    def _may_close(self) -> bool:
         """Whether the backward that begins can be the one in which the whole window is reduced.
 
         One window has one such backward. If there is one more after all, the reduction was in vain; so the last window
@@ -219,28 +220,84 @@ class LocalGradients:
             and self._window.backwards >= self._window.usual_backwards
         )
 
-    def begin_closing_round(self) -> tuple[Round, bool]:
-        """Begin a backward that is the last, as far as known: buckets are launched with all that the window has for
-        them. Also returns whether anything was kept before."""
+    def _begin_closing_round(self) -> None:
+        """Queue the meeting that opens the round of the last backward: buckets are launched with all that the window
+        has for them."""
         with self._lock:
             kept = self._deferred[-1] if self._deferred else self._defer_into_new()
+            sums = len(kept.parameters) > 0  # what comes will be added to what was kept
 
             def launch(current: Round, bucket: Bucket, _: dict[int, Tensor]) -> None:
                 self._launch(current, bucket, kept.lend([member.parameter for member in bucket.members]))
 
-            self._closing = self._round = Round(1, self._ordered(), launch, lends=True)
-            return self._round, len(kept.parameters) > 0
+            closing = self._closing = self._round = Round(1, self._ordered(), launch, lends=True)
+
+        def meet() -> None:
+            if self._collectives.meet(Action.CLOSE, closing.number, self._window.number):
+                closing.sums = any(agree_on(self._collectives.rows, Statement([sums])).deferred)
+            else:
+                closing.failed = True  # another rank is at its step already, and this one will be
+
+        self._open(closing, meet)
+
+    def _open(self, current: Round, meet: Callable[[], None]) -> None:
+        def job() -> None:
+            try:
+                meet()
+            except BaseException:
+                current.failed = True
+                raise
+
+        self._collectives.submit(job)
 
     def _ordered(self) -> list[Bucket]:
         return [self._ownership.buckets[index] for index in self.order]
 
-    def end_round(self) -> None:
+    def _launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
+        """Queue the reduction of one bucket of a round."""
+        ready = self._local.transfer.mark()
+        # Where gradients stay anyway, nobody waits for memory.
+        waiting_bytes = 0 if current.lends else sum(gradient.nbytes for gradient in gradients.values())
+
+        def reduce() -> None:
+            if not current.failed:
+                self.reduce(bucket, gradients, current.sums, ready)
+            gradients.clear()  # also where the round did not take place
+
+        self._collectives.submit(reduce, waiting_bytes)
+
+    def end_backward(self) -> None:
         with self._lock:
-            self.unsynchronized = False
+            self._unsynchronized = False
             current, self._round = self._round, None
             if current is not None:
                 current.close()
                 self._completed = current.completed
+
+    # -- reductions, in jobs of the collective thread -------------------------
+
+    def reduce_pending(
+        self, pending: list[PendingGradients], rounds: Sequence[bool], buckets: Sequence[Bucket], ready: Any
+    ) -> None:
+        """Run agreed rounds on gradients that were kept; ``rounds`` says of each whether any rank brings sums."""
+        for number, summed in enumerate(rounds):
+            some = pending[number] if number < len(pending) else PendingGradients(torch.float32)
+            for bucket in buckets:
+                self.reduce(bucket, some.take([member.parameter for member in bucket.members]), summed, ready)
+
+    def reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool, ready: Any) -> None:
+        """Reduce one bucket once ``ready`` is reached. ``sums``: some of the gradients, of any rank, may be sums, which
+        their parameter's dtype may not be able to represent."""
+        dtype = self._ownership.dtypes[bucket.members[0].parameter]
+        if sums:  # one that can represent both, so that no bit depends on who else brings a sum
+            dtype = torch.promote_types(dtype, self._settings.sum_dtype)
+        dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
+        with self._local.transfer.aside(ready):
+            reduced = reduce_shard(collectives, bucket, gradients, dtype, self._settings.predivide)
+            for owned, values in self._ownership.spread(bucket, reduced):
+                self._local.arrive(owned.index, values)
+
+    # -- gradients, from any thread -------------------------------------------
 
     def arrive(self, parameter: int, gradient: Tensor, by_hook: bool) -> None:
         """Take one more gradient; ``by_hook``: during a backward."""
@@ -258,10 +315,10 @@ class LocalGradients:
             if by_hook and self._round is not None and self._round.take(bucket.index, parameter, gradient):
                 self._in_rounds.add(parameter)
                 return
-            raw = by_hook and self._round is None and self._settings.each_backward and not self.unsynchronized
+            raw = by_hook and self._round is None and self._settings.each_backward and not self._unsynchronized
             if raw and self._open_stays:
                 self._deferred_open = False  # what stayed on this rank is one reduction, this backward another
-            self._open_stays = self.unsynchronized
+            self._open_stays = self._unsynchronized
             self._defer(parameter, gradient)
             if raw:
                 self._separate_at_end()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,11 +24,73 @@ from longshore.host import (
 )
 from longshore.kernels import Scale
 from longshore.layout import Slab
+from longshore.optim.offload import Offload, Placement
 from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, check_same, verdict_number
+from longshore.sharding.collective_thread import CollectiveThread, twin_of
 from longshore.sharding.layout import ShardRange
-from longshore.sharding.ownership import OwnedForecast, Ownership
-from longshore.sharding.reduction import Reducer
-from longshore.sharding.rounds import LocalGradients, ReductionSettings
+from longshore.sharding.ownership import OwnedForecast, Ownership, Replicated
+from longshore.sharding.reduction import ReductionSettings
+from longshore.sharding.rounds import LocalGradients
+
+if TYPE_CHECKING:
+    from longshore.sharding.fsdp import FullyShardedModel
+
+
+_LARGEST_ITEM_BYTES = 4
+"""The size of a gradient's element: a float32 bucket, or two in 16 bits, may wait to be sent."""
+
+
+@dataclass(frozen=True)
+class ShardedOffload(Placement):
+    """State spread over the ranks of a process group.
+
+    Attributes:
+        offload: how each rank keeps its share.
+        group: of ranks; None: all of them.
+        settings: how gradients are reduced.
+        gather_numel: elements of parameters that are gathered together (stages 1 and 2).
+        sharded: the model, at stage 3.
+    """
+
+    offload: Offload
+    group: Any
+    settings: ReductionSettings
+    gather_numel: int
+    sharded: FullyShardedModel | None = None
+
+    @property
+    def takes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.sharded is not None
+
+    @property
+    def leaf_of(self) -> Callable[[Tensor], Tensor | None] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.sharded is None else self.sharded.leaf_of
+
+    @property
+    def leaves_on_device(self) -> bool:
+        return self.offload.leaves_on_device
+
+    def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> ShardedStore:
+        settings = self.settings
+        waiting_numel = settings.bucket_numel
+        if self.sharded is not None:
+            # No more than what is gathered together: the device has no room for gradients of all modules either.
+            waiting_numel = min(waiting_numel, self.sharded.largest_numel)
+        limit_bytes = waiting_numel * _LARGEST_ITEM_BYTES
+        collectives = CollectiveThread(twin_of(self.group, device), device, limit_bytes, owns_group=True)
+        # Where gradients are reduced in step() there is no backward to step ahead in.
+        in_backward = settings.each_backward or settings.early
+        offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
+        # What comes out of a reduction is float32, whatever went in.
+        local = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
+        if self.sharded is not None:
+            # Imported here: it imports torch's FSDP2, which takes a while.
+            from longshore.sharding.fully_sharded import FullySharded
+
+            ownership = FullySharded(collectives, self.sharded, parameters)
+        else:
+            ownership = Ownership(collectives, self.gather_numel) if settings.stage > 0 else Replicated(collectives)
+        return ShardedStore(local, ownership, settings)
 
 
 class ShardedStore(ParameterStore):
@@ -43,9 +107,8 @@ class ShardedStore(ParameterStore):
         self.transfer = local.transfer
         self.collectives = ownership.collectives
         self._settings = settings
-        self._reducer = Reducer(local, ownership, settings)
         self.window = ownership.window
-        self._gradients = LocalGradients(ownership, settings, self._reducer.launch)
+        self._gradients = LocalGradients(local, ownership, settings)
         self._closed = False
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
@@ -66,12 +129,7 @@ class ShardedStore(ParameterStore):
         self.check_usable()
         if reduce:
             self.ownership.into_backward()
-        self.window.backwards += 1
-        self._gradients.unsynchronized = not reduce
-        if reduce and self._settings.each_backward:
-            self._reducer.begin(*self._gradients.begin_round())
-        elif reduce and last and self._gradients.may_close():
-            self._reducer.begin_last(*self._gradients.begin_closing_round())
+        self._gradients.begin_backward(reduce, last)
 
     def fail(self, failure: BaseException) -> None:
         self.window.fail(failure)
@@ -79,7 +137,7 @@ class ShardedStore(ParameterStore):
     def end_backward(self, failure: BaseException | None) -> None:
         # Where it failed, its round still takes place: the others are in it.
         self.window.fail(failure)
-        self._gradients.end_round()
+        self._gradients.end_backward()
         if failure is not None:
             # At once: the others may be in the middle of this backward, where they gather and wait.
             self.window.given_up = self.ownership.interrupted()
@@ -157,7 +215,7 @@ class ShardedStore(ParameterStore):
                     self.local.discard()  # some rank has more or other gradients than those that were reduced
                 wanted = set(active)
                 buckets = [each for each in self.ownership.buckets if each.parameters & wanted]
-                self._reducer.reduce_pending(kept, agreed.deferred, buckets, ready)
+                self._gradients.reduce_pending(kept, agreed.deferred, buckets, ready)
             return active
 
         try:
