@@ -168,14 +168,14 @@ MUTANTS = [
     Mutant(
         "what is forgotten still counts as a sum",
         "sharding/rounds.py",
-        "        self._summed.discard(parameter)\n",
+        "        self.summed.discard(parameter)\n",
         "",
         (ROUNDS,),
     ),
     Mutant(
         "what is forgotten is kept",
         "sharding/rounds.py",
-        "        self._gradients.pop(parameter, None)\n",
+        "        self.gradients.pop(parameter, None)\n",
         "",
         (ROUNDS,),
     ),
@@ -344,15 +344,15 @@ MUTANTS = [
     Mutant(
         "what is taken out after its bucket left is not noticed",
         "sharding/rounds.py",
-        "        self.outdated = self.outdated or (parameter in self._lent and parameter in self._gradients)\n",
+        "        self.outdated = self.outdated or (parameter in self._lent and parameter in self.gradients)\n",
         "",
         (CLOSING,),
     ),
     Mutant(
         "what a collective reads is added to",
         "sharding/rounds.py",
-        "elif parameter in self._summed and not lent:",
-        "elif parameter in self._summed:",
+        "elif parameter in self.summed and not lent:",
+        "elif parameter in self.summed:",
         (ROUNDS,),
     ),
     Mutant(

@@ -50,14 +50,11 @@ class _Meeting:
 
 
 class Outgoing(NamedTuple):
-    """What a rank sends."""
+    """What a rank sends: ``memory``, uint8, flat, which may lie in a shared block with that of ``everyone``, by row."""
 
     memory: Tensor
-    """uint8, flat."""
-    block: SharedBlock | None
-    """The shared memory that it is a part of, if it is."""
-    everyone: Tensor | None
-    """The memory of all ranks in that block, by row."""
+    block: SharedBlock | None = None
+    everyone: Tensor | None = None
 
 
 class CollectiveThread:
@@ -134,18 +131,16 @@ class CollectiveThread:
         self._worker.submit(guarded, waiting_bytes)
 
     def drain(self) -> None:
-        """Wait for every job; raises what the first failed one raised.
-
-        Where the other ranks do not come for a while, a warning is logged, once for each meeting.
-        """
+        """Wait for every job; raises what the first failed one raised. Logs if the other ranks do not come."""
         while not self._worker.idle_within(_notice_s()):
             self.warn_of_waiting()
         failure = self._worker.drain()
-        if failure is not None and failure is self._dead:
+        if failure is None:
+            return
+        if failure is self._dead:
             # Each caller gets an error of its own: raised again and again, the same one would collect tracebacks.
             raise RankError(str(failure)) from failure.__cause__
-        if failure is not None:
-            raise failure
+        raise failure
 
     def run(self, job: Callable[[], T]) -> T:
         """Run ``job`` behind all others and return its result; where one of them failed, raise that instead."""
@@ -161,15 +156,11 @@ class CollectiveThread:
         if meeting is None or meeting.told or (waited_s := time.monotonic() - meeting.since) < _notice_s():
             return
         meeting.told = True
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        others = [str(rank) for rank in range(self.world_size) if rank != self.rank]
+        missing = "of which at least one is not there" if len(others) > 1 else "which is not there"
         _LOGGER.warning(
-            "rank %d is %s and has waited %.0f s for rank %s%s; all ranks last met %s",
-            self.rank,
-            meeting.doing,
-            waited_s,
-            ", ".join(map(str, others)),
-            ", of which at least one is not there" if len(others) > 1 else ", which is not there",
-            self._last_met,
+            f"rank {self.rank} is {meeting.doing} and has waited {waited_s:.0f} s for rank {', '.join(others)}, "
+            f"{missing}; all ranks last met {self._last_met}"
         )
 
     @contextlib.contextmanager
@@ -205,7 +196,7 @@ class CollectiveThread:
         """Wait until all ranks are at ``action`` number ``number`` of the same window.
 
         ``window`` is :attr:`WindowStatus.number`. Afterwards :attr:`notes` has each rank's ``note``. At CLOSE a rank
-        need not find the others: where one of them is elsewhere, the result is false, and that rank waits for the next
+        need not find the others: if one of them is elsewhere, the result is false, and that rank waits for the next
         meeting.
 
         Raises:
@@ -285,13 +276,12 @@ class CollectiveThread:
     def outgoing(self, num_bytes: int, device: torch.device) -> Outgoing:
         """Memory to write what :meth:`exchange` or :meth:`gather` is to send next."""
         if device.type == "cpu":
-            if self._shared is None:
-                self._shared = SharedMemory(self.rank, self.rows)
-            if (found := self._shared.lend(self.world_size * num_bytes, held=False)) is not None:
+            self._shared = self._shared or SharedMemory(self.rank, self.rows)
+            if found := self._shared.lend(self.world_size * num_bytes, held=False):
                 block, memory = found
                 everyone = memory.view(self.world_size, num_bytes)
                 return Outgoing(everyone[self.rank], block, everyone)
-        return Outgoing(self._buffer("send", num_bytes, device), None, None)
+        return Outgoing(self._buffer("send", num_bytes, device))
 
     def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """uint8 ``[num_bytes]`` for a job, the same memory each time: the next call overwrites what it has."""
@@ -375,7 +365,7 @@ def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """How long collectives of ``group`` wait, as its maker chose; None where torch does not say: torch's own default.
+    """How long collectives of ``group`` wait, as its maker chose; None: torch does not say, and its default applies.
 
     torch (2.8 to 2.13) has a public way to set it, and none to ask. A new group does not inherit it.
     """

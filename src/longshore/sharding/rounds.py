@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,52 +23,44 @@ class PendingGradients:
     The first gradient of a parameter is kept as it is, later ones are added in ``dtype`` (law 1).
 
     Attributes:
+        gradients: flat, by parameter.
+        summed: parameters whose gradient is a sum, which their dtype may not be able to represent.
         outdated: whether there is more, or less, than what was lent.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._gradients: dict[int, Tensor] = {}
-        self._summed: set[int] = set()
+        self.gradients: dict[int, Tensor] = {}
+        self.summed: set[int] = set()
         self._lent: set[int] = set()
         self.outdated = False
 
-    @property
-    def parameters(self) -> KeysView[int]:
-        """The parameters that have a gradient here."""
-        return self._gradients.keys()
-
-    @property
-    def summed(self) -> bool:
-        """Whether any of them is a sum, which its parameter's dtype may not be able to represent."""
-        return bool(self._summed)
-
     def add(self, parameter: int, gradient: Tensor) -> None:
         """Take one more gradient, flat."""
-        former, lent = self._gradients.get(parameter), parameter in self._lent
+        former, lent = self.gradients.get(parameter), parameter in self._lent
         self.outdated = self.outdated or lent
         if former is None:
-            self._gradients[parameter] = gradient
-        elif parameter in self._summed and not lent:
+            self.gradients[parameter] = gradient
+        elif parameter in self.summed and not lent:
             former.add_(gradient.to(self._dtype))  # rounded first, as below: the same bits lent or not
         else:
             # Out of place: the first one may be the user's own tensor, and what was lent is being read.
-            self._gradients[parameter] = former.to(self._dtype) + gradient.to(self._dtype)
-            self._summed.add(parameter)
+            self.gradients[parameter] = former.to(self._dtype) + gradient.to(self._dtype)
+            self.summed.add(parameter)
 
     def forget(self, parameter: int) -> None:
-        self.outdated = self.outdated or (parameter in self._lent and parameter in self._gradients)
-        self._gradients.pop(parameter, None)
-        self._summed.discard(parameter)
+        self.outdated = self.outdated or (parameter in self._lent and parameter in self.gradients)
+        self.gradients.pop(parameter, None)
+        self.summed.discard(parameter)
 
-    def lend(self, parameters: list[int]) -> dict[int, Tensor]:
+    def lend(self, parameters: Iterable[int]) -> dict[int, Tensor]:
         """The gradients of these parameters, to be read while they stay here; see :attr:`outdated`."""
         self._lent.update(parameters)
-        return {parameter: self._gradients[parameter] for parameter in parameters if parameter in self._gradients}
+        return {parameter: self.gradients[parameter] for parameter in parameters if parameter in self.gradients}
 
-    def take(self, parameters: list[int]) -> dict[int, Tensor]:
+    def take(self, parameters: Iterable[int]) -> dict[int, Tensor]:
         """Remove the gradients of these parameters and return them."""
-        return {parameter: self._gradients.pop(parameter) for parameter in parameters if parameter in self._gradients}
+        return {parameter: self.gradients.pop(parameter) for parameter in parameters if parameter in self.gradients}
 
 
 Launch = Callable[["Round", Bucket, dict[int, Tensor]], None]
@@ -110,10 +102,7 @@ class Round:
         self._gradients: dict[int, dict[int, Tensor]] = {bucket.index: {} for bucket in order}
 
     def take(self, bucket: int, parameter: int, gradient: Tensor) -> bool:
-        """Take a gradient along; False where the round has no more room for it.
-
-        Reentrant checkpointing brings a parameter twice within one backward.
-        """
+        """Take a gradient along; false for a second one (reentrant checkpointing brings some), or a late one."""
         waiting = self._gradients.get(bucket)
         if waiting is None or parameter in waiting:
             return False
@@ -202,16 +191,15 @@ class LocalGradients:
 
         def meet() -> None:
             self._collectives.meet(Action.BACKWARD, current.number, window)
-            summed = agree_on(self._collectives.rows, Statement([some.summed for some in pending])).deferred
+            summed = agree_on(self._collectives.rows, Statement([bool(some.summed) for some in pending])).deferred
             self.reduce_pending(pending, summed, buckets, ready)
 
         self._open(current, meet)
 
     def _may_close(self) -> bool:
-        """Whether the backward that begins can be the one in which the whole window is reduced.
+        """Whether the whole window can be reduced in the backward that begins.
 
-        One window has one such backward. If there is one more after all, the reduction was in vain; so the last window
-        has to have had no more.
+        If there is one more after all, the reduction was in vain; so the last window has to have had no more.
         """
         return (
             self._settings.early
@@ -225,10 +213,10 @@ class LocalGradients:
         has for them."""
         with self._lock:
             kept = self._deferred[-1] if self._deferred else self._defer_into_new()
-            sums = len(kept.parameters) > 0  # what comes will be added to what was kept
+            sums = len(kept.gradients) > 0  # what comes will be added to what was kept
 
             def launch(current: Round, bucket: Bucket, _: dict[int, Tensor]) -> None:
-                self._launch(current, bucket, kept.lend([member.parameter for member in bucket.members]))
+                self._launch(current, bucket, kept.lend(bucket.parameters))
 
             closing = self._closing = self._round = Round(1, self._ordered(), launch, lends=True)
 
@@ -283,7 +271,7 @@ class LocalGradients:
         for number, summed in enumerate(rounds):
             some = pending[number] if number < len(pending) else PendingGradients(torch.float32)
             for bucket in buckets:
-                self.reduce(bucket, some.take([member.parameter for member in bucket.members]), summed, ready)
+                self.reduce(bucket, some.take(bucket.parameters), summed, ready)
 
     def reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool, ready: Any) -> None:
         """Reduce one bucket once ``ready`` is reached. ``sums``: some of the gradients, of any rank, may be sums, which
@@ -332,11 +320,11 @@ class LocalGradients:
         return self._deferred[-1]
 
     def _separate_at_end(self) -> None:
-        """Let what comes behind the backward under way, in whose hook this is called, belong to a round of its own.
+        """Called in a hook: let what comes after the backward under way belong to a round of its own.
 
-        This uses the autograd engine's end-of-backward callback, which is private and is skipped when backward raises;
-        with reentrant checkpointing it also comes at the end of each inner backward. So nothing may depend on it but
-        which gradients are reduced together.
+        The autograd engine's end-of-backward callback is private and skipped when backward raises; with reentrant
+        checkpointing it also comes at the end of each inner backward. So nothing may depend on it but which gradients
+        are reduced together.
         """
 
         def separate() -> None:
@@ -371,7 +359,7 @@ class LocalGradients:
             closing, self._closing, self._taken = self._closing, None, True
             deferred, self._deferred, self._deferred_open = self._deferred, [], False
             # Reduced from here on: what goes to the other ranks cannot be forgotten here.
-            self._in_rounds.update(parameter for pending in deferred for parameter in pending.parameters)
+            self._in_rounds.update(parameter for pending in deferred for parameter in pending.gradients)
             return closing, deferred
 
     def planned_order(self) -> list[int]:

@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
 
 
-_LARGEST_ITEM_BYTES = 4
-"""The size of a gradient's element: a float32 bucket, or two in 16 bits, may wait to be sent."""
-
-
 @dataclass(frozen=True)
 class ShardedOffload(Placement):
     """State spread over the ranks of a process group.
@@ -76,7 +72,7 @@ class ShardedOffload(Placement):
         if self.sharded is not None:
             # No more than what is gathered together: the device has no room for gradients of all modules either.
             waiting_numel = min(waiting_numel, self.sharded.largest_numel)
-        limit_bytes = waiting_numel * _LARGEST_ITEM_BYTES
+        limit_bytes = waiting_numel * torch.float32.itemsize  # or two buckets in 16 bits
         collectives = CollectiveThread(twin_of(self.group, device), device, limit_bytes, owns_group=True)
         # Where gradients are reduced in step() there is no backward to step ahead in.
         in_backward = settings.each_backward or settings.early
@@ -202,8 +198,8 @@ class ShardedStore(ParameterStore):
         def settle() -> list[int]:
             self.collectives.meet(Action.STEP, len(parameters), window.number)
             early = closing is not None and closing.reduced_all_of(kept)
-            statement = Statement([some.summed for some in kept], failure is not None, backwards, order, used, early)
-            agreed = agree_on(self.collectives.rows, statement)
+            sums, failed = [bool(some.summed) for some in kept], failure is not None
+            agreed = agree_on(self.collectives.rows, Statement(sums, failed, backwards, order, used, early))
             agreed.check(self.collectives.rank, failure, GradientError)
             self.ownership.check_used(parameters, agreed.used_by_rank)
             if debugging():
@@ -303,16 +299,13 @@ class ShardedStore(ParameterStore):
         if self.broken is not None:
             raise broken_state_error(self.broken, " on this or another rank", " on every rank")
 
-    def _await_rounds(self) -> None:
+    def _before_writing(self) -> None:
         """Wait for rounds under way, before state is written: each arrival may begin a pass that reads it."""
+        self._check_open()
         try:
             self.collectives.drain()
         except LongshoreError as failure:
             self.window.fail(failure)
-
-    def _before_writing(self) -> None:
-        self._check_open()
-        self._await_rounds()
 
     def meet(self, loading: bool) -> None:
         self._check_open()
@@ -320,10 +313,10 @@ class ShardedStore(ParameterStore):
         self.ownership.outside_of_the_model(action)
         self._meet(action, 0)
         if loading:
-            self._await_rounds()
+            self._before_writing()
 
     def begin_load(self) -> None:
-        self._await_rounds()
+        self._before_writing()
         self.local.begin_load()
         self.broken = None
         self._gradients.begin()
