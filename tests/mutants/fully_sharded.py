@@ -37,7 +37,7 @@ MUTANTS = [
     Mutant(
         "files stay",
         "sharding/shared_memory.py",
-        "            self._blocks[index].remove_file()  # no file needs to stay\n",
+        "        self._blocks[index].remove_file()  # all ranks have it, and no file needs to stay\n",
         "",
         (GATHERING,),
     ),

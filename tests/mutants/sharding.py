@@ -427,8 +427,8 @@ MUTANTS = [
     Mutant(
         "the others are told again and again",
         "sharding/collective_thread.py",
-        "meeting.gave_up, self.gives_up = self.gives_up, False",
-        "meeting.gave_up = self.gives_up",
+        "meeting.row[3], self.gives_up = self.gives_up, False",
+        "meeting.row[3] = self.gives_up",
         (COLLECTIVES,),
     ),
     Mutant(

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def make_thread() -> CollectiveThread:
-    return CollectiveThread(None, CPU, 1 << 20)
+    return CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _gathering(chunk_numel: int, numels: list[int]) -> None:
 
 def rank_that_ends(rank_to_end: int) -> str:
     """One rank dies; the other is told within seconds, and nothing runs on its thread any more."""
-    collectives = make_thread()
+    collectives = CollectiveThread(dist.group.WORLD, CPU, 1 << 20)  # which is connected: the death comes later
     if collectives.rank == rank_to_end:
         import os
 
@@ -220,7 +220,7 @@ class _Listener(logging.Handler):
 
 def waiting(late: bool) -> list[str]:
     """What rank 0 logs when the ranks meet twice; with ``late`` rank 1 comes to the second only after it did so."""
-    collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20, owns_group=True)
+    collectives = make_thread()
     listener = _Listener(lambda: dist.send(torch.zeros(1), 1))
     logger, former = logging.getLogger("longshore"), thread_module._NOTICE_S
     logger.addHandler(listener)

@@ -16,7 +16,7 @@ from longshore.errors import GradientError
 from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import shared_memory as module
 from longshore.sharding.agreement import WindowStatus
-from longshore.sharding.collective_thread import CollectiveThread
+from longshore.sharding.collective_thread import CollectiveThread, twin_of
 from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def interrupted() -> list[str]:
 def waiting() -> list[str]:
     """What rank 0 logs while rank 1 gathers nothing for a while."""
     rank = dist.get_rank()
-    collectives = CollectiveThread(None, CPU, 1 << 20)
+    collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
     gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
     said: list[str] = []
     handler = logging.Handler()
@@ -111,7 +111,7 @@ def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, 
 
 def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    collectives = CollectiveThread(None, CPU, 1 << 20)
+    collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
     gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
     sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
     held: list[tuple[torch.Tensor, dist.Work, int]] = []
@@ -155,7 +155,7 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
 def exchanged(seed: int, where: str) -> int:
     """Exchanges and gathers of random sizes, on ranks that are late at random; returns how many were shared."""
     with sharing(where):
-        collectives = CollectiveThread(None, CPU, 1 << 20)
+        collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
         try:
             return collectives.run(lambda: _exchanged(collectives, seed))
         finally:

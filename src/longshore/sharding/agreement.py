@@ -79,11 +79,9 @@ class WindowStatus:
             forward and one that learns of it in ``step()`` would never meet again.
         told: whether another rank gave up the window that this rank has not discarded yet.
         usual_backwards: how many backwards the last stepped window had.
-        backwards: how many began in this window, whether or not they were rounds.
-        rounds: how many of them reduce their gradients at once.
+        backwards: how many began in this window; ``rounds`` of them reduce their gradients at once.
         arrivals: by parameter, how many gradients this rank brought. :class:`LocalGradients` writes it under its lock.
-        active: the parameters with a gradient on any rank, once the ranks have agreed on them; None when more gradients
-            came since.
+        active: the parameters with a gradient on any rank, as all agreed; None when more gradients came since.
         failure: why the window cannot be stepped; the first reason counts.
         given_up: whether a backward of the window raised and the other ranks are being told that it ends with that.
     """
@@ -130,8 +128,8 @@ class Statement:
     """One rank's side of an agreement.
 
     Attributes:
-        deferred: one entry for each round that the rank still has to reduce: whether it brings sums, which travel in
-            the dtype of sums.
+        deferred: for each round that the rank still has to reduce: whether it brings sums, which have a dtype of their
+            own.
         failed: whether the rank cannot go on with this window.
         backwards: how many backwards it has begun in this window.
         order: the order in which it proposes to launch buckets.

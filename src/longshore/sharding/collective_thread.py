@@ -19,7 +19,7 @@ from torch import Tensor
 from longshore.errors import GradientError, RankError
 from longshore.host import Recorder, Worker, debugging
 from longshore.sharding.agreement import ADVICE, Action, explain_difference
-from longshore.sharding.shared_memory import SharedBlock, SharedMemory
+from longshore.sharding.shared_memory import NOTE_NUMEL, SharedBlock, SharedMemory
 
 T = TypeVar("T")
 
@@ -33,15 +33,14 @@ _LOGGER = logging.getLogger("longshore")
 
 @dataclass(eq=False)
 class _Meeting:
-    """This rank, ``doing`` something, waits for the others to do the same."""
+    """This rank, ``doing`` something, waits for the others to do the same.
 
-    action: Action
-    number: int
-    window: int
-    note: Sequence[int]
+    ``row``: the action, its number, the window, whether this rank gave up its window, and its note.
+    """
+
+    row: list[int]
     doing: str
     # Change each time that this rank comes to the meeting.
-    gave_up: bool = False
     rows: Any = None
     work: Any = None
     # Change while it waits.
@@ -64,12 +63,10 @@ class CollectiveThread:
     that do different things get an error at once and do not wait for each other.
 
     Args:
-        group: the ranks that share the work; None: all.
+        group: of the ranks that share the work, for this thread alone; :meth:`close` destroys it.
         device: where tensors that are communicated have to be.
         limit_bytes: how many bytes of gradients may wait for their bucket's turn.
-        owns_group: whether :meth:`close` destroys the group.
-        words: gives the words for an action and its number; default: those of the action.
-        note_numel: how many numbers a rank may add to what it says in a meeting.
+        modules: names of what is gathered, by number.
 
     Attributes:
         gives_up: whether this rank gave up its window and the others may not know: the next meeting tells them.
@@ -82,19 +79,15 @@ class CollectiveThread:
         group: Any,
         device: torch.device,
         limit_bytes: int,
-        owns_group: bool = False,
-        words: Callable[[Action, int], str] | None = None,
-        note_numel: int = 0,
+        modules: Sequence[str] = (),
     ) -> None:
         # Fixed.
-        self._owns_group = owns_group
-        self._words = words or _words
-        self._note_numel = note_numel
+        self._modules = modules
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.group = group
         self.device = device
-        self._peers = [dist.get_global_rank(group, rank) if group else rank for rank in range(self.world_size)]
+        self._peers = dist.get_process_group_ranks(group)
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
         self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
@@ -180,8 +173,7 @@ class CollectiveThread:
             self._worker.close()
         if self._shared is not None:
             self._shared.close()
-        if self._owns_group and dist.is_initialized():
-            self._owns_group = False
+        if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
             # Most often the last reference: the group's threads and sockets go now and not at a garbage collection.
             last, self.group = [self.group], None
@@ -207,19 +199,23 @@ class CollectiveThread:
 
     def begin(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> _Meeting:
         """Come to a meeting and do not wait for the others, until :meth:`finish`; one at a time. See :meth:`meet`."""
-        meeting = _Meeting(action, number, window, note, f"{self._words(action, number)} (window {window})")
+        row = [action, number, window, False, *(note or [0] * NOTE_NUMEL)]
+        meeting = _Meeting(row, f"{self._words(action, number)} (window {window})")
         self._come(meeting)
         return meeting
 
+    def _words(self, action: Action, number: int) -> str:
+        if action is Action.BACKWARD and number:
+            return f"{action.words} {number} of its window"
+        return f"{action.words} of {self._modules[number]}" if action is Action.GATHER else action.words
+
     def _come(self, meeting: _Meeting) -> None:
-        meeting.gave_up, self.gives_up = self.gives_up, False
-        note = [*meeting.note, *[0] * (self._note_numel - len(meeting.note))]
-        row = [meeting.action, meeting.number, meeting.window, meeting.gave_up, *note]
-        meeting.rows, meeting.work = self._gather_rows(torch.tensor(row, dtype=torch.int64))
+        meeting.row[3], self.gives_up = self.gives_up, False
+        meeting.rows, meeting.work = self._gather_rows(torch.tensor(meeting.row, dtype=torch.int64))
 
     def finish(self, meeting: _Meeting) -> bool:
         """Wait for the others; see :meth:`meet`."""
-        action = meeting.action
+        action = meeting.row[0]
         while True:
             meeting.since = time.monotonic()
             self._meeting = meeting
@@ -247,7 +243,7 @@ class CollectiveThread:
                     return True
                 if action is Action.CLOSE:
                     return False
-            elif left or not meeting.gave_up:
+            elif left or not meeting.row[3]:
                 self.given_up = max(rows[rank][2] for rank in gave_up)
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
@@ -330,10 +326,6 @@ class CollectiveThread:
         with self._communicating():
             for request in dist.batch_isend_irecv(work) if work else ():
                 request.wait()
-
-
-def _words(action: Action, number: int) -> str:
-    return f"{action.words} {number} of its window" if action is Action.BACKWARD else action.words
 
 
 def _notice_s() -> float:

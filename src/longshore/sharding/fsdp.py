@@ -27,10 +27,15 @@ _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 
 
 class FullyShardedModel:
-    """A model to which ``fully_shard`` was applied.
+    """A model to which ``fully_shard`` was applied, the root last.
 
-    Args:
-        model: its root, to which it was applied too.
+    Attributes:
+        module_names: of the modules that gather parameters, by number.
+        members: what FSDP2 knows of each parameter, by ``id(parameter)``.
+        group_of: which parameters are gathered together, by ``id(parameter)``.
+        largest_numel: the most elements of parameters that are gathered together.
+        names: of parameters, by ``id(parameter)``.
+        tp_rank: this rank's place in tensor parallelism.
 
     Raises:
         ValueError: a way of sharding that longshore does not support, by name.
@@ -43,18 +48,14 @@ class FullyShardedModel:
         self.modules: list[FSDPModule] = [module for _, module in named]
         self.module_names = [name or "the model" for name, _ in named]
         self.members: dict[int, Any] = {}
-        """What FSDP2 knows of each parameter, by ``id(parameter)``."""
         self.group_of: dict[int, int] = {}
-        """By ``id(parameter)``: which parameters are gathered together."""
         groups = [group for module in self.modules for group in _groups_of(module)]
         for number, group in enumerate(groups):
             for member in group.fsdp_params:
                 self.members[id(member.sharded_param)] = member
                 self.group_of[id(member.sharded_param)] = number
         self.largest_numel = max(sum(each.sharded_param.numel() for each in group.fsdp_params) for group in groups)
-        """The most elements of parameters that are gathered together."""
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        """Of parameters, by ``id(parameter)``."""
         for key, name in self.names.items():
             if key not in self.members:
                 raise ValueError(
@@ -63,7 +64,6 @@ class FullyShardedModel:
                 )
         self._data_mesh, self.grid = self._check_meshes()
         self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
-        """This rank's place in tensor parallelism."""
         self._check_dtypes(groups)
         self._hook = model.register_forward_hook(self._after_forward)
         # Until each module's first forward.
@@ -146,8 +146,7 @@ class FullyShardedModel:
                     group._all_gather_comm = how(number)
 
     def reshard(self) -> None:
-        """Let go of what is gathered: the root's parameters stay after a forward without a backward, and would be
-        stale."""
+        """Let go of what is gathered: the root's parameters stay after a forward without a backward, and get stale."""
         for module in self.modules:
             module.reshard()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +30,7 @@ from longshore.sharding.collective_thread import CollectiveThread, twin_of
 from longshore.sharding.fsdp import FullyShardedModel
 from longshore.sharding.layout import Bucket, ParameterLayout, ShardRange, plan_buckets
 from longshore.sharding.ownership import Ownership
-from longshore.sharding.shared_memory import NOTE_NUMEL, SharedBlock, SharedMemory
+from longshore.sharding.shared_memory import SharedBlock, SharedMemory
 
 _LOOK_S = 1.0
 """How often a rank looks whether it waits for others."""
@@ -51,7 +51,7 @@ class FullySharded(Ownership):
         if model.grid.tp_size > 1:
             # All ranks meet on one thread, and take the same verdict there. Gradients go in its jobs, by this group.
             group = twin_of(collectives.group, collectives.device, ranks=self._data_ranks)
-            self.averaging_collectives = CollectiveThread(group, collectives.device, limit_bytes=1, owns_group=True)
+            self.averaging_collectives = CollectiveThread(group, collectives.device, limit_bytes=1)
         self._gathers = GatherMeetings(model.shard_group, collectives.device, model.module_names, self.window)
         model.gather_by(lambda number: ModuleGather(self._gathers, number))
 
@@ -160,14 +160,9 @@ class GatherMeetings:
     """
 
     def __init__(self, group: Any, device: torch.device, names: Sequence[str], window: WindowStatus) -> None:
-        def words(action: Action, number: int) -> str:
-            return f"{action.words} of {names[number]}" if action is Action.GATHER else action.words
-
         # Meetings are between hosts: with a device's own backend each would wait for the device.
         twin = twin_of(group, device, backend="gloo")
-        self._collectives = CollectiveThread(
-            twin, torch.device("cpu"), limit_bytes=1, owns_group=True, words=words, note_numel=NOTE_NUMEL
-        )
+        self._collectives = CollectiveThread(twin, torch.device("cpu"), limit_bytes=1, modules=names)
         self._window = window
         self._underway: GatherWork | None = None
         self.shared = SharedMemory(self._collectives.rank, self._collectives.rows)
@@ -179,13 +174,11 @@ class GatherMeetings:
         """Wait until all ranks are at this action; raises what :meth:`CollectiveThread.meet` does."""
         self._finish_underway()
         # In the thread that waits for the result: two more threads to wake would take as long as the meeting.
-        with self._hearing():
-            self._collectives.meet(action, 0, self._window.number)
+        self._finish(self._collectives.begin(action, 0, self._window.number))
 
-    @contextlib.contextmanager
-    def _hearing(self) -> Iterator[None]:
+    def _finish(self, meeting: Any) -> None:
         try:
-            yield
+            self._collectives.finish(meeting)
         except GradientError:
             self._window.hear(self._collectives.given_up)
             raise
@@ -193,13 +186,9 @@ class GatherMeetings:
     def gather(self, module: int, output: Tensor | None, block: SharedBlock | None) -> GatherWork:
         """Gather the module of this number, the same one on all ranks.
 
-        This waits for the gather under way and for nothing else: ranks may be one module apart.
-
-        Args:
-            module: its number.
-            output: part ``k``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there. None:
-                it is on a device.
-            block: the block of :attr:`shared` that ``output`` is in, if it is in one.
+        This waits for the gather under way and for nothing else: ranks may be one module apart. Part ``k`` of
+        ``output``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there. It may be in a
+        ``block`` of :attr:`shared`; None: it is on a device.
         """
         self._finish_underway()
         said = self.shared.come(block)
@@ -209,8 +198,7 @@ class GatherMeetings:
         def finish() -> None:
             self._underway = None
             try:
-                with self._hearing():
-                    self._collectives.finish(meeting)
+                self._finish(meeting)
             except BaseException:
                 self.shared.stand_apart()
                 raise

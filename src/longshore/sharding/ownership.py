@@ -49,15 +49,14 @@ def slice_entries(ranges: Sequence[ShardRange], start: int, numel: int) -> list[
 
 class Ownership:
     """The buckets of one optimizer as they grow, which shard ranges of them this rank steps, and what the ranks tell
-    each other for that.
-
-    Here each rank steps its shard of every bucket, and has all of each parameter on its device.
+    each other for that. Here each rank steps its shard of every bucket.
 
     Args:
         collectives: to all ranks of the engine.
         gather_numel: elements, over all ranks, of one gathering of parameters.
 
     Attributes:
+        replicates: whether every rank has all of each parameter on its device.
         averaging_collectives: to the ranks over which gradients are averaged. Used in jobs of ``collectives``.
         window: of this rank.
         dtypes: of all parameters, in the order in which they were added.
@@ -66,7 +65,6 @@ class Ownership:
     """
 
     replicates = True
-    """Whether every rank has all of each parameter on its device."""
 
     def __init__(self, collectives: CollectiveThread, gather_numel: int = GATHER_NUMEL) -> None:
         # Fixed.
@@ -147,8 +145,7 @@ class Ownership:
         return None
 
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
-        """Wait until no rank is in a forward or a backward and all are at this action; all have to call. ``failed``:
-        this one gave up its window."""
+        """Wait until no rank is in a forward or backward and all are at this action. ``failed``: this one gave up."""
 
     def into_backward(self) -> None:
         """Begin a backward whose gradients are reduced; all ranks have to call. Raises what a meeting does."""
@@ -157,8 +154,7 @@ class Ownership:
         """Raise GradientError where ranks that have to use the same parameters did not; ``by_rank``: which ones."""
 
     def interrupted(self) -> bool:
-        """Note that a forward or a backward raised, and nothing of it goes on; returns whether the window is given up
-        by that."""
+        """Note that a forward or a backward raised; returns whether the window is given up by that."""
         return False
 
     def give_up(self) -> None:

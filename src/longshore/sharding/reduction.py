@@ -26,10 +26,8 @@ from longshore.sharding.layout import Bucket, ShardRange
 from longshore.sharding.ownership import SliceEntry, slice_entries, slices
 
 _ALIGNMENT = 64
-SLICE_NUMEL = 1 << 22
-"""Elements of one slice over all ranks."""
-_BLOCK_NUMEL = 1 << 17
-"""Elements that a CPU adds up at a time, while they are in its cache."""
+SLICE_NUMEL = 1 << 22  # over all ranks
+_BLOCK_NUMEL = 1 << 17  # that a CPU adds up at a time, while they are in its cache
 
 
 @dataclass(frozen=True)
@@ -68,23 +66,12 @@ class ReductionSettings:
 
 
 def reduce_shard(
-    collectives: CollectiveThread,
-    bucket: Bucket,
-    gradients: dict[int, Tensor],
-    dtype: torch.dtype,
-    predivide: float,
+    collectives: CollectiveThread, bucket: Bucket, gradients: dict[int, Tensor], dtype: torch.dtype, predivide: float
 ) -> list[tuple[ShardRange, Tensor]]:
-    """Run the bucket's reduction together with all other ranks.
+    """Reduce a bucket together with all other ranks, in a job of ``collectives``.
 
-    Args:
-        collectives: this is one of its jobs.
-        bucket: what is reduced.
-        gradients: flat, by parameter; those that this rank has. Let go of as they are sent.
-        dtype: in which gradients travel, the same on all ranks.
-        predivide: of :class:`ReductionSettings`.
-
-    Returns:
-        This rank's ranges that any rank has a gradient of, each with the mean: float32, flat.
+    ``gradients`` are this rank's, flat, by parameter. They travel in ``dtype``, the same on all ranks, and are let go
+    of as they are sent. Returns this rank's ranges that any rank has a gradient of, each with the mean: float32, flat.
     """
     world_size = collectives.world_size
     device = next((gradient.device for gradient in gradients.values()), collectives.device)

@@ -73,7 +73,7 @@ class ShardedOffload(Placement):
             # No more than what is gathered together: the device has no room for gradients of all modules either.
             waiting_numel = min(waiting_numel, self.sharded.largest_numel)
         limit_bytes = waiting_numel * torch.float32.itemsize  # or two buckets in 16 bits
-        collectives = CollectiveThread(twin_of(self.group, device), device, limit_bytes, owns_group=True)
+        collectives = CollectiveThread(twin_of(self.group, device), device, limit_bytes)
         # Where gradients are reduced in step() there is no backward to step ahead in.
         in_backward = settings.each_backward or settings.early
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
