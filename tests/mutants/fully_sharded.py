@@ -183,7 +183,7 @@ MUTANTS = [
         "            pass\n",
         (FULLY_SHARDED,),
     ),
-    # -- gathered.py and optim/shards.py --------------------------------------
+    # -- gathered.py, and DTensors in optim/ ----------------------------------
     Mutant(
         "every rank keeps what it wrote itself",
         "sharding/gathered.py",
@@ -200,7 +200,7 @@ MUTANTS = [
     ),
     Mutant(
         "the norm has one rank's part of what is sharded",
-        "optim/shards.py",
+        "optim/clipping.py",
         "Replicate() if alike else Partial() for alike in replicated",
         "Replicate() for alike in replicated",
         (FSDP,),

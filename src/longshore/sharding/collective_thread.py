@@ -74,15 +74,10 @@ class CollectiveThread:
         notes: what each rank added in the last meeting, by rank.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        device: torch.device,
-        limit_bytes: int,
-        modules: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, group: Any, device: torch.device, limit_bytes: int, modules: Sequence[str] = ()) -> None:
         # Fixed.
         self._modules = modules
+        self._no_note = [0] * NOTE_NUMEL if modules else []
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.group = group
@@ -199,7 +194,7 @@ class CollectiveThread:
 
     def begin(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> _Meeting:
         """Come to a meeting and do not wait for the others, until :meth:`finish`; one at a time. See :meth:`meet`."""
-        row = [action, number, window, False, *(note or [0] * NOTE_NUMEL)]
+        row = [action, number, window, False, *(note or self._no_note)]
         meeting = _Meeting(row, f"{self._words(action, number)} (window {window})")
         self._come(meeting)
         return meeting
