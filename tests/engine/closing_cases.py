@@ -46,7 +46,7 @@ def trained(
     found = []
     with started(content, model) as engine:
         store = engine.optimizer._core.store
-        reduced, early = Counted(store._reducer, "reduce"), []
+        reduced, early = Counted(store._gradients, "reduce"), []
 
         collect = engine.optimizer._core._collect
 

@@ -68,8 +68,11 @@ def raised_by(call: Any) -> str:
     return ""
 
 
-def failing_backward(stage: int, failing: list[int]) -> list[str]:
-    """Some ranks raise in the middle of backward; all discard and go on."""
+def failing_backward(stage: int, failing: list[int], by_hand: bool = False) -> list[str]:
+    """Some ranks raise in the middle of backward; all discard and go on.
+
+    ``by_hand``: then those ranks put a gradient of their own into ``.grad``, which stage 3 refuses.
+    """
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -77,6 +80,9 @@ def failing_backward(stage: int, failing: list[int]) -> list[str]:
     said = []
     if rank in failing:
         said.append(raised_by(lambda: explode(engine, 0, rank)))
+        if by_hand:
+            parameter = next(engine.module.parameters())
+            parameter.grad = torch.ones_like(parameter)
     else:
         backward(engine, 0, rank)
     said.append(raised_by(engine.step))

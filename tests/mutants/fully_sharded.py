@@ -37,7 +37,7 @@ MUTANTS = [
     Mutant(
         "files stay",
         "sharding/shared_memory.py",
-        "            self._blocks[index].remove_file()  # no file needs to stay\n",
+        "        self._blocks[index].remove_file()  # all ranks have it, and no file needs to stay\n",
         "",
         (GATHERING,),
     ),
@@ -143,14 +143,14 @@ MUTANTS = [
     ),
     Mutant(
         "a rank has the next one's rows",
-        "sharding/rank_grid.py",
-        "start, stop = chunk(rows, self.shards, position.shard)",
-        "start, stop = chunk(rows, self.shards, (position.shard + 1) % self.shards)",
+        "sharding/layout.py",
+        "start, stop = chunk(rows, self.grid.shards, position.shard)",
+        "start, stop = chunk(rows, self.grid.shards, (position.shard + 1) % self.grid.shards)",
         (FULLY_SHARDED,),
     ),
     Mutant(
         "rows are shared out evenly",
-        "sharding/rank_grid.py",
+        "sharding/layout.py",
         "step = -(-size // chunks)",
         "step = size // chunks",
         (FULLY_SHARDED,),
@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(
         "what is written to gathered parameters is lost",
         "sharding/fsdp.py",
-        "        held.copy_(flat(whole)[offset : offset + numel].view(held.shape))\n",
+        "                    shard.copy_(flat(whole[key])[offset : offset + numel].view(shard.shape))\n",
         "",
         (FULLY_SHARDED,),
     ),
@@ -183,7 +183,7 @@ MUTANTS = [
         "            pass\n",
         (FULLY_SHARDED,),
     ),
-    # -- gathered.py and optim/shards.py --------------------------------------
+    # -- gathered.py, and DTensors in optim/ ----------------------------------
     Mutant(
         "every rank keeps what it wrote itself",
         "sharding/gathered.py",
@@ -200,7 +200,7 @@ MUTANTS = [
     ),
     Mutant(
         "the norm has one rank's part of what is sharded",
-        "optim/shards.py",
+        "optim/clipping.py",
         "Replicate() if alike else Partial() for alike in replicated",
         "Replicate() for alike in replicated",
         (FSDP,),

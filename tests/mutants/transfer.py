@@ -45,7 +45,11 @@ MUTANTS = [
     ),
     Mutant("copies run at once", FILE, "                time.sleep(delay_s)\n", "                pass\n", (SIMULATED,)),
     Mutant(
-        "any number of bytes is on its way", FILE, "            self.in_flight.admit(source_bytes)\n", "", (SIMULATED,)
+        "any number of bytes is on its way",
+        "transfer/base.py",
+        " or self._bytes + source_bytes > self.limit_bytes",
+        "",
+        (SIMULATED,),
     ),
     Mutant("what is read is the device's own memory", FILE, "return source.clone()", "return source", (SIMULATED,)),
     Mutant(
@@ -62,7 +66,7 @@ MUTANTS = [
     Mutant(
         "a stream at rest keeps its last copy alive",
         FILE,
-        "        del job  # it refers to the lane, which may be garbage before the next job comes\n",
+        "        del job  # it refers to the stream, which may be garbage before the next job comes\n",
         "",
         (SIMULATED,),
     ),

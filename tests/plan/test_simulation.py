@@ -23,8 +23,7 @@ from longshore.host.events import (
 from longshore.plan.job import Job, PlanChoice
 from longshore.plan.machine import Compute, PlanMachine, Seconds, Work
 from longshore.plan.model import PlannedModel, PlannedParameter, Use
-from longshore.plan.simulation import FORWARD, EventSimulator, Simulation, simulate
-from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE
+from longshore.plan.simulation import FORWARD, GATHER, REDUCE, SHARDED_SCHEDULE, EventSimulator, Simulation, simulate
 from plan.models import EIGHT, machine
 
 

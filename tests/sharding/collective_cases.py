@@ -15,9 +15,9 @@ from longshore.errors import RankError
 from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import reduction as module
 from longshore.sharding.agreement import Action, Statement, agree_on
-from longshore.sharding.bucket import plan_buckets
 from longshore.sharding.collective_thread import CollectiveThread, timeout_of, twin_of
-from longshore.sharding.ownership import Replicated, Sharded
+from longshore.sharding.layout import plan_buckets
+from longshore.sharding.ownership import Ownership, Replicated
 from longshore.sharding.reduction import reduce_shard
 from sharding.gathering_cases import sharing
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def make_thread() -> CollectiveThread:
-    return CollectiveThread(None, CPU, 1 << 20)
+    return CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -58,7 +58,7 @@ def _reduction(dtype: torch.dtype, used: list[list[int]], predivide: float, repl
     gradients = {
         index: values_of(10 * collectives.rank + index, numels[index], dtype) for index in used[collectives.rank]
     }
-    ownership = Replicated(collectives) if replicated else Sharded(collectives, 100)
+    ownership = Replicated(collectives) if replicated else Ownership(collectives, 100)
 
     def reduce() -> list:
         reduced = reduce_shard(collectives, bucket, gradients, dtype, predivide)
@@ -100,7 +100,7 @@ def met_again() -> list[str]:
     collectives = make_thread()
     said = []
     if collectives.rank == 0:
-        collectives.give_up_window()
+        collectives.gives_up = True
         collectives.run(lambda: collectives.meet(Action.BACKWARD, 1, 1))
     else:
         try:
@@ -159,7 +159,7 @@ def _gathering(chunk_numel: int, numels: list[int]) -> None:
         [(index, numel, "a") for index, numel in enumerate(numels)], 10_000, collectives.world_size
     )
     whole = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16() for numel in numels]
-    ownership = Sharded(collectives, chunk_numel)
+    ownership = Ownership(collectives, chunk_numel)
     targets = {index: torch.full_like(values, float("nan")) for index, values in enumerate(whole)}
     for owned in ownership.owned_in(bucket):
         part = slice(owned.parameter_offset, owned.parameter_offset + owned.numel)
@@ -175,7 +175,7 @@ def _gathering(chunk_numel: int, numels: list[int]) -> None:
 
 def rank_that_ends(rank_to_end: int) -> str:
     """One rank dies; the other is told within seconds, and nothing runs on its thread any more."""
-    collectives = make_thread()
+    collectives = CollectiveThread(dist.group.WORLD, CPU, 1 << 20)  # which is connected: the death comes later
     if collectives.rank == rank_to_end:
         import os
 
@@ -220,7 +220,7 @@ class _Listener(logging.Handler):
 
 def waiting(late: bool) -> list[str]:
     """What rank 0 logs when the ranks meet twice; with ``late`` rank 1 comes to the second only after it did so."""
-    collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20, owns_group=True)
+    collectives = make_thread()
     listener = _Listener(lambda: dist.send(torch.zeros(1), 1))
     logger, former = logging.getLogger("longshore"), thread_module._NOTICE_S
     logger.addHandler(listener)

@@ -16,8 +16,8 @@ from longshore.errors import GradientError
 from longshore.sharding import collective_thread as thread_module
 from longshore.sharding import shared_memory as module
 from longshore.sharding.agreement import WindowStatus
-from longshore.sharding.collective_thread import CollectiveThread
-from longshore.sharding.fully_sharded import GatherMeetings
+from longshore.sharding.collective_thread import CollectiveThread, twin_of
+from longshore.sharding.fully_sharded import GatherMeetings, ModuleGather
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def interrupted() -> list[str]:
     gathering = GatherMeetings(None, CPU, ["a"], WindowStatus())
 
     def gather() -> None:
-        gather = gathering.of(0)
+        gather = ModuleGather(gathering, 0)
         output = gather.allocate((10,), dtype=torch.float32, device=CPU)
         output.view(2, -1)[rank].fill_(rank)
         gather(output, output.view(2, -1)[rank], dist.group.WORLD).wait()
@@ -77,7 +77,7 @@ def interrupted() -> list[str]:
 def waiting() -> list[str]:
     """What rank 0 logs while rank 1 gathers nothing for a while."""
     rank = dist.get_rank()
-    collectives = CollectiveThread(None, CPU, 1 << 20)
+    collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
     gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
     said: list[str] = []
     handler = logging.Handler()
@@ -89,7 +89,7 @@ def waiting() -> list[str]:
         for number in range(2):
             if number == 1 and rank == 1:
                 time.sleep(3.0)
-            gather = gathering.of(number)
+            gather = ModuleGather(gathering, number)
             output = gather.allocate((10,), dtype=torch.float32, device=CPU)
             gather(output, output.view(2, -1)[rank], dist.group.WORLD).wait()
         return said
@@ -111,7 +111,7 @@ def gathered(seed: int, where: str, keep: int, fails: float = 0.0) -> dict[str, 
 
 def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    collectives = CollectiveThread(None, CPU, 1 << 20)
+    collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
     gathering = GatherMeetings(None, CPU, ["a", "b"], WindowStatus())
     sizes, late = random.Random(seed), random.Random(seed + 1 + rank)
     held: list[tuple[torch.Tensor, dist.Work, int]] = []
@@ -123,10 +123,10 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
             assert bool((row == 1000 * other + number).all()), (number, other)
 
     try:
-        assert gathering._shared.works == (where != "sockets")
+        assert gathering.shared.works == (where != "sockets")
         for number in range(60):
             count = sizes.choice([1, 7, 1000, 30_000]) * world_size
-            gather = gathering.of(number % 2)
+            gather = ModuleGather(gathering, number % 2)
             output = gather.allocate((count,), dtype=torch.int32, device=CPU)
             shared += gather._block is not None
             mine = output.view(world_size, -1)[rank]
@@ -139,13 +139,13 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
             if len(held) > keep:
                 check(*held.pop(0))
             if rank == 1 and late.random() < fails:
-                gathering.allocate(late.choice([100, 200_000]))  # and fails before it comes to a meeting
+                gathering.shared.lend(late.choice([100, 200_000]), held=True)  # and fails before it comes to a meeting
         for entry in held:
             check(*entry)
         return {
             "shared": shared,
-            "blocks": len(gathering._shared._blocks),
-            "names": len(list(module._FOLDER.glob(f"longshore-{gathering._shared._token:x}-*"))),
+            "blocks": len(gathering.shared._blocks),
+            "names": len(list(module._FOLDER.glob(f"longshore-{gathering.shared._token:x}-*"))),
         }
     finally:
         gathering.close()
@@ -155,7 +155,7 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
 def exchanged(seed: int, where: str) -> int:
     """Exchanges and gathers of random sizes, on ranks that are late at random; returns how many were shared."""
     with sharing(where):
-        collectives = CollectiveThread(None, CPU, 1 << 20)
+        collectives = CollectiveThread(twin_of(None, CPU), CPU, 1 << 20)
         try:
             return collectives.run(lambda: _exchanged(collectives, seed))
         finally:

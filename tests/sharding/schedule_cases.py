@@ -9,7 +9,7 @@ from torch import nn
 
 import longshore
 from longshore.host.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE
-from longshore.sharding.stages import GATHER, REDUCE
+from longshore.plan.simulation import GATHER, REDUCE
 
 Log = list[tuple[str, Any]]
 
@@ -42,7 +42,7 @@ def logged(stage: int, accumulation: int) -> tuple[Log, dict[int, tuple[int, ...
         setattr(target, name, lambda *args, **kwargs: (log.append(event(*args)), call(*args, **kwargs))[1])
 
     before(store._gradients, "arrive", lambda parameter, *_: (ARRIVE, parameter))
-    before(store._reducer, "reduce", lambda bucket, *_: (REDUCE, bucket.index))
+    before(store._gradients, "reduce", lambda bucket, *_: (REDUCE, bucket.index))
     bucket_of = {
         owned.index: bucket.index for bucket in store.ownership.buckets for own in bucket.ranges for owned in own
     }

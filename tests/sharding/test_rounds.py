@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.sharding.bucket import Bucket, plan_buckets
-from longshore.sharding.reduction import PendingGradients, Round
+from longshore.sharding.layout import Bucket, plan_buckets
+from longshore.sharding.rounds import PendingGradients, Round
 
 
 class Recorder:
@@ -36,7 +36,7 @@ def test_what_is_lent_stays_as_it_was() -> None:
     for parameter in (0, 0, 1):
         kept.add(parameter, gradient())
     lent = kept.lend([0, 1, 2])
-    assert set(lent) == {0, 1} and len(kept) == 2 and not kept.outdated
+    assert set(lent) == {0, 1} and len(kept.gradients) == 2 and not kept.outdated
     kept.add(3, gradient())
     assert not kept.outdated
     kept.add(0, gradient())
@@ -119,7 +119,7 @@ def test_the_first_contribution_is_kept_and_later_ones_are_added(dtype: torch.dt
     pending.add(3, first)
     assert not pending.summed
     assert pending.take([3, 4])[3] is first
-    assert len(pending) == 0
+    assert len(pending.gradients) == 0
     pending.add(3, first)
     pending.add(3, torch.tensor([2**-9, 2.0], dtype=torch.bfloat16))
     pending.add(3, torch.tensor([2**-9, 3.0], dtype=torch.bfloat16))
@@ -137,5 +137,5 @@ def test_what_is_forgotten_is_gone() -> None:
     pending.add(1, torch.ones(2))
     pending.forget(1)
     pending.forget(9)
-    assert 1 not in pending.parameters
+    assert 1 not in pending.gradients
     assert not pending.summed

@@ -6,7 +6,7 @@ import pytest
 from ranks import Ranks
 
 from longshore.host.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE, Which
-from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE
+from longshore.plan.simulation import GATHER, REDUCE, SHARDED_SCHEDULE
 from sharding import schedule_cases
 
 

@@ -9,7 +9,7 @@ from longshore.transfer import CopyHandle
 
 
 class Gate(CopyHandle):
-    """A copy that is done when the test says so: a lane that is told to wait for it stands still."""
+    """A copy that is done when the test says so: a stream that is told to wait for it stands still."""
 
     def __init__(self) -> None:
         self.target = torch.empty(0)

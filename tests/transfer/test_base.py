@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from longshore.transfer import CopyHandle, CudaTransfer, DirectTransfer, FinishedCopy, transfer_for
-from longshore.transfer.base import InFlight
+from longshore.transfer.base import CopyStream
 
 
 class Copy(CopyHandle):
     """A copy that finishes when it is waited for, unless waiting raises."""
 
-    def __init__(self, failure: BaseException | None = None) -> None:
+    def __init__(self, failure: BaseException | None) -> None:
         self.target = torch.empty(0)
         self.failure = failure
         self.finished = False
@@ -24,64 +26,71 @@ class Copy(CopyHandle):
             raise self.failure
 
 
-def enqueue(in_flight: InFlight, source_bytes: int, failure: BaseException | None = None) -> Copy:
-    in_flight.admit(source_bytes)
-    copy = Copy(failure)
-    in_flight.add(copy, source_bytes)
+class Stream(CopyStream):
+    """Makes such copies; ``ready`` is what waiting for one raises."""
+
+    def _start(self, source: torch.Tensor, target: torch.Tensor, ready: Any, after: CopyHandle | None) -> Copy:
+        return Copy(ready)
+
+
+def enqueue(stream: Stream, source_bytes: int, failure: BaseException | None = None) -> Copy:
+    source = torch.empty(source_bytes, dtype=torch.uint8)
+    copy = stream.enqueue(source, source, failure, None)
+    assert isinstance(copy, Copy)
     return copy
 
 
 def test_the_oldest_copies_are_waited_for_and_no_more_than_needed() -> None:
-    in_flight = InFlight(limit_bytes=100)
-    copies = [enqueue(in_flight, 40) for _ in range(4)]
+    stream = Stream(limit_bytes=100)
+    copies = [enqueue(stream, 40) for _ in range(4)]
     assert [copy.done() for copy in copies] == [True, True, False, False]
-    assert in_flight.peak_bytes == 80
+    assert stream.peak_bytes == 80
 
 
 def test_one_copy_is_always_admitted() -> None:
-    in_flight = InFlight(limit_bytes=100)
-    small = enqueue(in_flight, 10)
-    large = enqueue(in_flight, 1000)
+    stream = Stream(limit_bytes=100)
+    small = enqueue(stream, 10)
+    large = enqueue(stream, 1000)
     assert small.done() and not large.done()
-    enqueue(in_flight, 10)
+    enqueue(stream, 10)
     assert large.done()
-    assert in_flight.peak_bytes == 1000
+    assert stream.peak_bytes == 1000
 
 
 def test_copies_that_are_done_are_let_go_of() -> None:
-    in_flight = InFlight(limit_bytes=100)
-    first = enqueue(in_flight, 60)
+    stream = Stream(limit_bytes=100)
+    first = enqueue(stream, 60)
     first.finished = True
-    in_flight.admit(60)
-    assert not in_flight._copies and in_flight._bytes == 0
+    second = enqueue(stream, 10)
+    assert [copy for copy, _ in stream._copies] == [second] and stream._bytes == 10
 
 
 def test_drain_waits_for_all() -> None:
-    in_flight = InFlight(limit_bytes=100)
-    copies = [enqueue(in_flight, 10) for _ in range(3)]
-    in_flight.drain()
+    stream = Stream(limit_bytes=100)
+    copies = [enqueue(stream, 10) for _ in range(3)]
+    stream.drain()
     assert all(copy.done() for copy in copies)
-    assert not in_flight._copies and in_flight._bytes == 0
+    assert not stream._copies and stream._bytes == 0
 
 
 def test_a_failed_copy_no_longer_counts() -> None:
-    in_flight = InFlight(limit_bytes=100)
-    enqueue(in_flight, 60, RuntimeError("lost"))
+    stream = Stream(limit_bytes=100)
+    enqueue(stream, 60, RuntimeError("lost"))
     with pytest.raises(RuntimeError, match="lost"):
-        in_flight.admit(60)
-    in_flight.admit(60)
-    assert not in_flight._copies and in_flight._bytes == 0
+        enqueue(stream, 60)
+    assert not stream._copies and stream._bytes == 0
+    enqueue(stream, 60)
 
 
 def test_a_copy_still_counts_after_its_wait_was_interrupted() -> None:
-    in_flight = InFlight(limit_bytes=100)
-    copy = enqueue(in_flight, 60, KeyboardInterrupt())
+    stream = Stream(limit_bytes=100)
+    copy = enqueue(stream, 60, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        in_flight.drain()
-    assert in_flight._bytes == 60
+        stream.drain()
+    assert stream._bytes == 60
     copy.failure = None
-    in_flight.drain()
-    assert copy.done() and in_flight._bytes == 0
+    stream.drain()
+    assert copy.done() and stream._bytes == 0
 
 
 def test_a_finished_copy() -> None:

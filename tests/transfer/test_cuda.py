@@ -155,7 +155,7 @@ def test_the_bound_holds_and_gradients_are_freed_early() -> None:
         source = torch.full((NUMEL,), float(value), device="cuda")
         transfer.copy_to_host(source, buffer, transfer.mark(), None)
         del source
-    assert transfer.to_host.in_flight.peak_bytes == 2 * 4 * NUMEL
+    assert transfer.to_host.peak_bytes == 2 * 4 * NUMEL
     # Two under way and the one that is being made, of the eight.
     assert torch.cuda.max_memory_allocated() - before <= 3 * 4 * NUMEL
     transfer.synchronize()
@@ -202,7 +202,7 @@ def test_reading_blocks(transfer: CudaTransfer) -> None:
     assert all_are(transfer.read(parameter), 2.0)
 
 
-def test_synchronize_waits_for_both_lanes(transfer: CudaTransfer) -> None:
+def test_synchronize_waits_for_both_streams(transfer: CudaTransfer) -> None:
     source, buffer = torch.ones(NUMEL, device="cuda"), floats(transfer)
     torch.cuda._sleep(LONG)
     down = transfer.copy_to_host(source, buffer, transfer.mark(), None)

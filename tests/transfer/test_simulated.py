@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def up(transfer: SimulatedTransfer, source: torch.Tensor, after: CopyHandle | No
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_copies_of_a_lane_run_in_order(seed: int) -> None:
+def test_copies_of_a_stream_run_in_order(seed: int) -> None:
     transfer = SimulatedTransfer(seed=seed)
     target = torch.zeros(3)
     handles = [transfer.copy_to_host(torch.full((3,), float(i)), target, None, None) for i in range(20)]
@@ -51,7 +52,7 @@ def test_copies_of_a_lane_run_in_order(seed: int) -> None:
     transfer.close()
 
 
-def test_the_lanes_are_two(transfer: SimulatedTransfer, gate) -> None:
+def test_the_streams_are_two(transfer: SimulatedTransfer, gate) -> None:
     """A copy to the device does not queue behind one to the host."""
     blocked = up(transfer, torch.ones(3), after=gate)
     transfer.copy_to_device(torch.ones(3), torch.zeros(3)).wait()
@@ -75,7 +76,7 @@ def delays_of(seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[floa
 def test_delays_replay_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = delays_of(7, monkeypatch)
     assert [len(delays) for delays in slept.values()] == [10, 10, 10]
-    assert len({tuple(delays) for delays in slept.values()}) == 3  # the lanes and the worker draw on their own
+    assert len({tuple(delays) for delays in slept.values()}) == 3  # the streams and the worker draw on their own
     assert all(0 < delay <= 0.25 for delays in slept.values() for delay in delays)
     assert delays_of(7, monkeypatch) == slept
     assert delays_of(8, monkeypatch) != slept
@@ -136,7 +137,7 @@ def test_the_source_may_be_let_go_of_at_once(transfer: SimulatedTransfer, gate) 
 def test_a_handle_that_does_not_own_its_source_is_found_out(
     transfer: SimulatedTransfer, gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above bites: a lane knows an address, and nothing keeps what is there."""
+    """The test above bites: a stream knows an address, and nothing keeps what is there."""
     owning = SimulatedCopy.__init__
 
     def careless(self: SimulatedCopy, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -174,20 +175,20 @@ def test_the_bound_blocks_the_enqueuer(gate) -> None:
     gate.open()
     third.join(timeout=20)
     assert not third.is_alive()
-    assert transfer.to_host.in_flight.peak_bytes == 24
+    assert transfer.to_host.peak_bytes == 24
     transfer.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_concurrent_enqueuers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = SimulatedTransfer(seed=seed, max_delay_s=0.0002, in_flight_bytes=100)
-    admit = transfer.to_host.in_flight.admit
+    start = transfer.to_host._start
 
-    def slowly(source_bytes: int) -> None:
-        admit(source_bytes)
+    def slowly(*arguments: Any) -> CopyHandle:
         time.sleep(0.0001)  # the others find that there is room
+        return start(*arguments)
 
-    monkeypatch.setattr(transfer.to_host.in_flight, "admit", slowly)
+    monkeypatch.setattr(transfer.to_host, "_start", slowly)
     results: list[tuple[CopyHandle, float]] = []
 
     def enqueue(first: int) -> None:
@@ -203,14 +204,14 @@ def test_concurrent_enqueuers(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
         handle.wait()
         assert torch.equal(handle.target, torch.full((3,), value))
     assert len(results) == transfer.to_host.delays == 200
-    assert 12 < transfer.to_host.in_flight.peak_bytes <= 100
+    assert 12 < transfer.to_host.peak_bytes <= 100
     transfer.close()
 
 
 # -- failure ------------------------------------------------------------------
 
 
-def test_a_failed_copy_is_reported_and_the_lane_goes_on(transfer: SimulatedTransfer) -> None:
+def test_a_failed_copy_is_reported_and_the_stream_goes_on(transfer: SimulatedTransfer) -> None:
     failed = transfer.copy_to_host(torch.ones(3), torch.zeros(2), None, None)
     later = up(transfer, torch.ones(3))
     later.wait()
@@ -252,7 +253,7 @@ def test_the_kernel_writes_into_the_buffer(transfer: SimulatedTransfer) -> None:
 
 
 def threads_of(transfer: SimulatedTransfer) -> list[threading.Thread]:
-    return [lane._thread for lane in (transfer.to_host, transfer.to_device)]
+    return [stream._thread for stream in (transfer.to_host, transfer.to_device)]
 
 
 def test_close_joins_the_threads_when_all_is_copied() -> None:
@@ -279,7 +280,7 @@ def test_threads_end_when_the_transfer_is_garbage(gate) -> None:
     assert all(torch.equal(handle.target, torch.ones(3)) for handle in handles)
 
 
-def test_a_lane_at_rest_keeps_nothing_alive() -> None:
+def test_a_stream_at_rest_keeps_nothing_alive() -> None:
     transfer = SimulatedTransfer()
     threads, gone = threads_of(transfer), weakref.ref(transfer)
     buffer = torch.zeros(3)

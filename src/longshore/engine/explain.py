@@ -134,7 +134,7 @@ def explain(engine: Engine) -> Explanation:
     for record in records:
         bucket, owners = None, ((0, record.parameter.numel()),)
         if ownership is not None:
-            bucket, owners = ownership.bucket_of(record.index), ownership.owners(record.index)
+            bucket, owners = ownership.bucket_of.get(record.index), ownership.owners(record.index)
         entry = core.ledger.get(record.index)
         counts = (entry.arrived, entry.reduced, entry.applied) if entry else (0, 0, 0)
         number = None if bucket is None else bucket.index

@@ -157,7 +157,7 @@ def data_parallel(ranks: Ranks, sharded: FullyShardedModel | None) -> Ranks:
     """Return this rank among those that run different batches; with tensor parallelism several have one index."""
     if sharded is None:
         return ranks
-    grid = sharded.layout.grid
+    grid = sharded.grid
     return replace(ranks, rank=grid.data_rank(ranks.rank), world_size=len(grid.alike(0)))
 
 

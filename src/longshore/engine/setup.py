@@ -206,14 +206,14 @@ def _placement(
         return offload
     averaged = data_parallel(ranks, sharded).world_size
     reduction = ReductionSettings(
-        bucket_numel=config.reduce_bucket_numel,
-        each_backward=False,
+        stage=config.stage,
+        reduced_numel=config.reduce_bucket_numel,
         early=config.overlap_comm,
         wire_dtype=DTYPES[config.communication_dtype] if config.communication_dtype else None,
         sum_dtype=DTYPES[config.accumulation_dtype],
         predivide=float(averaged) if config.prescale_gradients else config.gradient_predivide_factor,
     )
-    return ShardedOffload(offload, ranks.group, config.stage, reduction, config.allgather_bucket_numel, sharded)
+    return ShardedOffload(offload, ranks.group, reduction, config.allgather_bucket_numel, sharded)
 
 
 def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:

@@ -145,7 +145,8 @@ class Weights:
         """Fill each rank's shards, for which there is memory; all ranks have to call. ``former``: the parameters before
         the model was sharded, by name. Their memory is freed, one by one."""
         for name, parameter in sharded.model.named_parameters():
-            shards = [sharded.layout.shard_of(parameter, rank) for rank in range(ranks.world_size)]
+            layout = sharded.layout_of(parameter)
+            shards = [layout.shard(rank) for rank in range(ranks.world_size)]
             if self.path is not None:
                 shard = held_part(parameter)
                 shard.copy_(self._read_shard(name, parameter, sharded, *shards[ranks.rank]).view(shard.shape))
@@ -161,12 +162,12 @@ class Weights:
         return header[start:stop] if header.get_shape() else self._file_of[name].get_tensor(name)
 
     def _read_shard(self, name: str, parameter: Tensor, sharded: FullyShardedModel, offset: int, numel: int) -> Tensor:
-        name, layout = self._names[name], sharded.layout.of(parameter)
+        name, layout = self._names[name], sharded.layout_of(parameter)
         if numel == 0:
             return torch.empty(0, dtype=parameter.dtype)
         if layout.dim is not None:  # tensor parallelism may have divided it across rows
             whole = flat(self._read(name))
-            return layout.part_of(whole, sharded.layout.tp_rank)[offset : offset + numel].to(parameter.dtype)
+            return layout.part_of(whole, sharded.tp_rank)[offset : offset + numel].to(parameter.dtype)
         row_numel = parameter.numel() // parameter.shape[0]
         return flat(self._read(name, offset // row_numel, (offset + numel) // row_numel)).to(parameter.dtype)
 

@@ -13,10 +13,8 @@ from longshore.layout import TileRun, tile_runs
 from longshore.optim.offload import default_tile_numel
 from longshore.plan.job import Job, PlanChoice
 from longshore.plan.model import PlannedModel
-from longshore.sharding.bucket import fill_buckets, shard_numel_of, shard_parts
-from longshore.sharding.rank_grid import chunk
+from longshore.sharding.layout import chunk, fill_buckets, shard_numel_of, shard_parts
 from longshore.sharding.reduction import ReductionSettings
-from longshore.sharding.stages import bucket_numel_of, reduces_each_backward
 
 _MOST_RANGES = 50_000
 """At stage 0 every rank steps the ranges of all shards; beyond so many, the padding between them is not counted."""
@@ -66,7 +64,8 @@ class RankLayout:
     @property
     def reduces_each_backward(self) -> bool:
         """Whether several ranks reduce in every backward of a step, and not only in the last one."""
-        return self.ranks > 1 and reduces_each_backward(self.choice.stage)
+        settings = ReductionSettings(self.choice.stage, self.job.bucket_numel)
+        return self.ranks > 1 and settings.each_backward
 
 
 def lay_out(model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, staged: bool, rank: int = 0) -> RankLayout:
@@ -111,13 +110,12 @@ def _sharded(
 ) -> tuple[list[OwnedRange], list[PlannedBucket]]:
     """Ranges and buckets where several ranks reduce; ``place`` is the number of ranks and the rank."""
     ranks, rank = place
-    settings = ReductionSettings(bucket_numel, reduces_each_backward(stage))
     # At stage 3, a bucket has parameters of one unit.
     keyed = [
         (index, each.numel, (each.dtype, each.unit) if stage == 3 else each.dtype)
         for index, each in enumerate(model.trainable)
     ]
-    filled = fill_buckets(keyed, bucket_numel_of(settings))
+    filled = fill_buckets(keyed, ReductionSettings(stage, bucket_numel).bucket_numel)
     owned: list[OwnedRange] = []
     buckets: list[PlannedBucket] = []
     for bucket, members in enumerate(filled):
@@ -130,7 +128,7 @@ def _sharded(
             shards = range(ranks) if stage == 0 else (rank,)
             ranges = members
             if stage > 0 or ranks * len(filled) <= _MOST_RANGES:
-                ranges = [(part[0], part[3]) for each in shards for part in shard_parts(members, shard_numel, each)]
+                ranges = [(part[0], part[2]) for each in shards for part in shard_parts(members, shard_numel, each)]
         owned += [OwnedRange(index, numel, dtype, bucket) for index, numel in ranges]
         numel = sum(numel for _, numel in members)
         buckets.append(PlannedBucket(tuple(index for index, _ in members), numel, shard_numel, dtype))

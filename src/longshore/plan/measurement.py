@@ -26,7 +26,7 @@ from longshore.optim import AdamW, Offload
 from longshore.plan.job import Job
 from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS, LATENCY_S, Compute, MeasuredCompute, PlanMachine
 from longshore.report import Figures, Machine, measure, read_machine
-from longshore.sharding.bucket import slices
+from longshore.sharding.ownership import slices
 from longshore.sharding.reduction import SLICE_NUMEL, add_up
 
 Note = Callable[[str], None]

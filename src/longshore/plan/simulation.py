@@ -1,8 +1,8 @@
 """Simulate one training step by the schedule that the engine steps by.
 
-The tables of :mod:`longshore.host.events` and :mod:`longshore.sharding.stages` say on which lane each event runs
-and what it waits for; ``commit_moves`` gives the order of a commit. This module adds how long each event takes, and
-the order in which backward asks for events.
+The table of :mod:`longshore.host.events`, and what several ranks add to it here, say on which lane each event runs and
+what it waits for; ``commit_moves`` gives the order of a commit. This module adds how long each event takes, and the
+order in which backward asks for events.
 """
 
 from __future__ import annotations
@@ -33,7 +33,19 @@ from longshore.plan.model import PlannedModel
 from longshore.plan.workload import ModelSegment, TileJob, segments_of, tile_jobs
 from longshore.sharding.ownership import GATHER_NUMEL
 from longshore.sharding.reduction import SLICE_NUMEL
-from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE
+
+REDUCE = "reduce"
+"""The reduction of one bucket; every tile with a range of that bucket waits for it."""
+GATHER = "gather"
+"""The gathering of one bucket's parameters (stages 1 and 2), or of one unit's, before it is used (stage 3)."""
+SHARDED_SCHEDULE: Mapping[str, Row] = {
+    **SCHEDULE,
+    REDUCE: Row(Lane.COLLECTIVES, ((ARRIVE, Which.SAME),)),
+    COPY_TO_HOST: Row(Lane.TO_HOST, ((REDUCE, Which.SAME),)),
+    NORM: Row(Lane.HOST, ((ARRIVE, Which.ALL), (REDUCE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
+    GATHER: Row(Lane.COLLECTIVES, ((STEP_IN_PLACE, Which.ALL), (PUBLISH, Which.ALL))),
+}
+"""The schedule of a tile with what several ranks add to it."""
 
 FORWARD = "forward"
 GATHER_TO_USE = "gather to use"

@@ -2,7 +2,6 @@
 
 from longshore.sharding.gathered import gather
 from longshore.sharding.reduction import ReductionSettings
-from longshore.sharding.stages import ShardedOffload
-from longshore.sharding.store import ShardedStore
+from longshore.sharding.store import ShardedOffload, ShardedStore
 
 __all__ = ["ReductionSettings", "ShardedOffload", "ShardedStore", "gather"]

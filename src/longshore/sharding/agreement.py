@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,9 @@ _MASK_BITS = 62
 _HEAD = 5
 """How many numbers of a row come before those of buckets and parameters."""
 
+Rows = Callable[[Tensor], Tensor]
+"""Gathers every rank's row of numbers, stacked; all ranks have to call it, after they met."""
+
 
 class Action(IntEnum):
     """What a rank is about to do together with the others: a number to send, and words for errors."""
@@ -49,13 +54,8 @@ class Action(IntEnum):
     LOAD = 9, "loading a checkpoint"
 
 
-def action_words(action: Action, number: int) -> str:
-    """The words for action ``number`` of its kind."""
-    return action.words + (f" {number} of its window" if action is Action.BACKWARD else "")
-
-
 def explain_difference(doing: Sequence[tuple[Action, int]], rank: int, words: Callable[[Action, int], str]) -> None:
-    """Raise: the ranks met, and not for the same thing. Returns where ``rank`` knows why: it refused the step."""
+    """Raise an error because the ranks met for different things. Return if ``rank`` knows why: it refused the step."""
     if any(action is not Action.COMMIT for action, _ in doing):
         said = ", ".join(f"rank {other} is {words(*each)}" for other, each in enumerate(doing))
         raise RankError(f"the ranks do different things: {said}; {ADVICE}")
@@ -70,7 +70,7 @@ def explain_difference(doing: Sequence[tuple[Action, int]], rank: int, words: Ca
 
 
 class WindowStatus:
-    """How far this rank is in its accumulation window. All of sharding reads it here.
+    """How far this rank is in its accumulation window.
 
     Attributes:
         number: how many windows were stepped or given up: the same number on all ranks that meet. A rank that gives up
@@ -79,11 +79,9 @@ class WindowStatus:
             forward and one that learns of it in ``step()`` would never meet again.
         told: whether another rank gave up the window that this rank has not discarded yet.
         usual_backwards: how many backwards the last stepped window had.
-        backwards: how many began in this window, whether or not they were rounds.
-        rounds: how many of them reduce their gradients at once.
+        backwards: how many began in this window; ``rounds`` of them reduce their gradients at once.
         arrivals: by parameter, how many gradients this rank brought. :class:`LocalGradients` writes it under its lock.
-        active: the parameters with a gradient on any rank, once the ranks have agreed on them; None when more gradients
-            came since.
+        active: the parameters with a gradient on any rank, as all agreed; None when more gradients came since.
         failure: why the window cannot be stepped; the first reason counts.
         given_up: whether a backward of the window raised and the other ranks are being told that it ends with that.
     """
@@ -130,8 +128,8 @@ class Statement:
     """One rank's side of an agreement.
 
     Attributes:
-        deferred: one entry for each round that the rank still has to reduce: whether it brings sums, which travel in
-            the dtype of sums.
+        deferred: for each round that the rank still has to reduce: whether it brings sums, which have a dtype of their
+            own.
         failed: whether the rank cannot go on with this window.
         backwards: how many backwards it has begun in this window.
         order: the order in which it proposes to launch buckets.
@@ -156,20 +154,21 @@ class Statement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks do, the same on each; the fields are those of :class:`Statement`."""
+    """What all ranks do, the same on each; the fields are those of :class:`Statement`.
+
+    ``failed`` lists ranks, and ``backwards`` is by rank.
+    """
 
     deferred: Sequence[bool]
     failed: Sequence[int]
-    """Ranks."""
     backwards: Sequence[int]
-    """By rank."""
     order: Sequence[int]
     used: Sequence[bool]
     used_by_rank: Sequence[Sequence[bool]]
     early: bool
 
     def check(self, rank: int, failure: BaseException | None, kind: type[LongshoreError]) -> None:
-        """Raise where any rank failed: this rank's own ``failure``, or a ``kind`` that names the ranks."""
+        """Raise if any rank failed: this rank's own ``failure``, or a ``kind`` that names the ranks."""
         if failure is not None:
             raise failure
         others = [other for other in self.failed if other != rank]
@@ -180,7 +179,7 @@ class Agreement:
             )
 
     def check_backwards(self) -> None:
-        """Raise RankError where the ranks ran different numbers of backwards in this window."""
+        """Raise RankError if the ranks ran different numbers of backwards in this window."""
         if len(set(self.backwards)) > 1:
             counts = ", ".join(f"rank {rank} ran {count}" for rank, count in enumerate(self.backwards))
             raise RankError(
@@ -188,38 +187,31 @@ class Agreement:
             )
 
 
-Rows = Callable[[Tensor], Tensor]
-"""Gathers every rank's row of numbers, stacked; all ranks have to call it, after they met."""
-
-
 def agree_on(gather_rows: Rows, statement: Statement) -> Agreement:
     """Exchange the statements of all ranks."""
     rows = gather_rows(statement.row()).tolist()
-    count = max(row[0] for row in rows)
-    mask = 0
-    for row in rows:
-        mask |= row[1]
-    orders, used = len(statement.order), len(statement.used)
+    mask = functools.reduce(operator.or_, (row[1] for row in rows))
+    first_used = _HEAD + len(statement.order)
+    used_by_rank = [[bool(bit) for bit in row[first_used:]] for row in rows]
     return Agreement(
-        deferred=[bit >= _MASK_BITS or bool(mask >> bit & 1) for bit in range(count)],
+        deferred=[bit >= _MASK_BITS or bool(mask >> bit & 1) for bit in range(max(row[0] for row in rows))],
         failed=[rank for rank, row in enumerate(rows) if row[2]],
         backwards=[row[3] for row in rows],
-        order=rows[0][_HEAD : _HEAD + orders],
-        used=[any(row[_HEAD + orders + index] for row in rows) for index in range(used)],
-        used_by_rank=[[bool(bit) for bit in row[_HEAD + orders :]] for row in rows],
+        order=rows[0][_HEAD:first_used],
+        used=[any(column) for column in zip(*used_by_rank, strict=True)],
+        used_by_rank=used_by_rank,
         early=all(row[4] for row in rows),
     )
 
 
 def verdict_number(steps: Mapping[int, ParameterStep], scale: Scale) -> int:
-    """A number for a verdict: which parameters are stepped, by which rules, at which scale. Equal verdicts have equal
-    numbers."""
+    """A number for which parameters are stepped, by which rules, at which scale: the same for equal verdicts."""
     rules = sorted({repr(rule) for rule in {id(step.rule): step.rule for step in steps.values()}.values()})
     return zlib.crc32(repr((sorted(steps), rules, scale)).encode())
 
 
 def check_same(gather_rows: Rows, values: Mapping[str, Tensor]) -> None:
-    """Raise RankError where tensors, by name, differ in any bit between ranks."""
+    """Raise RankError if tensors, by name, differ in any bit between ranks."""
     sums = [int(tensor.contiguous().view(torch.uint8).long().sum()) for tensor in values.values()]
     rows = gather_rows(torch.tensor(sums, dtype=torch.int64))
     for name, column in zip(values, rows.T, strict=True):

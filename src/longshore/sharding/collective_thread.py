@@ -18,8 +18,8 @@ from torch import Tensor
 
 from longshore.errors import GradientError, RankError
 from longshore.host import Recorder, Worker, debugging
-from longshore.sharding.agreement import ADVICE, Action, action_words, explain_difference
-from longshore.sharding.shared_memory import SharedBlock, SharedMemory
+from longshore.sharding.agreement import ADVICE, Action, explain_difference
+from longshore.sharding.shared_memory import NOTE_NUMEL, SharedBlock, SharedMemory
 
 T = TypeVar("T")
 
@@ -33,15 +33,14 @@ _LOGGER = logging.getLogger("longshore")
 
 @dataclass(eq=False)
 class _Meeting:
-    """This rank, ``doing`` something, waits for the others to do the same."""
+    """This rank, ``doing`` something, waits for the others to do the same.
 
-    action: Action
-    number: int
-    window: int
-    note: Sequence[int]
+    ``row``: the action, its number, the window, whether this rank gave up its window, and its note.
+    """
+
+    row: list[int]
     doing: str
     # Change each time that this rank comes to the meeting.
-    gave_up: bool = False
     rows: Any = None
     work: Any = None
     # Change while it waits.
@@ -50,14 +49,11 @@ class _Meeting:
 
 
 class Outgoing(NamedTuple):
-    """What a rank sends."""
+    """What a rank sends: ``memory``, uint8, flat, which may lie in a shared block with that of ``everyone``, by row."""
 
     memory: Tensor
-    """uint8, flat."""
-    block: SharedBlock | None
-    """The shared memory that it is a part of, if it is."""
-    everyone: Tensor | None
-    """The memory of all ranks in that block, by row."""
+    block: SharedBlock | None = None
+    everyone: Tensor | None = None
 
 
 class CollectiveThread:
@@ -67,32 +63,26 @@ class CollectiveThread:
     that do different things get an error at once and do not wait for each other.
 
     Args:
-        group: the ranks that share the work; None: all.
+        group: of the ranks that share the work, for this thread alone; :meth:`close` destroys it.
         device: where tensors that are communicated have to be.
         limit_bytes: how many bytes of gradients may wait for their bucket's turn.
-        owns_group: whether :meth:`close` destroys the group.
-        words: gives the words for an action and its number.
-        note_numel: how many numbers a rank may add to what it says in a meeting.
+        modules: names of what is gathered, by number.
+
+    Attributes:
+        gives_up: whether this rank gave up its window and the others may not know: the next meeting tells them.
+        given_up: the window that another rank has been at since it gave one up, where a meeting raised for that.
+        notes: what each rank added in the last meeting, by rank.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        device: torch.device,
-        limit_bytes: int,
-        owns_group: bool = False,
-        words: Callable[[Action, int], str] | None = None,
-        note_numel: int = 0,
-    ) -> None:
+    def __init__(self, group: Any, device: torch.device, limit_bytes: int, modules: Sequence[str] = ()) -> None:
         # Fixed.
-        self._owns_group = owns_group
-        self._words = words or action_words
-        self._note_numel = note_numel
+        self._modules = modules
+        self._no_note = [0] * NOTE_NUMEL if modules else []
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.group = group
         self.device = device
-        self._peers = [dist.get_global_rank(group, rank) if group else rank for rank in range(self.world_size)]
+        self._peers = dist.get_process_group_ranks(group)
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
         self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
@@ -100,16 +90,13 @@ class CollectiveThread:
         self._dead: RankError | None = None
         # Change with each window.
         self.gives_up = False
-        """Whether this rank gave up its window and the others may not know: the next meeting tells them."""
         self.given_up = 0
-        """The window that another rank has been at since it gave one up, where a meeting raised for that."""
         # Change with each meeting. The first is read by the thread that waits for this one.
         self._meeting: _Meeting | None = None
         self._latest: Any = None
         """The last exchange of rows that began."""
         self._last_met = "when the engine was made"
         self.notes: list[list[int]] = []
-        """What each rank added in the last meeting, by rank."""
         # Made by the first exchange in host memory.
         self._shared: SharedMemory | None = None
         # Grow to what jobs ask for, and stay: fresh memory would fault page by page.
@@ -121,23 +108,27 @@ class CollectiveThread:
         """Tell ``recorder`` of each job from here on."""
         self._worker.working = lambda: recorder.working("collectives")
 
-    def submit(self, job: Callable[[], None], held_bytes: int = 0) -> None:
-        """Queue ``job``; blocks for a while where gradients of more than the limit wait."""
-        self._worker.submit(lambda: self._guarded(job), held_bytes)
+    def submit(self, job: Callable[[], None], waiting_bytes: int = 0) -> None:
+        """Queue ``job``, for which ``waiting_bytes`` of gradients wait; blocks for a while beyond the limit."""
+
+        def guarded() -> None:
+            if self._dead is not None:
+                raise self._dead
+            job()
+
+        self._worker.submit(guarded, waiting_bytes)
 
     def drain(self) -> None:
-        """Wait for every job; raises what the first failed one raised.
-
-        Where the other ranks do not come for a while, a warning is logged, once for each meeting.
-        """
+        """Wait for every job; raises what the first failed one raised. Logs if the other ranks do not come."""
         while not self._worker.idle_within(_notice_s()):
             self.warn_of_waiting()
         failure = self._worker.drain()
-        if failure is not None and failure is self._dead:
+        if failure is None:
+            return
+        if failure is self._dead:
             # Each caller gets an error of its own: raised again and again, the same one would collect tracebacks.
             raise RankError(str(failure)) from failure.__cause__
-        if failure is not None:
-            raise failure
+        raise failure
 
     def run(self, job: Callable[[], T]) -> T:
         """Run ``job`` behind all others and return its result; where one of them failed, raise that instead."""
@@ -153,21 +144,12 @@ class CollectiveThread:
         if meeting is None or meeting.told or (waited_s := time.monotonic() - meeting.since) < _notice_s():
             return
         meeting.told = True
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        others = [str(rank) for rank in range(self.world_size) if rank != self.rank]
+        missing = "of which at least one is not there" if len(others) > 1 else "which is not there"
         _LOGGER.warning(
-            "rank %d is %s and has waited %.0f s for rank %s%s; all ranks last met %s",
-            self.rank,
-            meeting.doing,
-            waited_s,
-            ", ".join(map(str, others)),
-            ", of which at least one is not there" if len(others) > 1 else ", which is not there",
-            self._last_met,
+            f"rank {self.rank} is {meeting.doing} and has waited {waited_s:.0f} s for rank {', '.join(others)}, "
+            f"{missing}; all ranks last met {self._last_met}"
         )
-
-    def _guarded(self, job: Callable[[], None]) -> None:
-        if self._dead is not None:
-            raise self._dead
-        job()
 
     @contextlib.contextmanager
     def _communicating(self) -> Iterator[None]:
@@ -186,27 +168,22 @@ class CollectiveThread:
             self._worker.close()
         if self._shared is not None:
             self._shared.close()
-        if self._owns_group and dist.is_initialized():
-            self._owns_group = False
+        if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
             # Most often the last reference: the group's threads and sockets go now and not at a garbage collection.
-            held, self.group = [self.group], None
+            last, self.group = [self.group], None
             if self._latest is not None and not self._latest.is_completed():
                 # After an error: nobody comes to that meeting, and its thread waits as long as the group would.
-                threading.Thread(target=held.clear, name="longshore-closing", daemon=True).start()
+                threading.Thread(target=last.clear, name="longshore-closing", daemon=True).start()
             self._latest = None
 
     # -- meetings, from jobs --------------------------------------------------
-
-    def give_up_window(self) -> None:
-        """This rank will discard its window on its own: the next :meth:`meet` tells the others."""
-        self.gives_up = True
 
     def meet(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> bool:
         """Wait until all ranks are at ``action`` number ``number`` of the same window.
 
         ``window`` is :attr:`WindowStatus.number`. Afterwards :attr:`notes` has each rank's ``note``. At CLOSE a rank
-        need not find the others: where one of them is elsewhere, the result is false, and that rank waits for the next
+        need not find the others: if one of them is elsewhere, the result is false, and that rank waits for the next
         meeting.
 
         Raises:
@@ -217,32 +194,33 @@ class CollectiveThread:
 
     def begin(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> _Meeting:
         """Come to a meeting and do not wait for the others, until :meth:`finish`; one at a time. See :meth:`meet`."""
-        meeting = _Meeting(action, number, window, note, f"{self._words(action, number)} (window {window})")
+        row = [action, number, window, False, *(note or self._no_note)]
+        meeting = _Meeting(row, f"{self._words(action, number)} (window {window})")
         self._come(meeting)
         return meeting
 
-    def _come(self, meeting: _Meeting) -> None:
-        meeting.gave_up, self.gives_up = self.gives_up, False
-        note = [*meeting.note, *[0] * (self._note_numel - len(meeting.note))]
-        row = [meeting.action, meeting.number, meeting.window, meeting.gave_up, *note]
-        meeting.rows, meeting.work = self._gather_rows(torch.tensor(row, dtype=torch.int64))
+    def _words(self, action: Action, number: int) -> str:
+        if action is Action.BACKWARD and number:
+            return f"{action.words} {number} of its window"
+        return f"{action.words} of {self._modules[number]}" if action is Action.GATHER else action.words
 
-    def _rows_of(self, meeting: _Meeting) -> list[list[int]]:
-        meeting.since = time.monotonic()
-        self._meeting = meeting
-        try:
-            with self._communicating():
-                meeting.work.wait()
-            meeting.work = None  # whoever has it, as the traceback of an error may, keeps sockets open
-            return meeting.rows.view(self.world_size, -1).tolist()
-        finally:
-            self._meeting = None
+    def _come(self, meeting: _Meeting) -> None:
+        meeting.row[3], self.gives_up = self.gives_up, False
+        meeting.rows, meeting.work = self._gather_rows(torch.tensor(meeting.row, dtype=torch.int64))
 
     def finish(self, meeting: _Meeting) -> bool:
         """Wait for the others; see :meth:`meet`."""
-        action = meeting.action
+        action = meeting.row[0]
         while True:
-            rows = self._rows_of(meeting)
+            meeting.since = time.monotonic()
+            self._meeting = meeting
+            try:
+                with self._communicating():
+                    meeting.work.wait()
+                meeting.work = None  # whoever has it, as the traceback of an error may, keeps sockets open
+                rows = meeting.rows.view(self.world_size, -1).tolist()  # with a device this is what waits
+            finally:
+                self._meeting = None
             self._last_met = meeting.doing
             self.notes = [row[4:] for row in rows]
             try:
@@ -260,7 +238,7 @@ class CollectiveThread:
                     return True
                 if action is Action.CLOSE:
                     return False
-            elif left or not meeting.gave_up:
+            elif left or not meeting.row[3]:
                 self.given_up = max(rows[rank][2] for rank in gave_up)
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
@@ -289,21 +267,19 @@ class CollectiveThread:
     def outgoing(self, num_bytes: int, device: torch.device) -> Outgoing:
         """Memory to write what :meth:`exchange` or :meth:`gather` is to send next."""
         if device.type == "cpu":
-            if self._shared is None:
-                self._shared = SharedMemory(self.rank, self.rows)
-            if (found := self._shared.lend(self.world_size * num_bytes, held=False)) is not None:
+            self._shared = self._shared or SharedMemory(self.rank, self.rows)
+            if found := self._shared.lend(self.world_size * num_bytes, held=False):
                 block, memory = found
                 everyone = memory.view(self.world_size, num_bytes)
                 return Outgoing(everyone[self.rank], block, everyone)
-        return Outgoing(self._buffer("send", num_bytes, device), None, None)
+        return Outgoing(self._buffer("send", num_bytes, device))
 
     def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """uint8 ``[num_bytes]`` for a job, the same memory each time: the next call overwrites what it has."""
-        held = self._buffers.get((name, device))
-        if held is None or held.numel() < num_bytes:
-            self._buffers.pop((name, device), None)
-            held = self._buffers[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return held[:num_bytes]
+        found = self._buffers.get((name, device))
+        if found is None or found.numel() < num_bytes:
+            found = self._buffers[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return found[:num_bytes]
 
     def exchange(self, outgoing: Outgoing) -> list[Tensor]:
         """Send the ``k``-th of ``world_size`` equal parts to rank ``k``.
@@ -357,25 +333,26 @@ def _essence(failure: Exception) -> str:
     return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
 
 
-def twin_of(group: Any, device: torch.device, backend: str | None = None) -> Any:
-    """A process group of the same ranks for one thread alone; all ranks have to call. ``backend``: another than theirs.
+def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None) -> Any:
+    """A process group of the same ranks for one thread alone; all of them have to call.
 
     Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those of
     a second engine, run while the thread's are under way: in one group they would be taken for each other.
+
+    Args:
+        group: whose ranks and timeout; None: of all ranks.
+        device: of the tensors.
+        backend: another than the group's.
+        ranks: only these of the group's, in their order.
     """
     group = dist.group.WORLD if group is None else group
-    ranks = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
     part = len(ranks) < dist.get_world_size()  # then the others need not call
     return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
 
 
-def group_of(ranks: list[int], like: Any, device: torch.device) -> Any:
-    """A process group of some ranks of ``like``, in their order; these ranks have to call."""
-    return dist.new_group(ranks, timeout=timeout_of(like, device), use_local_synchronization=True)
-
-
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """How long collectives of ``group`` wait, as its maker chose; None where torch does not say: torch's own default.
+    """How long collectives of ``group`` wait, as its maker chose; None: torch does not say, and its default applies.
 
     torch (2.8 to 2.13) has a public way to set it, and none to ask. A new group does not inherit it.
     """

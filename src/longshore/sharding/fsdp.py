@@ -1,12 +1,13 @@
 """A model on torch's FSDP2, which gathers its parameters for each forward and backward.
 
-Only this file, and what gathers in fully_sharded.py, know FSDP2 from within (torch 2.13).
+Only this file, and what gathers in fully_sharded.py, use FSDP2's private interfaces (torch 2.13).
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +21,21 @@ from torch.utils.hooks import RemovableHandle
 
 from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part
-from longshore.sharding.rank_grid import ParameterLayout, RankGrid
+from longshore.sharding.layout import ParameterLayout, RankGrid
 
 _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 
 
 class FullyShardedModel:
-    """A model to which ``fully_shard`` was applied.
+    """A model to which ``fully_shard`` was applied, the root last.
 
-    Args:
-        model: its root, to which it was applied too.
+    Attributes:
+        module_names: of the modules that gather parameters, by number.
+        members: what FSDP2 knows of each parameter, by ``id(parameter)``.
+        group_of: which parameters are gathered together, by ``id(parameter)``.
+        largest_numel: the most elements of parameters that are gathered together.
+        names: of parameters, by ``id(parameter)``.
+        tp_rank: this rank's place in tensor parallelism.
 
     Raises:
         ValueError: a way of sharding that longshore does not support, by name.
@@ -40,42 +46,68 @@ class FullyShardedModel:
         self.model = model
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         self.modules: list[FSDPModule] = [module for _, module in named]
-        self.names = [name or "the model" for name, _ in named]
-        self._by_id: dict[int, Any] = {}
+        self.module_names = [name or "the model" for name, _ in named]
+        self.members: dict[int, Any] = {}
         self.group_of: dict[int, int] = {}
-        """By ``id(parameter)``: which parameters are gathered together."""
         groups = [group for module in self.modules for group in _groups_of(module)]
         for number, group in enumerate(groups):
             for member in group.fsdp_params:
-                self._by_id[id(member.sharded_param)] = member
+                self.members[id(member.sharded_param)] = member
                 self.group_of[id(member.sharded_param)] = number
         self.largest_numel = max(sum(each.sharded_param.numel() for each in group.fsdp_params) for group in groups)
-        """The most elements of parameters that are gathered together."""
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for key, name in self._names.items():
-            if key not in self._by_id:
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for key, name in self.names.items():
+            if key not in self.members:
                 raise ValueError(
                     f"parameter {name} is in no module that fully_shard was applied to; apply it to the whole model "
                     "last"
                 )
-        self.layout = ModelLayout({name: self._by_id[key] for key, name in self._names.items()})
+        self._data_mesh, self.grid = self._check_meshes()
+        self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
         self._check_dtypes(groups)
         self._hook = model.register_forward_hook(self._after_forward)
         # Until each module's first forward.
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         _MODELS.add(self)
 
+    def _check_meshes(self) -> tuple[Any, RankGrid]:
+        """FSDP2's mesh, and the grid of all ranks."""
+        members = {name: self.members[key] for key, name in self.names.items()}
+        # FSDP2's mesh: the last dimension shards, the others replicate. What tensor parallelism left alone is on this
+        # mesh, of the ranks that have the same part of the others.
+        data_mesh = next(iter(members.values())).mesh_info.mesh
+        parallel = (each._spmd_mesh for each in members.values() if each._unsharded_dtensor_spec is not None)
+        whole = next(parallel, data_mesh)
+        for name, member in members.items():
+            _check_supported(name, member)
+            expected = whole if _parallel_placements(member) else data_mesh
+            mesh = member._spmd_mesh
+            if not torch.equal(mesh.mesh, expected.mesh) or whole.size() != dist.get_world_size():
+                raise ValueError(f"parameter {name} is on {mesh}; all parameters have to be on one mesh of all ranks")
+        tp_size = whole.size() // data_mesh.size()
+        return data_mesh, RankGrid(whole.mesh.reshape(-1, data_mesh.size(-1), tp_size).tolist())
+
     def _check_dtypes(self, groups: Sequence[Any]) -> None:
-        names = self._names
         for group in groups:
             trainable = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
             for parameter in trainable:
                 if parameter.dtype != trainable[0].dtype:
                     raise ValueError(
-                        f"parameters {names[id(trainable[0])]} ({trainable[0].dtype}) and {names[id(parameter)]} "
-                        f"({parameter.dtype}) are gathered together, for which FSDP2 wants one dtype; set bf16 or "
-                        "fp16, or a wrap_policy that keeps them apart"
+                        f"parameters {self.names[id(trainable[0])]} ({trainable[0].dtype}) and "
+                        f"{self.names[id(parameter)]} ({parameter.dtype}) are gathered together, for which FSDP2 wants "
+                        "one dtype; set bf16 or fp16, or a wrap_policy that keeps them apart"
                     )
+
+    def layout_of(self, parameter: Tensor) -> ParameterLayout:
+        """Which rank has what of a parameter."""
+        parallel = _parallel_placements(self.members[id(parameter)])
+        dim = next((placement.dim for placement in parallel if placement.is_shard()), None)
+        return ParameterLayout(tuple(parameter.shape), dim, self.grid)
+
+    @property
+    def shard_group(self) -> Any:
+        """The ranks that have the shards of one replica, and the same part as this one, which is among them."""
+        return self._data_mesh.get_group(self._data_mesh.ndim - 1)
 
     def close(self) -> None:
         """Leave the model as ``fully_shard`` made it."""
@@ -92,36 +124,7 @@ class FullyShardedModel:
 
     def leaf_of(self, parameter: Tensor) -> Tensor | None:
         """What the parameter is gathered into, always the same tensor; None before the first time."""
-        return getattr(self._by_id[id(parameter)], "_unsharded_param", None)
-
-    def name_of(self, parameter: Tensor) -> str:
-        return self._names[id(parameter)]
-
-    def sharded(self, tensor: Tensor) -> Tensor | None:
-        """The parameter of this model that the tensor is, or that was gathered into it."""
-        for member in self._by_id.values():
-            if tensor is member.sharded_param or tensor is getattr(member, "_unsharded_param", None):
-                return member.sharded_param
-        return None
-
-    def modules_with(self, parameters: Sequence[Tensor]) -> Iterator[FSDPModule]:
-        """The modules that gather any of these parameters."""
-        keys = set(map(id, parameters))
-        for module in self.modules:
-            if any(id(member.sharded_param) in keys for group in _groups_of(module) for member in group.fsdp_params):
-                yield module
-
-    def whole(self, parameter: Tensor) -> Tensor:
-        """All of a parameter that is gathered now."""
-        leaf = self._by_id[id(parameter)]._unsharded_param
-        return leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf
-
-    def take_shard(self, parameter: Tensor, whole: Tensor) -> None:
-        """Write this rank's part of ``whole`` into its shard."""
-        offset, numel = self.layout.shard_of(parameter, dist.get_rank())
-        held = held_part(parameter)
-        held.copy_(flat(whole)[offset : offset + numel].view(held.shape))
-        torch.autograd.graph.increment_version(parameter)
+        return getattr(self.members[id(parameter)], "_unsharded_param", None)
 
     def when_gathered(self, call: Callable[[], None]) -> None:
         """``call`` after each module's first forward, when its parameters have been gathered and no backward has
@@ -143,8 +146,7 @@ class FullyShardedModel:
                     group._all_gather_comm = how(number)
 
     def reshard(self) -> None:
-        """Let go of what is gathered: the root's parameters stay after a forward without a backward, and would be
-        stale."""
+        """Let go of what is gathered: the root's parameters stay after a forward without a backward, and get stale."""
         for module in self.modules:
             module.reshard()
 
@@ -156,79 +158,62 @@ class FullyShardedModel:
             root.reset_iter_state()
 
 
-def model_of(parameter: Tensor) -> tuple[FullyShardedModel, Tensor]:
-    """The model that a sharded parameter, or what it was gathered into, belongs to, and the sharded one.
+@contextlib.contextmanager
+def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[int, Tensor]]:
+    """Gather sharded parameters, given as such or as what they were gathered into; all ranks have to call.
+
+    Gives the whole ones by ``id`` of the given ones. ``write_back``: at the end each rank takes its shards from what it
+    has then.
 
     Raises:
-        ValueError: it belongs to none that is known here.
+        ValueError: a parameter of no model that is known here, or one of tensor parallelism that is to be written.
     """
+    found: dict[int, tuple[FullyShardedModel, Any]] = {}
+    for given in parameters:
+        model, member = found[id(given)] = _member_of(given)
+        if write_back and _parallel_placements(member):
+            # The module keeps its part, and a write there, on one rank, would be lost without a word.
+            raise ValueError(
+                f"parameter {model.names[id(member.sharded_param)]} is one of tensor parallelism, of which gather() "
+                "gives a copy to read; to write it use longshore.utils.safe_set_full_fp32_param()"
+            )
+    wanted = {id(member) for _, member in found.values()}
+    modules = [
+        module
+        for model in dict.fromkeys(model for model, _ in found.values())
+        for module in model.modules
+        if any(id(member) in wanted for group in _groups_of(module) for member in group.fsdp_params)
+    ]
+    try:
+        for module in modules:
+            module.unshard()
+        leaves = {key: member._unsharded_param for key, (_, member) in found.items()}
+        whole = {
+            key: leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf for key, leaf in leaves.items()
+        }
+        yield whole
+        if write_back:
+            with torch.no_grad():
+                for key, (model, member) in found.items():
+                    offset, numel = model.layout_of(member.sharded_param).shard(dist.get_rank())
+                    shard = held_part(member.sharded_param)
+                    shard.copy_(flat(whole[key])[offset : offset + numel].view(shard.shape))
+                    torch.autograd.graph.increment_version(member.sharded_param)
+    finally:
+        for module in modules:
+            module.reshard()
+
+
+def _member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
+    """The model that a sharded parameter, or what it was gathered into, belongs to, and what FSDP2 knows of it."""
     for model in _MODELS:
-        if (found := model.sharded(parameter)) is not None:
-            return model, found
+        for member in model.members.values():
+            if parameter is member.sharded_param or parameter is getattr(member, "_unsharded_param", None):
+                return model, member
     raise ValueError(
         f"a sharded parameter of shape {list(parameter.shape)} belongs to no model that longshore.initialize() "
         "was given, or its engine is gone"
     )
-
-
-class ModelLayout:
-    """Which rank has what of each parameter: how FSDP2, and tensor parallelism before it, divided the model.
-
-    Args:
-        members: what FSDP2 knows of each parameter, by name.
-
-    Raises:
-        ValueError: a parameter on another mesh than the others, or sharded in a way that longshore does not support, by
-            name.
-    """
-
-    def __init__(self, members: Mapping[str, Any]) -> None:
-        # FSDP2's mesh: the last dimension shards, the others replicate. What tensor parallelism left alone is on this
-        # mesh, of the ranks that have the same part of the others.
-        self._data_mesh = next(iter(members.values())).mesh_info.mesh
-        parallel = (each._spmd_mesh for each in members.values() if each._unsharded_dtensor_spec is not None)
-        whole = next(parallel, self._data_mesh)
-        for name, member in members.items():
-            _check_supported(name, member)
-            expected = whole if _parallel_placements(member) else self._data_mesh
-            mesh = member._spmd_mesh
-            if not torch.equal(mesh.mesh, expected.mesh) or whole.size() != dist.get_world_size():
-                raise ValueError(f"parameter {name} is on {mesh}; all parameters have to be on one mesh of all ranks")
-        shape = (-1, self._data_mesh.size(-1), whole.size() // self._data_mesh.size())
-        self.grid = RankGrid.of(whole.mesh.reshape(shape).tolist())
-        self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
-        """This rank's place in tensor parallelism."""
-        self._parallel = {id(each.sharded_param) for each in members.values() if _parallel_placements(each)}
-        self._layouts = {id(each.sharded_param): self._layout(each) for each in members.values()}
-
-    def _layout(self, member: Any) -> ParameterLayout:
-        dim = next((placement.dim for placement in _parallel_placements(member) if placement.is_shard()), None)
-        return ParameterLayout(tuple(member.sharded_param.shape), dim, self.grid.tp_size, self.grid.shards)
-
-    def of(self, parameter: Tensor) -> ParameterLayout:
-        return self._layouts[id(parameter)]
-
-    def is_parallel(self, parameter: Tensor) -> bool:
-        """Whether tensor parallelism made it a DTensor, before FSDP2 did."""
-        return id(parameter) in self._parallel
-
-    def shard_of(self, parameter: Tensor, rank: int) -> tuple[int, int]:
-        """``(offset, numel)`` of what a rank has, in its part of the parameter, flat."""
-        return self.of(parameter).shard(self.grid.positions[rank])
-
-    def joined(self, parameter: Tensor, by_rank: Sequence[Tensor]) -> Tensor:
-        """All of a parameter, flat, from what each rank has of it."""
-        positions = self.grid.positions
-        parts: list[list[Tensor]] = [[] for _ in range(self.grid.tp_size)]
-        for rank in sorted(range(len(positions)), key=lambda rank: positions[rank].shard):
-            if positions[rank].replica == 0:
-                parts[positions[rank].tp_rank].append(by_rank[rank])
-        return self.of(parameter).joined([torch.cat(shards) for shards in parts])
-
-    @property
-    def shard_group(self) -> Any:
-        """The ranks that have the shards of one replica, and the same part as this one, which is among them."""
-        return self._data_mesh.get_group(self._data_mesh.ndim - 1)
 
 
 def tensor_parallel_size(model: nn.Module) -> int:
@@ -239,7 +224,7 @@ def tensor_parallel_size(model: nn.Module) -> int:
 
 
 def _groups_of(module: FSDPModule) -> Sequence[Any]:
-    """What FSDP2 knows of the parameters that it gathers for a module."""
+    """What FSDP2 knows of the parameters that it gathers together for a module."""
     return module._get_fsdp_state()._fsdp_param_groups
 
 

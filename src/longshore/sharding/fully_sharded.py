@@ -1,10 +1,10 @@
 """ZeRO-3: parameters on torch's FSDP2, which gathers them for each forward and backward.
 
-FSDP2 owns when parameters are gathered and prefetched. What longshore takes is the gradient of the gathered parameter,
-where autograd accumulates it, before FSDP2 would reduce it. So gradients of stage 3 go the way of stage 2's: in rounds,
-counted, added up in float32 in the order of the ranks, with what was not used known as such. FSDP2 finds none left to
-reduce, and its own reduction (which needs every parameter used on every rank, and rounds to the parameters' dtype)
-never runs.
+FSDP2 decides when parameters are gathered and prefetched. What longshore takes is the gradient of the gathered
+parameter, where autograd accumulates it, before FSDP2 would reduce it. So gradients of stage 3 go the way of stage 2's:
+in rounds, counted, added up in float32 in the order of the ranks, with what was not used known as such. FSDP2 finds
+none left to reduce, and its own reduction (which needs every parameter used on every rank, and rounds to the
+parameters' dtype) never runs.
 
 Parameters are gathered in meetings, so that no rank gathers what others do not.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,17 +26,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from longshore.errors import GradientError
 from longshore.layout import Slab
 from longshore.sharding.agreement import Action, WindowStatus
-from longshore.sharding.bucket import Bucket, ShardRange, plan_buckets
-from longshore.sharding.collective_thread import CollectiveThread, group_of, twin_of
+from longshore.sharding.collective_thread import CollectiveThread, twin_of
 from longshore.sharding.fsdp import FullyShardedModel
-from longshore.sharding.ownership import Sharded
-from longshore.sharding.shared_memory import NOTE_NUMEL, SharedBlock, SharedMemory
+from longshore.sharding.layout import Bucket, ParameterLayout, ShardRange, plan_buckets
+from longshore.sharding.ownership import Ownership
+from longshore.sharding.shared_memory import SharedBlock, SharedMemory
 
 _LOOK_S = 1.0
 """How often a rank looks whether it waits for others."""
 
 
-class FullySharded(Sharded):
+class FullySharded(Ownership):
     """Each rank steps the shards that it has of the model's ``parameters`` (by index, also those that come later)."""
 
     replicates = False
@@ -44,55 +44,52 @@ class FullySharded(Sharded):
     def __init__(
         self, collectives: CollectiveThread, model: FullyShardedModel, parameters: Mapping[int, Tensor]
     ) -> None:
-        super().__init__(collectives, gather_numel=1)
+        super().__init__(collectives)
         self._model = model
         self._parameters = parameters
-        self._layout = model.layout
-        self._data_ranks = self._layout.grid.alike(self._layout.tp_rank)
-        if self._layout.grid.tp_size > 1:
+        self._data_ranks = model.grid.alike(model.tp_rank)
+        if model.grid.tp_size > 1:
             # All ranks meet on one thread, and take the same verdict there. Gradients go in its jobs, by this group.
-            group = group_of(self._data_ranks, collectives.group, collectives.device)
-            self.averaging_collectives = CollectiveThread(group, collectives.device, limit_bytes=1, owns_group=True)
-        self._gathers = GatherMeetings(self._layout.shard_group, collectives.device, model.names, self.window)
-        model.gather_by(self._gathers.of)
+            group = twin_of(collectives.group, collectives.device, ranks=self._data_ranks)
+            self.averaging_collectives = CollectiveThread(group, collectives.device, limit_bytes=1)
+        self._gathers = GatherMeetings(model.shard_group, collectives.device, model.module_names, self.window)
+        model.gather_by(lambda number: ModuleGather(self._gathers, number))
 
     def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
-        shards = {index: [self._shard(index, rank) for rank in self._data_ranks] for index, _, _ in parameters}
+        layouts = {index: self._layout_of(index) for index, _, _ in parameters}
+        shards = {index: [layout.shard(rank) for rank in self._data_ranks] for index, layout in layouts.items()}
         # What is gathered together gets its gradients together. Buckets are filled by the size of whole parameters, so
         # that they are the same for all ranks of tensor parallelism.
         kinds = [
             (index, numel, (dtype, self._model.group_of[id(self._parameters[index])]))
             for index, numel, dtype in parameters
         ]
-        ranks = len(self._data_ranks)
-        return plan_buckets(kinds, bucket_numel, ranks, len(self.buckets), self._next_range, shards)
+        counts = len(self._data_ranks), len(self.buckets), self._next_range
+        return plan_buckets(kinds, bucket_numel, *counts, shards)
 
-    def _shard(self, parameter: int, rank: int) -> tuple[int, int]:
-        return self._layout.shard_of(self._parameters[parameter], rank)
+    def _layout_of(self, parameter: int) -> ParameterLayout:
+        return self._model.layout_of(self._parameters[parameter])
 
     def _counts(self, parameter: int) -> list[int]:
-        return [self._shard(parameter, rank)[1] for rank in range(self.collectives.world_size)]
+        layout = self._layout_of(parameter)
+        return [layout.shard(rank)[1] for rank in range(self.collectives.world_size)]
 
     def place(self, owned: ShardRange) -> slice:
         return slice(0, owned.numel)
 
     def part(self, parameter: int, values: Tensor) -> Tensor:
-        return self._layout.of(self._parameters[parameter]).part_of(values, self._layout.tp_rank)
+        return self._layout_of(parameter).part_of(values, self._model.tp_rank)
 
-    def held(self, parameter: int, values: Tensor) -> Tensor:
-        offset, numel = self._shard(parameter, self.collectives.rank)
+    def on_device(self, parameter: int, values: Tensor) -> Tensor:
+        offset, numel = self._layout_of(parameter).shard(self.collectives.rank)
         return self.part(parameter, values)[offset : offset + numel]
 
     def counts_once(self, parameter: int) -> bool:
-        position = self._layout.grid.positions[self.collectives.rank]
-        divided = self._layout.of(self._parameters[parameter]).dim is not None
-        return position.replica == 0 and (position.tp_rank == 0 or divided)
-
-    def tells_of(self, owned: ShardRange) -> bool:
-        return self.counts_once(owned.parameter)
+        position = self._model.grid.positions[self.collectives.rank]
+        return position.replica == 0 and (position.tp_rank == 0 or self._layout_of(parameter).dim is not None)
 
     def slab_of(self, parameter: int) -> Slab | None:
-        return self._layout.of(self._parameters[parameter]).slab(self._layout.tp_rank)
+        return self._layout_of(parameter).slab(self._model.tp_rank)
 
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
         if failed:
@@ -109,12 +106,12 @@ class FullySharded(Sharded):
             raise
 
     def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
-        grid = self._layout.grid
+        grid = self._model.grid
         for place, parameter in enumerate(parameters):
             using = [each for each in range(grid.tp_size) if any(by_rank[rank][place] for rank in grid.alike(each))]
             if 0 < len(using) < grid.tp_size:
                 raise GradientError(
-                    f"parameter {self._model.name_of(self._parameters[parameter])} has a gradient on rank "
+                    f"parameter {self._model.names[id(self._parameters[parameter])]} has a gradient on rank "
                     f"{', '.join(map(str, grid.alike(using[0])))}, and none on the other ranks of tensor parallelism; "
                     "these have to run the same backwards on the same data"
                 )
@@ -125,7 +122,7 @@ class FullySharded(Sharded):
 
     def give_up(self) -> None:
         self._gathers.interrupted()
-        self.collectives.give_up_window()  # other replicas gather by themselves
+        self.collectives.gives_up = True  # other replicas gather by themselves
         self._model.reset()
 
     def before_publishing(self) -> None:
@@ -139,14 +136,8 @@ class FullySharded(Sharded):
                 self.collectives.drain()  # its jobs use the group that is closed next
             self.averaging_collectives.close()
 
-    def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
-        if self.bucket_of(parameter) is None:
-            return torch.empty(0, dtype=torch.float32)
-        mine = [read(each.index) for each in self.owned(parameter)]
-        numels = self._counts(parameter)
-        received = self.from_all(parameter, mine, max(numels))
-        held = [values[:numel] for values, numel in zip(received, numels, strict=True)]
-        return self._layout.joined(self._parameters[parameter], held)
+    def _joined(self, parameter: int, by_rank: Sequence[Tensor]) -> Tensor:
+        return self._layout_of(parameter).joined(by_rank)
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return
@@ -163,72 +154,55 @@ class GatherMeetings:
         device: of the parameters.
         names: of the modules, by number.
         window: of this rank.
+
+    Attributes:
+        shared: memory for what is gathered.
     """
 
     def __init__(self, group: Any, device: torch.device, names: Sequence[str], window: WindowStatus) -> None:
-        def words(action: Action, number: int) -> str:
-            return f"{action.words} of {names[number]}" if action is Action.GATHER else action.words
-
         # Meetings are between hosts: with a device's own backend each would wait for the device.
         twin = twin_of(group, device, backend="gloo")
-        self._collectives = CollectiveThread(
-            twin, torch.device("cpu"), limit_bytes=1, owns_group=True, words=words, note_numel=NOTE_NUMEL
-        )
+        self._collectives = CollectiveThread(twin, torch.device("cpu"), limit_bytes=1, modules=names)
         self._window = window
         self._underway: GatherWork | None = None
-        self._shared = SharedMemory(self._collectives.rank, self._collectives.rows)
+        self.shared = SharedMemory(self._collectives.rank, self._collectives.rows)
         self._closing = threading.Event()
         watched = (self._collectives, self._closing)
         threading.Thread(target=_watch, args=watched, name="longshore-watch", daemon=True).start()
-
-    def of(self, number: int) -> ModuleGather:
-        """What gathers the parameters of module ``number``."""
-        return ModuleGather(self, number)
 
     def meet(self, action: Action) -> None:
         """Wait until all ranks are at this action; raises what :meth:`CollectiveThread.meet` does."""
         self._finish_underway()
         # In the thread that waits for the result: two more threads to wake would take as long as the meeting.
-        with self._hearing():
-            self._collectives.meet(action, 0, self._window.number)
+        self._finish(self._collectives.begin(action, 0, self._window.number))
 
-    @contextlib.contextmanager
-    def _hearing(self) -> Iterator[None]:
+    def _finish(self, meeting: Any) -> None:
         try:
-            yield
+            self._collectives.finish(meeting)
         except GradientError:
             self._window.hear(self._collectives.given_up)
             raise
 
-    def allocate(self, num_bytes: int) -> tuple[SharedBlock, Tensor] | None:
-        """The block to give to :meth:`gather`, and uint8 ``[num_bytes]`` in it; None where there is no room."""
-        return self._shared.lend(num_bytes, held=True)
-
     def gather(self, module: int, output: Tensor | None, block: SharedBlock | None) -> GatherWork:
-        """Gather a module, the same one on all ranks.
+        """Gather the module of this number, the same one on all ranks.
 
-        This waits for the gather under way and for nothing else: ranks may be one module apart.
-
-        Args:
-            module: its number.
-            output: part ``k``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there. None:
-                it is on a device.
-            block: the one that ``output`` is in, if it was allocated here.
+        This waits for the gather under way and for nothing else: ranks may be one module apart. Part ``k`` of
+        ``output``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there. It may be in a
+        ``block`` of :attr:`shared`; None: it is on a device.
         """
         self._finish_underway()
-        said = self._shared.come(block)
+        said = self.shared.come(block)
         window = self._window.number
         meeting = self._collectives.begin(Action.GATHER, module, window, said)
 
         def finish() -> None:
             self._underway = None
             try:
-                with self._hearing():
-                    self._collectives.finish(meeting)
+                self._finish(meeting)
             except BaseException:
-                self._shared.stand_apart()
+                self.shared.stand_apart()
                 raise
-            if output is None or self._shared.met(self._collectives.notes):
+            if output is None or self.shared.met(self._collectives.notes):
                 return
             if block is not None:
                 # This rank must not write other ranks' parts of shared memory: the tensor gets memory of its own.
@@ -249,27 +223,28 @@ class GatherMeetings:
 
     def give_up(self) -> None:
         """Tell the others at the next meeting, if they are elsewhere, that this rank gave up its window."""
-        self._collectives.give_up_window()
-        self._shared.stand_apart()
+        self._collectives.gives_up = True
+        self.shared.stand_apart()
 
     def interrupted(self) -> None:
         """Note that what this rank gathers next is for another window."""
-        self._shared.stand_apart()
+        self.shared.stand_apart()
         with contextlib.suppress(GradientError):  # another rank gave up, too
             self._finish_underway()
         if self._window.give_up():
             # Now, and not at the next meeting: before that, this rank waits for gradients of a backward in which
             # the others wait to gather with it.
             meeting = self._collectives.begin(Action.LEAVE, 0, self._window.number)
-            self._underway = GatherWork(lambda: self._left(meeting), lambda: True)
 
-    def _left(self, meeting: Any) -> None:
-        self._underway = None
-        self._collectives.finish(meeting)
+            def finish() -> None:
+                self._underway = None
+                self._collectives.finish(meeting)
+
+            self._underway = GatherWork(finish, lambda: True)
 
     def close(self) -> None:
         self._closing.set()
-        self._shared.close()
+        self.shared.close()
         self._collectives.close()
 
 
@@ -279,7 +254,7 @@ def _watch(collectives: CollectiveThread, closing: threading.Event) -> None:
 
 
 class GatherWork(dist.Work):
-    """A module's parameters on their way. :meth:`wait` returns when they are there, or raises what kept them.
+    """A module's parameters on their way. :meth:`wait` returns when they are there, or raises why they are not.
 
     Args:
         finish: waits for them.
@@ -293,7 +268,7 @@ class GatherWork(dist.Work):
         self._failure: BaseException | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """``timeout`` is not read: that of the group holds."""
+        """Wait for as long as the group's own timeout allows; ``timeout`` is not read."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
@@ -317,7 +292,7 @@ class ModuleGather(DefaultAllGather):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._block = None
         num_bytes = math.prod(map(int, size)) * dtype.itemsize
-        if device.type == "cpu" and num_bytes > 0 and (found := self._meetings.allocate(num_bytes)) is not None:
+        if device.type == "cpu" and num_bytes and (found := self._meetings.shared.lend(num_bytes, held=True)):
             self._block, memory = found
             return memory.view(dtype).view(*size)
         return super().allocate(size, dtype=dtype, device=device)

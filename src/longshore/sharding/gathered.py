@@ -1,19 +1,15 @@
-"""Whole parameters for a while, wherever their shards are."""
+"""Gathering whole parameters for a while, wherever their shards are."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from longshore.optim.shards import is_sharded
-
-if TYPE_CHECKING:
-    from longshore.sharding.fsdp import FullyShardedModel
 
 
 @contextlib.contextmanager
@@ -31,67 +27,28 @@ def gather(params: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int | N
     Raises:
         ValueError: a DTensor that no model of ``longshore.initialize`` has, or a rank that does not exist.
     """
-    wanted = _listed(params)
+    wanted = list(params.parameters()) if isinstance(params, nn.Module) else params
+    wanted = [wanted] if isinstance(wanted, Tensor) else list(wanted)
+    for entry in wanted:
+        if not isinstance(entry, Tensor):
+            raise TypeError(f"gather() takes parameters or a module, not {type(entry).__name__}")
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     ranks = dist.get_world_size() if several else 1
     if modifier_rank is not None and not (isinstance(modifier_rank, int) and 0 <= modifier_rank < ranks):
         raise ValueError(f"modifier_rank is a rank from 0 to {ranks - 1}, or None, not {modifier_rank!r}")
     sharded = [parameter for parameter in wanted if is_sharded(parameter)]
     with contextlib.ExitStack() as stack:
-        whole = stack.enter_context(_unsharded(sharded, modifier_rank is not None)) if sharded else {}
+        whole: dict[int, Tensor] = {}
+        if sharded:
+            # Imported here: it imports torch's FSDP2, which takes a while.
+            from longshore.sharding.fsdp import unsharded
+
+            whole = stack.enter_context(unsharded(sharded, modifier_rank is not None))
         given = [whole.get(id(parameter), parameter) for parameter in wanted]
         yield given
         if modifier_rank is not None and several:
             for tensor in given:
                 _broadcast(tensor, modifier_rank)
-
-
-def _listed(params: Any) -> list[Tensor]:
-    if isinstance(params, nn.Module):
-        return list(params.parameters())
-    listed = [params] if isinstance(params, Tensor) else list(params)
-    for entry in listed:
-        if not isinstance(entry, Tensor):
-            raise TypeError(f"gather() takes parameters or a module, not {type(entry).__name__}")
-    return listed
-
-
-@contextlib.contextmanager
-def _unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[int, Tensor]]:
-    """Gather these parameters: whole ones by ``id`` of the given ones; all ranks have to call.
-
-    ``write_back``: at the end each rank takes its shards from what it has then.
-    """
-    # Imported here: it imports torch's FSDP2, which takes a while.
-    from longshore.sharding.fsdp import model_of
-
-    found: dict[int, tuple[FullyShardedModel, Tensor]] = {}
-    for given in parameters:
-        model, parameter = found[id(given)] = model_of(given)
-        if write_back and model.layout.is_parallel(parameter):
-            # The module keeps its part, and a write there, on one rank, would be lost without a word.
-            raise ValueError(
-                f"parameter {model.name_of(parameter)} is one of tensor parallelism, of which gather() gives a copy to "
-                "read; to write it use longshore.utils.safe_set_full_fp32_param()"
-            )
-    sharded = [parameter for _, parameter in found.values()]
-    modules = [
-        module
-        for model in dict.fromkeys(model for model, _ in found.values())
-        for module in model.modules_with(sharded)
-    ]
-    try:
-        for module in modules:
-            module.unshard()
-        whole = {key: model.whole(parameter) for key, (model, parameter) in found.items()}
-        yield whole
-        if write_back:
-            with torch.no_grad():
-                for key, (model, parameter) in found.items():
-                    model.take_shard(parameter, whole[key])
-    finally:
-        for module in modules:
-            module.reshard()
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,37 +12,70 @@ from longshore.host import Forecast
 from longshore.kernels import HostRule, Scale
 from longshore.layout import Slab
 from longshore.sharding.agreement import Action, WindowStatus
-from longshore.sharding.bucket import Bucket, ShardRange, plan_buckets, slice_entries, slices
 from longshore.sharding.collective_thread import CollectiveThread
+from longshore.sharding.layout import Bucket, ShardRange, plan_buckets
 
 GATHER_NUMEL = 1 << 23
 """Elements of one gathering over all ranks; larger ones are no faster."""
 
 
-class Ownership(ABC):
+class SliceEntry(NamedTuple):
+    """What a slice has of a shard range: its elements in the slice, in the range and in the parameter."""
+
+    owned: ShardRange
+    in_slice: slice
+    in_range: slice
+    in_parameter: slice
+
+
+def slices(shard_numel: int, world_size: int, most: int) -> Iterator[tuple[int, int]]:
+    """``(start, numel)`` of consecutive slices of a shard, of at most ``most`` elements over all ranks."""
+    step = max(1, most // world_size)
+    for start in range(0, shard_numel, step):
+        yield start, min(step, shard_numel - start)
+
+
+def slice_entries(ranges: Sequence[ShardRange], start: int, numel: int) -> list[SliceEntry]:
+    """What elements ``[start, start + numel)`` of a shard have of its ranges."""
+    found = []
+    for owned in ranges:
+        first, last = max(owned.shard_offset, start), min(owned.shard_offset + owned.numel, start + numel)
+        if first < last:
+            inside = slice(first - owned.shard_offset, last - owned.shard_offset)
+            whole = slice(owned.parameter_offset + inside.start, owned.parameter_offset + inside.stop)
+            found.append(SliceEntry(owned, slice(first - start, last - start), inside, whole))
+    return found
+
+
+class Ownership:
     """The buckets of one optimizer as they grow, which shard ranges of them this rank steps, and what the ranks tell
-    each other for that.
+    each other for that. Here each rank steps its shard of every bucket.
+
+    Args:
+        collectives: to all ranks of the engine.
+        gather_numel: elements, over all ranks, of one gathering of parameters.
 
     Attributes:
-        collectives: to all ranks of the engine.
-        averaging_collectives: to the ranks over which gradients are averaged. Used in jobs of the other.
-        window: of this rank.
         replicates: whether every rank has all of each parameter on its device.
+        averaging_collectives: to the ranks over which gradients are averaged. Used in jobs of ``collectives``.
+        window: of this rank.
         dtypes: of all parameters, in the order in which they were added.
         buckets: in the order of their index.
+        bucket_of: by parameter; a parameter without elements is in none.
     """
 
     replicates = True
 
-    def __init__(self, collectives: CollectiveThread) -> None:
+    def __init__(self, collectives: CollectiveThread, gather_numel: int = GATHER_NUMEL) -> None:
         # Fixed.
         self.collectives = collectives
         self.averaging_collectives = collectives
         self.window = WindowStatus()
+        self._gather_numel = min(gather_numel, GATHER_NUMEL)
         # Grow with parameters.
         self.dtypes: dict[int, torch.dtype] = {}
         self.buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
+        self.bucket_of: dict[int, Bucket] = {}
         self._owned: dict[int, list[ShardRange]] = {}
         self._next_range = 0
 
@@ -58,7 +91,7 @@ class Ownership(ABC):
         new = []
         for bucket in added:
             self._next_range += sum(map(len, bucket.ranges))
-            self._bucket_of.update((member.parameter, bucket) for member in bucket.members)
+            self.bucket_of.update((member.parameter, bucket) for member in bucket.members)
             for owned in self.owned_in(bucket):
                 self._owned[owned.parameter].append(owned)
                 new.append((owned.index, owned.numel, self.dtypes[owned.parameter]))
@@ -69,42 +102,32 @@ class Ownership(ABC):
         """Buckets of new parameters, given as ``(index, numel, dtype)``."""
         return plan_buckets(parameters, bucket_numel, self.collectives.world_size, len(self.buckets), self._next_range)
 
-    def bucket_of(self, parameter: int) -> Bucket | None:
-        """None for a parameter without elements."""
-        return self._bucket_of.get(parameter)
+    def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
+        """The ranges of the bucket that this rank steps."""
+        return bucket.ranges[self.averaging_collectives.rank]
 
     def owned(self, parameter: int) -> Sequence[ShardRange]:
-        """The ranges of the parameter that this rank steps."""
+        """The ranges of the parameter that this rank steps: one at most, except at stage 0."""
         return self._owned.get(parameter, ())
-
-    def ranges_by_rank(self, parameter: int) -> list[list[ShardRange]]:
-        """The ranges of the parameter in each rank's shard; empty for one without elements."""
-        bucket = self.bucket_of(parameter)
-        by_rank = () if bucket is None else bucket.ranges
-        return [[each for each in ranges if each.parameter == parameter] for ranges in by_rank]
 
     def owners(self, parameter: int) -> tuple[tuple[int, int], ...]:
         """Which ranks step how many of the parameter's elements."""
-        counts = self._counts(parameter) if parameter in self._bucket_of else []
-        return tuple((rank, count) for rank, count in enumerate(counts) if count)
+        return tuple((rank, count) for rank, count in enumerate(self._counts(parameter)) if count)
 
-    @abstractmethod
-    def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
-        """The ranges of the bucket that this rank steps."""
-
-    @abstractmethod
     def _counts(self, parameter: int) -> list[int]:
         """How many elements of the parameter each rank steps."""
+        ranges = self.bucket_of[parameter].ranges if parameter in self.bucket_of else ()
+        return [sum(each.numel for each in own if each.parameter == parameter) for own in ranges]
 
     def place(self, owned: ShardRange) -> slice:
         """Where an owned range lies in what this rank has of its parameter on the device, flat."""
-        return slice(owned.parameter_offset, owned.parameter_offset + owned.numel)
+        return owned.elements
 
     def part(self, parameter: int, values: Tensor) -> Tensor:
         """From a whole parameter, flat, what this rank and those it averages with divide among them."""
         return values
 
-    def held(self, parameter: int, values: Tensor) -> Tensor:
+    def on_device(self, parameter: int, values: Tensor) -> Tensor:
         """From a whole parameter, flat, what this rank has on the device."""
         return values
 
@@ -113,44 +136,37 @@ class Ownership(ABC):
         same ones, and they count there."""
         return True
 
-    def tells_of(self, owned: ShardRange) -> bool:
+    def saves(self, owned: ShardRange) -> bool:
         """Whether this rank is the one to save an owned range, where several ranks own the same."""
-        return True
+        return self.counts_once(owned.parameter)
 
     def slab_of(self, parameter: int) -> Slab | None:
         """Where tensor parallelism divided the parameter; offsets of ranges are counted in what it left."""
         return None
 
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
-        """Wait until no rank is in a forward or a backward and all are at this action; all have to call. ``failed``:
-        this one gave up its window."""
-        return
+        """Wait until no rank is in a forward or backward and all are at this action. ``failed``: this one gave up."""
 
     def into_backward(self) -> None:
         """Begin a backward whose gradients are reduced; all ranks have to call. Raises what a meeting does."""
-        return
 
     def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
         """Raise GradientError where ranks that have to use the same parameters did not; ``by_rank``: which ones."""
-        return
 
     def interrupted(self) -> bool:
-        """Note that a forward or a backward raised, and nothing of it goes on; returns whether the window is given up
-        by that."""
+        """Note that a forward or a backward raised; returns whether the window is given up by that."""
         return False
 
     def give_up(self) -> None:
         """Note that this rank will discard its window. Others that may not know are told when they meet this rank."""
         self.window.give_up()
-        self.collectives.give_up_window()
+        self.collectives.gives_up = True
 
     def before_publishing(self) -> None:
         """Prepare for a change of the parameters on the device."""
-        return
 
     def close(self) -> None:
         """Leave the model as an ordinary one."""
-        return
 
     def spread(self, bucket: Bucket, reduced: list[tuple[ShardRange, Tensor]]) -> Iterable[tuple[ShardRange, Tensor]]:
         """The gradients of the owned ranges, given those of this rank's shard: float32, flat. In a job."""
@@ -158,57 +174,9 @@ class Ownership(ABC):
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         """Complete the parameters ``targets`` (flat, by index) on every rank. In a job."""
-        return
-
-    @abstractmethod
-    def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
-        """A whole parameter's state from its ranges (float32, flat); ``read`` gives an owned one by its index. All
-        ranks have to call."""
-
-    @abstractmethod
-    def total(self, part: float) -> float:
-        """The sum over all parameters, where ``part`` is the sum over those owned ranges that count."""
-
-
-class OwnedForecast(Forecast):
-    """The forecast for whole parameters, by the ranges that this rank owns."""
-
-    def __init__(self, whole: Forecast, ownership: Ownership) -> None:
-        self._whole = whole
-        self._ownership = ownership
-
-    def scale(self) -> Scale:
-        return self._whole.scale()
-
-    def rules(self) -> Mapping[int, HostRule]:
-        return {
-            owned.index: rule
-            for parameter, rule in self._whole.rules().items()
-            for owned in self._ownership.owned(parameter)
-        }
-
-
-class Sharded(Ownership):
-    """Each rank steps its shard of every bucket.
-
-    ``gather_numel`` is the number of elements, over all ranks, of one gathering of parameters.
-    """
-
-    def __init__(self, collectives: CollectiveThread, gather_numel: int) -> None:
-        super().__init__(collectives)
-        self._gather_numel = min(gather_numel, GATHER_NUMEL)
-
-    def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
-        return bucket.ranges[self.averaging_collectives.rank]
-
-    def _counts(self, parameter: int) -> list[int]:
-        return [sum(each.numel for each in ranges) for ranges in self.ranges_by_rank(parameter)]
-
-    def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         example = next(iter(targets.values()))
         for start, numel in slices(bucket.shard_numel, self.collectives.world_size, self._gather_numel):
-            num_bytes = numel * example.element_size()
-            outgoing = self.collectives.outgoing(num_bytes, example.device)
+            outgoing = self.collectives.outgoing(numel * example.element_size(), example.device)
             own = outgoing.memory.view(example.dtype)
             by_rank = [
                 [entry for entry in slice_entries(ranges, start, numel) if entry.owned.parameter in targets]
@@ -223,45 +191,47 @@ class Sharded(Ownership):
                     for entry in entries:
                         targets[entry.owned.parameter][entry.in_parameter].copy_(values[entry.in_slice])
 
-    def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
-        by_rank = self.ranges_by_rank(parameter)
-        if not by_rank:
+    def assemble(self, parameter: int, read: Callable[[ShardRange], Tensor]) -> Tensor:
+        """A whole parameter's state from its ranges (float32, flat); ``read`` gives an owned one. All ranks have to
+        call."""
+        if parameter not in self.bucket_of:
             return torch.empty(0, dtype=torch.float32)
-        longest = max(each.numel for ranges in by_rank for each in ranges)
-        received = self.from_all(parameter, [read(each.index) for each in self.owned(parameter)], longest)
-        # A parameter lies in one bucket, and each rank has at most one range of it.
-        found = [(each, rank) for rank, ranges in enumerate(by_rank) for each in ranges]
-        found.sort(key=lambda entry: entry[0].parameter_offset)
-        return torch.cat([received[rank][: each.numel] for each, rank in found])
-
-    def from_all(self, parameter: int, mine: Sequence[Tensor], longest: int) -> list[Tensor]:
-        """What each rank has of one parameter, at most ``longest`` elements: float32, on the CPU, padded, by rank."""
-        padded = torch.zeros(longest, dtype=torch.float32)
-        for values in mine:
-            padded[: values.numel()] = values
+        counts = self._counts(parameter)
+        padded = torch.zeros(max(counts), dtype=torch.float32)
+        for owned in self.owned(parameter):
+            padded[: owned.numel] = read(owned)
 
         def collect() -> list[Tensor]:
             self.collectives.meet(Action.READ, parameter, 0)
-            outgoing = self.collectives.outgoing(4 * longest, self.collectives.device)
+            outgoing = self.collectives.outgoing(padded.nbytes, self.collectives.device)
             outgoing.memory.copy_(padded.view(torch.uint8))
             return [each.to("cpu", copy=True).view(torch.float32) for each in self.collectives.gather(outgoing)]
 
-        return self.collectives.run(collect)
+        received = self.collectives.run(collect)
+        return self._joined(parameter, [each[:count] for each, count in zip(received, counts, strict=True)])
+
+    def _joined(self, parameter: int, by_rank: Sequence[Tensor]) -> Tensor:
+        """All of a parameter, flat, from what each rank steps of it."""
+        return torch.cat(tuple(by_rank))  # shards follow one another in the order of the ranks
 
     def total(self, part: float) -> float:
+        """The sum over all parameters, where ``part`` is the sum over those owned ranges that count."""
         # Added in the order of the ranks, so that all of them have the same bits.
         parts = self.collectives.run(lambda: self.collectives.rows(torch.tensor([part], dtype=torch.float64)))
         return sum(parts.view(-1).tolist())
 
 
 class Replicated(Ownership):
-    """Each rank steps everything, on the same gradients."""
+    """Each rank steps everything, on the same gradients (stage 0)."""
 
     def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
         return [owned for ranges in bucket.ranges for owned in ranges]
 
     def _counts(self, parameter: int) -> list[int]:
         return [sum(owned.numel for owned in self.owned(parameter))] * self.collectives.world_size
+
+    def saves(self, owned: ShardRange) -> bool:
+        return owned in self.bucket_of[owned.parameter].ranges[self.collectives.rank]
 
     def spread(self, bucket: Bucket, reduced: list[tuple[ShardRange, Tensor]]) -> Iterable[tuple[ShardRange, Tensor]]:
         values = {owned.index: tensor for owned, tensor in reduced}
@@ -280,12 +250,29 @@ class Replicated(Ownership):
                 if used[rank, position]:
                     yield owned, shards[rank][owned.shard_offset : owned.shard_offset + owned.numel]
 
-    def assemble(self, parameter: int, read: Callable[[int], Tensor]) -> Tensor:
-        found = [read(owned.index) for owned in self.owned(parameter)]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
+    def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
+        return
 
-    def tells_of(self, owned: ShardRange) -> bool:
-        return owned in self._bucket_of[owned.parameter].ranges[self.collectives.rank]
+    def assemble(self, parameter: int, read: Callable[[ShardRange], Tensor]) -> Tensor:
+        return torch.cat([torch.empty(0, dtype=torch.float32), *(read(owned) for owned in self.owned(parameter))])
 
     def total(self, part: float) -> float:
         return part
+
+
+class OwnedForecast(Forecast):
+    """The forecast for whole parameters, by the ranges that this rank owns."""
+
+    def __init__(self, whole: Forecast, ownership: Ownership) -> None:
+        self._whole = whole
+        self._ownership = ownership
+
+    def scale(self) -> Scale:
+        return self._whole.scale()
+
+    def rules(self) -> Mapping[int, HostRule]:
+        return {
+            owned.index: rule
+            for parameter, rule in self._whole.rules().items()
+            for owned in self._ownership.owned(parameter)
+        }

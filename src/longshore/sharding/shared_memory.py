@@ -25,7 +25,6 @@ _MOST = 48
 """How many blocks there may be: a rank says in one number which of them are free."""
 _NO_ROOM, _APART, _OTHER = -1, -2, -3
 """Sent in place of a block's number: there is no room for one; this rank stands apart; the ranks do not share it."""
-
 NOTE_NUMEL = 4
 """How many numbers a rank says in a meeting."""
 
@@ -38,9 +37,11 @@ class SharedBlock:
     def __init__(self, path: Path, capacity: int) -> None:
         self.path = path
         self.capacity = capacity
-        self.memory = _mapped(path, capacity)
-        self.agreed = False
-        """Whether all ranks have it."""
+        # Whoever comes first makes it. Other users must not read it: these are weights.
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
+            # Allocated now: a file that turns out to have no room when it is written ends the process.
+            os.posix_fallocate(file.fileno(), 0, capacity)
+            self.memory = mmap.mmap(file.fileno(), capacity)
         self.free = False
         """Whether it can be lent, as all ranks know: the last meeting said so, and it was not lent since."""
         self.lent_for = 0
@@ -171,9 +172,7 @@ class SharedMemory:
         index = said[0][1]
         if index == _OTHER:
             return False  # lent before the ranks began anew
-        if not self._blocks[index].agreed:
-            self._blocks[index].agreed = True
-            self._blocks[index].remove_file()  # no file needs to stay
+        self._blocks[index].remove_file()  # all ranks have it, and no file needs to stay
         return True
 
     def _begin_anew(self, generation: int) -> None:
@@ -200,11 +199,3 @@ def _remove_stale() -> None:
 def _unlink(path: Path, owner: int) -> None:
     if os.getpid() == owner:
         path.unlink(missing_ok=True)
-
-
-def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    # Whoever comes first makes it. Other users must not read it: these are weights.
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
-        # Allocated now: a file that turns out to have no room when it is written ends the process.
-        os.posix_fallocate(file.fileno(), 0, num_bytes)
-        return mmap.mmap(file.fileno(), num_bytes)

@@ -1,10 +1,12 @@
-"""One rank's share of an optimizer's state, and the rounds that bring it its gradients."""
+"""The store of one rank, which keeps a share of an optimizer's state, and the rounds that bring it its gradients."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,11 +24,69 @@ from longshore.host import (
 )
 from longshore.kernels import Scale
 from longshore.layout import Slab
+from longshore.optim.offload import Offload, Placement
 from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, check_same, verdict_number
-from longshore.sharding.bucket import ShardRange
-from longshore.sharding.local_gradients import LocalGradients
-from longshore.sharding.ownership import OwnedForecast, Ownership
-from longshore.sharding.reduction import Reducer, ReductionSettings
+from longshore.sharding.collective_thread import CollectiveThread, twin_of
+from longshore.sharding.layout import ShardRange
+from longshore.sharding.ownership import OwnedForecast, Ownership, Replicated
+from longshore.sharding.reduction import ReductionSettings
+from longshore.sharding.rounds import LocalGradients
+
+if TYPE_CHECKING:
+    from longshore.sharding.fsdp import FullyShardedModel
+
+
+@dataclass(frozen=True)
+class ShardedOffload(Placement):
+    """State spread over the ranks of a process group.
+
+    Attributes:
+        offload: how each rank keeps its share.
+        group: of ranks; None: all of them.
+        settings: how gradients are reduced.
+        gather_numel: elements of parameters that are gathered together (stages 1 and 2).
+        sharded: the model, at stage 3.
+    """
+
+    offload: Offload
+    group: Any
+    settings: ReductionSettings
+    gather_numel: int
+    sharded: FullyShardedModel | None = None
+
+    @property
+    def takes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.sharded is not None
+
+    @property
+    def leaf_of(self) -> Callable[[Tensor], Tensor | None] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.sharded is None else self.sharded.leaf_of
+
+    @property
+    def leaves_on_device(self) -> bool:
+        return self.offload.leaves_on_device
+
+    def make_store(self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]) -> ShardedStore:
+        settings = self.settings
+        waiting_numel = settings.bucket_numel
+        if self.sharded is not None:
+            # No more than what is gathered together: the device has no room for gradients of all modules either.
+            waiting_numel = min(waiting_numel, self.sharded.largest_numel)
+        limit_bytes = waiting_numel * torch.float32.itemsize  # or two buckets in 16 bits
+        collectives = CollectiveThread(twin_of(self.group, device), device, limit_bytes)
+        # Where gradients are reduced in step() there is no backward to step ahead in.
+        in_backward = settings.each_backward or settings.early
+        offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
+        # What comes out of a reduction is float32, whatever went in.
+        local = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
+        if self.sharded is not None:
+            # Imported here: it imports torch's FSDP2, which takes a while.
+            from longshore.sharding.fully_sharded import FullySharded
+
+            ownership = FullySharded(collectives, self.sharded, parameters)
+        else:
+            ownership = Ownership(collectives, self.gather_numel) if settings.stage > 0 else Replicated(collectives)
+        return ShardedStore(local, ownership, settings)
 
 
 class ShardedStore(ParameterStore):
@@ -34,20 +94,17 @@ class ShardedStore(ParameterStore):
 
     Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
     :meth:`sum_of_squares`, :meth:`commit`, :meth:`read_state` and :meth:`read_gradient`.
-    ``local`` keeps the shard ranges that this rank owns, by the index of the range.
+    ``local`` has the shard ranges that this rank owns, by the index of the range.
     """
 
     def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
-        # Fixed.
         self.local = local
         self.ownership = ownership
         self.transfer = local.transfer
         self.collectives = ownership.collectives
         self._settings = settings
-        self._reducer = Reducer(local, ownership, settings)
-        # Change with each window.
         self.window = ownership.window
-        self._gradients = LocalGradients(ownership, settings, self._reducer.launch)
+        self._gradients = LocalGradients(local, ownership, settings)
         self._closed = False
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
@@ -68,12 +125,7 @@ class ShardedStore(ParameterStore):
         self.check_usable()
         if reduce:
             self.ownership.into_backward()
-        self.window.backwards += 1
-        self._gradients.unsynchronized = not reduce
-        if reduce and self._settings.each_backward:
-            self._reducer.begin(*self._gradients.begin_round())
-        elif reduce and last and self._gradients.may_close():
-            self._reducer.begin_last(*self._gradients.begin_closing_round())
+        self._gradients.begin_backward(reduce, last)
 
     def fail(self, failure: BaseException) -> None:
         self.window.fail(failure)
@@ -81,7 +133,7 @@ class ShardedStore(ParameterStore):
     def end_backward(self, failure: BaseException | None) -> None:
         # Where it failed, its round still takes place: the others are in it.
         self.window.fail(failure)
-        self._gradients.end_round()
+        self._gradients.end_backward()
         if failure is not None:
             # At once: the others may be in the middle of this backward, where they gather and wait.
             self.window.given_up = self.ownership.interrupted()
@@ -146,8 +198,8 @@ class ShardedStore(ParameterStore):
         def settle() -> list[int]:
             self.collectives.meet(Action.STEP, len(parameters), window.number)
             early = closing is not None and closing.reduced_all_of(kept)
-            statement = Statement([some.summed for some in kept], failure is not None, backwards, order, used, early)
-            agreed = agree_on(self.collectives.rows, statement)
+            sums, failed = [bool(some.summed) for some in kept], failure is not None
+            agreed = agree_on(self.collectives.rows, Statement(sums, failed, backwards, order, used, early))
             agreed.check(self.collectives.rank, failure, GradientError)
             self.ownership.check_used(parameters, agreed.used_by_rank)
             if debugging():
@@ -159,7 +211,7 @@ class ShardedStore(ParameterStore):
                     self.local.discard()  # some rank has more or other gradients than those that were reduced
                 wanted = set(active)
                 buckets = [each for each in self.ownership.buckets if each.parameters & wanted]
-                self._reducer.reduce_pending(kept, agreed.deferred, buckets, ready)
+                self._gradients.reduce_pending(kept, agreed.deferred, buckets, ready)
             return active
 
         try:
@@ -232,6 +284,8 @@ class ShardedStore(ParameterStore):
         self.window.stepped()
         self._gradients.begin()
 
+    # -- state ----------------------------------------------------------------
+
     def _check_open(self) -> None:
         if self._closed:
             raise LongshoreError(
@@ -245,18 +299,13 @@ class ShardedStore(ParameterStore):
         if self.broken is not None:
             raise broken_state_error(self.broken, " on this or another rank", " on every rank")
 
-    def _await_rounds(self) -> None:
+    def _before_writing(self) -> None:
         """Wait for rounds under way, before state is written: each arrival may begin a pass that reads it."""
+        self._check_open()
         try:
             self.collectives.drain()
         except LongshoreError as failure:
             self.window.fail(failure)
-
-    def _before_writing(self) -> None:
-        self._check_open()
-        self._await_rounds()
-
-    # -- state ----------------------------------------------------------------
 
     def meet(self, loading: bool) -> None:
         self._check_open()
@@ -264,17 +313,17 @@ class ShardedStore(ParameterStore):
         self.ownership.outside_of_the_model(action)
         self._meet(action, 0)
         if loading:
-            self._await_rounds()
+            self._before_writing()
 
     def begin_load(self) -> None:
-        self._await_rounds()
+        self._before_writing()
         self.local.begin_load()
         self.broken = None
         self._gradients.begin()
 
     def owned(self, parameter: int, numel: int) -> Sequence[OwnedRun]:
         return [
-            OwnedRun(each.index, each.parameter_offset, each.numel, self.ownership.tells_of(each))
+            OwnedRun(each.index, each.parameter_offset, each.numel, self.ownership.saves(each))
             for each in self.ownership.owned(parameter)
         ]
 
@@ -293,42 +342,38 @@ class ShardedStore(ParameterStore):
     def read_state(self, parameter: int, which: str) -> Tensor:
         """A copy of the whole array, from all ranks; every rank has to ask."""
         self.check_usable()
-        return self.ownership.assemble(parameter, lambda index: self.local.read_state(index, which))
+        return self.ownership.assemble(parameter, lambda each: self.local.read_state(each.index, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
         if self.ownership.replicates:
             return held
-        places = {each.index: self.ownership.place(each) for each in self.ownership.owned(parameter)}
-        return self.ownership.assemble(parameter, lambda index: held[places[index]].float())
+        return self.ownership.assemble(parameter, lambda each: held[self.ownership.place(each)].float())
 
     def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
-        return self.ownership.held(parameter, values)
+        return self.ownership.on_device(parameter, values)
 
     def read_gradient(self, parameter: int) -> Tensor | None:
         """The reduced gradient of the window, from all ranks; after :meth:`agree`."""
-        if self.window.active is None or parameter not in self.window.active:
+        if parameter not in (self.window.active or ()):
             return None
 
-        def read(index: int) -> Tensor:
-            values = self.local.read_gradient(index)
+        def read(owned: ShardRange) -> Tensor:
+            values = self.local.read_gradient(owned.index)
             assert values is not None  # each range of a parameter that anybody used arrives
             return values
 
         return self.ownership.assemble(parameter, read)
 
     def write_gradient(self, parameter: int, values: Tensor) -> None:
-        for each, part in self._owned_parts(parameter, values):
-            self.local.write_gradient(each.index, part)
+        values = self.ownership.part(parameter, values)
+        for each in self.ownership.owned(parameter):
+            self.local.write_gradient(each.index, values[each.elements])
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self._before_writing()
-        for each, part in self._owned_parts(parameter, values):
-            self.local.write_state(each.index, which, part)
-
-    def _owned_parts(self, parameter: int, values: Tensor) -> list[tuple[ShardRange, Tensor]]:
         values = self.ownership.part(parameter, values)
-        owned = self.ownership.owned(parameter)
-        return [(each, values[each.parameter_offset : each.parameter_offset + each.numel]) for each in owned]
+        for each in self.ownership.owned(parameter):
+            self.local.write_state(each.index, which, values[each.elements])
 
     def clear_state(self, parameter: int) -> None:
         self._before_writing()

@@ -1,16 +1,15 @@
-"""CUDA: one stream for each direction, events, pinned slabs made at start-up; or nothing to copy at all."""
+"""CUDA: one stream for each direction, events, pinned memory made at start-up; or nothing to copy at all."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.transfer.base import CopyHandle, InFlight, Transfer, UnstagedTransfer
+from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer, UnstagedTransfer
 
 
 class CudaCopy(CopyHandle):
@@ -20,66 +19,44 @@ class CudaCopy(CopyHandle):
         self._source: Tensor | None = source
 
     def done(self) -> bool:
-        if self._source is None:
-            return True
-        if self.event.query():
+        if self._source is not None and self.event.query():
             self._source = None
-            return True
-        return False
+        return self._source is None
 
     def wait(self) -> None:
         self.event.synchronize()
         self._source = None
 
 
-class CudaLane:
-    """A stream of its own for copies in one direction."""
+class CudaCopyStream(CopyStream):
+    """A CUDA stream for copies in one direction."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
         self.stream = torch.cuda.Stream(device)
-        # Autograd threads and the host worker both enqueue.
-        self._lock = threading.Lock()
-        self.in_flight = InFlight(limit_bytes)
 
-    def enqueue(
-        self, source: Tensor, target: Tensor, ready: torch.cuda.Event | None, after: CopyHandle | None
-    ) -> CudaCopy:
-        source_bytes = source.numel() * source.element_size()
-        with self._lock:
-            self.in_flight.admit(source_bytes)
-            with torch.cuda.stream(self.stream), torch.no_grad():
-                # Both are waits on the device: the host goes on at once.
-                if ready is not None:
-                    self.stream.wait_event(ready)
-                if isinstance(after, CudaCopy):
-                    self.stream.wait_event(after.event)
-                target.copy_(source, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(self.stream)
-            # The handle keeps both tensors, so the caching allocator cannot hand
-            # their memory out while the copy runs, and needs no record_stream.
-            handle = CudaCopy(source, target, event)
-            self.in_flight.add(handle, source_bytes)
-        return handle
-
-    def drain(self) -> None:
-        with self._lock:
-            self.in_flight.drain()
+    def _start(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            # Both are waits on the device: the host goes on at once.
+            if ready is not None:
+                self.stream.wait_event(ready)
+            if isinstance(after, CudaCopy):
+                self.stream.wait_event(after.event)
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        # The handle keeps both tensors, so the caching allocator cannot hand their memory out while the copy runs, and
+        # needs no record_stream.
+        return CudaCopy(source, target, event)
 
 
-class CudaAside:
-    """A stream beside the current one, for threads that wait anyway; see :meth:`Transfer.aside`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    @contextlib.contextmanager
-    def after(self, ready: torch.cuda.Event) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            yield
-            # What the block read may be let go of, and what it wrote is there for every stream.
-            self._stream.synchronize()
+@contextlib.contextmanager
+def _beside(stream: torch.cuda.Stream, ready: torch.cuda.Event) -> Iterator[None]:
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        yield
+        # What the block read may be let go of, and what it wrote is there for every stream.
+        stream.synchronize()
 
 
 def _mark(device: torch.device) -> torch.cuda.Event:
@@ -88,24 +65,21 @@ def _mark(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-class CudaTransfer(Transfer):
+class CudaTransfer(StagedTransfer[CudaCopyStream]):
     """Real streams, events and pinned memory, for the parameters of one device.
 
     Args:
         device: where the parameters are.
-        in_flight_bytes: how many bytes of gradients may be on their way to the
-            host before the thread that enqueues them waits.
+        in_flight_bytes: how many bytes of gradients may be on their way to the host before the thread that enqueues
+            them waits.
     """
 
-    staged = True
-
     def __init__(self, device: torch.device, in_flight_bytes: int = 1 << 28) -> None:
+        # Sources of copies to the device are pinned slots that the store owns: no device memory depends on them, and
+        # the host never has to wait.
+        super().__init__(CudaCopyStream(device, in_flight_bytes), CudaCopyStream(device, 1 << 62))
         self.device = device
-        self.to_host = CudaLane(device, in_flight_bytes)
-        # Sources of copies up are pinned slots that the store owns: no device
-        # memory hangs on them, and the host never has to wait.
-        self.to_device = CudaLane(device, 1 << 62)
-        self._aside = CudaAside(device)
+        self._beside = torch.cuda.Stream(device)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -113,19 +87,8 @@ class CudaTransfer(Transfer):
     def mark(self) -> Any:
         return _mark(self.device)
 
-    def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        assert buffer is not None
-        return self.to_host.enqueue(source, buffer, ready, after)
-
-    def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
-        assert buffer is not None
-        return buffer
-
     def begin_publish(self) -> None:
         self.to_device.stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
-        return self.to_device.enqueue(output, parameter, None, None)
 
     def end_publish(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.to_device.stream)
@@ -134,11 +97,7 @@ class CudaTransfer(Transfer):
         return source.cpu()
 
     def aside(self, ready: Any) -> contextlib.AbstractContextManager[None]:
-        return self._aside.after(ready)
-
-    def synchronize(self) -> None:
-        self.to_host.drain()
-        self.to_device.drain()
+        return _beside(self._beside, ready)
 
     def close(self) -> None:
         self.synchronize()
@@ -153,7 +112,7 @@ class CudaResidentTransfer(UnstagedTransfer):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._aside = CudaAside(device)
+        self._beside = torch.cuda.Stream(device)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -162,4 +121,4 @@ class CudaResidentTransfer(UnstagedTransfer):
         return _mark(self.device)
 
     def aside(self, ready: Any) -> contextlib.AbstractContextManager[None]:
-        return self._aside.after(ready)
+        return _beside(self._beside, ready)

@@ -1,8 +1,7 @@
 """A device made of CPU memory whose copies really run later, on threads, with seeded delays.
 
-For tests. What is an ordering bug on a GPU is one here too, on any laptop, and
-it replays from its seed: a lane that reads a gradient after its memory was let
-go of, a buffer that is overwritten while an earlier copy still needs it, a
+For tests. What is an ordering bug on a GPU is one here too, on any laptop, and it replays from its seed: a copy that
+reads a gradient after its memory was let go of, a buffer that is overwritten while an earlier copy still needs it, a
 parameter that is read before it was published.
 """
 
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.transfer.base import CopyHandle, InFlight, Transfer
+from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer
 
 
 class SimulatedCopy(CopyHandle):
@@ -43,67 +42,48 @@ class SimulatedCopy(CopyHandle):
             raise self._failure
 
 
-class SimulatedLane:
+class SimulatedCopyStream(CopyStream):
     """A thread that copies in order, each copy after a delay drawn when it was enqueued.
 
-    The thread knows the queue and not the lane, and ends when the lane is
-    closed or garbage.
+    The thread knows the queue and not the stream, and ends when the stream is closed or garbage.
     """
 
     def __init__(self, name: str, seed: int, max_delay_s: float, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
         self.delays = 0
-        self.in_flight = InFlight(limit_bytes)
-        # Autograd threads and the host worker both enqueue.
-        self._lock = threading.Lock()
         self._random = random.Random(f"{name} {seed}")
         self._max_delay_s = max_delay_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stop = weakref.finalize(self, self._jobs.put, None)
-        self._thread = threading.Thread(
-            target=_run_jobs, args=(self._jobs,), name=f"longshore-simulated-{name}", daemon=True
-        )
+        name = f"longshore-simulated-{name}"
+        self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
 
-    def enqueue(self, source: Tensor, target: Tensor, after: CopyHandle | None) -> SimulatedCopy:
-        # A real stream knows an address, not a Python object. The lane keeps a
-        # weak reference, so that a handle that fails to own its source shows.
+    def _start(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
+        if not self._stop.alive:
+            raise RuntimeError("a copy was enqueued on a copy stream that is closed")
         handle = SimulatedCopy(source, target)
+        # A real stream knows an address, not a Python object. So the thread gets a weak reference, and a handle that
+        # fails to own its source shows.
         weak_source, weak_handle = weakref.ref(source), weakref.ref(handle)
-        source_bytes = source.numel() * source.element_size()
-        with self._lock:
-            if not self._stop.alive:
-                raise RuntimeError("a copy was enqueued on a lane that is closed")
-            delay_s = self._random.uniform(0.0, self._max_delay_s)
-            self.in_flight.admit(source_bytes)
-            self.in_flight.add(handle, source_bytes)
-            self._jobs.put(lambda: self._copy(weak_source, target, weak_handle, after, delay_s))
+        delay_s = self._random.uniform(0.0, self._max_delay_s)
+
+        def copy() -> None:
+            failure: BaseException | None = None
+            try:
+                if after is not None:
+                    after.wait()
+                if delay_s > 0:
+                    self.delays += 1
+                    time.sleep(delay_s)
+                _copy_now(weak_source, target)
+            except BaseException as error:
+                failure = error
+            if (alive := weak_handle()) is not None:
+                alive.finish(failure)
+
+        self._jobs.put(copy)
         return handle
-
-    def _copy(
-        self,
-        weak_source: weakref.ref[Tensor],
-        target: Tensor,
-        weak_handle: weakref.ref[SimulatedCopy],
-        after: CopyHandle | None,
-        delay_s: float,
-    ) -> None:
-        failure: BaseException | None = None
-        try:
-            if after is not None:
-                after.wait()
-            if delay_s > 0:
-                self.delays += 1
-                time.sleep(delay_s)
-            _copy_now(weak_source, target)
-        except BaseException as error:
-            failure = error
-        handle = weak_handle()
-        if handle is not None:
-            handle.finish(failure)
-
-    def drain(self) -> None:
-        with self._lock:
-            self.in_flight.drain()
 
     def close(self) -> None:
         with self._lock:
@@ -122,45 +102,22 @@ def _copy_now(weak_source: weakref.ref[Tensor], target: Tensor) -> None:
 def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it refers to the lane, which may be garbage before the next job comes
+        del job  # it refers to the stream, which may be garbage before the next job comes
 
 
-class SimulatedTransfer(Transfer):
-    """Lanes as threads; parameters and gradients on the CPU play the device.
+class SimulatedTransfer(StagedTransfer[SimulatedCopyStream]):
+    """Copy streams as threads; parameters and gradients on the CPU play the device.
 
     Args:
-        seed: of all delays, in both lanes and the worker.
+        seed: of all delays, on both streams and in the worker.
         max_delay_s: each copy waits between 0 and this many seconds first.
         in_flight_bytes: how many bytes of gradients may be on their way.
     """
 
-    staged = True
-
     def __init__(self, seed: int = 0, max_delay_s: float = 0.002, in_flight_bytes: int = 1 << 26) -> None:
-        self.to_host = SimulatedLane("d2h", seed, max_delay_s, in_flight_bytes)
-        self.to_device = SimulatedLane("h2d", seed, max_delay_s, in_flight_bytes)
+        super().__init__(*(SimulatedCopyStream(name, seed, max_delay_s, in_flight_bytes) for name in ("d2h", "h2d")))
         self._worker_random = random.Random(f"worker {seed}")
         self._max_delay_s = max_delay_s
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def mark(self) -> Any:
-        return None
-
-    def copy_to_host(self, source: Tensor, buffer: Tensor | None, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        assert buffer is not None
-        return self.to_host.enqueue(source, buffer, after)
-
-    def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
-        assert buffer is not None
-        return buffer
-
-    def begin_publish(self) -> None:
-        return
-
-    def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
-        return self.to_device.enqueue(output, parameter, None)
 
     def end_publish(self) -> None:
         # The CPU is its own current stream: waiting in stream order is waiting.
@@ -171,10 +128,6 @@ class SimulatedTransfer(Transfer):
 
     def worker_delay(self) -> None:
         time.sleep(self._worker_random.uniform(0.0, self._max_delay_s))
-
-    def synchronize(self) -> None:
-        self.to_host.drain()
-        self.to_device.drain()
 
     def close(self) -> None:
         self.to_host.close()

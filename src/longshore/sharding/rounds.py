@@ -1,0 +1,368 @@
+"""The gradients that this rank brings to a window: in rounds, one for each backward, or kept until there is a round."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.errors import GradientError
+from longshore.host import HostStore
+from longshore.sharding.agreement import Action, Statement, agree_on
+from longshore.sharding.layout import Bucket
+from longshore.sharding.ownership import Ownership
+from longshore.sharding.reduction import ReductionSettings, reduce_shard
+
+
+class PendingGradients:
+    """What one rank brings to the next reduction: gradients by parameter, not reduced yet.
+
+    The first gradient of a parameter is kept as it is, later ones are added in ``dtype`` (law 1).
+
+    Attributes:
+        gradients: flat, by parameter.
+        summed: parameters whose gradient is a sum, which their dtype may not be able to represent.
+        outdated: whether there is more, or less, than what was lent.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.gradients: dict[int, Tensor] = {}
+        self.summed: set[int] = set()
+        self._lent: set[int] = set()
+        self.outdated = False
+
+    def add(self, parameter: int, gradient: Tensor) -> None:
+        """Take one more gradient, flat."""
+        former, lent = self.gradients.get(parameter), parameter in self._lent
+        self.outdated = self.outdated or lent
+        if former is None:
+            self.gradients[parameter] = gradient
+        elif parameter in self.summed and not lent:
+            former.add_(gradient.to(self._dtype))  # rounded first, as below: the same bits lent or not
+        else:
+            # Out of place: the first one may be the user's own tensor, and what was lent is being read.
+            self.gradients[parameter] = former.to(self._dtype) + gradient.to(self._dtype)
+            self.summed.add(parameter)
+
+    def forget(self, parameter: int) -> None:
+        self.outdated = self.outdated or (parameter in self._lent and parameter in self.gradients)
+        self.gradients.pop(parameter, None)
+        self.summed.discard(parameter)
+
+    def lend(self, parameters: Iterable[int]) -> dict[int, Tensor]:
+        """The gradients of these parameters, to be read while they stay here; see :attr:`outdated`."""
+        self._lent.update(parameters)
+        return {parameter: self.gradients[parameter] for parameter in parameters if parameter in self.gradients}
+
+    def take(self, parameters: Iterable[int]) -> dict[int, Tensor]:
+        """Remove the gradients of these parameters and return them."""
+        return {parameter: self.gradients.pop(parameter) for parameter in parameters if parameter in self.gradients}
+
+
+Launch = Callable[["Round", Bucket, dict[int, Tensor]], None]
+
+
+class Round:
+    """The gradients of one backward on their way into buckets: each bucket is reduced exactly once, in an order that
+    all ranks share (law 7).
+
+    A bucket is launched when all of its parameters have come and every bucket before it in the order has been launched.
+    :meth:`close` launches the rest, without what was not used here.
+
+    Args:
+        number: counts the rounds of a window, from 1.
+        order: all buckets, in the order in which they are launched.
+        launch: called with the bucket and the gradients that came for it.
+        early: launch during backward; otherwise everything waits for :meth:`close`.
+        lends: the gradients stay where they are until the step.
+
+    Attributes:
+        failed: set where the ranks could not meet: what was launched must not run.
+        sums: whether any rank's gradients may be sums; known once the ranks met.
+        completed: buckets that all of their parameters reached, in the order in which that happened.
+    """
+
+    def __init__(
+        self, number: int, order: Sequence[Bucket], launch: Launch, early: bool = True, lends: bool = False
+    ) -> None:
+        self.number = number
+        self.lends = lends
+        self.failed = False
+        self.sums = False
+        self.completed: list[int] = []
+        self._order = order
+        self._launch = launch
+        self._early = early
+        self._next = 0
+        self._missing = {bucket.index: len(bucket.members) for bucket in order}
+        self._gradients: dict[int, dict[int, Tensor]] = {bucket.index: {} for bucket in order}
+
+    def take(self, bucket: int, parameter: int, gradient: Tensor) -> bool:
+        """Take a gradient along; false for a second one (reentrant checkpointing brings some), or a late one."""
+        waiting = self._gradients.get(bucket)
+        if waiting is None or parameter in waiting:
+            return False
+        waiting[parameter] = gradient
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0:
+            self.completed.append(bucket)
+            while self._early and self._next < len(self._order) and self._missing[self._order[self._next].index] == 0:
+                self._launch_next()
+        return True
+
+    def close(self) -> None:
+        """Launch the rest: the backward is over."""
+        while self._next < len(self._order):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._order[self._next]
+        self._next += 1
+        self._launch(self, bucket, self._gradients.pop(bucket.index))
+
+    def reduced_all_of(self, pending: Sequence[PendingGradients]) -> bool:
+        """Whether this round, which has run, reduced these gradients as they are now."""
+        # A sum that arose within that backward (reentrant checkpointing) left in the dtype of its parameter.
+        return not self.failed and not any(some.outdated or (some.summed and not self.sums) for some in pending)
+
+
+class LocalGradients:
+    """The gradients that this rank brings to a window: their means over the ranks arrive in ``local``, by owned range.
+
+    Several autograd threads may bring gradients at once. Reductions run on the collective thread.
+    """
+
+    def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
+        # Fixed.
+        self._local = local
+        self._ownership = ownership
+        self._collectives = ownership.collectives
+        self._window = ownership.window
+        self._settings = settings
+        self._lock = threading.RLock()
+        self._raw_backward: int | None = None
+        """The backward that nobody announced (``loss.backward()``) and whose end is waited for."""
+        # Planned anew at each agreement.
+        self.order: list[int] = []
+        """In which buckets are launched, the same on all ranks."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new window."""
+        self._window.begin()
+        self._in_rounds: set[int] = set()
+        self._deferred: list[PendingGradients] = []
+        self._deferred_open = False
+        self._open_stays = False
+        """Whether what was kept last came in a backward whose gradients stay on this rank."""
+        self._taken = False
+        self._round: Round | None = None
+        self._closing: Round | None = None
+        """The round of the last backward, which reduces what was kept and lets it stay here."""
+        self._unsynchronized = False
+        """Whether the gradients of the backward under way stay and add up here."""
+        self._completed: list[int] = []
+
+    # -- backwards, from the caller's thread ----------------------------------
+
+    def begin_backward(self, reduce: bool, last: bool) -> None:
+        """Begin a backward. ``reduce``: its gradients do not stay here; ``last``: of the window, as far as known."""
+        self._window.backwards += 1
+        self._unsynchronized = not reduce
+        if reduce and self._settings.each_backward:
+            self._begin_round()
+        elif reduce and last and self._may_close():
+            self._begin_closing_round()
+
+    def _begin_round(self) -> None:
+        """Queue the meeting that opens the backward's round, and the reduction of what was kept before it."""
+        with self._lock:
+            self._window.rounds += 1
+            self._window.active = None
+            current = self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
+            pending = self.take()[1]
+        buckets = list(self._ownership.buckets)  # step() may add some while the thread is still at this round
+        ready = self._local.transfer.mark()
+        window = self._window.number  # which changes when another rank gives up
+
+        def meet() -> None:
+            self._collectives.meet(Action.BACKWARD, current.number, window)
+            summed = agree_on(self._collectives.rows, Statement([bool(some.summed) for some in pending])).deferred
+            self.reduce_pending(pending, summed, buckets, ready)
+
+        self._open(current, meet)
+
+    def _may_close(self) -> bool:
+        """Whether the whole window can be reduced in the backward that begins.
+
+        If there is one more after all, the reduction was in vain; so the last window has to have had no more.
+        """
+        return (
+            self._settings.early
+            and self._closing is None
+            and not self._taken
+            and self._window.backwards >= self._window.usual_backwards
+        )
+
+    def _begin_closing_round(self) -> None:
+        """Queue the meeting that opens the round of the last backward: buckets are launched with all that the window
+        has for them."""
+        with self._lock:
+            kept = self._deferred[-1] if self._deferred else self._defer_into_new()
+            sums = len(kept.gradients) > 0  # what comes will be added to what was kept
+
+            def launch(current: Round, bucket: Bucket, _: dict[int, Tensor]) -> None:
+                self._launch(current, bucket, kept.lend(bucket.parameters))
+
+            closing = self._closing = self._round = Round(1, self._ordered(), launch, lends=True)
+
+        def meet() -> None:
+            if self._collectives.meet(Action.CLOSE, closing.number, self._window.number):
+                closing.sums = any(agree_on(self._collectives.rows, Statement([sums])).deferred)
+            else:
+                closing.failed = True  # another rank is at its step already, and this one will be
+
+        self._open(closing, meet)
+
+    def _open(self, current: Round, meet: Callable[[], None]) -> None:
+        def job() -> None:
+            try:
+                meet()
+            except BaseException:
+                current.failed = True
+                raise
+
+        self._collectives.submit(job)
+
+    def _ordered(self) -> list[Bucket]:
+        return [self._ownership.buckets[index] for index in self.order]
+
+    def _launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
+        """Queue the reduction of one bucket of a round."""
+        ready = self._local.transfer.mark()
+        # Where gradients stay anyway, nobody waits for memory.
+        waiting_bytes = 0 if current.lends else sum(gradient.nbytes for gradient in gradients.values())
+
+        def reduce() -> None:
+            if not current.failed:
+                self.reduce(bucket, gradients, current.sums, ready)
+            gradients.clear()  # also where the round did not take place
+
+        self._collectives.submit(reduce, waiting_bytes)
+
+    def end_backward(self) -> None:
+        with self._lock:
+            self._unsynchronized = False
+            current, self._round = self._round, None
+            if current is not None:
+                current.close()
+                self._completed = current.completed
+
+    # -- reductions, in jobs of the collective thread -------------------------
+
+    def reduce_pending(
+        self, pending: list[PendingGradients], rounds: Sequence[bool], buckets: Sequence[Bucket], ready: Any
+    ) -> None:
+        """Run agreed rounds on gradients that were kept; ``rounds`` says of each whether any rank brings sums."""
+        for number, summed in enumerate(rounds):
+            some = pending[number] if number < len(pending) else PendingGradients(torch.float32)
+            for bucket in buckets:
+                self.reduce(bucket, some.take(bucket.parameters), summed, ready)
+
+    def reduce(self, bucket: Bucket, gradients: dict[int, Tensor], sums: bool, ready: Any) -> None:
+        """Reduce one bucket once ``ready`` is reached. ``sums``: some of the gradients, of any rank, may be sums, which
+        their parameter's dtype may not be able to represent."""
+        dtype = self._ownership.dtypes[bucket.members[0].parameter]
+        if sums:  # one that can represent both, so that no bit depends on who else brings a sum
+            dtype = torch.promote_types(dtype, self._settings.sum_dtype)
+        dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
+        with self._local.transfer.aside(ready):
+            reduced = reduce_shard(collectives, bucket, gradients, dtype, self._settings.predivide)
+            for owned, values in self._ownership.spread(bucket, reduced):
+                self._local.arrive(owned.index, values)
+
+    # -- gradients, from any thread -------------------------------------------
+
+    def arrive(self, parameter: int, gradient: Tensor, by_hook: bool) -> None:
+        """Take one more gradient; ``by_hook``: during a backward."""
+        with self._lock:
+            self._window.active = None
+            self._window.arrivals[parameter] = self._window.arrivals.get(parameter, 0) + 1
+            bucket = self._ownership.bucket_of.get(parameter)
+            if bucket is None:
+                return  # it has no elements
+            if self._closing is not None:
+                self._defer(parameter, gradient)  # first: the bucket is launched with the sum
+                if by_hook and self._round is not None:
+                    self._round.take(bucket.index, parameter, gradient)
+                return
+            if by_hook and self._round is not None and self._round.take(bucket.index, parameter, gradient):
+                self._in_rounds.add(parameter)
+                return
+            raw = by_hook and self._round is None and self._settings.each_backward and not self._unsynchronized
+            if raw and self._open_stays:
+                self._deferred_open = False  # what stayed on this rank is one reduction, this backward another
+            self._open_stays = self._unsynchronized
+            self._defer(parameter, gradient)
+            if raw:
+                self._separate_at_end()
+
+    def _defer(self, parameter: int, gradient: Tensor) -> None:
+        (self._deferred[-1] if self._deferred_open else self._defer_into_new()).add(parameter, gradient)
+
+    def _defer_into_new(self) -> PendingGradients:
+        self._deferred.append(PendingGradients(self._settings.sum_dtype))
+        self._deferred_open = True
+        return self._deferred[-1]
+
+    def _separate_at_end(self) -> None:
+        """Called in a hook: let what comes after the backward under way belong to a round of its own.
+
+        The autograd engine's end-of-backward callback is private and skipped when backward raises; with reentrant
+        checkpointing it also comes at the end of each inner backward. So nothing may depend on it but which gradients
+        are reduced together.
+        """
+
+        def separate() -> None:
+            with self._lock:
+                self._raw_backward = None
+                self._deferred_open = False
+
+        task = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+        if task not in (-1, self._raw_backward):
+            self._raw_backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(separate)  # pyright: ignore
+
+    def forget(self, parameter: int) -> None:
+        """Drop the parameter's gradient, which the user discarded."""
+        with self._lock:
+            self._window.active = None
+            self._window.arrivals.pop(parameter, None)
+            for pending in self._deferred:
+                pending.forget(parameter)
+            if parameter in self._in_rounds:
+                self._window.fail(
+                    GradientError(
+                        "a gradient was taken out of .grad (set to None or replaced) after it had been reduced with "
+                        "those of the other ranks; discard the whole window with zero_grad()"
+                    )
+                )
+
+    def take(self) -> tuple[Round | None, list[PendingGradients]]:
+        """Take the round of the last backward, if there was one, and what was kept: one entry for each round that it
+        needs."""
+        with self._lock:
+            closing, self._closing, self._taken = self._closing, None, True
+            deferred, self._deferred, self._deferred_open = self._deferred, [], False
+            # Reduced from here on: what goes to the other ranks cannot be forgotten here.
+            self._in_rounds.update(parameter for pending in deferred for parameter in pending.gradients)
+            return closing, deferred
+
+    def planned_order(self) -> list[int]:
+        """Buckets that filled up early first: an idle head would hold up every bucket behind it."""
+        completed = dict.fromkeys(self._completed)
+        return [*completed, *(index for index in self.order if index not in completed)]
