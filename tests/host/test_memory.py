@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.host.memory import AccumulatorPool, PagePool, SlotSlab, allocate_zeros, allocator_on
+from longshore.host.memory import AccumulatorPool, PagePool, allocate_zeros, allocator_on, cut_slots
 from longshore.transfer import DirectTransfer
 
 HUGE_NUMEL = (2 << 20) // 4
@@ -177,17 +177,15 @@ def test_memory_is_where_the_kernels_step(device: str) -> None:
 
 
 def test_slots_are_aligned_disjoint_and_counted() -> None:
-    slab = SlotSlab(DirectTransfer())
     sizes = [32, 64, 96, 128]
-    slots = slab.cut(sizes)
-    assert slab.allocated_bytes == 64 + 64 + 128 + 128
-    views = [slot.view(torch.uint8, 0, size) for slot, size in zip(slots, sizes, strict=True)]
+    slots, allocated_bytes = cut_slots(DirectTransfer(), sizes)
+    assert allocated_bytes == 64 + 64 + 128 + 128
+    views = [slot.view(torch.uint8, slice(0, size)) for slot, size in zip(slots, sizes, strict=True)]
     assert all(view.data_ptr() % 64 == views[0].data_ptr() % 64 for view in views)
     for value, view in enumerate(views):
         view.fill_(value)
     assert [set(view.tolist()) for view in views] == [{0}, {1}, {2}, {3}]
-    slab.cut([64])
-    assert slab.allocated_bytes == 384 + 64
+    assert cut_slots(DirectTransfer(), []) == ([], 0)
 
 
 def test_slots_lose_little_to_a_pinned_allocator_that_rounds_up_to_powers_of_two() -> None:
@@ -201,7 +199,7 @@ def test_slots_lose_little_to_a_pinned_allocator_that_rounds_up_to_powers_of_two
 
     for sizes in ([1 << 16] * 37, [1000 * 64] * 53 + [640], [64] * 3, [1 << 20, 64, 64]):
         transfer = Recorded()
-        slots = SlotSlab(transfer).cut(sizes)
+        slots, _ = cut_slots(transfer, sizes)
         assert len(slots) == len(sizes) and sum(transfer.blocks) == sum(sizes)
         rounded = sum(1 << (block - 1).bit_length() for block in transfer.blocks)
         assert rounded <= 1.1 * sum(sizes)
@@ -210,9 +208,9 @@ def test_slots_lose_little_to_a_pinned_allocator_that_rounds_up_to_powers_of_two
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_slot_is_seen_as_its_tiles_dtype(dtype: torch.dtype) -> None:
-    _, slot = SlotSlab(DirectTransfer()).cut([32, 48 * dtype.itemsize])
-    whole = slot.view(dtype, 0, 48).copy_(torch.arange(48))
-    part = slot.view(dtype, 32, 7)
+    (_, slot), _ = cut_slots(DirectTransfer(), [32, 48 * dtype.itemsize])
+    whole = slot.view(dtype, slice(48)).copy_(torch.arange(48))
+    part = slot.view(dtype, slice(32, 39))
     assert part.dtype == dtype and part.is_contiguous()
     assert part.tolist() == [32, 33, 34, 35, 36, 37, 38]
     part.zero_()

@@ -12,9 +12,12 @@ from torch import Tensor
 from longshore.errors import LongshoreError
 from longshore.host.memory import PageHolds, PagePool
 from longshore.host.snapshot import PageSnapshot, Snapshots
-from longshore.host.stepping import Speculator
+from longshore.host.speculation import Speculator
 from longshore.host.tile import Tile
+from longshore.host.worker import runner_for
+from longshore.kernels import HostKernels
 from longshore.layout import plan_tiles
+from longshore.transfer import DirectTransfer
 
 ARRAYS = ("master", "exp_avg")
 
@@ -25,7 +28,10 @@ class Pages:
     def __init__(self) -> None:
         self.holds = PageHolds()
         self.pool = PagePool(2, holds=self.holds)
-        self.snapshots = Snapshots(self.pool, self.holds, Speculator(), torch.device("cpu"))
+        kernels, transfer = HostKernels(threads=1), DirectTransfer()
+        runner, parts = runner_for(kernels, 1, transfer.worker_delay), {}
+        speculator = Speculator(0, PagePool(2), transfer, kernels, runner, parts.__getitem__)
+        self.snapshots = Snapshots(self.pool, self.holds, speculator, torch.device("cpu"))
         self.tiles = [Tile(layout, torch.float32, torch.float32) for layout in plan_tiles([(0, 48), (1, 16)], 32)]
         self.parts = {index: [] for index in (0, 1)}
         for place, tile in enumerate(self.tiles):

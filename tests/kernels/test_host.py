@@ -474,7 +474,7 @@ SHARED = torch.zeros(100)
         ({"target_page": torch.zeros(2, 30)}, "source and target pages differ in size"),
         ({"rules": [OTHER_RULES[0]]}, "a page of 3 arrays, and Lion has 2"),
         ({"rules": [OTHER_RULES[2]]}, "a page of 3 arrays, and Adagrad has 2"),
-        ({"rules": [OTHER_RULES[4]]}, "a page of 3 arrays, and SGD with momentum has 2"),
+        ({"rules": [OTHER_RULES[4]]}, "a page of 3 arrays, and SGD has 2"),
         ({"rules": [RULES[0], OTHER_RULES[0]]}, r"of one kind, not \['AdamRule', 'LionRule'\]"),
         ({"rules": [(1.0, 2.0)]}, "do not step by a tuple"),
         ({"target_page": torch.zeros(3, 21)}, "source and target pages differ in size"),
@@ -498,7 +498,6 @@ SHARED = torch.zeros(100)
             {"segments": [TileSegment(0, SHARED[:10], SHARED[5:15], 0)]},
             "segment 0 of the tile has an output that overlaps its gradient; it may only take its place exactly",
         ),
-        ({"rules": [replace(RULES[0], step=0)]}, "a step count below 1"),
     ],
 )
 def test_step_tile_refuses(kernels: HostKernels, changes: dict[str, Any], message: str) -> None:
@@ -507,6 +506,12 @@ def test_step_tile_refuses(kernels: HostKernels, changes: dict[str, Any], messag
     with pytest.raises(ValueError, match=message):
         kernels.step_tile(**arguments)
     assert torch.all(SHARED == 3.0)
+
+
+def test_a_rule_refuses_a_step_count_below_1() -> None:
+    for rule in (RULES[0], AdagradRule(0.1, 0.0, 1e-10, 0.0, 1)):
+        with pytest.raises(ValueError, match="a step count below 1"):
+            replace(rule, step=0)
 
 
 def test_a_refused_table_writes_nothing(kernels: HostKernels) -> None:

@@ -332,7 +332,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     pair = Pair()
     pair.train(3, clip=1e9)
     store = pair.ahead._core.store
-    hold, known_squares = store.backend.speculator.hold, store.backend.speculator.known_squares
+    hold, known_squares = store.backend.speculator.pause, store.backend.speculator.known_squares
     gate, done, done_when_measured = threading.Event(), [], []
 
     def holding() -> None:
@@ -356,7 +356,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     pair.backward()
     for name in ("step_tile", "block_sums"):
         monkeypatch.setattr(HostKernels, name, told(name))
-    monkeypatch.setattr(store.backend.speculator, "hold", holding)
+    monkeypatch.setattr(store.backend.speculator, "pause", holding)
     monkeypatch.setattr(store.backend.speculator, "known_squares", known)
     norm = pair.ahead.grad_norm()
     assert set(done_when_measured) == {"block_sums"}
@@ -371,7 +371,7 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
     pair.train(3, clip=1e9)
     store, gate = pair.ahead._core.store, threading.Event()
     speculator = store.backend.speculator
-    hold = speculator.hold
+    hold = speculator.pause
 
     def holding() -> None:
         hold()
@@ -379,8 +379,8 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
 
     store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
-    monkeypatch.setattr(speculator, "hold", holding)
-    monkeypatch.setattr(speculator, "resume", lambda: setattr(speculator, "_holding", False))
+    monkeypatch.setattr(speculator, "pause", holding)
+    monkeypatch.setattr(speculator, "resume", lambda: setattr(speculator, "_paused", False))
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
 
@@ -390,7 +390,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     pair = Pair()
     pair.train(3, clip=1e9)
     store, gate = pair.ahead._core.store, threading.Event()
-    hold = store.backend.speculator.hold
+    hold = store.backend.speculator.pause
 
     def holding() -> None:
         hold()
@@ -401,7 +401,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
 
     store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
-    monkeypatch.setattr(store.backend.speculator, "hold", holding)
+    monkeypatch.setattr(store.backend.speculator, "pause", holding)
     monkeypatch.setattr("longshore.host.speculation.run_speculation", fail)
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
@@ -442,7 +442,7 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     pair = Pair()
     pair.train(3, backwards=2, clip=1e9)
     store = pair.ahead._core.store
-    (_, _), (second, _) = store._parts[0]
+    (_, _), (second, _) = store.backend.parts[0]
     pair.backward()
     store.settle()
     gate, late = threading.Event(), threading.Event()

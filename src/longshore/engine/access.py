@@ -14,6 +14,7 @@ from torch import Tensor
 from longshore.host import MASTER
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.parameters import ParameterRecord, flat
+from longshore.sharding import store_of
 
 _OPTIMIZERS: list[weakref.ref[HostOptimizer]] = []
 """The optimizers of all engines, which are not kept alive here."""
@@ -31,7 +32,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
         return None
     optimizer, record = found
     if not record.has_master or record.changed:
-        values = optimizer._core.store.read_values(record.index, record.values())
+        values = store_of(optimizer).read_values(record.index, record.values())
         return values.detach().to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
     return optimizer._core.store.read_state(record.index, MASTER).view(record.shape)
 
@@ -45,7 +46,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     optimizer, record = _found(param)
     _check_shape(value, record)
     with torch.no_grad():
-        part = optimizer._core.store.part_to_hold(record.index, flat(value))
+        part = store_of(optimizer).part_to_hold(record.index, flat(value))
         record.held.copy_(part.view(record.held.shape))
         torch.autograd.graph.increment_version(param)
     if record.index in optimizer._core.store:
@@ -96,7 +97,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
         return None
     gradient = gradients[record.index]
     if gradient is None:
-        gradient = optimizer._core.store.read_gradient(record.index)
+        gradient = store_of(optimizer).read_gradient(record.index)
     return None if gradient is None else gradient.to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
 
 
@@ -110,7 +111,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     _check_shape(value, record)
     if optimizer._core.window_gradients().get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
-    optimizer._core.store.write_gradient(record.index, flat(value.detach().to(device="cpu", dtype=torch.float32)))
+    store_of(optimizer).write_gradient(record.index, flat(value.detach().to(device="cpu", dtype=torch.float32)))
 
 
 def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:

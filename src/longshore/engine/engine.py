@@ -26,6 +26,7 @@ from longshore.engine.weights import leaves_as_is
 from longshore.engine.window import Window
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.host_optimizer import HostOptimizer
+from longshore.sharding import store_of
 
 
 class Engine(nn.Module):
@@ -102,7 +103,7 @@ class Engine(nn.Module):
             try:
                 return self.module(*inputs, **kwargs)
             except BaseException:
-                self.optimizer._core.store.forward_failed()
+                store_of(self.optimizer).forward_failed()
                 raise
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -134,7 +135,8 @@ class Engine(nn.Module):
         steps = window.sizes.accumulation_steps if scale_wrt_gas else 1
         divided = loss / steps if steps > 1 else loss
         window.has_raw(optimizer._core.gradients_arrived)  # what a loss.backward() brought before this one
-        optimizer._core.begin_backward(self._synchronize, window.next_is_last())
+        optimizer._core.look_again()
+        store_of(optimizer).begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
         try:
             with self._timing("backward"):
@@ -148,7 +150,7 @@ class Engine(nn.Module):
             failure.__cause__ = error
             raise
         finally:
-            optimizer._core.store.end_backward(failure)
+            store_of(optimizer).end_backward(failure)
             window.end_backward(optimizer._core.gradients_arrived, succeeded=failure is None)
         if self._reports is not None:
             self._reports.add_loss(loss)

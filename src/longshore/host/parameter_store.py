@@ -1,4 +1,4 @@
-"""What an optimizer asks of the place that keeps its state and the gradients of the accumulation window.
+"""The interface between an optimizer and the store of its state and of the gradients of the accumulation window.
 
 Parameters are known by index, as flat tensors. :class:`~longshore.host.HostStore` keeps all of it in this process; a
 sharded store keeps one rank's part there and asks the other ranks for the rest.
@@ -6,18 +6,18 @@ sharded store keeps one rank's part there and asks the other ranks for the rest.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, CheckpointError
-from longshore.host.events import Recorder, joined
-from longshore.host.stepping import Forecast, ParameterStep
-from longshore.kernels import Scale
+from longshore.host.events import Recorder
+from longshore.kernels import HostRule, Scale
 from longshore.layout import Slab
 
 if TYPE_CHECKING:
@@ -43,6 +43,28 @@ def broken_state_error(failure: BaseException, where: str = "", on: str = "") ->
     return error
 
 
+class ParameterStep(NamedTuple):
+    """One parameter that has a gradient in this window."""
+
+    rule: HostRule
+    target: Tensor
+    """Takes the new values; flat, contiguous, on the device."""
+    gradient: Tensor | None
+    """Flat, contiguous, on the device; None: the store has it already."""
+
+
+class Forecast(ABC):
+    """What the next commit will be given, as far as is known during backward. A wrong one costs time, never bits."""
+
+    @abstractmethod
+    def scale(self) -> Scale:
+        """What gradients will be multiplied by if they are not clipped."""
+
+    @abstractmethod
+    def rules(self) -> Mapping[int, HostRule]:
+        """By parameter: how each of them would be stepped now."""
+
+
 class OwnedRun(NamedTuple):
     """Elements ``[offset, offset + numel)`` of a parameter, flat, whose state this process keeps."""
 
@@ -51,23 +73,24 @@ class OwnedRun(NamedTuple):
     offset: int
     numel: int
     tells: bool = True
-    """Whether this process writes them to checkpoints, where several keep the same."""
+    """Whether this process writes them to checkpoints, if several keep the same."""
+    slab: Slab | None = None
+    """The part of the parameter in which elements are counted, if tensor parallelism split it before it was sharded."""
 
 
 class ParameterStore(ABC):
     """Optimizer state and gradients by parameter.
 
     Attributes:
-        local: the tiles of this process, which hold all parameters or this rank's part of them.
-        broken: what a commit, or the loading of a checkpoint, ended half way with; nothing is stepped until a whole
-            state is loaded.
+        local: the tiles of this process, which have all parameters or this rank's part of them.
+        broken: the failure of a commit, or of the loading of a checkpoint, that ended half way; nothing is stepped
+            until a whole state is loaded.
+        recorders: are told of the events of the tiles.
     """
 
     local: HostStore
     broken: BaseException | None = None
     recorders: tuple[Recorder, ...] = ()
-
-    # -- layout ---------------------------------------------------------------
 
     @abstractmethod
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
@@ -78,47 +101,22 @@ class ParameterStore(ABC):
     def __contains__(self, parameter: int) -> bool: ...
 
     @abstractmethod
-    def record(self, recorder: Recorder) -> None:
-        """Tell ``recorder`` alone of the life of each tile from here on; ``NO_RECORDER``: nobody."""
-
-    def add_recorder(self, recorder: Recorder) -> None:
-        """Tell ``recorder`` too."""
-        self.recorders = (*self.recorders, recorder)
-        self.record(joined(self.recorders))
-
-    def remove_recorder(self, recorder: Recorder) -> None:
-        """The end of :meth:`add_recorder`."""
-        self.recorders = tuple(each for each in self.recorders if each is not recorder)
-        self.record(joined(self.recorders))
+    def set_recorders(self, recorders: Iterable[Recorder]) -> None:
+        """Tell these recorders, and no others, of the events of each tile from here on."""
 
     # -- the accumulation window ----------------------------------------------
-
-    def begin_backward(self, reduce: bool, last: bool) -> None:
-        """A backward begins, on all ranks. ``reduce`` is false where its gradients are to stay on this rank;
-        ``last``: it is the last of its window, as far as known."""
-        return
 
     @abstractmethod
     def fail(self, failure: BaseException) -> None:
         """The window cannot be stepped any more; the first reason counts, and every rank hears of it in the step."""
 
     @abstractmethod
-    def end_backward(self, failure: BaseException | None) -> None:
-        """The backward that began is over; ``failure`` is what it raised."""
+    def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
+        """Take one more gradient of ``parameter`` (flat, on the device) into the window; the caller may drop it.
 
-    def forward_failed(self) -> None:
-        """A forward raised."""
-        return
-
-    @abstractmethod
-    def arrive(self, parameter: int, gradient: Tensor) -> None:
-        """Take one more gradient of ``parameter`` (flat, on the device) into the window; the
-        caller may let go of it."""
-
-    def bring(self, parameter: int, gradient: Tensor) -> Tensor | None:
-        """A gradient (flat, on the device) that was found where no hook saw it. Returned where
-        ``commit`` is to be given it; None where the store has taken it."""
-        return gradient
+        With ``by_hook=False``, for one that was found where no hook saw it, a store may leave it to :meth:`commit`:
+        then it is returned.
+        """
 
     @abstractmethod
     def arrivals(self, parameter: int) -> int:
@@ -126,16 +124,16 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def reduced(self, parameter: int) -> int | None:
-        """How many gradients of ``parameter``, each of all ranks together, wait here for the step; None where
+        """How many gradients of ``parameter``, each of all ranks together, wait here for the step; None if
         this process steps nothing of it."""
 
     @abstractmethod
     def discard(self, parameter: int | None = None) -> None:
-        """Drop the window, or one parameter's part of it; no state changes."""
+        """Drop the window, or one parameter's gradients; no state changes."""
 
     @abstractmethod
     def foresee(self, forecast: Forecast) -> None:
-        """Who knows, during backward, what the next commit will be given; for stores that step ahead of it."""
+        """Set the forecast of the next commit, for stores that step ahead of it."""
 
     @abstractmethod
     def expect_backwards(self, backwards: int) -> None:
@@ -151,18 +149,18 @@ class ParameterStore(ABC):
 
         Args:
             found: those of this process.
-            failure: what finding them raised. Where there is one, all ranks raise.
+            failure: what finding them raised. If there is one, all ranks raise.
         """
 
-    @abstractmethod
     def preparing(self) -> AbstractContextManager[Any]:
-        """What is computed between :meth:`agree` and :meth:`commit`: where it raises on one rank, no rank commits."""
+        """A context between :meth:`agree` and :meth:`commit`: if it raises on one rank, no rank commits."""
+        return nullcontext()
 
     def check_same(self, values: Mapping[str, Tensor]) -> None:
         """With ``LONGSHORE_DEBUG=1``: tensors by name have the same bits on all ranks.
 
         Raises:
-            RankError: naming the first that has not, and the ranks.
+            RankError: names the first that differs, and the ranks.
         """
         return
 
@@ -171,14 +169,14 @@ class ParameterStore(ABC):
         """The sum of squares of all (scaled) gradients in float64.
 
         ``gradients`` gives each parameter's flat gradient on the device, or
-        None where the window holds it.
+        None if the window has it.
         """
 
     @abstractmethod
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         """Step every parameter in ``steps``, publish it, and end the window.
 
-        On return the current stream sees the new parameters. ``then`` does the caller's own bookkeeping; where it
+        On return the current stream sees the new parameters. ``then`` does the caller's own bookkeeping; if it
         fails, the commit has failed.
 
         Raises:
@@ -190,7 +188,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def check_usable(self) -> None:
-        """Raises BrokenStateError where the state is broken."""
+        """Raise BrokenStateError if the state is broken."""
 
     @abstractmethod
     def begin_load(self) -> None:
@@ -220,35 +218,11 @@ class ParameterStore(ABC):
     def clear_state(self, parameter: int) -> None:
         """Zero all arrays of the parameter."""
 
-    @abstractmethod
-    def read_gradient(self, parameter: int) -> Tensor | None:
-        """A copy of the window's gradient of the parameter: float32, flat, on the host; None where there is none."""
-
-    @abstractmethod
-    def write_gradient(self, parameter: int, values: Tensor) -> None:
-        """Replace the window's gradient of the parameter, which has one: float32, flat, on the host."""
-
-    def read_values(self, parameter: int, held: Tensor) -> Tensor:
-        """The whole parameter, flat, where ``held`` is what this process has of it on its device."""
-        return held
-
-    def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
-        """Return the range of the whole parameter, flat, that this process has on its device."""
-        return values
-
-    def meet(self, loading: bool) -> None:
-        """All processes are about to save, or to load, a checkpoint. Raises RankError where one does something else."""
-        return
-
-    def owned(self, parameter: int, numel: int) -> Sequence[OwnedRun]:
-        """What of the parameter, which has ``numel`` elements, this process keeps the state of; its elements are
-        counted in :meth:`slab_of` it."""
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRun]:
+        """The ranges of the parameter, which has this shape, whose state this process keeps."""
+        numel = math.prod(shape)
         return [OwnedRun(parameter, 0, numel)] if numel > 0 else []
-
-    def slab_of(self, parameter: int) -> Slab | None:
-        """Where tensor parallelism cut the parameter before it was sharded; None: it did not."""
-        return None
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, and let go of threads and lanes."""
+        """Wait for work under way, and end threads and streams."""

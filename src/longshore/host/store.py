@@ -1,14 +1,13 @@
 """The state of one optimizer in this process: tiles, their pages, and the gradients of the accumulation window.
 
-The store knows parameters by index, as flat tensors; groups, names and
-``.grad`` are its caller's business.
+The store knows parameters by index, as flat tensors; its caller knows groups, names and ``.grad``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,12 +15,11 @@ from torch import Tensor
 
 from longshore.errors import GradientError
 from longshore.host.backend import Active, Backend, BackendSettings, OnDevice, kept_on_device
-from longshore.host.events import DISCARD, NO_RECORDER, NORM, Recorder
+from longshore.host.events import DISCARD, NO_RECORDER, NORM, Recorder, Recorders
 from longshore.host.memory import PageHolds
-from longshore.host.parameter_store import MASTER, ParameterStore, broken_state_error
+from longshore.host.parameter_store import MASTER, Forecast, ParameterStep, ParameterStore, broken_state_error
 from longshore.host.snapshot import PageSnapshot, Read
-from longshore.host.stepping import Forecast, ParameterStep
-from longshore.host.stepping import Record as SpeculationRecord
+from longshore.host.speculation import SpeculationRecord
 from longshore.host.tile import Segment, Tile, TileEvent, TileState
 from longshore.kernels import Scale, total_of_blocks
 from longshore.layout import plan_tiles
@@ -32,7 +30,7 @@ class HostStore(ParameterStore):
 
     Args:
         settings: of the backend that keeps the state.
-        gradient_dtype: of the gradients that arrive; None: the parameters' own.
+        gradient_dtype: dtype of the gradients that arrive; None: the parameters' own.
         on_device: the first parameters are stepped where they are, and the others by ``settings``. The gradients of
             the first ones come last, when little of backward is left to hide a copy or a step behind. One parameter
             may lie in both.
@@ -52,7 +50,6 @@ class HostStore(ParameterStore):
         self.arrays: tuple[str, ...] = (MASTER,)
         """The names of a page's arrays: ``"master"``, then the states of the optimizer's rule."""
         self.tiles: list[Tile] = []
-        self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
         self._holds = PageHolds()
         self.backend = Backend(settings, len(self.arrays), self._holds)
         """The only one that recorders are told of: the kernels of the other are seen by a profiler of the device."""
@@ -62,11 +59,17 @@ class HostStore(ParameterStore):
         self.transfer = settings.transfer
         self.kernels = settings.kernels
         # Changes when somebody traces.
-        self._recorder: Recorder = NO_RECORDER
+        self.recorder = NO_RECORDER
         # Change with each window. Several autograd threads may bring gradients of one tile.
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         """Why the window cannot be stepped."""
+
+    def _placed(self, parameter: int) -> Iterator[tuple[Backend, Tile, Segment]]:
+        """The tiles of a parameter, and its segments in them."""
+        for backend in self.backends:
+            for tile, segment in backend.parts[parameter]:
+                yield backend, tile, segment
 
     # -- layout ---------------------------------------------------------------
 
@@ -90,14 +93,13 @@ class HostStore(ParameterStore):
                 tile.widen_page(rows, backend.pages)
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        """Lay out ``(index, numel, dtype)``; a tile holds parameters of one dtype."""
+        """Lay out ``(index, numel, dtype)``; a tile has parameters of one dtype."""
         entries = list(parameters)
         kept_numels = [0] * len(entries)
         if len(self.backends) > 1:
             kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)
         first, rest = [], []
         for (index, numel, dtype), kept in zip(entries, kept_numels, strict=True):
-            self._parts[index] = []
             first.append((index, 0, kept, dtype))
             rest.append((index, kept, numel - kept, dtype))
         if len(self.backends) > 1:
@@ -110,34 +112,29 @@ class HostStore(ParameterStore):
         offsets: dict[int, int] = {}
         for index, offset, numel, dtype in ranges:
             backend.parts[index] = []
+            offsets[index] = offset
             if numel > 0:
                 by_dtype.setdefault(dtype, []).append((index, numel))
-                offsets[index] = offset
         added = []
         for dtype, members in by_dtype.items():
-            for layout in plan_tiles(members, backend.tile_numel, len(self.tiles)):
+            for layout in plan_tiles(members, backend.tile_numel, len(self.tiles) + len(added)):
                 segments = tuple(
                     replace(segment, parameter_offset=offsets[segment.parameter] + segment.parameter_offset)
-                    if offsets[segment.parameter]
-                    else segment
                     for segment in layout.segments
                 )
-                tile = Tile(replace(layout, segments=segments), dtype, self._gradient_dtype or dtype)
-                if backend is self.backend:
-                    tile.recorder = self._recorder
-                added.append(tile)
-                self.tiles.append(tile)
-                backend.add(tile)
-                for index, segment in tile.segments.items():
-                    self._parts[index].append((tile, segment))
-        backend.add_slots(added)
+                added.append(Tile(replace(layout, segments=segments), dtype, self._gradient_dtype or dtype))
+        for tile in added if backend is self.backend else ():
+            tile.recorder = self.recorder
+        self.tiles += added
+        backend.add(added)
 
     def __contains__(self, parameter: int) -> bool:
-        return parameter in self._parts
+        return parameter in self.backend.parts
 
-    def record(self, recorder: Recorder) -> None:
+    def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         with self._lock:
-            self._recorder = recorder
+            self.recorders = tuple(recorders)
+            recorder = self.recorder = Recorders(self.recorders) if self.recorders else NO_RECORDER
             self.backend.worker.working = lambda: recorder.working("host")
             for tile in self.backend.tiles:
                 tile.recorder = recorder
@@ -148,13 +145,15 @@ class HostStore(ParameterStore):
         return counted if self.backend.on_host else dict.fromkeys(counted, 0)
 
     def device_bytes(self) -> dict[str, int]:
-        """Bytes by kind of what stays on the device, counted."""
+        """Device bytes by kind, counted."""
         backend = self.backends[0]
         return {} if len(self.backends) == 1 and backend.on_host else backend.state_bytes()
 
     # -- the accumulation window ----------------------------------------------
 
-    def arrive(self, parameter: int, gradient: Tensor) -> None:
+    def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
+        if not by_hook:
+            return gradient
         # Returns at once: the copy runs on its stream, a later arrival is added by the worker.
         self.check_usable()
         with self._lock:
@@ -164,6 +163,7 @@ class HostStore(ParameterStore):
                 for tile, segment in parts:
                     backend.bring(tile, segment, segment.part_of(gradient), ready)
                     backend.speculator.consider(tile)
+        return None
 
     def foresee(self, forecast: Forecast) -> None:
         for backend in self.backends:
@@ -180,16 +180,14 @@ class HostStore(ParameterStore):
         return self.backend.speculator.record
 
     def arrivals(self, parameter: int) -> int:
-        parts = self._parts.get(parameter)
-        return parts[0][1].arrivals if parts else 0  # all have as many
+        if parameter not in self:
+            return 0
+        return next((segment.arrivals for _, _, segment in self._placed(parameter)), 0)  # all have as many
 
     def reduced(self, parameter: int) -> int:
-        return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
+        return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)
 
     def fail(self, failure: BaseException) -> None:
-        self._failure = self._failure or failure
-
-    def end_backward(self, failure: BaseException | None) -> None:
         self._failure = self._failure or failure
 
     def agree(
@@ -199,9 +197,6 @@ class HostStore(ParameterStore):
         if failure is not None:
             raise failure
         return found
-
-    def preparing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def settle(self) -> None:
         """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""
@@ -238,19 +233,19 @@ class HostStore(ParameterStore):
                     backend.speculator.drop(tile)
             if parameter is None:
                 self._failure = None
-                self._recorder.mark(DISCARD, None)
+                self.recorder.mark(DISCARD, None)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
-        begin_ns = self._recorder.begin(NORM, None)
+        begin_ns = self.recorder.begin(NORM, None)
         for backend in self.backends:
-            backend.speculator.hold()
+            backend.speculator.pause()
         try:
             self.settle()
             found = [backend.block_sums(gradients, scale) for backend in self.backends]
         finally:
             for backend in self.backends:
                 backend.speculator.resume()
-            self._recorder.span(NORM, None, begin_ns)
+            self.recorder.span(NORM, None, begin_ns)
         return total_of_blocks(sums[parameter] for parameter in gradients for sums in found if parameter in sums)
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
@@ -258,7 +253,7 @@ class HostStore(ParameterStore):
         self.settle()
         work: dict[int, Active] = {}
         for parameter, step in steps.items():
-            for tile, segment in self._parts[parameter]:
+            for _, tile, segment in self._placed(parameter):
                 work.setdefault(tile.layout.index, []).append((segment, step))
         stepped: list[Tile] = []
         try:
@@ -276,12 +271,12 @@ class HostStore(ParameterStore):
             raise
 
     def _abandon(self, failure: BaseException, brought: list[int], begun: bool) -> None:
-        """A commit failed. If it had stepped anything, the store is broken; otherwise nothing is
-        lost, and the gradients that this commit brought are let go of: they are still ``.grad``."""
+        """End a commit that failed. If it had stepped anything, the store is broken; otherwise nothing is
+        lost, and the gradients that it brought are dropped: they are still ``.grad``."""
         stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
         if begun or any(tile.state in stepping for tile in self.tiles):
             self.broken = failure
-            # What is on its way to the device arrives before what the user loads there next.
+            # Copies on their way to the device end before what the user loads there next.
             for backend in self.backends:
                 with contextlib.suppress(Exception):
                     backend.transfer.end_publish()
@@ -307,17 +302,17 @@ class HostStore(ParameterStore):
     def _void(self, parameter: int) -> None:
         # The parameter's pages or gradient are about to be written.
         self._drain()
-        for backend in self.backends:
-            for tile, _ in backend.parts.get(parameter, ()):
-                backend.speculator.void(tile)
-                backend.snapshots.make_writable(tile)
+        for backend, tile, _ in self._placed(parameter):
+            backend.speculator.void(tile)
+            backend.snapshots.make_writable(tile)
 
     def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> PageSnapshot:
         """The state as it is now, for another thread to read while this one goes on.
 
         Args:
-            reads: all that will be read: indices of parameters, and names of arrays. The snapshot before is closed.
-            memory_bytes: of further pages, where no spare ones are there for steps ahead. Beyond it a step waits.
+            reads: everything that will be read: indices of parameters, and names of arrays. The snapshot before is
+                closed.
+            memory_bytes: memory of further pages, if there are no spare ones for steps ahead. Beyond it a step waits.
 
         Raises:
             BrokenStateError: see :meth:`check_usable`.
@@ -328,9 +323,7 @@ class HostStore(ParameterStore):
             backend.snapshots.prepare(memory_bytes)
         pages = {
             parameter: [
-                (tile.have_page(backend.pages), segment.layout)
-                for backend in self.backends
-                for tile, segment in backend.parts[parameter]
+                (tile.have_page(backend.pages), segment.layout) for backend, tile, segment in self._placed(parameter)
             ]
             for parameter in {parameter for parameter, _ in reads}
         }
@@ -339,23 +332,21 @@ class HostStore(ParameterStore):
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()
         self._void(parameter)
-        for backend in self.backends:
-            for tile, segment in backend.parts[parameter]:
-                tile.have_page(backend.pages)
-                master = tile.page_view(segment.layout, 0)
-                host = backend.transfer.read(segment.part_of(values))
-                if keep_matching:
-                    backend.kernels.reconcile(master, host, adopt=True)
-                else:
-                    backend.kernels.accumulate(master, host, add=False)
+        for backend, tile, segment in self._placed(parameter):
+            tile.have_page(backend.pages)
+            master = tile.page_view(segment.layout, 0)
+            host = backend.transfer.read(segment.part_of(values))
+            if keep_matching:
+                backend.kernels.reconcile(master, host, adopt=True)
+            else:
+                backend.kernels.accumulate(master, host, add=False)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
         self.check_usable()
         differing = 0
-        for backend in self.backends:
-            for tile, segment in backend.parts[parameter]:
-                host = backend.transfer.read(segment.part_of(values))
-                differing += backend.kernels.reconcile(tile.page_view(segment.layout, 0), host, adopt=False)
+        for backend, tile, segment in self._placed(parameter):
+            host = backend.transfer.read(segment.part_of(values))
+            differing += backend.kernels.reconcile(tile.page_view(segment.layout, 0), host, adopt=False)
         return differing
 
     def read_state(self, parameter: int, which: str) -> Tensor:
@@ -364,36 +355,38 @@ class HostStore(ParameterStore):
         # States may have been set by their numbers alone, before the first step.
         found = [
             tile.have_page(backend.pages)[row, segment.layout.in_page].cpu()
-            for backend in self.backends
-            for tile, segment in backend.parts[parameter]
+            for backend, tile, segment in self._placed(parameter)
         ]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def read_gradient(self, parameter: int) -> Tensor | None:
+        """A copy of the window's gradient of the parameter: float32, flat, on the host; None if there is none."""
         self.settle()
-        found = [segment.wait().float().cpu() for _, segment in self._parts[parameter] if segment.arrivals > 0]
+        found = [segment.wait().float().cpu() for _, _, segment in self._placed(parameter) if segment.arrivals > 0]
         return torch.cat(found) if found else None
 
     def write_gradient(self, parameter: int, values: Tensor) -> None:
+        """Replace the window's gradient of the parameter, which has one: float32, flat, on the host."""
         self.settle()
         self._void(parameter)
-        for _, segment in self._parts[parameter]:
+        for _, _, segment in self._placed(parameter):
             segment.wait().copy_(segment.part_of(values))
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self.check_usable()
         self._void(parameter)
         row = self.arrays.index(which)
-        for backend in self.backends:
-            for tile, segment in backend.parts[parameter]:
-                tile.have_page(backend.pages)
-                tile.page_view(segment.layout, row).copy_(segment.part_of(values))
+        for backend, tile, segment in self._placed(parameter):
+            tile.have_page(backend.pages)
+            tile.page_view(segment.layout, row).copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
+        if parameter not in self:
+            return
         self._void(parameter)
-        for tile, segment in self._parts.get(parameter, ()):
+        for _, tile, segment in self._placed(parameter):
             if tile.page is not None:  # one that never was is zero already
-                tile.rows(segment.layout).zero_()
+                tile.page[:, segment.layout.in_page].zero_()
 
     def close(self) -> None:
         for backend in self.backends:

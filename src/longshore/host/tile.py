@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from longshore.errors import BrokenStateError, LongshoreError
 from longshore.host.events import NO_RECORDER, Recorder
 from longshore.host.memory import PagePool, Slot
+from longshore.kernels import HostRule, TileSegment
 from longshore.layout import SegmentLayout, TileLayout
 from longshore.transfer import CopyHandle
 
@@ -65,33 +66,25 @@ class TileEvent(Enum):
     """A state is loaded over whatever the tile held."""
 
 
-TRANSITIONS: dict[tuple[TileState, TileEvent], TileState] = {
-    (TileState.EMPTY, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.FILLING, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.READY, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.STEPPING, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.STEPPED, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.FILLING, TileEvent.FORGET): TileState.FILLING,
-    (TileState.READY, TileEvent.FORGET): TileState.FILLING,
-    (TileState.STEPPING, TileEvent.FORGET): TileState.FILLING,
-    (TileState.STEPPED, TileEvent.FORGET): TileState.FILLING,
-    (TileState.FILLING, TileEvent.COMPLETE): TileState.READY,
-    (TileState.READY, TileEvent.SPECULATE): TileState.STEPPING,
-    (TileState.STEPPING, TileEvent.SPECULATED): TileState.STEPPED,
-    (TileState.STEPPED, TileEvent.KEEP): TileState.COMMITTED,
-    (TileState.STEPPED, TileEvent.REDO): TileState.READY,
-    (TileState.FILLING, TileEvent.COMMIT): TileState.COMMITTING,
-    (TileState.READY, TileEvent.COMMIT): TileState.COMMITTING,
-    (TileState.COMMITTING, TileEvent.COMMIT_DONE): TileState.COMMITTED,
-    (TileState.COMMITTING, TileEvent.COMMIT_FAILED): TileState.BROKEN,
-    (TileState.COMMITTED, TileEvent.PUBLISHED): TileState.EMPTY,
-    (TileState.EMPTY, TileEvent.DISCARD): TileState.EMPTY,
-    (TileState.FILLING, TileEvent.DISCARD): TileState.EMPTY,
-    (TileState.READY, TileEvent.DISCARD): TileState.EMPTY,
-    (TileState.STEPPING, TileEvent.DISCARD): TileState.EMPTY,
-    (TileState.STEPPED, TileEvent.DISCARD): TileState.EMPTY,
-    **{(state, TileEvent.LOAD): TileState.EMPTY for state in TileState},
+_S, _E = TileState, TileEvent
+_WITH_GRADIENTS = (_S.FILLING, _S.READY, _S.STEPPING, _S.STEPPED)
+_MOVES: dict[TileEvent, tuple[Iterable[TileState], TileState]] = {
+    _E.ARRIVAL: ((_S.EMPTY, *_WITH_GRADIENTS), _S.FILLING),
+    _E.FORGET: (_WITH_GRADIENTS, _S.FILLING),
+    _E.COMPLETE: ((_S.FILLING,), _S.READY),
+    _E.SPECULATE: ((_S.READY,), _S.STEPPING),
+    _E.SPECULATED: ((_S.STEPPING,), _S.STEPPED),
+    _E.KEEP: ((_S.STEPPED,), _S.COMMITTED),
+    _E.REDO: ((_S.STEPPED,), _S.READY),
+    _E.COMMIT: ((_S.FILLING, _S.READY), _S.COMMITTING),
+    _E.COMMIT_DONE: ((_S.COMMITTING,), _S.COMMITTED),
+    _E.COMMIT_FAILED: ((_S.COMMITTING,), _S.BROKEN),
+    _E.PUBLISHED: ((_S.COMMITTED,), _S.EMPTY),
+    _E.DISCARD: ((_S.EMPTY, *_WITH_GRADIENTS), _S.EMPTY),
+    _E.LOAD: (TileState, _S.EMPTY),
 }
+TRANSITIONS = {(state, event): after for event, (befores, after) in _MOVES.items() for state in befores}
+"""The state after each event that a state allows."""
 
 
 def next_state(state: TileState, event: TileEvent) -> TileState:
@@ -147,19 +140,30 @@ class Segment:
         return self.gradient
 
 
-class SparePage(NamedTuple):
-    """What a speculative step wrote: the new page, and the new parameters of each stepped segment."""
+class SegmentStep(NamedTuple):
+    """One segment that has a gradient in this window: its rule, and where its new values go."""
 
-    page: Tensor
-    outputs: tuple[Tensor, ...]
+    segment: Segment
+    rule: HostRule
+    output: Tensor
+
+
+def step_table(
+    steps: Sequence[SegmentStep], gradients: Sequence[Tensor | None]
+) -> tuple[list[TileSegment], list[HostRule]]:
+    """The arguments of a kernel: a row for each segment, given its gradient, and the rules that the rows refer to."""
+    # By identity: parameters of one group and history share a rule, and hashing one costs more than a row.
+    rules: dict[int, tuple[int, HostRule]] = {}
+    rows = []
+    for (segment, rule, output), gradient in zip(steps, gradients, strict=True):
+        index, _ = rules.setdefault(id(rule), (len(rules), rule))
+        assert gradient is not None
+        rows.append(TileSegment(segment.layout.page_offset, gradient, output, index))
+    return rows, [rule for _, rule in rules.values()]
 
 
 class Tile:
-    """The unit that is copied, stepped and published.
-
-    ``page`` comes with the first gradient; ``spare`` exists from the beginning
-    of a speculative step to its verdict.
-    """
+    """The unit that is copied, stepped and published."""
 
     def __init__(self, layout: TileLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
         self.layout = layout
@@ -187,7 +191,8 @@ class Tile:
         self._expects = False
         """Whether any of them ever did."""
         self.accumulator: Tensor | None = None
-        self.spare: SparePage | None = None
+        self.spare: Tensor | None = None
+        """The page that a step ahead of the verdict has written."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -248,36 +253,21 @@ class Tile:
 
     def slot_view(self, segment: SegmentLayout) -> Tensor | None:
         """The segment's gradient in the slot; None without staging."""
-        if self.slot is None:
-            return None
-        return self.slot.view(self.gradient_dtype, segment.page_offset, segment.numel)
+        return None if self.slot is None else self.slot.view(self.gradient_dtype, segment.in_page)
 
     def output_view(self, segment: SegmentLayout) -> Tensor | None:
         """Where the segment's new parameters are written; None without staging."""
         slot = self.output_slot or self.slot
-        return None if slot is None else slot.view(self.dtype, segment.page_offset, segment.numel)
-
-    def held_bytes(self) -> int:
-        """Bytes of gradients that the window brought and that are not in the accumulator."""
-        held = 0
-        for segment in self.segments.values():
-            gradient = segment.gradient  # the worker may put the sum in its place
-            if gradient is not None and not segment.summed:
-                held += gradient.numel() * gradient.element_size()
-        return held
+        return None if slot is None else slot.view(self.dtype, segment.in_page)
 
     def accumulator_view(self, segment: SegmentLayout) -> Tensor:
         assert self.accumulator is not None
         return self.accumulator[segment.in_page]
 
-    def rows(self, segment: SegmentLayout) -> Tensor:
-        """The segment's part of all arrays of the page, ``[page_arrays, numel]``, as a view."""
-        assert self.page is not None
-        return self.page[:, segment.in_page]
-
     def page_view(self, segment: SegmentLayout, row: int) -> Tensor:
-        """The segment's part of one array of the page (0: the master), as a view."""
-        return self.rows(segment)[row]
+        """The segment's range of one array of the page (0: the master), as a view."""
+        assert self.page is not None
+        return self.page[row, segment.in_page]
 
     def have_page(self, pages: PagePool) -> Tensor:
         """The page; one of zeros is taken if there is none yet."""
@@ -293,6 +283,29 @@ class Tile:
             self.page = pages.take_zeros(page.shape[1])
             self.page[list(rows)] = page
             pages.give_back(page)
+
+    def idle_parts(self, steps: Sequence[SegmentStep]) -> list[slice]:
+        """The parts of the page that ``steps`` leave as they are."""
+        stepped = {step.segment.layout.parameter for step in steps}
+        return [segment.in_page for segment in self.layout.segments if segment.parameter not in stepped]
+
+    def keep_spare(self, spares: PagePool) -> None:
+        """STEPPED -> COMMITTED: the spare becomes the page, and the old page goes to the pool."""
+        self.move(TileEvent.KEEP)
+        old, self.page, self.spare = self.page, self.spare, None
+        assert old is not None
+        spares.give_back(old)
+
+    def redo(self, spares: PagePool) -> None:
+        """STEPPED -> READY: the scale was another; every bit of the page is as it was."""
+        self.move(TileEvent.REDO)
+        self.drop_spare(spares)
+
+    def drop_spare(self, spares: PagePool) -> None:
+        """Give the spare back to the pool, if there is one."""
+        if self.spare is not None:
+            spares.give_back(self.spare)
+            self.spare = None
 
     def end_window(self, stepped: bool) -> Tensor | None:
         """Forget the window; returns the accumulator that it used. The next one will be like one that was stepped."""

@@ -81,13 +81,15 @@ def rule_step(
         ``master.to(dtype)``, which rounds to nearest even.
 
     Raises:
-        ValueError: a number of arrays that the rule does not have, or a step count below 1.
+        ValueError: a number of arrays that the rule does not have.
     """
-    rule.check(len(arrays))
-    first, second = map(_float32, rule.factors(scale))
+    most = 1 + len(rule.states)
+    if not rule.least_arrays <= len(arrays) <= most:
+        raise ValueError(f"{len(arrays)} arrays, and {rule.name} has {rule.least_arrays} to {most}")
+    first, second = _float32(-scale.first if rule.maximize else scale.first), _float32(scale.second)
     scalars = [_float32(value) for value in rule.scalars]
     g = gradient.float() * first * second
-    absent = [g] * (1 + len(rule.states) - len(arrays))
+    absent = [g] * (most - len(arrays))
     return type(rule).update(scalars, g, *arrays, *absent)[: len(arrays)]
 
 

@@ -134,7 +134,7 @@ class OptimizerCore:
             self._store = self.offload.make_store(records[0].device, self.release_gradients, self._parameters)
             self._source = (ReleasedGradients if self.release_gradients else KeptGradients)(self._store)
             if annotating():
-                self._store.add_recorder(Ranges())
+                self._store.set_recorders([Ranges()])
             self._store.foresee(_OptimizerForecast(self.clipping, self._planned_rules))
         self._name_states(self._store)
         self._source.register(records)
@@ -162,9 +162,8 @@ class OptimizerCore:
             for place, group in enumerate(self._groups()):
                 self.register(group, place)
             self.lay_out_waiting()
-            for recorder in former[0].recorders if former[0] is not None else ():
-                if self._store is not None and not (annotating() and isinstance(recorder, Ranges)):
-                    self._store.add_recorder(recorder)
+            if self._store is not None and former[0] is not None:
+                self._store.set_recorders(former[0].recorders)
         except BaseException:
             self._store, self._source, self._device, self.by_id, self._parameters = former
             raise
@@ -181,11 +180,6 @@ class OptimizerCore:
     def look_again(self) -> None:
         """Take up parameters that were frozen, or not gathered, until now."""
         self.parts()[1].look_again()
-
-    def begin_backward(self, reduce: bool, last: bool) -> None:
-        """A backward begins, on all ranks; see :meth:`ParameterStore.begin_backward`."""
-        self.look_again()
-        self.parts()[0].begin_backward(reduce, last)
 
     @property
     def gradients_arrived(self) -> int:

@@ -21,7 +21,7 @@ from longshore.host import (
     debugging,
 )
 from longshore.kernels import Scale
-from longshore.layout import Slab
+from longshore.optim.host_optimizer import HostOptimizer
 from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, check_same, verdict_number
 from longshore.sharding.bucket import ShardRange
 from longshore.sharding.local_gradients import LocalGradients
@@ -58,13 +58,20 @@ class ShardedStore(ParameterStore):
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.ownership.dtypes
 
-    def record(self, recorder: Recorder) -> None:
-        self.local.record(recorder)
-        self.collectives.record(recorder)
+    def set_recorders(self, recorders: Iterable[Recorder]) -> None:
+        self.local.set_recorders(recorders)
+        self.recorders = self.local.recorders
+        self.collectives.record(self.local.recorder)
 
     # -- gradients of this rank -----------------------------------------------
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
+        """A backward begins, on all ranks.
+
+        Args:
+            reduce: whether its gradients are reduced; otherwise they stay on this rank.
+            last: whether it is the last of its window, as far as known.
+        """
         self.check_usable()
         if reduce:
             self.ownership.into_backward()
@@ -79,6 +86,7 @@ class ShardedStore(ParameterStore):
         self.window.fail(failure)
 
     def end_backward(self, failure: BaseException | None) -> None:
+        """The backward that began is over; ``failure`` is what it raised."""
         # Where it failed, its round still takes place: the others are in it.
         self.window.fail(failure)
         self._gradients.end_round()
@@ -87,6 +95,7 @@ class ShardedStore(ParameterStore):
             self.window.given_up = self.ownership.interrupted()
 
     def forward_failed(self) -> None:
+        """A forward raised."""
         self.ownership.interrupted()
 
     def foresee(self, forecast: Forecast) -> None:
@@ -95,12 +104,10 @@ class ShardedStore(ParameterStore):
     def expect_backwards(self, backwards: int) -> None:
         self.local.expect_backwards(backwards if self._settings.each_backward else 1)
 
-    def arrive(self, parameter: int, gradient: Tensor) -> None:
-        self.check_usable()
-        self._gradients.arrive(parameter, gradient, by_hook=True)
-
-    def bring(self, parameter: int, gradient: Tensor) -> Tensor | None:
-        self._gradients.arrive(parameter, gradient, by_hook=False)
+    def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
+        if by_hook:
+            self.check_usable()
+        self._gradients.arrive(parameter, gradient, by_hook)
         return None
 
     def arrivals(self, parameter: int) -> int:
@@ -259,6 +266,7 @@ class ShardedStore(ParameterStore):
     # -- state ----------------------------------------------------------------
 
     def meet(self, loading: bool) -> None:
+        """All processes are about to save, or to load, a checkpoint. Raises RankError if one does something else."""
         self._check_open()
         action = Action.LOAD if loading else Action.SAVE
         self.ownership.outside_of_the_model(action)
@@ -272,14 +280,12 @@ class ShardedStore(ParameterStore):
         self.broken = None
         self._gradients.begin()
 
-    def owned(self, parameter: int, numel: int) -> Sequence[OwnedRun]:
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRun]:
+        slab = self.ownership.slab_of(parameter)
         return [
-            OwnedRun(each.index, each.parameter_offset, each.numel, self.ownership.tells_of(each))
+            OwnedRun(each.index, each.parameter_offset, each.numel, self.ownership.tells_of(each), slab)
             for each in self.ownership.owned(parameter)
         ]
-
-    def slab_of(self, parameter: int) -> Slab | None:
-        return self.ownership.slab_of(parameter)
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self._before_writing()
@@ -296,12 +302,14 @@ class ShardedStore(ParameterStore):
         return self.ownership.assemble(parameter, lambda index: self.local.read_state(index, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
+        """The whole parameter, flat, where ``held`` is what this process has of it on its device."""
         if self.ownership.replicates:
             return held
         places = {each.index: self.ownership.place(each) for each in self.ownership.owned(parameter)}
         return self.ownership.assemble(parameter, lambda index: held[places[index]].float())
 
     def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
+        """Return the range of the whole parameter, flat, that this process has on its device."""
         return self.ownership.held(parameter, values)
 
     def read_gradient(self, parameter: int) -> Tensor | None:
@@ -317,6 +325,7 @@ class ShardedStore(ParameterStore):
         return self.ownership.assemble(parameter, read)
 
     def write_gradient(self, parameter: int, values: Tensor) -> None:
+        """Replace the window's gradient of the parameter, which has one: float32, flat, on the host."""
         for each, part in self._owned_parts(parameter, values):
             self.local.write_gradient(each.index, part)
 
@@ -340,3 +349,10 @@ class ShardedStore(ParameterStore):
         self.ownership.close()
         self.collectives.close()
         self.local.close()
+
+
+def store_of(optimizer: HostOptimizer) -> ShardedStore:
+    """The store of an engine's optimizer."""
+    store = optimizer._core.store
+    assert isinstance(store, ShardedStore)
+    return store

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed
 
 from longshore.errors import LongshoreError
-from longshore.host import Ranges
+from longshore.host import Ranges, Recorder
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.tracing.events import Event, EventRecorder, in_order
 from longshore.tracing.export import chrome_events, html_page
@@ -87,11 +87,11 @@ def annotate(engine_or_optimizer: Any) -> Iterator[None]:
         TypeError: it is neither.
     """
     optimizer, ranges = _optimizer_of(engine_or_optimizer, "annotate"), Ranges()
-    optimizer._core.store.add_recorder(ranges)
+    _record(optimizer, ranges, True)
     try:
         yield
     finally:
-        optimizer._core.store.remove_recorder(ranges)
+        _record(optimizer, ranges, False)
 
 
 @contextmanager
@@ -126,15 +126,22 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         optimizer.register_step_post_hook(lambda *_: recorder.step(called_ns)),
     ]
     result = Trace(_rank(), begin_ns)
-    optimizer._core.store.add_recorder(recorder)
+    _record(optimizer, recorder, True)
     try:
         yield result
     finally:
-        optimizer._core.store.remove_recorder(recorder)
+        _record(optimizer, recorder, False)
         for hook in hooks:
             hook.remove()
         speculation = optimizer._core.store.local.speculation
         result.finish(recorder.close(), 0 if speculation is None else speculation.spares)
+
+
+def _record(optimizer: HostOptimizer, recorder: Recorder, begin: bool) -> None:
+    """Begin or end to tell ``recorder`` of the events of an optimizer, whose store may change meanwhile."""
+    store = optimizer._core.store
+    others = [each for each in store.recorders if each is not recorder]
+    store.set_recorders([*others, recorder] if begin else others)
 
 
 def _optimizer_of(engine_or_optimizer: Any, caller: str) -> HostOptimizer:

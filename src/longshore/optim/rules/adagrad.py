@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +49,7 @@ class AdagradRule(Rule):
     weight_decay: float
     step: int
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, ...]:
         return self.weight_decay, self.eps, -(self.lr / (1.0 + (self.step - 1.0) * self.lr_decay))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -49,7 +50,7 @@ class LionRule(Rule):
     beta2: float
     weight_decay: float
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, ...]:
         decay = 1.0 - self.lr * self.weight_decay
         return decay, self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2, -self.lr
