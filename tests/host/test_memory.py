@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from longshore.host.memory import AccumulatorPool, PagePool, allocate_zeros, allocator_on, cut_slots
+from longshore.layout import SegmentLayout
 from longshore.transfer import DirectTransfer
 
 HUGE_NUMEL = (2 << 20) // 4
@@ -176,11 +177,15 @@ def test_memory_is_where_the_kernels_step(device: str) -> None:
 # -- slots --------------------------------------------------------------------
 
 
+def at(offset: int, numel: int) -> SegmentLayout:
+    return SegmentLayout(0, 0, offset, numel)
+
+
 def test_slots_are_aligned_disjoint_and_counted() -> None:
     sizes = [32, 64, 96, 128]
     slots, allocated_bytes = cut_slots(DirectTransfer(), sizes)
     assert allocated_bytes == 64 + 64 + 128 + 128
-    views = [slot.view(torch.uint8, slice(0, size)) for slot, size in zip(slots, sizes, strict=True)]
+    views = [slot.view(torch.uint8, at(0, size)) for slot, size in zip(slots, sizes, strict=True)]
     assert all(view.data_ptr() % 64 == views[0].data_ptr() % 64 for view in views)
     for value, view in enumerate(views):
         view.fill_(value)
@@ -209,8 +214,8 @@ def test_slots_lose_little_to_a_pinned_allocator_that_rounds_up_to_powers_of_two
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_slot_is_seen_as_its_tiles_dtype(dtype: torch.dtype) -> None:
     (_, slot), _ = cut_slots(DirectTransfer(), [32, 48 * dtype.itemsize])
-    whole = slot.view(dtype, slice(48)).copy_(torch.arange(48))
-    part = slot.view(dtype, slice(32, 39))
+    whole = slot.view(dtype, at(0, 48)).copy_(torch.arange(48))
+    part = slot.view(dtype, at(32, 7))
     assert part.dtype == dtype and part.is_contiguous()
     assert part.tolist() == [32, 33, 34, 35, 36, 37, 38]
     part.zero_()

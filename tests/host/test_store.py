@@ -29,8 +29,8 @@ EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 NUMELS = (50, 0, 1, 37, 130)
 
 RULES = (
-    AdamRule(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1, decoupled=True),
-    AdamRule(lr=3e-2, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, step=1, decoupled=False),
+    AdamRule(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=0, decoupled=True),
+    AdamRule(lr=3e-2, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, step=0, decoupled=False),
 )
 """Two groups; parameters take turns."""
 

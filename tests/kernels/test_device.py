@@ -304,6 +304,13 @@ REFUSED: list[Refused] = [
             segment(on, gradient=(shared := torch.zeros(10, device=on)), output=shared.view(torch.bfloat16)[:10])
         ],
     ),
+    lambda on: tile(on, rules=[replace(RULES[0], step=0)]),
+    lambda on: tile(
+        on,
+        rules=[AdagradRule(0.1, 0.0, 1e-10, 0.0, 0)],
+        source_page=torch.zeros(2, 4, device=on),
+        target_page=torch.zeros(2, 4, device=on),
+    ),
     lambda on: tile(on, rules=[RULES[0], LionRule(0.1, 0.9, 0.99, 0.0)]),
     lambda on: tile(on, rules=[LionRule(0.1, 0.9, 0.99, 0.0)]),
     lambda on: tile(on, rules=[SGDRule(0.1, 0.9, 0.0, 0.0, False, False)]),

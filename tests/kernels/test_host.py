@@ -498,6 +498,7 @@ SHARED = torch.zeros(100)
             {"segments": [TileSegment(0, SHARED[:10], SHARED[5:15], 0)]},
             "segment 0 of the tile has an output that overlaps its gradient; it may only take its place exactly",
         ),
+        ({"rules": [replace(RULES[0], step=0)]}, "a step count below 1"),
     ],
 )
 def test_step_tile_refuses(kernels: HostKernels, changes: dict[str, Any], message: str) -> None:
@@ -506,12 +507,6 @@ def test_step_tile_refuses(kernels: HostKernels, changes: dict[str, Any], messag
     with pytest.raises(ValueError, match=message):
         kernels.step_tile(**arguments)
     assert torch.all(SHARED == 3.0)
-
-
-def test_a_rule_refuses_a_step_count_below_1() -> None:
-    for rule in (RULES[0], AdagradRule(0.1, 0.0, 1e-10, 0.0, 1)):
-        with pytest.raises(ValueError, match="a step count below 1"):
-            replace(rule, step=0)
 
 
 def test_a_refused_table_writes_nothing(kernels: HostKernels) -> None:

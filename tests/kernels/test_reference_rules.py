@@ -68,7 +68,7 @@ def check_adagrad(values: Tensor, gradients: list[Tensor], rule: AdagradRule, in
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("initial", [0.0, 0.1])
 def test_adagrad_equals_torch(weight_decay: float, lr_decay: float, maximize: bool, initial: float) -> None:
-    rule = AdagradRule(lr=1e-2, lr_decay=lr_decay, eps=1e-10, weight_decay=weight_decay, step=1, maximize=maximize)
+    rule = AdagradRule(lr=1e-2, lr_decay=lr_decay, eps=1e-10, weight_decay=weight_decay, step=0, maximize=maximize)
     check_adagrad(torch.randn(NUMEL), [gradient_of(step) for step in range(15)], rule, initial)
 
 
@@ -110,14 +110,14 @@ def test_sgd_equals_torch(
 
 def test_what_is_not_finite_goes_where_torch_lets_it() -> None:
     values, gradients = awkward(NUMEL, 1), [awkward(NUMEL, seed) for seed in (2, 3, 4)]
-    check_adagrad(values, gradients, AdagradRule(1e-2, 0.0, 1e-10, 0.1, step=1))
+    check_adagrad(values, gradients, AdagradRule(1e-2, 0.0, 1e-10, 0.1, step=0))
     check_sgd(values, gradients, SGDRule(1e-2, 0.9, 0.0, 0.1, nesterov=True, first=True))
 
 
 def test_denormals_equal_torch() -> None:
     small = 2.0**-130
     values, gradients = torch.randn(NUMEL) * small, [torch.randn(NUMEL) * small for _ in range(3)]
-    check_adagrad(values, gradients, AdagradRule(1e-2, 0.0, 1e-2, 0.1, step=1))
+    check_adagrad(values, gradients, AdagradRule(1e-2, 0.0, 1e-2, 0.1, step=0))
     check_sgd(values, gradients, SGDRule(0.1, 0.9, 0.0, 0.1, nesterov=True, first=True))
 
 

@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "state is written into a buffer that a snapshot reads",
         "host/store.py",
-        "                backend.snapshots.make_writable(tile)\n",
+        "            backend.snapshots.make_writable(tile)\n",
         "",
         (f"{ASYNC}::test_writes_to_state",),
     ),

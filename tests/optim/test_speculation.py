@@ -13,6 +13,7 @@ from torch import nn
 
 import longshore
 from longshore.errors import BrokenStateError
+from longshore.host import GRADIENT
 from longshore.kernels import HostKernels
 
 TILE = 300
@@ -225,7 +226,7 @@ def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> 
             weight.data.numpy()[:] = 0.125
             optimizer.refresh_master()
         elif write == "gradient":
-            optimizer._core.store.write_gradient(0, torch.full((weight.numel(),), 0.5))
+            optimizer._core.store.write_state(0, GRADIENT, torch.full((weight.numel(),), 0.5))
         else:
             optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.5)
     record = pair.step()
@@ -402,7 +403,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
     monkeypatch.setattr(store.backend.speculator, "pause", holding)
-    monkeypatch.setattr("longshore.host.speculation.run_speculation", fail)
+    monkeypatch.setattr("longshore.host.speculation.Pass.run", fail)
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
 
@@ -488,7 +489,7 @@ def test_a_gradient_that_is_written_is_measured_again(pair: Pair) -> None:
     pair.backward()
     before = pair.ahead.grad_norm()
     for optimizer in pair.optimizers:
-        optimizer._core.store.write_gradient(0, torch.full((24 * 16,), 3.0))
+        optimizer._core.store.write_state(0, GRADIENT, torch.full((24 * 16,), 3.0))
     after = pair.ahead.grad_norm()
     assert not torch.equal(before, after) and torch.equal(after, pair.plain.grad_norm())
 

@@ -11,10 +11,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from longshore.host import MASTER
+from longshore.host import GRADIENT, MASTER
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.parameters import ParameterRecord, flat
-from longshore.sharding import store_of
+from longshore.sharding import sharded_store
 
 _OPTIMIZERS: list[weakref.ref[HostOptimizer]] = []
 """The optimizers of all engines, which are not kept alive here."""
@@ -32,7 +32,9 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
         return None
     optimizer, record = found
     if not record.has_master or record.changed:
-        values = store_of(optimizer).read_values(record.index, record.values())
+        values, sharded = record.values(), sharded_store(optimizer)
+        if sharded is not None:
+            values = sharded.read_values(record.index, values)
         return values.detach().to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
     return optimizer._core.store.read_state(record.index, MASTER).view(record.shape)
 
@@ -46,7 +48,9 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     optimizer, record = _found(param)
     _check_shape(value, record)
     with torch.no_grad():
-        part = store_of(optimizer).part_to_hold(record.index, flat(value))
+        part, sharded = flat(value), sharded_store(optimizer)
+        if sharded is not None:
+            part = sharded.part_to_hold(record.index, part)
         record.held.copy_(part.view(record.held.shape))
         torch.autograd.graph.increment_version(param)
     if record.index in optimizer._core.store:
@@ -97,8 +101,8 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
         return None
     gradient = gradients[record.index]
     if gradient is None:
-        gradient = store_of(optimizer).read_gradient(record.index)
-    return None if gradient is None else gradient.to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
+        gradient = optimizer._core.store.read_state(record.index, GRADIENT)
+    return gradient.to(device="cpu", dtype=torch.float32, copy=True).view(record.shape)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -111,7 +115,8 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     _check_shape(value, record)
     if optimizer._core.window_gradients().get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
-    store_of(optimizer).write_gradient(record.index, flat(value.detach().to(device="cpu", dtype=torch.float32)))
+    values = flat(value.detach().to(device="cpu", dtype=torch.float32))
+    optimizer._core.store.write_state(record.index, GRADIENT, values)
 
 
 def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:

@@ -26,7 +26,7 @@ from longshore.engine.window import Window
 from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.sharding import store_of
+from longshore.sharding import sharded_store
 from longshore.sharding.collective_thread import twin_of
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
@@ -304,7 +304,8 @@ class Checkpoints:
     def _met(self, loading: bool) -> RankGroup:
         """Wait for all ranks, and return the group in which they exchange what is not a tensor."""
         ranks = self._engine.ranks
-        store_of(self._engine.optimizer).meet(loading)
+        if (sharded := sharded_store(self._engine.optimizer)) is not None:
+            sharded.meet(loading)
         if self._crew is None:
             group = twin_of(ranks.group, ranks.device, backend="gloo") if ranks.world_size > 1 else None
             self._crew = RankGroup(group)

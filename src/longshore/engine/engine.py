@@ -26,7 +26,7 @@ from longshore.engine.weights import leaves_as_is
 from longshore.engine.window import Window
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.host_optimizer import HostOptimizer
-from longshore.sharding import store_of
+from longshore.sharding import sharded_store
 
 
 class Engine(nn.Module):
@@ -103,7 +103,8 @@ class Engine(nn.Module):
             try:
                 return self.module(*inputs, **kwargs)
             except BaseException:
-                store_of(self.optimizer).forward_failed()
+                if (sharded := sharded_store(self.optimizer)) is not None:
+                    sharded.forward_failed()
                 raise
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ class Engine(nn.Module):
         divided = loss / steps if steps > 1 else loss
         window.has_raw(optimizer._core.gradients_arrived)  # what a loss.backward() brought before this one
         optimizer._core.look_again()
-        store_of(optimizer).begin_backward(self._synchronize, window.next_is_last())
+        optimizer._core.store.begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
         try:
             with self._timing("backward"):
@@ -150,7 +151,7 @@ class Engine(nn.Module):
             failure.__cause__ = error
             raise
         finally:
-            store_of(optimizer).end_backward(failure)
+            optimizer._core.store.end_backward(failure)
             window.end_backward(optimizer._core.gradients_arrived, succeeded=failure is None)
         if self._reports is not None:
             self._reports.add_loss(loss)

@@ -3,6 +3,7 @@
 from longshore.host.backend import Backend, BackendSettings, OnDevice
 from longshore.host.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
 from longshore.host.parameter_store import (
+    GRADIENT,
     MASTER,
     Forecast,
     OwnedRun,
@@ -17,6 +18,7 @@ from longshore.host.tile import Tile, TileEvent, TileState
 from longshore.host.worker import Worker
 
 __all__ = [
+    "GRADIENT",
     "MASTER",
     "NO_RECORDER",
     "Backend",

@@ -245,7 +245,7 @@ class Backend:
             return False
         stepped.append(tile)  # its page is the new one: from here on there is no way back
         for segment, step in active:
-            output = slot.view(tile.dtype, segment.layout.in_page)
+            output = slot.view(tile.dtype, segment.layout)
             slot.last_publish = self._publish(tile, output, segment.part_of(step.target))
         return True
 

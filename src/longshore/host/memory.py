@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from longshore.layout import SegmentLayout
 from longshore.transfer import CopyHandle, Transfer
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -218,9 +219,9 @@ class Slot:
         self._buffer = buffer
         self.last_publish: CopyHandle | None = None
 
-    def view(self, dtype: torch.dtype, part: slice) -> Tensor:
-        """Elements of the slot as ``dtype``, counted in that dtype."""
-        return self._buffer.view(dtype)[part]
+    def view(self, dtype: torch.dtype, segment: SegmentLayout) -> Tensor:
+        """The elements of a tile's segment as ``dtype``."""
+        return self._buffer.view(dtype)[segment.page_offset : segment.page_offset + segment.numel]
 
 
 def padded_bytes(size: int) -> int:

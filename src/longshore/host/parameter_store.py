@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 MASTER = "master"
 """The first array of every page."""
+
+GRADIENT = "gradient"
+"""Stands for the window's gradient of a parameter where arrays of its state are read and written by name."""
 
 
 def broken_state_error(failure: BaseException, where: str = "", on: str = "") -> BrokenStateError:
@@ -106,6 +109,20 @@ class ParameterStore(ABC):
 
     # -- the accumulation window ----------------------------------------------
 
+    def begin_backward(self, reduce: bool, last: bool) -> None:
+        """A backward begins, on all ranks.
+
+        Args:
+            reduce: whether its gradients are reduced; otherwise they stay on this rank.
+            last: whether it is the last of its window, as far as known.
+        """
+        return
+
+    def end_backward(self, failure: BaseException | None) -> None:
+        """The backward that began is over; ``failure`` is what it raised."""
+        if failure is not None:
+            self.fail(failure)
+
     @abstractmethod
     def fail(self, failure: BaseException) -> None:
         """The window cannot be stepped any more; the first reason counts, and every rank hears of it in the step."""
@@ -152,17 +169,16 @@ class ParameterStore(ABC):
             failure: what finding them raised. If there is one, all ranks raise.
         """
 
-    def preparing(self) -> AbstractContextManager[Any]:
-        """A context between :meth:`agree` and :meth:`commit`: if it raises on one rank, no rank commits."""
-        return nullcontext()
+    @abstractmethod
+    def preparing(self, same: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
+        """A context between :meth:`agree` and :meth:`commit`: if it raises on one rank, no rank commits.
 
-    def check_same(self, values: Mapping[str, Tensor]) -> None:
-        """With ``LONGSHORE_DEBUG=1``: tensors by name have the same bits on all ranks.
+        Args:
+            same: tensors by name that are to have the same bits on all ranks; empty unless debugging.
 
         Raises:
-            RankError: names the first that differs, and the ranks.
+            RankError: one of them differs; names the first, and the ranks.
         """
-        return
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
@@ -208,11 +224,14 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def read_state(self, parameter: int, which: str) -> Tensor:
-        """A copy of one array of the parameter, by name: float32, flat, on the host."""
+        """A copy of one array of the parameter, by name: float32, flat, on the host.
+
+        :data:`GRADIENT` is read after :meth:`agree`; it has no elements if the window brought none.
+        """
 
     @abstractmethod
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
-        """Set one array of the parameter, by name, from a flat tensor."""
+        """Set one array of the parameter, by name, from a flat tensor; :data:`GRADIENT` only if there is one."""
 
     @abstractmethod
     def clear_state(self, parameter: int) -> None:

@@ -254,7 +254,7 @@ class Speculator:
             return
         slot = free.pop()
         steps = [
-            SegmentStep(segment, rules[segment.layout.parameter], slot.view(tile.dtype, segment.layout.in_page))
+            SegmentStep(segment, rules[segment.layout.parameter], slot.view(tile.dtype, segment.layout))
             for segment in active
         ]
         bet = self._passes[tile.layout.index] = Pass(tile, steps, page, forecast.scale(), slot)
@@ -348,6 +348,8 @@ class Speculator:
 
     def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
         """After :meth:`harvest`; ``scale`` is what the window was stepped with, None where it was discarded."""
+        if not self._memory:
+            return
         for bet in self._passes.values():
             assert bet.slot is not None
             self._slots[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)
@@ -355,7 +357,7 @@ class Speculator:
         self._considered.clear()
         self._rules = None
         self._norms.end_window(stepped=scale is not None)
-        if scale is None or not self._memory:
+        if scale is None:
             return
         if self.forecast is not None:
             self._predictor.observe(scale == self.forecast.scale())

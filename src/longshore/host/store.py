@@ -17,7 +17,7 @@ from longshore.errors import GradientError
 from longshore.host.backend import Active, Backend, BackendSettings, OnDevice, kept_on_device
 from longshore.host.events import DISCARD, NO_RECORDER, NORM, Recorder, Recorders
 from longshore.host.memory import PageHolds
-from longshore.host.parameter_store import MASTER, Forecast, ParameterStep, ParameterStore, broken_state_error
+from longshore.host.parameter_store import GRADIENT, MASTER, Forecast, ParameterStep, ParameterStore, broken_state_error
 from longshore.host.snapshot import PageSnapshot, Read
 from longshore.host.speculation import SpeculationRecord
 from longshore.host.tile import Segment, Tile, TileEvent, TileState
@@ -198,6 +198,9 @@ class HostStore(ParameterStore):
             raise failure
         return found
 
+    def preparing(self, same: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def settle(self) -> None:
         """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""
         self.check_usable()
@@ -350,35 +353,31 @@ class HostStore(ParameterStore):
         return differing
 
     def read_state(self, parameter: int, which: str) -> Tensor:
-        self.check_usable()
-        row = self.arrays.index(which)
-        # States may have been set by their numbers alone, before the first step.
-        found = [
-            tile.have_page(backend.pages)[row, segment.layout.in_page].cpu()
-            for backend, tile, segment in self._placed(parameter)
-        ]
+        if which == GRADIENT:
+            self.settle()
+            found = [segment.wait().float().cpu() for _, _, segment in self._placed(parameter) if segment.arrivals > 0]
+        else:
+            self.check_usable()
+            row = self.arrays.index(which)
+            # States may have been set by their numbers alone, before the first step.
+            found = [
+                tile.have_page(backend.pages)[row, segment.layout.in_page].cpu()
+                for backend, tile, segment in self._placed(parameter)
+            ]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def read_gradient(self, parameter: int) -> Tensor | None:
-        """A copy of the window's gradient of the parameter: float32, flat, on the host; None if there is none."""
-        self.settle()
-        found = [segment.wait().float().cpu() for _, _, segment in self._placed(parameter) if segment.arrivals > 0]
-        return torch.cat(found) if found else None
-
-    def write_gradient(self, parameter: int, values: Tensor) -> None:
-        """Replace the window's gradient of the parameter, which has one: float32, flat, on the host."""
-        self.settle()
-        self._void(parameter)
-        for _, _, segment in self._placed(parameter):
-            segment.wait().copy_(segment.part_of(values))
-
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
+        if which == GRADIENT:
+            self.settle()
         self.check_usable()
         self._void(parameter)
-        row = self.arrays.index(which)
         for backend, tile, segment in self._placed(parameter):
-            tile.have_page(backend.pages)
-            tile.page_view(segment.layout, row).copy_(segment.part_of(values))
+            if which == GRADIENT:
+                target = segment.wait()
+            else:
+                tile.have_page(backend.pages)
+                target = tile.page_view(segment.layout, self.arrays.index(which))
+            target.copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
         if parameter not in self:

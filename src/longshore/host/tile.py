@@ -253,12 +253,12 @@ class Tile:
 
     def slot_view(self, segment: SegmentLayout) -> Tensor | None:
         """The segment's gradient in the slot; None without staging."""
-        return None if self.slot is None else self.slot.view(self.gradient_dtype, segment.in_page)
+        return None if self.slot is None else self.slot.view(self.gradient_dtype, segment)
 
     def output_view(self, segment: SegmentLayout) -> Tensor | None:
         """Where the segment's new parameters are written; None without staging."""
         slot = self.output_slot or self.slot
-        return None if slot is None else slot.view(self.dtype, segment.in_page)
+        return None if slot is None else slot.view(self.dtype, segment)
 
     def accumulator_view(self, segment: SegmentLayout) -> Tensor:
         assert self.accumulator is not None

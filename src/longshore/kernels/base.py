@@ -33,9 +33,6 @@ class Rule(ABC):
     A subclass is a frozen dataclass with the hyper-parameters as fields. A field
     ``step`` is the count after this step, 1 the first time. It is an argument of
     every call: the kernels keep no state, so two tiles cannot differ.
-
-    Raises:
-        ValueError: a step count below 1.
     """
 
     name: ClassVar[str]
@@ -45,23 +42,15 @@ class Rule(ABC):
     update: ClassVar[Callable[..., tuple[Tensor, ...]]]
     """The arithmetic: ``update(scalars, gradient, master, *states)`` returns the new master and states. It is written
     with the operations of :mod:`longshore.kernels.reference`; on a GPU those of Triton take their place."""
+    optional_states: ClassVar[int] = 0
+    """How many of the states a page may lack."""
 
     maximize: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if getattr(self, "step", 1) < 1:
-            raise ValueError("a step count below 1")
-        _ = self.scalars, self.least_arrays  # once, however many tiles the rule steps
 
     @cached_property
     def scalars(self) -> tuple[float, ...]:
         """The numbers that the arithmetic reads: computed in double, rounded to float32 by the kernels."""
         raise NotImplementedError
-
-    @cached_property
-    def least_arrays(self) -> int:
-        """The least number of arrays of a page that the rule can step; at most there is one for each state, too."""
-        return 1 + len(self.states)
 
 
 class TorchRule(NamedTuple):

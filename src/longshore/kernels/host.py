@@ -153,10 +153,13 @@ def native_tile(
     for rule in rules:
         if not isinstance(rule, Rule):
             raise ValueError(f"the kernels do not step by a {type(rule).__name__}")
-        name, least, most = rule.name, rule.least_arrays, 1 + len(rule.states)
+        name, most = rule.name, 1 + len(rule.states)
+        least = most - rule.optional_states
         if not least <= page_arrays <= most:
             known = f"{least}" if least == most else f"{least} or {most}"
             raise ValueError(f"a page of {page_arrays} arrays, and {name} has {known}")
+        if getattr(rule, "step", 1) < 1:
+            raise ValueError("a step count below 1")
         scalars.append((-scale.first if rule.maximize else scale.first, scale.second, *rule.scalars))
     if name not in _ENTRIES:
         raise ValueError(f"native/rules.inl has no entry for {name}; it has {', '.join(_ENTRIES)}")

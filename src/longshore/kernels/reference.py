@@ -81,11 +81,13 @@ def rule_step(
         ``master.to(dtype)``, which rounds to nearest even.
 
     Raises:
-        ValueError: a number of arrays that the rule does not have.
+        ValueError: a number of arrays that the rule does not have, or a step count below 1.
     """
     most = 1 + len(rule.states)
-    if not rule.least_arrays <= len(arrays) <= most:
-        raise ValueError(f"{len(arrays)} arrays, and {rule.name} has {rule.least_arrays} to {most}")
+    if not most - rule.optional_states <= len(arrays) <= most:
+        raise ValueError(f"{len(arrays)} arrays, and {rule.name} has {most}, {rule.optional_states} of them optional")
+    if getattr(rule, "step", 1) < 1:
+        raise ValueError("a step count below 1")
     first, second = _float32(-scale.first if rule.maximize else scale.first), _float32(scale.second)
     scalars = [_float32(value) for value in rule.scalars]
     g = gradient.float() * first * second

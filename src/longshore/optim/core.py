@@ -246,7 +246,7 @@ class OptimizerCore:
         store.check_usable()
         gradients = self.window_gradients()
         records = {record.index: record for record in self.by_id.values()}
-        with store.preparing():
+        with store.preparing({record.name: record.values() for record in records.values()} if debugging() else {}):
             scale = self.clipping.scale_for(source.fingerprint)
             self._name_states(store)
             steps: dict[int, ParameterStep] = {}
@@ -362,7 +362,6 @@ def _adopt_masters(
         ValueError: two parameters were given the same memory, by name.
     """
     if debugging():
-        store.check_same({record.name: record.values() for record in records})
         _check_unseen_writes(store, records)
     changed = [record for record in records if record.index in steps and record.changed]
     if any(record.published is not None for record in changed):

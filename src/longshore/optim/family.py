@@ -212,6 +212,8 @@ def planned(
             # Parameters with equal histories share one object after their first common step.
             if (history := record.history) is not last or rule is None or after is None:
                 if history not in known:
-                    known[history] = family.rule_of(group, history, arrays), family.after(group, history)
+                    made = family.rule_of(group, history, arrays)
+                    _ = made.scalars  # computed here, once: a rule steps many tiles
+                    known[history] = made, family.after(group, history)
                 last, (rule, after) = history, known[history]
             yield record, rule, after

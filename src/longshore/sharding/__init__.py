@@ -3,6 +3,6 @@
 from longshore.sharding.gathered import gather
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.stages import ShardedOffload
-from longshore.sharding.store import ShardedStore, store_of
+from longshore.sharding.store import ShardedStore, sharded_store
 
-__all__ = ["ReductionSettings", "ShardedOffload", "ShardedStore", "gather", "store_of"]
+__all__ = ["ReductionSettings", "ShardedOffload", "ShardedStore", "gather", "sharded_store"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError
 from longshore.host import (
+    GRADIENT,
     Forecast,
     HostStore,
     OwnedRun,
@@ -33,7 +34,7 @@ class ShardedStore(ParameterStore):
     """A parameter store whose state is spread over ranks.
 
     Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
-    :meth:`sum_of_squares`, :meth:`commit`, :meth:`read_state` and :meth:`read_gradient`.
+    :meth:`sum_of_squares`, :meth:`commit` and :meth:`read_state`.
     ``local`` keeps the shard ranges that this rank owns, by the index of the range.
     """
 
@@ -66,12 +67,6 @@ class ShardedStore(ParameterStore):
     # -- gradients of this rank -----------------------------------------------
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
-        """A backward begins, on all ranks.
-
-        Args:
-            reduce: whether its gradients are reduced; otherwise they stay on this rank.
-            last: whether it is the last of its window, as far as known.
-        """
         self.check_usable()
         if reduce:
             self.ownership.into_backward()
@@ -86,7 +81,6 @@ class ShardedStore(ParameterStore):
         self.window.fail(failure)
 
     def end_backward(self, failure: BaseException | None) -> None:
-        """The backward that began is over; ``failure`` is what it raised."""
         # Where it failed, its round still takes place: the others are in it.
         self.window.fail(failure)
         self._gradients.end_round()
@@ -178,8 +172,10 @@ class ShardedStore(ParameterStore):
         return dict.fromkeys(window.active, None)
 
     @contextlib.contextmanager
-    def preparing(self) -> Iterator[None]:
+    def preparing(self, same: Mapping[str, Tensor]) -> Iterator[None]:
         try:
+            if same and self.ownership.replicates:
+                self.collectives.run(lambda: check_same(self.collectives.rows, same))
             yield
         except Exception:
             with contextlib.suppress(LongshoreError):  # the first error is the one to raise
@@ -188,10 +184,6 @@ class ShardedStore(ParameterStore):
 
     def _meet(self, action: Action, number: int) -> None:
         self.collectives.run(lambda: self.collectives.meet(action, number, self.window.number))
-
-    def check_same(self, values: Mapping[str, Tensor]) -> None:
-        if self.ownership.replicates:
-            self.collectives.run(lambda: check_same(self.collectives.rows, values))
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         counted: dict[int, Tensor | None] = {}
@@ -297,8 +289,10 @@ class ShardedStore(ParameterStore):
         return sum(self.local.count_differing(each.index, values[self.ownership.place(each)]) for each in owned)
 
     def read_state(self, parameter: int, which: str) -> Tensor:
-        """A copy of the whole array, from all ranks; every rank has to ask."""
+        """A copy of the whole array, from all ranks; every rank has to ask. A gradient is the reduced one."""
         self.check_usable()
+        # Each range of a parameter that any rank used has a gradient.
+        assert which != GRADIENT or (self.window.active is not None and parameter in self.window.active)
         return self.ownership.assemble(parameter, lambda index: self.local.read_state(index, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
@@ -311,23 +305,6 @@ class ShardedStore(ParameterStore):
     def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
         """Return the range of the whole parameter, flat, that this process has on its device."""
         return self.ownership.held(parameter, values)
-
-    def read_gradient(self, parameter: int) -> Tensor | None:
-        """The reduced gradient of the window, from all ranks; after :meth:`agree`."""
-        if self.window.active is None or parameter not in self.window.active:
-            return None
-
-        def read(index: int) -> Tensor:
-            values = self.local.read_gradient(index)
-            assert values is not None  # each range of a parameter that anybody used arrives
-            return values
-
-        return self.ownership.assemble(parameter, read)
-
-    def write_gradient(self, parameter: int, values: Tensor) -> None:
-        """Replace the window's gradient of the parameter, which has one: float32, flat, on the host."""
-        for each, part in self._owned_parts(parameter, values):
-            self.local.write_gradient(each.index, part)
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self._before_writing()
@@ -351,8 +328,7 @@ class ShardedStore(ParameterStore):
         self.local.close()
 
 
-def store_of(optimizer: HostOptimizer) -> ShardedStore:
-    """The store of an engine's optimizer."""
+def sharded_store(optimizer: HostOptimizer) -> ShardedStore | None:
+    """The store of an engine's optimizer if several ranks share its state."""
     store = optimizer._core.store
-    assert isinstance(store, ShardedStore)
-    return store
+    return store if isinstance(store, ShardedStore) else None

@@ -72,9 +72,9 @@ class SGDRule(Rule):
         flags = float(self.momentum != 0), float(self.first), float(self.nesterov)
         return self.weight_decay, self.momentum, 1.0 - self.dampening, -self.lr, *flags
 
-    @cached_property
-    def least_arrays(self) -> int:
-        return 2 if self.momentum != 0 else 1  # groups with and without momentum may share a page
+    @property
+    def optional_states(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return int(self.momentum == 0)  # groups with and without momentum may share a page
 
 
 class SGDFamily(RuleFamily):
