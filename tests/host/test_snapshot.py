@@ -73,11 +73,11 @@ def test_a_page_is_held_until_its_last_read() -> None:
     assert pages.step(0) is None  # that page is nobody's but the tile's
     assert torch.equal(snapshot.read_run(0, "exp_avg"), EXPECTED)
     pages.snapshots.collect()
-    assert pages.holds.left_bytes == 2 * 4 * 32  # the second page has (1, "master") to be read
+    assert sum(page.nbytes for page in pages.pool.unread) == 2 * 4 * 32  # the second page has (1, "master") to be read
     assert torch.equal(snapshot.read_run(1, "master"), torch.ones(16))
     assert pages.pool.allocated_bytes == 4 * 2 * 4 * 32
     pages.snapshots.collect()
-    assert not pages.holds
+    assert not pages.holds and not pages.snapshots.active
     assert pages.pool.allocated_bytes == 2 * 2 * 4 * 32
 
 

@@ -84,8 +84,8 @@ class Backend:
         assert not transfer.staged or kernels.device.type == "cpu"
         self.transfer = transfer
         self.kernels = kernels
+        self.on_host = kernels.device.type == "cpu"
         self.tile_numel = tile_numel
-        self._holds = holds
         # Grow with parameters.
         self.tiles: list[Tile] = []
         self.parts: dict[int, list[tuple[Tile, Segment]]] = {}
@@ -105,11 +105,6 @@ class Backend:
         self.speculator = Speculator(speculation_memory, spares, transfer, kernels, self.worker, self.parts.__getitem__)
         self.snapshots = Snapshots(self.pages, holds, self.speculator, kernels.device)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether pages are in host memory."""
-        return self.kernels.device.type == "cpu"
-
     def add(self, added: Sequence[Tile]) -> None:
         """Take up new tiles, and make the staging memory that they need."""
         for tile in added:
@@ -120,7 +115,8 @@ class Backend:
             return
         passing = [tile.output_bytes for tile in added if not (self._hold_gradients and tile.outputs_fit)]
         if self._hold_gradients:
-            slots, slot_bytes = cut_slots(self.transfer, [tile.gradient_bytes for tile in added])
+            sizes = [tile.layout.page_numel * tile.gradient_dtype.itemsize for tile in added]
+            slots, slot_bytes = cut_slots(self.transfer, sizes)
             self._slot_bytes += slot_bytes
             for tile, slot in zip(added, slots, strict=True):
                 tile.slot = slot
@@ -166,7 +162,8 @@ class Backend:
     def _copy(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
         recorder = tile.recorder
         begin_ns = recorder.begin(COPY_TO_HOST, tile.layout.index)
-        handle = self.transfer.copy_to_host(gradient, tile.slot_view(segment.layout), ready, after)
+        into = None if tile.slot is None else tile.slot.view(tile.gradient_dtype, segment.layout)
+        handle = self.transfer.copy_to_host(gradient, into, ready, after)
         recorder.copying(COPY_TO_HOST, tile.layout.index, handle, begin_ns)
         return handle
 
@@ -178,7 +175,8 @@ class Backend:
         def add() -> None:
             if tile.window != window:
                 return
-            total = tile.accumulator_view(segment.layout)
+            assert tile.accumulator is not None
+            total = tile.accumulator[segment.layout.in_page]
             if not segment.summed:
                 self.kernels.accumulate(total, segment.wait(), add=False)
                 segment.summed, segment.gradient, segment.handle = True, total, None
@@ -220,7 +218,7 @@ class Backend:
         Tiles that were stepped ahead come first: their copies to the device run while the others are stepped.
         ``stepped`` gets the tiles that are COMMITTED, and on their way to the device.
         """
-        if self._holds or self.snapshots.extended:
+        if self.snapshots.active:
             self.snapshots.collect()
         ready = self.transfer.mark()
         self.transfer.begin_publish()
@@ -256,31 +254,30 @@ class Backend:
         return handle
 
     def _finish(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> None:
-        targets, segment_steps = [], []
+        segment_steps = []
         if self.transfer.staged and not tile.outputs_fit:
             tile.output_slot = self._ring.next()
             if tile.output_slot.last_publish is not None:
                 tile.output_slot.last_publish.wait()  # the kernel writes at once, on no stream
+        slot = tile.output_slot or tile.slot
         for segment, step in active:
-            target = segment.part_of(step.target)
-            targets.append(target)
-            output = self.transfer.output_for(target, tile.output_view(segment.layout))
+            staged = None if slot is None else slot.view(tile.dtype, segment.layout)
+            output = self.transfer.output_for(segment.part_of(step.target), staged)
             segment_steps.append(SegmentStep(segment, step.rule, output))
-        if self._holds:
+        if self.snapshots.active:
             with self.snapshots.page_for(tile) as into:
                 commit_tile(tile, segment_steps, scale, self.kernels, into)
         else:
             commit_tile(tile, segment_steps, scale, self.kernels)
         stepped.append(tile)
-        for segment_step, target in zip(segment_steps, targets, strict=True):
-            handle = self._publish(tile, segment_step.output, target)
-            slot = tile.output_slot or tile.slot
+        for (segment, step), (_, _, output) in zip(active, segment_steps, strict=True):
+            handle = self._publish(tile, output, segment.part_of(step.target))
             if slot is not None:
                 slot.last_publish = handle
         tile.output_slot = None
 
     def end_step(self, scale: Scale) -> None:
-        """The window was stepped with ``scale``. It ends for tiles that have gradients and were not stepped, too."""
+        """End the window that was stepped with ``scale``, for tiles that have gradients and were not stepped, too."""
         self.end_window([tile for tile in self.tiles if tile.state is TileState.COMMITTED], TileEvent.PUBLISHED)
         self.end_window([tile for tile in self.tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
         self.accumulators.trim()
@@ -302,12 +299,9 @@ class Backend:
 def commit_tile(
     tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels, into: Tensor | None = None
 ) -> None:
-    """FILLING or READY -> COMMITTED: the tile's page and the outputs hold the new values.
+    """FILLING or READY -> COMMITTED: write the new values to the tile's page and the outputs; BROKEN if that fails.
 
     With ``into`` that becomes the tile's page, and the one before is only read; otherwise it is stepped in place.
-
-    Raises:
-        BaseException: the failure of the pass; the tile is then BROKEN.
     """
     for step in steps:
         if step.segment.handle is not None:

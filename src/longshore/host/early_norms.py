@@ -28,14 +28,10 @@ class _Sums(NamedTuple):
 
 
 class EarlyNorms:
-    """The norms of one store's window, by parameter.
+    """The norms of one store's window, by parameter, whose tiles and segments ``parts_of`` returns.
 
     A parameter is measured with the last of its tiles. Its sums are valid until
     something more arrives for any of them.
-
-    Args:
-        kernels: add the squares.
-        parts_of: a parameter's tiles and segments.
     """
 
     def __init__(self, kernels: Kernels, parts_of: Callable[[int], Sequence[tuple[Tile, Segment]]]) -> None:

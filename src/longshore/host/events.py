@@ -44,8 +44,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def begin(self, name: str, tile: int | None) -> int:
-        """This thread begins something that one of the calls below will report. Returns their ``begin_ns``:
-        nanoseconds of ``time.perf_counter_ns``."""
+        """This thread begins what a call below will report; returns its ``begin_ns``, of ``time.perf_counter_ns``."""
 
     @abstractmethod
     def mark(self, name: str, tile: int | None) -> None:
@@ -72,7 +71,7 @@ class Recorders(Recorder):
     """Tells each of several recorders."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self.recorders = tuple(recorders)
+        self.recorders = recorders
 
     def begin(self, name: str, tile: int | None) -> int:
         for each in self.recorders:
@@ -215,9 +214,9 @@ SCHEDULE: Mapping[str, Row] = {
 
 
 class Move(Enum):
-    """What a commit does with one of the tiles that were not stepped ahead."""
+    """What a commit does with a tile that was not stepped ahead."""
 
-    FILL = "bring down what is not on the host yet"
+    FILL = "copy gradients that are not on the host yet"
     FINISH = "step it, and publish it"
 
 

@@ -59,61 +59,37 @@ def allocator_on(device: torch.device) -> Callable[[int], Tensor]:
 class PageHolds:
     """The pages that have to stay as they are, because a snapshot has not read them yet.
 
-    The thread that trains adds pages, and takes tiles away from them; the thread that reads releases them. A page that
-    no tile has any more goes back to its pool once it is read, in :meth:`collect`, on the thread that trains.
+    The thread that trains adds pages, and takes tiles away from them; the thread that reads releases them.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._held: set[int] = set()
+        self._unread: set[int] = set()
         """By address."""
-        self._left: dict[int, tuple[Tensor, Callable[[Tensor], None]]] = {}
-        """Unread pages that no tile has, each with the function that takes it back."""
-        self._read: list[tuple[Tensor, Callable[[Tensor], None]]] = []
-        """Pages that were in ``_left`` and have been read."""
-        self.left_bytes = 0
-        """Bytes of the pages that no tile has, and no pool yet."""
+        self.released = 0
+        """Pages that were ever released."""
 
     def __contains__(self, page: Tensor) -> bool:
-        return page.data_ptr() in self._held
+        return page.data_ptr() in self._unread
 
     def __bool__(self) -> bool:
-        return bool(self._held) or self.left_bytes > 0
+        return bool(self._unread)
 
     def hold(self, pages: Iterable[Tensor]) -> None:
         with self._changed:
-            self._held.update(page.data_ptr() for page in pages)
+            self._unread.update(page.data_ptr() for page in pages)
 
     def release(self, page: Tensor) -> None:
         """The page has been read. May be called from any thread."""
         with self._changed:
-            self._held.discard(page.data_ptr())
-            left = self._left.pop(page.data_ptr(), None)
-            if left is not None:
-                self._read.append(left)
+            self._unread.discard(page.data_ptr())
+            self.released += 1
             self._changed.notify_all()
 
-    def leave(self, page: Tensor, take_back: Callable[[Tensor], None]) -> bool:
-        """Take a page that no tile has any more, until it is read; returns False if it is not to be read."""
+    def wait_for(self, released: int) -> None:
+        """Wait until :attr:`released` is not this number any more."""
         with self._changed:
-            if page.data_ptr() not in self._held:
-                return False
-            self._left[page.data_ptr()] = page, take_back
-            self.left_bytes += page.nbytes
-            return True
-
-    def collect(self) -> None:
-        """Give pages that have been read back to their pools."""
-        with self._changed:
-            read, self._read = self._read, []
-            self.left_bytes -= sum(page.nbytes for page, _ in read)
-        for page, take_back in read:
-            take_back(page)
-
-    def wait_for(self, page: Tensor) -> None:
-        """Wait until ``page`` has been read, or another one can be collected."""
-        with self._changed:
-            self._changed.wait_for(lambda: page.data_ptr() not in self._held or bool(self._read))
+            self._changed.wait_for(lambda: self.released != released)
 
 
 class PagePool:
@@ -139,6 +115,8 @@ class PagePool:
         self._allocate = allocate
         self._holds = holds
         self._free: dict[int, list[Tensor]] = {}
+        self.unread: list[Tensor] = []
+        """Pages that came back before a snapshot had read them."""
 
     def page_bytes(self, page_numel: int) -> int:
         return 4 * self._page_arrays * page_numel
@@ -161,15 +139,21 @@ class PagePool:
         return self.take(page_numel) if self._free.get(page_numel) or fits else None
 
     def give_back(self, page: Tensor) -> None:
-        if self._holds is not None and self._holds.leave(page, self.give_back):
-            return
-        if page.shape[0] == self._page_arrays:
+        if self._holds is not None and page in self._holds:
+            self.unread.append(page)
+        elif page.shape[0] == self._page_arrays:
             self._free.setdefault(page.shape[1], []).append(page)
         else:
             self.allocated_bytes -= 4 * page.numel()
 
+    def collect(self) -> None:
+        """Make pages free that have been read since they came back."""
+        pages, self.unread = self.unread, []
+        for page in pages:
+            self.give_back(page)
+
     def trim(self) -> None:
-        """Free the pages that are not in use."""
+        """Let go of the pages that are free."""
         self.allocated_bytes -= sum(page.nbytes for pages in self._free.values() for page in pages)
         self._free.clear()
 

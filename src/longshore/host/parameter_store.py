@@ -1,7 +1,7 @@
-"""The interface between an optimizer and the store of its state and of the gradients of the accumulation window.
+"""The interface of the store that has an optimizer's state and the gradients of the accumulation window.
 
-Parameters are known by index, as flat tensors. :class:`~longshore.host.HostStore` keeps all of it in this process; a
-sharded store keeps one rank's part there and asks the other ranks for the rest.
+Parameters are known by index, as flat tensors. :class:`~longshore.host.HostStore` has all of it in this process; a
+sharded store has one rank's part there and asks the other ranks for the rest.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ GRADIENT = "gradient"
 
 def broken_state_error(failure: BaseException, where: str = "", on: str = "") -> BrokenStateError:
     """The error of a store after a commit, or the loading of a checkpoint, ended half way with ``failure``."""
+    said = (
+        f"an earlier step failed half way{where}, so some weights were stepped and others were not "
+        f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
+        f"(load_state_dict){on} before going on"
+    )
     if isinstance(failure, CheckpointError):
-        error = BrokenStateError(
-            f"a checkpoint was loaded in part only ({failure}); load a whole one{on} before going on"
-        )
-    else:
-        error = BrokenStateError(
-            f"an earlier step failed half way{where}, so some weights were stepped and others were not "
-            f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
-            f"(load_state_dict){on} before going on"
-        )
+        said = f"a checkpoint was loaded in part only ({failure}); load a whole one{on} before going on"
+    error = BrokenStateError(said)
     error.__cause__ = failure
     return error
 
@@ -97,8 +95,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        """Lay out ``(index, numel, dtype)``, in the order in which forward uses them as far as is known: backward
-        brings their gradients from the last to the first."""
+        """Lay out ``(index, numel, dtype)``, in forward's order if it is known: gradients come from the last one on."""
 
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...
@@ -110,12 +107,8 @@ class ParameterStore(ABC):
     # -- the accumulation window ----------------------------------------------
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
-        """A backward begins, on all ranks.
-
-        Args:
-            reduce: whether its gradients are reduced; otherwise they stay on this rank.
-            last: whether it is the last of its window, as far as known.
-        """
+        """A backward begins, on all ranks; it is the ``last`` of its window, as far as known. Without ``reduce`` its
+        gradients stay on this rank."""
         return
 
     def end_backward(self, failure: BaseException | None) -> None:
@@ -131,8 +124,7 @@ class ParameterStore(ABC):
     def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
         """Take one more gradient of ``parameter`` (flat, on the device) into the window; the caller may drop it.
 
-        With ``by_hook=False``, for one that was found where no hook saw it, a store may leave it to :meth:`commit`:
-        then it is returned.
+        With ``by_hook=False``, for one that no hook saw, a store may return it, to be given to :meth:`commit`.
         """
 
     @abstractmethod
@@ -141,8 +133,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def reduced(self, parameter: int) -> int | None:
-        """How many gradients of ``parameter``, each of all ranks together, wait here for the step; None if
-        this process steps nothing of it."""
+        """How many gradients of ``parameter``, reduced over the ranks, are here; None if it is not stepped here."""
 
     @abstractmethod
     def discard(self, parameter: int | None = None) -> None:
@@ -162,38 +153,30 @@ class ParameterStore(ABC):
     def agree(
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None
     ) -> Mapping[int, Tensor | None]:
-        """The gradients of the window, the same parameters on all ranks.
+        """The gradients of the window, the same parameters on all ranks, from those that this process ``found``.
 
-        Args:
-            found: those of this process.
-            failure: what finding them raised. If there is one, all ranks raise.
+        If finding them was a ``failure`` on one rank, all ranks raise.
         """
 
     @abstractmethod
     def preparing(self, same: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
         """A context between :meth:`agree` and :meth:`commit`: if it raises on one rank, no rank commits.
 
-        Args:
-            same: tensors by name that are to have the same bits on all ranks; empty unless debugging.
-
-        Raises:
-            RankError: one of them differs; names the first, and the ranks.
+        Raises RankError if tensors in ``same`` (by name; empty unless debugging) have other bits on another rank.
         """
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         """The sum of squares of all (scaled) gradients in float64.
 
-        ``gradients`` gives each parameter's flat gradient on the device, or
-        None if the window has it.
+        ``gradients`` has flat tensors on the device, or None where the window has the gradient.
         """
 
     @abstractmethod
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         """Step every parameter in ``steps``, publish it, and end the window.
 
-        On return the current stream sees the new parameters. ``then`` does the caller's own bookkeeping; if it
-        fails, the commit has failed.
+        On return the current stream sees the new parameters. ``then`` is the caller's bookkeeping, and part of it.
 
         Raises:
             GradientError: the window is incomplete; nothing was stepped.
@@ -214,8 +197,7 @@ class ParameterStore(ABC):
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         """Take ``values`` (flat, on the device) as the master.
 
-        With ``keep_matching``, an element whose rounded master is already the
-        value keeps its master, with all of its float32 digits.
+        With ``keep_matching``, elements whose rounded master is the value keep all float32 digits of their master.
         """
 
     @abstractmethod

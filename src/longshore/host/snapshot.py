@@ -87,8 +87,8 @@ class Snapshots:
         self._device = device
         self._most_bytes = 0
         """Limit of the tiles' pool while spare pages come from it."""
-        self.extended = False
-        """Whether the tiles' pool may have more pages than tiles."""
+        self.active = False
+        """Whether a snapshot may still have pages to read, or pages to give back."""
 
     def prepare(self, memory_bytes: int) -> None:
         """Prepare to take a snapshot.
@@ -103,6 +103,7 @@ class Snapshots:
         self.collect()
         if self._holds:
             raise LongshoreError("another checkpoint of this optimizer is still being written: wait for it first")
+        self.active = True
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the reader is on another stream
             memory_bytes = torch.cuda.mem_get_info(self._device)[0] // _PART_OF_DEVICE
@@ -120,8 +121,7 @@ class Snapshots:
             raise
         finally:
             if page is not None and unused is not None:
-                pool = self._pages if self._speculator.spares is None else self._speculator.spares
-                pool.give_back(unused)  # an old page comes back when it has been read
+                (self._speculator.spares or self._pages).give_back(unused)  # an old page is free when it has been read
 
     def make_writable(self, tile: Tile) -> None:
         """Prepare for a write to the tile's page that is no step."""
@@ -131,23 +131,25 @@ class Snapshots:
                 tile.page = page
 
     def collect(self) -> None:
-        """Give pages that have been read back to their pools, and free those that no tile needs."""
-        if self._holds:
-            self._holds.collect()
-        if self.extended and not self._holds:
+        """Make pages free that have been read, and after the last of them free the memory that no tile needs."""
+        pools = [pool for pool in (self._pages, self._speculator.spares) if pool is not None]
+        for pool in pools:
+            pool.collect()
+        if self.active and not self._holds and not any(pool.unread for pool in pools):
+            self.active = False
             self._pages.trim()
-            self.extended = False
 
     def _other_than(self, page: Tensor) -> Tensor | None:
-        while page in self._holds:
-            self._holds.collect()
+        while True:
+            released = self._holds.released  # first, so that a release from here on ends the wait
+            if page not in self._holds:
+                return None
+            self.collect()
             numel = page.shape[1]
             if self._speculator.spares is not None:
                 spare = self._speculator.lend(numel)
             else:
                 spare = self._pages.take_within(numel, self._most_bytes)
-                self.extended = True
             if spare is not None:
                 return spare
-            self._holds.wait_for(page)
-        return None
+            self._holds.wait_for(released)

@@ -71,9 +71,8 @@ class SpeculationRecord(NamedTuple):
 class Predictor:
     """Bets while the last verdicts were mostly the assumed one.
 
-    It learns from every window, whether or not anything was bet on it, so that
-    speculation stays off while clipping always acts and comes back when it no
-    longer does.
+    It learns from every window, so that speculation stays off while clipping
+    always acts and comes back when it no longer does.
     """
 
     def __init__(self) -> None:
@@ -94,13 +93,7 @@ class Pass:
 
     Making it moves the tile from READY to STEPPING. The tile's page and gradients will only be read, so the outputs
     must be neither the gradients' own memory nor the parameters. Gradients may still be on their way.
-
-    Args:
-        tile: has the gradients that were queued for it until now.
-        steps: its segments that have a gradient.
-        into: the spare page.
-        scale: what gradients are multiplied by, as far as is known.
-        slot: has the outputs; what was published from it last is waited for.
+    ``slot`` has the outputs; the copy that was published from it last is waited for.
     """
 
     def __init__(
@@ -119,9 +112,9 @@ class Pass:
         self._version = tile.version
         self.failed = False
         self.put_off = False
-        """It is not on the worker: what is measured for the verdict comes first."""
+        """Not on the worker: what is measured for the verdict comes first."""
         self.open = True
-        """It was not harvested yet."""
+        """Not harvested yet."""
 
     @property
     def current(self) -> bool:
@@ -129,7 +122,7 @@ class Pass:
         return self.tile.version == self._version
 
     def run(self, kernels: Kernels) -> None:
-        """Write what the step would give into the spare page, once the gradients are here. Touches no tile."""
+        """Wait for the gradients, and write the step's results into the spare page. Touches no tile."""
         if self.slot is not None and self.slot.last_publish is not None:
             self.slot.last_publish.wait()
         for copy in self._copies:  # before it begins, so that a recorder is told of the pass alone
@@ -146,8 +139,7 @@ class Pass:
     def end(self, spares: PagePool) -> bool:
         """STEPPING -> STEPPED, one call at a time with everything else that moves the tile.
 
-        If it is not :attr:`current` any more, the spare page goes back, the tile stays what it is, and the result is
-        False.
+        If the pass is not :attr:`current`, gives the spare page back and returns False; the tile stays as it is.
         """
         if not self.current:
             spares.give_back(self.target)
@@ -161,12 +153,12 @@ class Speculator:
     """Steps tiles of one backend ahead, each as soon as it has the gradients that its last window brought.
 
     Args:
-        memory: how much spare pages and outputs may take; 0: every tile waits for the verdict.
+        memory: limit of spare pages and outputs; 0: every tile waits for the verdict.
         spares: a pool for spare pages alone.
         transfer: makes memory for outputs.
         kernels: run the passes.
         runner: runs them behind what was queued before.
-        parts_of: a parameter's tiles and segments.
+        parts_of: returns a parameter's tiles and segments.
     """
 
     def __init__(

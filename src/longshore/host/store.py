@@ -95,9 +95,7 @@ class HostStore(ParameterStore):
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         """Lay out ``(index, numel, dtype)``; a tile has parameters of one dtype."""
         entries = list(parameters)
-        kept_numels = [0] * len(entries)
-        if len(self.backends) > 1:
-            kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)
+        kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)  # none with one backend
         first, rest = [], []
         for (index, numel, dtype), kept in zip(entries, kept_numels, strict=True):
             first.append((index, 0, kept, dtype))
@@ -180,9 +178,8 @@ class HostStore(ParameterStore):
         return self.backend.speculator.record
 
     def arrivals(self, parameter: int) -> int:
-        if parameter not in self:
-            return 0
-        return next((segment.arrivals for _, _, segment in self._placed(parameter)), 0)  # all have as many
+        placed = self._placed(parameter) if parameter in self else ()
+        return next((segment.arrivals for _, _, segment in placed), 0)  # all have as many
 
     def reduced(self, parameter: int) -> int:
         return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)
@@ -202,19 +199,20 @@ class HostStore(ParameterStore):
         return contextlib.nullcontext()
 
     def settle(self) -> None:
-        """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""
+        """Wait until every arrival is on the host and added; raises GradientError if the window is incomplete."""
         self.check_usable()
         self._drain()
         self._check_complete()
 
     def _check_complete(self) -> None:
-        if isinstance(failure := self._failure, GradientError):
-            raise failure
-        if failure is not None:
-            raise GradientError(
-                f"a gradient could not be added on the host ({failure}); zero_grad() discards this window, and "
-                "training can go on"
-            ) from failure
+        if self._failure is None:
+            return
+        if isinstance(self._failure, GradientError):
+            raise self._failure
+        raise GradientError(
+            f"a gradient could not be added on the host ({self._failure}); zero_grad() discards this window, and "
+            "training can go on"
+        ) from self._failure
 
     def _drain(self) -> None:
         # A worker reports a failure once; the window stays incomplete until it is discarded.
@@ -225,18 +223,17 @@ class HostStore(ParameterStore):
         self.check_usable()
         with self._lock:
             self._drain()
-            for backend in self.backends:
-                if parameter is None:
-                    backend.end_window(backend.tiles, TileEvent.DISCARD)
-                    backend.speculator.end_window(backend.tiles, None)
-                    continue
-                for tile, segment in backend.parts[parameter]:
+            if parameter is not None:
+                for backend, tile, segment in self._placed(parameter):
                     if tile.forget(segment) == 0:
                         backend.end_window([tile], TileEvent.DISCARD)
                     backend.speculator.drop(tile)
-            if parameter is None:
-                self._failure = None
-                self.recorder.mark(DISCARD, None)
+                return
+            for backend in self.backends:
+                backend.end_window(backend.tiles, TileEvent.DISCARD)
+                backend.speculator.end_window(backend.tiles, None)
+            self._failure = None
+            self.recorder.mark(DISCARD, None)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         begin_ns = self.recorder.begin(NORM, None)
@@ -269,23 +266,18 @@ class HostStore(ParameterStore):
             then()
         except BaseException as failure:
             # Ctrl-C lands here too.
-            brought = [parameter for parameter, step in steps.items() if step.gradient is not None]
-            self._abandon(failure, brought, begun=bool(stepped))
+            stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
+            if stepped or any(tile.state in stepping for tile in self.tiles):
+                self.broken = failure
+                # Copies on their way to the device end before what the user loads there next.
+                for backend in self.backends:
+                    with contextlib.suppress(Exception):
+                        backend.transfer.end_publish()
+                raise
+            # Nothing is lost, and the gradients that the commit brought are dropped: they are still ``.grad``.
+            for parameter in [parameter for parameter, step in steps.items() if step.gradient is not None]:
+                self.discard(parameter)
             raise
-
-    def _abandon(self, failure: BaseException, brought: list[int], begun: bool) -> None:
-        """End a commit that failed. If it had stepped anything, the store is broken; otherwise nothing is
-        lost, and the gradients that it brought are dropped: they are still ``.grad``."""
-        stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
-        if begun or any(tile.state in stepping for tile in self.tiles):
-            self.broken = failure
-            # Copies on their way to the device end before what the user loads there next.
-            for backend in self.backends:
-                with contextlib.suppress(Exception):
-                    backend.transfer.end_publish()
-            return
-        for parameter in brought:
-            self.discard(parameter)
 
     # -- optimizer state ------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One tile: its states and the only moves between them, its page, its slot, and what has arrived for its segments."""
+"""One tile: its states and the moves between them, its page, its slot, and the gradients of its segments."""
 
 from __future__ import annotations
 
@@ -94,10 +94,8 @@ def next_state(state: TileState, event: TileEvent) -> TileState:
         BrokenStateError: the tile is broken, and the event does not mend it.
         IllegalTransitionError: any other move that is not in the table.
     """
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        pass
+    if (after := TRANSITIONS.get((state, event))) is not None:
+        return after
     if state is TileState.BROKEN:
         raise BrokenStateError(
             "an earlier step failed half way, so some weights were stepped and others were not; "
@@ -107,28 +105,25 @@ def next_state(state: TileState, event: TileEvent) -> TileState:
 
 
 class Segment:
-    """One parameter's part of a tile, and its part of the window.
-
-    ``arrivals`` is the truth about accumulation (law 1): the first gradient of
-    a window is copied, each later one is added in float32.
-    """
+    """One parameter's range of a tile, with its gradient of the window."""
 
     def __init__(self, layout: SegmentLayout) -> None:
         self.layout = layout
         self.expected = 0
-        """Arrivals that this window will bring, as far as the last one tells; 0: nothing tells."""
+        """Arrivals that this window will bring, if it is like the last one; 0: unknown."""
         self.clear()
 
     def clear(self) -> None:
         self.arrivals = 0
+        """The truth about accumulation (law 1): the first gradient is copied, each later one is added in float32."""
         self.gradient: Tensor | None = None
-        """On the host once ``handle`` is done: what arrived, or the sum of it."""
+        """The gradient that arrived, or the sum of several; complete once ``handle`` is done."""
         self.handle: CopyHandle | None = None
         self.summed = False
         """Whether ``gradient`` is the float32 sum in the tile's accumulator."""
 
     def part_of(self, values: Tensor) -> Tensor:
-        """The segment's part of one value for each element of its parameter, as a view."""
+        """The segment's range of a tensor that has a value for each element of the parameter, as a view."""
         offset, numel = self.layout.parameter_offset, self.layout.numel
         return values if numel == values.numel() else values[offset : offset + numel]
 
@@ -171,8 +166,10 @@ class Tile:
         self.gradient_dtype = gradient_dtype
         self.recorder: Recorder = NO_RECORDER
         self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
+        self.outputs_fit = gradient_dtype == dtype
+        """Whether new parameters can take their gradients' place, element by element."""
         self.slot: Slot | None = None
-        """Where gradients come in, and new parameters go out in their place if they are of one dtype."""
+        """Where gradients come in, and new parameters go out in their place if they fit."""
         self.output_slot: Slot | None = None
         """Where new parameters go out otherwise."""
         # From the first gradient on.
@@ -185,7 +182,7 @@ class Tile:
         """Changes with every arrival, every gradient that is discarded, and every window. Asynchronous work is dropped
         when it was begun for another version than the present one."""
         self.filled = 0
-        """Segments for which at least one gradient has arrived."""
+        """Segments that have a gradient."""
         self._missing = 0
         """Segments that still expect gradients."""
         self._expects = False
@@ -195,17 +192,8 @@ class Tile:
         """The page that a step ahead of the verdict has written."""
 
     @property
-    def gradient_bytes(self) -> int:
-        return self.layout.page_numel * self.gradient_dtype.itemsize
-
-    @property
     def output_bytes(self) -> int:
         return self.layout.page_numel * self.dtype.itemsize
-
-    @property
-    def outputs_fit(self) -> bool:
-        """Whether new parameters can take their gradients' place, element by element."""
-        return self.gradient_dtype == self.dtype
 
     def move(self, event: TileEvent) -> None:
         self.state = next_state(self.state, event)
@@ -224,7 +212,7 @@ class Tile:
         return self._expects and self._missing == 0
 
     def expect(self, arrivals: int) -> None:
-        """The window will bring so many gradients to each segment that the last one brought any to."""
+        """Expect so many gradients for each segment that got any in the last window."""
         for segment in self.segments.values():
             if segment.expected > 0:
                 segment.expected = arrivals
@@ -235,7 +223,7 @@ class Tile:
         self._expects = any(segment.expected > 0 for segment in self.segments.values())
 
     def forget(self, segment: Segment) -> int:
-        """Drop what one segment has of this window; returns how many others have something."""
+        """Drop one segment's gradient; returns how many other segments have one."""
         self.filled -= segment.arrivals > 0
         self._missing += 0 < segment.expected <= segment.arrivals
         segment.clear()
@@ -245,24 +233,11 @@ class Tile:
         return self.filled
 
     def queued_gradient(self, segment: Segment) -> Tensor:
-        """Where the segment's gradient is once what was queued for it is done."""
+        """The segment's gradient, or the sum of several, once what was queued for it is done."""
         if segment.arrivals > 1 and self.accumulator is not None:
-            return self.accumulator_view(segment.layout)
+            return self.accumulator[segment.layout.in_page]
         assert segment.gradient is not None
         return segment.gradient
-
-    def slot_view(self, segment: SegmentLayout) -> Tensor | None:
-        """The segment's gradient in the slot; None without staging."""
-        return None if self.slot is None else self.slot.view(self.gradient_dtype, segment)
-
-    def output_view(self, segment: SegmentLayout) -> Tensor | None:
-        """Where the segment's new parameters are written; None without staging."""
-        slot = self.output_slot or self.slot
-        return None if slot is None else slot.view(self.dtype, segment)
-
-    def accumulator_view(self, segment: SegmentLayout) -> Tensor:
-        assert self.accumulator is not None
-        return self.accumulator[segment.in_page]
 
     def page_view(self, segment: SegmentLayout, row: int) -> Tensor:
         """The segment's range of one array of the page (0: the master), as a view."""

@@ -10,26 +10,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as NotInTime  # another class before Python 3.11
 from contextlib import AbstractContextManager, nullcontext
 
 from longshore.kernels import Kernels
 
 
 class InlineRunner:
-    """Runs each job at once, on the caller's thread.
+    """Runs each job at once, on the caller's thread; methods as those of :class:`Worker`.
 
     For kernels that only enqueue work: on the stream of the backward that brought the gradient
     they are in order with all that made it, and on another thread's stream they would not be.
-
-    Attributes:
-        used: whether a job was ever submitted.
-        working: as that of :class:`Worker`; not entered, since the thread is the caller's.
     """
 
     def __init__(self) -> None:
         self.used = False
-        self.working: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.working: Callable[[], AbstractContextManager[None]] = nullcontext  # not entered: it is the caller's thread
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
 
@@ -106,8 +101,8 @@ class Worker:
                     break
                 self._retire()
             if self._executor is None:
+                self._owner_pid = os.getpid()  # before other threads can see that there is an executor
                 self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
-                self._owner_pid = os.getpid()
             self._jobs.append((self._executor.submit(self._run, job), held_bytes))
             self._held_bytes += held_bytes
 
@@ -125,13 +120,8 @@ class Worker:
         """Wait until every job has run, for so long at most; returns whether they have."""
         self._check_process(bool(self._jobs))
         with self._lock:
-            last = self._jobs[-1][0] if self._jobs else None
-        try:
-            if last is not None:
-                last.exception(timeout_s)
-        except NotInTime:
-            return False
-        return True
+            last = [self._jobs[-1][0]] if self._jobs else []
+        return not wait(last, timeout_s).not_done
 
     def close(self) -> None:
         """Wait for every job, and end the thread."""

@@ -29,7 +29,7 @@ class DeviceKernels:
     ``reconcile`` and ``block_sums`` wait for their results.
 
     One launch steps a tile, by a table of its segments that is copied to the
-    device first: a tile may hold hundreds of biases and norms, and a launch for
+    device first: with hundreds of biases and norms in a tile, a launch for
     each would cost the host more than the step costs the device.
 
     Args:
@@ -60,7 +60,6 @@ class DeviceKernels:
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
     ) -> None:
-        """Step the segments of one tile in one pass; see :meth:`HostKernels.step_tile`."""
         tile = native_tile(source_page, target_page, segments, rules, scale, self._address)
         _native.check(*tile)
         if not tile.rows:
@@ -90,17 +89,14 @@ class DeviceKernels:
             )
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
-        """Copy or add a tensor to a float32 one; see :meth:`HostKernels.accumulate`."""
         self._elementwise(self._triton.accumulate, target, source, int(add))
 
     def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int:
-        """Count the elements that are not the rounded master; see :meth:`HostKernels.reconcile`."""
         differing = torch.zeros(parameter.numel(), dtype=torch.uint8, device=self.device)
         self._elementwise(self._triton.reconcile, master, parameter, int(adopt), differing)
         return int(differing.sum(dtype=torch.int64))
 
     def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
-        """The sums of squares of all (scaled, float32) elements; see :meth:`HostKernels.block_sums`."""
         starts, spans, counts = [0], [], []
         for pieces in parameters:
             blocks = self._norm_blocks(pieces)
@@ -125,8 +121,7 @@ class DeviceKernels:
         return [list(itertools.islice(of_blocks, count)) for count in counts]
 
     def _norm_blocks(self, pieces: Sequence[Tensor]) -> list[list[tuple[int, ...]]]:
-        """The spans of each block of one parameter: the address that its first element would have, and
-        the dtype, begin and end of the part that is there."""
+        """The spans of each block of one parameter: the address of element 0, the dtype, begin and end."""
         begins = [0, *itertools.accumulate(piece.numel() for piece in pieces)]
         blocks: list[list[tuple[int, ...]]] = [[] for _ in range(0, begins[-1], NORM_BLOCK_NUMEL)]
         for piece, begin in zip(pieces, begins, strict=False):

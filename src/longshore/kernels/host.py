@@ -23,7 +23,7 @@ class HostKernels:
     """The native kernels together with the threads that run them.
 
     Every call releases the GIL, and gives the same bits for any number of
-    threads, any cut into segments and any instruction set.
+    threads, any division into segments and any instruction set.
 
     Args:
         threads: how many; default: what ``longshore launch`` granted, or one for each CPU that the process may use.
@@ -134,14 +134,9 @@ def native_tile(
     scale: Scale,
     address: Callable[[Tensor], int],
 ) -> NativeTile:
-    """Check the arguments of a step, and build the table of the tile.
+    """Check the arguments of :meth:`HostKernels.step_tile`, and build the table whose numbers the native code checks.
 
-    Args:
-        source_page, target_page, segments, rules, scale: as in :meth:`HostKernels.step_tile`.
-        address: returns a tensor's address, and raises ``ValueError`` if it is not contiguous on the right device.
-
-    Raises:
-        ValueError: an argument that no kernel takes. The native code checks the numbers of the table.
+    ``address`` returns a tensor's address, and raises ``ValueError`` if it is not contiguous on the right device.
     """
     check_pages(source_page, target_page)
     page_arrays, page_numel = source_page.shape
