@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.host.memory import AccumulatorPool, PagePool, allocate_zeros, allocator_on, cut_slots
+from longshore.host.memory import PagePool, allocate_zeros, allocator_on, cut_slots
 from longshore.layout import SegmentLayout
 from longshore.transfer import DirectTransfer
 
@@ -104,7 +104,7 @@ def test_what_is_free_can_be_let_go_of() -> None:
     pool = PagePool(3)
     kept, free = pool.take(32), pool.take(16)
     pool.give_back(free)
-    pool.trim()
+    pool.clear()
     assert pool.allocated_bytes == 12 * 32
     assert pool.take(16) is not free
     pool.give_back(kept)
@@ -115,7 +115,7 @@ def test_what_is_free_can_be_let_go_of() -> None:
 
 
 def test_accumulators_are_kept_while_windows_use_them() -> None:
-    pool = AccumulatorPool()
+    pool = PagePool(1)
     for _ in range(3):
         accumulator = pool.take(32)
         pool.give_back(accumulator)
@@ -127,7 +127,7 @@ def test_accumulators_are_kept_while_windows_use_them() -> None:
 
 
 def test_trim_frees_what_the_window_did_not_use() -> None:
-    pool = AccumulatorPool()
+    pool = PagePool(1)
     accumulators = [pool.take(32), pool.take(32), pool.take(48)]
     assert pool.allocated_bytes == 4 * (32 + 32 + 48)
     for accumulator in accumulators:
@@ -144,7 +144,7 @@ def test_trim_frees_what_the_window_did_not_use() -> None:
 
 def test_one_accumulator_serves_two_tiles_of_a_window() -> None:
     """Discarded and begun again within a window: no second one is made."""
-    pool = AccumulatorPool()
+    pool = PagePool(1)
     accumulator = pool.take(32)
     pool.give_back(accumulator)
     assert pool.take(32) is accumulator
@@ -152,7 +152,7 @@ def test_one_accumulator_serves_two_tiles_of_a_window() -> None:
 
 
 def test_what_is_out_during_a_trim_still_counts() -> None:
-    pool = AccumulatorPool()
+    pool = PagePool(1)
     accumulator = pool.take(32)
     pool.trim()
     pool.trim()
@@ -166,10 +166,10 @@ def test_what_is_out_during_a_trim_still_counts() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memory_is_where_the_kernels_step(device: str) -> None:
     allocate = allocator_on(torch.device(device))
-    pages, accumulators = PagePool(3, allocate), AccumulatorPool(allocate)
+    pages, accumulators = PagePool(3, allocate), PagePool(1, allocate)
     page, accumulator = pages.take_zeros(32), accumulators.take(32)
     assert page.device.type == accumulator.device.type == device
-    assert page.shape == (3, 32) and accumulator.shape == (32,)
+    assert page.shape == (3, 32) and accumulator.shape == (1, 32)
     assert page.dtype == accumulator.dtype == torch.float32
     assert (pages.allocated_bytes, accumulators.allocated_bytes) == (12 * 32, 4 * 32)
 

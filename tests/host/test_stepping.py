@@ -89,8 +89,10 @@ def steps_for(tile: Tile) -> list[SegmentStep]:
 
 
 def state_of(tile: Tile) -> dict[int, tuple[Tensor, ...]]:
+    page = tile.page
+    assert page is not None
     return {
-        parameter: tuple(tile.page_view(segment.layout, which).clone() for which in range(3))
+        parameter: tuple(page[which, segment.layout.in_page].clone() for which in range(3))
         for parameter, segment in tile.segments.items()
     }
 

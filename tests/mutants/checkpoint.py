@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         "buffers that were written are not released",
         "host/snapshot.py",
-        "            self._pages.trim()\n",
+        "            self._pages.clear()\n",
         "            pass\n",
         (f"{ASYNC}::test_training_goes_on",),
     ),
@@ -79,8 +79,9 @@ MUTANTS = [
     Mutant(
         "a free buffer counts against the limit",
         "host/memory.py",
-        "        return self.take(page_numel) if self._free.get(page_numel) or fits else None\n",
-        "        return self.take(page_numel) if fits else None\n",
+        "        if free := self._idle.get(page_numel) or self._free.get(page_numel):\n",
+        "        free = self._idle.get(page_numel) or self._free.get(page_numel)\n"
+        "        if free and self.allocated_bytes + self.page_bytes(page_numel) <= most_bytes:\n",
         (MEMORY,),
     ),
     # -- folders --------------------------------------------------------------

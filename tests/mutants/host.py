@@ -345,22 +345,22 @@ MUTANTS = [
     Mutant(
         "zeros are what the buffer had",
         "host/memory.py",
-        "return page.zero_() if used else page",
+        "return page.zero_() if self.allocated_bytes == before else page",
         "return page",
         (MEMORY,),
     ),
     Mutant(
         "buffers of the old shape are kept",
         "host/memory.py",
-        "        if page.shape[0] == self._page_arrays:\n",
-        "        if page.shape[0] > 0:\n",
+        "        elif page.shape[0] == self._page_arrays:\n",
+        "        elif page.shape[0] > 0:\n",
         (MEMORY,),
     ),
     Mutant(
         "accumulators that were used are let go of",
         "host/memory.py",
-        "self._unused, self._used = self._used, {}",
-        "self._unused, self._used = {}, {}",
+        "self._idle, self._free = self._free, {}",
+        "self._idle, self._free = {}, {}",
         (MEMORY,),
     ),
     Mutant(

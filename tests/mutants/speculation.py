@@ -179,11 +179,8 @@ MUTANTS = [
         "host/store.py",
         "        self._void(parameter)\n"
         "        for backend, tile, segment in self._placed(parameter):\n"
-        "            tile.have_page(backend.pages)\n"
         "            master",
-        "        for backend, tile, segment in self._placed(parameter):\n"
-        "            tile.have_page(backend.pages)\n"
-        "            master",
+        "        for backend, tile, segment in self._placed(parameter):\n            master",
         (SPECULATION,),
     ),
     Mutant(

@@ -21,7 +21,7 @@ from longshore.host.events import (
     Move,
     commit_moves,
 )
-from longshore.host.memory import AccumulatorPool, PageHolds, PagePool, SlotRing, allocator_on, cut_slots
+from longshore.host.memory import PageHolds, PagePool, SlotRing, allocator_on, cut_slots
 from longshore.host.parameter_store import ParameterStep
 from longshore.host.snapshot import Snapshots
 from longshore.host.speculation import SpeculationMemory, Speculator
@@ -45,14 +45,6 @@ class BackendSettings(NamedTuple):
     tiles take turns with a few slots."""
     speculation_memory: SpeculationMemory = 0
     """For tiles that are stepped ahead of the verdict."""
-
-
-class OnDevice(NamedTuple):
-    """A part of the state that stays on the device and is stepped there."""
-
-    settings: BackendSettings
-    ratio: float
-    """The share of the elements whose state is on the host."""
 
 
 def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
@@ -96,7 +88,7 @@ class Backend:
         memory = allocator_on(kernels.device)
         self.pages = PagePool(page_arrays, memory, holds)
         # Change with each window. The worker's jobs never take the store's lock.
-        self.accumulators = AccumulatorPool(memory)
+        self.accumulators = PagePool(1, memory)
         self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
         """Adds later arrivals, and steps ahead."""
         if not (self._hold_gradients and isinstance(kernels, HostKernels)):
@@ -176,7 +168,7 @@ class Backend:
             if tile.window != window:
                 return
             assert tile.accumulator is not None
-            total = tile.accumulator[segment.layout.in_page]
+            total = tile.accumulator[0, segment.layout.in_page]
             if not segment.summed:
                 self.kernels.accumulate(total, segment.wait(), add=False)
                 segment.summed, segment.gradient, segment.handle = True, total, None

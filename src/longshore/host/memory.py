@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -96,7 +97,8 @@ class PagePool:
     """Pages by size: float32 ``[page_arrays, page_numel]``, the master and the states of the rule.
 
     A page that comes back is handed out again as it is: the caller writes all of
-    the elements that it will read, or asks for zeros.
+    the elements that it will read, or asks for zeros. Accumulators, the float32
+    sums of tiles with several gradients in a window, are pages of one array.
 
     Args:
         page_arrays: number of arrays in each page.
@@ -115,6 +117,8 @@ class PagePool:
         self._allocate = allocate
         self._holds = holds
         self._free: dict[int, list[Tensor]] = {}
+        self._idle: dict[int, list[Tensor]] = {}
+        """Pages that were free before the last :meth:`trim`."""
         self.unread: list[Tensor] = []
         """Pages that came back before a snapshot had read them."""
 
@@ -122,21 +126,23 @@ class PagePool:
         return 4 * self._page_arrays * page_numel
 
     def take(self, page_numel: int) -> Tensor:
-        free = self._free.get(page_numel)
-        if free:
-            return free.pop()
-        self.allocated_bytes += self.page_bytes(page_numel)
-        return self._allocate(self._page_arrays * page_numel).view(self._page_arrays, page_numel)
+        page = self.take_within(page_numel, sys.maxsize)
+        assert page is not None
+        return page
 
     def take_zeros(self, page_numel: int) -> Tensor:
-        used = bool(self._free.get(page_numel))
+        before = self.allocated_bytes
         page = self.take(page_numel)
-        return page.zero_() if used else page  # a new one takes memory only as it is touched
+        return page.zero_() if self.allocated_bytes == before else page  # a new one takes memory only as it is touched
 
     def take_within(self, page_numel: int, most_bytes: int) -> Tensor | None:
         """A free page, or a new one if the pool has at most ``most_bytes`` with it; otherwise None."""
-        fits = self.allocated_bytes + self.page_bytes(page_numel) <= most_bytes
-        return self.take(page_numel) if self._free.get(page_numel) or fits else None
+        if free := self._idle.get(page_numel) or self._free.get(page_numel):
+            return free.pop()
+        if self.allocated_bytes + self.page_bytes(page_numel) > most_bytes:
+            return None
+        self.allocated_bytes += self.page_bytes(page_numel)
+        return self._allocate(self._page_arrays * page_numel).view(self._page_arrays, page_numel)
 
     def give_back(self, page: Tensor) -> None:
         if self._holds is not None and page in self._holds:
@@ -144,7 +150,7 @@ class PagePool:
         elif page.shape[0] == self._page_arrays:
             self._free.setdefault(page.shape[1], []).append(page)
         else:
-            self.allocated_bytes -= 4 * page.numel()
+            self.allocated_bytes -= page.nbytes
 
     def collect(self) -> None:
         """Make pages free that have been read since they came back."""
@@ -153,43 +159,20 @@ class PagePool:
             self.give_back(page)
 
     def trim(self) -> None:
-        """Let go of the pages that are free."""
-        self.allocated_bytes -= sum(page.nbytes for pages in self._free.values() for page in pages)
-        self._free.clear()
+        """Let go of the pages that were free since the last call."""
+        self.allocated_bytes -= sum(page.nbytes for pages in self._idle.values() for page in pages)
+        self._idle, self._free = self._free, {}
+
+    def clear(self) -> None:
+        """Let go of all free pages."""
+        self.trim()
+        self.trim()
 
     def set_arrays(self, page_arrays: int) -> None:
         """Make pages with this number of arrays from now on; those of the old shape are freed as they come back."""
         if page_arrays != self._page_arrays:
-            self.trim()
+            self.clear()
             self._page_arrays = page_arrays
-
-
-class AccumulatorPool:
-    """Float32 sums for tiles that received a second gradient in this window.
-
-    They are kept from window to window while they are used.
-    """
-
-    def __init__(self, allocate: Callable[[int], Tensor] = allocate_zeros) -> None:
-        self.allocated_bytes = 0
-        self._allocate = allocate
-        self._unused: dict[int, list[Tensor]] = {}
-        self._used: dict[int, list[Tensor]] = {}
-
-    def take(self, page_numel: int) -> Tensor:
-        for pool in (self._unused, self._used):
-            if pool.get(page_numel):
-                return pool[page_numel].pop()
-        self.allocated_bytes += 4 * page_numel
-        return self._allocate(page_numel)
-
-    def give_back(self, accumulator: Tensor) -> None:
-        self._used.setdefault(accumulator.numel(), []).append(accumulator)
-
-    def trim(self) -> None:
-        """End a window: free the accumulators that it did not use."""
-        self.allocated_bytes -= sum(4 * numel * len(free) for numel, free in self._unused.items())
-        self._unused, self._used = self._used, {}
 
 
 class Slot:

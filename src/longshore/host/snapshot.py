@@ -25,13 +25,13 @@ Read = tuple[int, str]
 
 
 class PageSnapshot:
-    """The pages of a store as they were at one moment. Each of its reads is made once, from one thread.
+    """The pages of a store as they were at one moment.
 
     Args:
         holds: the store's; it has the pages until they have been read.
         rows: the row of each array in a page.
         parts: for each key, its pages and where in them it is.
-        reads: everything that will be read.
+        reads: everything that will be read, each once and from one thread.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Snapshots:
             pool.collect()
         if self.active and not self._holds and not any(pool.unread for pool in pools):
             self.active = False
-            self._pages.trim()
+            self._pages.clear()
 
     def _other_than(self, page: Tensor) -> Tensor | None:
         while True:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
-from longshore.host.backend import Active, Backend, BackendSettings, OnDevice, kept_on_device
+from longshore.host.backend import Active, Backend, BackendSettings, kept_on_device
 from longshore.host.events import DISCARD, NO_RECORDER, NORM, Recorder, Recorders
 from longshore.host.memory import PageHolds
 from longshore.host.parameter_store import GRADIENT, MASTER, Forecast, ParameterStep, ParameterStore, broken_state_error
@@ -31,21 +31,22 @@ class HostStore(ParameterStore):
     Args:
         settings: of the backend that keeps the state.
         gradient_dtype: dtype of the gradients that arrive; None: the parameters' own.
-        on_device: the first parameters are stepped where they are, and the others by ``settings``. The gradients of
-            the first ones come last, when little of backward is left to hide a copy or a step behind. One parameter
-            may lie in both.
+        on_device: of the backend of the first parameters, which are stepped where they are. Their gradients come last,
+            when little of backward is left to hide a copy or a step behind. One parameter may lie in both backends.
+        ratio: the share of the elements whose state ``settings`` are for.
     """
 
     def __init__(
         self,
         settings: BackendSettings,
         gradient_dtype: torch.dtype | None = None,
-        on_device: OnDevice | None = None,
+        on_device: BackendSettings | None = None,
+        ratio: float = 1.0,
     ) -> None:
         # Fixed.
         self.local = self
         self._gradient_dtype = gradient_dtype
-        self._ratio = 1.0 if on_device is None else on_device.ratio
+        self._ratio = ratio
         # Grow with parameters.
         self.arrays: tuple[str, ...] = (MASTER,)
         """The names of a page's arrays: ``"master"``, then the states of the optimizer's rule."""
@@ -55,7 +56,7 @@ class HostStore(ParameterStore):
         """The only one that recorders are told of: the kernels of the other are seen by a profiler of the device."""
         self.backends: tuple[Backend, ...] = (self.backend,)
         if on_device is not None:
-            self.backends = (Backend(on_device.settings, len(self.arrays), self._holds), self.backend)
+            self.backends = (Backend(on_device, len(self.arrays), self._holds), self.backend)
         self.transfer = settings.transfer
         self.kernels = settings.kernels
         # Changes when somebody traces.
@@ -63,7 +64,7 @@ class HostStore(ParameterStore):
         # Change with each window. Several autograd threads may bring gradients of one tile.
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        """Why the window cannot be stepped."""
+        """The reason why the window cannot be stepped."""
 
     def _placed(self, parameter: int) -> Iterator[tuple[Backend, Tile, Segment]]:
         """The tiles of a parameter, and its segments in them."""
@@ -74,10 +75,7 @@ class HostStore(ParameterStore):
     # -- layout ---------------------------------------------------------------
 
     def set_states(self, states: Sequence[str]) -> None:
-        """Name the state arrays, in the order in which the rule reads them. At first there are none.
-
-        Later calls may add arrays, zero for every parameter, and take none away.
-        """
+        """Name the state arrays, in the order in which the rule reads them; later calls may only add some, all zero."""
         arrays = (MASTER, *states)
         if arrays == self.arrays:
             return
@@ -305,12 +303,12 @@ class HostStore(ParameterStore):
         """The state as it is now, for another thread to read while this one goes on.
 
         Args:
-            reads: everything that will be read: indices of parameters, and names of arrays. The snapshot before is
-                closed.
+            reads: everything that will be read: indices of parameters, and names of arrays.
             memory_bytes: memory of further pages, if there are no spare ones for steps ahead. Beyond it a step waits.
 
         Raises:
             BrokenStateError: see :meth:`check_usable`.
+            LongshoreError: the snapshot before is not closed.
         """
         self.check_usable()
         self._drain()
@@ -328,8 +326,7 @@ class HostStore(ParameterStore):
         self.check_usable()
         self._void(parameter)
         for backend, tile, segment in self._placed(parameter):
-            tile.have_page(backend.pages)
-            master = tile.page_view(segment.layout, 0)
+            master = tile.have_page(backend.pages)[0, segment.layout.in_page]
             host = backend.transfer.read(segment.part_of(values))
             if keep_matching:
                 backend.kernels.reconcile(master, host, adopt=True)
@@ -340,8 +337,9 @@ class HostStore(ParameterStore):
         self.check_usable()
         differing = 0
         for backend, tile, segment in self._placed(parameter):
+            master = tile.have_page(backend.pages)[0, segment.layout.in_page]
             host = backend.transfer.read(segment.part_of(values))
-            differing += backend.kernels.reconcile(tile.page_view(segment.layout, 0), host, adopt=False)
+            differing += backend.kernels.reconcile(master, host, adopt=False)
         return differing
 
     def read_state(self, parameter: int, which: str) -> Tensor:
@@ -367,8 +365,7 @@ class HostStore(ParameterStore):
             if which == GRADIENT:
                 target = segment.wait()
             else:
-                tile.have_page(backend.pages)
-                target = tile.page_view(segment.layout, self.arrays.index(which))
+                target = tile.have_page(backend.pages)[self.arrays.index(which), segment.layout.in_page]
             target.copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:

@@ -87,23 +87,6 @@ TRANSITIONS = {(state, event): after for event, (befores, after) in _MOVES.items
 """The state after each event that a state allows."""
 
 
-def next_state(state: TileState, event: TileEvent) -> TileState:
-    """The state after ``event``.
-
-    Raises:
-        BrokenStateError: the tile is broken, and the event does not mend it.
-        IllegalTransitionError: any other move that is not in the table.
-    """
-    if (after := TRANSITIONS.get((state, event))) is not None:
-        return after
-    if state is TileState.BROKEN:
-        raise BrokenStateError(
-            "an earlier step failed half way, so some weights were stepped and others were not; "
-            "load a saved state with load_state_dict (and the model's weights) before going on"
-        )
-    raise IllegalTransitionError(f"a tile that is {state.name} cannot take {event.name}")
-
-
 class Segment:
     """One parameter's range of a tile, with its gradient of the window."""
 
@@ -179,14 +162,13 @@ class Tile:
         self.window = 0
         """Windows that have ended."""
         self.version = 0
-        """Changes with every arrival, every gradient that is discarded, and every window. Asynchronous work is dropped
-        when it was begun for another version than the present one."""
+        """Changes with every arrival, every discarded gradient and every window; work for an old version is dropped."""
         self.filled = 0
         """Segments that have a gradient."""
         self._missing = 0
         """Segments that still expect gradients."""
         self._expects = False
-        """Whether any of them ever did."""
+        """Whether any segment expects gradients, or did."""
         self.accumulator: Tensor | None = None
         self.spare: Tensor | None = None
         """The page that a step ahead of the verdict has written."""
@@ -196,10 +178,25 @@ class Tile:
         return self.layout.page_numel * self.dtype.itemsize
 
     def move(self, event: TileEvent) -> None:
-        self.state = next_state(self.state, event)
+        """Go to the state after ``event``.
+
+        Raises:
+            BrokenStateError: the tile is broken, and the event does not mend it.
+            IllegalTransitionError: any other move that is not in the table.
+        """
+        after = TRANSITIONS.get((self.state, event))
+        if after is not None:
+            self.state = after
+        elif self.state is TileState.BROKEN:
+            raise BrokenStateError(
+                "an earlier step failed half way, so some weights were stepped and others were not; "
+                "load a saved state with load_state_dict (and the model's weights) before going on"
+            )
+        else:
+            raise IllegalTransitionError(f"a tile that is {self.state.name} cannot take {event.name}")
 
     def arrived(self, segment: Segment) -> None:
-        """Count one more arrival; a speculative page, present or on its way, is void."""
+        """Count one more arrival; a step ahead, made or under way, is void."""
         self.move(TileEvent.ARRIVAL)
         self.version += 1
         self.filled += segment.arrivals == 0
@@ -235,14 +232,9 @@ class Tile:
     def queued_gradient(self, segment: Segment) -> Tensor:
         """The segment's gradient, or the sum of several, once what was queued for it is done."""
         if segment.arrivals > 1 and self.accumulator is not None:
-            return self.accumulator[segment.layout.in_page]
+            return self.accumulator[0, segment.layout.in_page]
         assert segment.gradient is not None
         return segment.gradient
-
-    def page_view(self, segment: SegmentLayout, row: int) -> Tensor:
-        """The segment's range of one array of the page (0: the master), as a view."""
-        assert self.page is not None
-        return self.page[row, segment.in_page]
 
     def have_page(self, pages: PagePool) -> Tensor:
         """The page; one of zeros is taken if there is none yet."""
@@ -251,7 +243,7 @@ class Tile:
         return self.page
 
     def widen_page(self, rows: Sequence[int], pages: PagePool) -> None:
-        """Move to a page with more arrays; ``rows`` is where the present ones go, and new ones are zero."""
+        """Move to a page with more arrays; ``rows`` are the new rows of the present arrays, and other rows are zero."""
         assert self.spare is None  # it would have the old shape
         page = self.page
         if page is not None:

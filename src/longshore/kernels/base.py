@@ -15,8 +15,7 @@ from torch import Tensor
 class Scale(NamedTuple):
     """What gradients are multiplied by in float32: ``first``, then ``second``.
 
-    Two factors where the loss scale is no power of two, so that unscaling and
-    clipping round as they do when they are separate operations.
+    There are two if the loss scale is no power of two: unscaling and clipping round as separate operations do.
     """
 
     first: float = 1.0
@@ -30,9 +29,8 @@ UNSCALED = Scale()
 class Rule(ABC):
     """The hyper-parameters of one parameter group, for parameters at one step count.
 
-    A subclass is a frozen dataclass with the hyper-parameters as fields. A field
-    ``step`` is the count after this step, 1 the first time. It is an argument of
-    every call: the kernels keep no state, so two tiles cannot differ.
+    A subclass is a frozen dataclass with the hyper-parameters as fields. A field ``step`` is the count after this step,
+    1 the first time. It is an argument of every call: the kernels keep no state, so two tiles cannot differ.
     """
 
     name: ClassVar[str]
@@ -77,9 +75,8 @@ HostRule = Rule | TorchRule
 class TileSegment(NamedTuple):
     """One row of a tile's table.
 
-    ``gradient`` is a flat, contiguous host tensor of ``numel`` elements;
-    ``output`` the same, or None, or the gradient's own memory. ``page_offset``
-    counts elements; ``rule`` is an index into the rules of the call.
+    ``gradient`` is a flat, contiguous tensor; ``output`` is another of as many elements, or the gradient's own memory,
+    or None. ``page_offset`` counts elements; ``rule`` is an index into the rules of the call.
     """
 
     page_offset: int

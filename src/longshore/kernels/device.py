@@ -24,17 +24,14 @@ _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 class DeviceKernels:
     """Triton kernels over the tensors of one CUDA device.
 
-    The methods are those of :class:`~longshore.kernels.HostKernels`, with the
-    same arguments, errors and bits. Work is given to the current stream;
-    ``reconcile`` and ``block_sums`` wait for their results.
+    The methods are those of :class:`~longshore.kernels.HostKernels`, with the same arguments, errors and bits. Work is
+    given to the current stream; ``reconcile`` and ``block_sums`` wait for their results.
 
-    One launch steps a tile, by a table of its segments that is copied to the
-    device first: with hundreds of biases and norms in a tile, a launch for
-    each would cost the host more than the step costs the device.
+    One launch steps a tile, by a table of its segments that is copied to the device first: with hundreds of biases and
+    norms in a tile, a launch for each would cost the host more than the step costs the device.
 
     Args:
-        device: a CUDA device; or the CPU in a process in which Triton was
-            imported with ``TRITON_INTERPRET=1`` (slow; for tests).
+        device: a CUDA device; or the CPU if Triton was imported with ``TRITON_INTERPRET=1`` (slow; for tests).
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
@@ -66,7 +63,7 @@ class DeviceKernels:
             return
         assert isinstance(rules[0], Rule)
         page_arrays, page_numel = source_page.shape
-        blocks = [-(-row[1] // self._triton.STEP_BLOCK.value) for row in tile.rows]
+        blocks = [-(-row[1] // self._triton.BLOCK.value) for row in tile.rows]
         firsts = [0, *itertools.accumulate(blocks)]
         scalars = _float32_rows(tile.scalars)
         table = [
@@ -138,7 +135,7 @@ class DeviceKernels:
         arguments = checked_pair(target, source, self._address)
         if source.numel() == 0:
             return
-        programs = -(-source.numel() // self._triton.PASS_BLOCK.value)
+        programs = -(-source.numel() // self._triton.BLOCK.value)
         with self._current():
             kernel[(programs,)](*arguments, option, *more, **_PASS)
 
@@ -150,11 +147,8 @@ class DeviceKernels:
             )
         return tensor.data_ptr()
 
-    # -- the device ------------------------------------------------------------
-
     def _upload(self, tensor: Tensor) -> Tensor:
-        # From pageable memory: the copy is staged before the call returns, and
-        # the tensor may go at once.
+        # From pageable memory: the copy is staged before the call returns, and the tensor may be freed at once.
         return tensor.to(self.device, non_blocking=True)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:

@@ -22,8 +22,7 @@ _ENTRIES = {name: index for index, name in enumerate(_native.rules())}
 class HostKernels:
     """The native kernels together with the threads that run them.
 
-    Every call releases the GIL, and gives the same bits for any number of
-    threads, any division into segments and any instruction set.
+    Every call releases the GIL, and gives the same bits for any number of threads, segments and any instruction set.
 
     Args:
         threads: how many; default: what ``longshore launch`` granted, or one for each CPU that the process may use.
@@ -71,11 +70,10 @@ class HostKernels:
         """Step the segments of one tile in one pass.
 
         Args:
-            source_page: float32 ``[page_arrays, page_numel]``: the master, then
-                the rule's states (SGD: nothing where no rule has momentum; a
-                :class:`~longshore.kernels.TorchRule` names its rows).
-            target_page: the same tensor (in place), or another that does not
-                overlap it; elements outside the segments are not written.
+            source_page: float32 ``[page_arrays, page_numel]``: the master, then the rule's states (SGD: none if no rule
+                has momentum; a :class:`~longshore.kernels.TorchRule` names its rows).
+            target_page: the same tensor (in place), or another that does not overlap it; elements outside the segments
+                are not written.
             segments: in order of ``page_offset``, not overlapping.
             rules: what the segments' ``rule`` counts into; all of one kind.
             scale: what gradients are multiplied by.
@@ -96,18 +94,15 @@ class HostKernels:
         _native.accumulate(self._pool, *checked_pair(target, source, _address), add, self.instruction_set)
 
     def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int:
-        """Count the elements of ``parameter`` that are not the rounded ``master``.
-
-        Bits are compared. With ``adopt``, each such element becomes the master.
-        """
+        """Count the elements of ``parameter`` that are not, to the bit, the rounded ``master``; with ``adopt``, each of
+        them becomes the master."""
         return _native.reconcile(self._pool, *checked_pair(master, parameter, _address), adopt, self.instruction_set)
 
     def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
         """The sums of squares of all (scaled, float32) elements, in double: for each parameter one number for each
         ``NORM_BLOCK_NUMEL`` of its elements; :func:`total_of_blocks` adds them up.
 
-        ``parameters`` holds, for each parameter, its flat gradient in
-        consecutive pieces. The bits depend on neither the cut nor the threads.
+        ``parameters`` has the flat gradient of each parameter in consecutive ranges, on which no bit depends.
         """
         rows = [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
         return _native.block_sums(self._pool, rows, scale, self.instruction_set)

@@ -1,10 +1,8 @@
 """The operations that rules are written in, in plain torch, and a step by any rule: the oracle of every kernel.
 
-Slow and simple on purpose. Each operation works on float32 and rounds once, to
-nearest even. The arithmetic of each rule is ``update`` in its file in
-:mod:`longshore.optim.rules`. The same numbers come out of the native kernels on
-every instruction set, out of the Triton kernels, and out of
-``torch.optim.AdamW(fused=True)`` (``Adam``, ``Adagrad``, ``SGD``) on the CPU.
+Slow and simple on purpose. Each operation works on float32 and rounds once, to nearest even. The arithmetic of each
+rule is ``update`` in its file in :mod:`longshore.optim.rules`. The native kernels on every instruction set, the Triton
+kernels, and ``torch.optim.AdamW(fused=True)`` (``Adam``, ``Adagrad``, ``SGD``) on the CPU compute the same bits.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ def scalar(scalars: Scalars, index: int) -> Tensor:
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c`` rounded once, for float32 tensors (broadcast as torch does).
 
-    The product of two float32 numbers is exact in float64. The sum is rounded
-    to odd there (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008), after
-    which rounding to float32 is correct.
+    The product of two float32 numbers is exact in float64. The sum is rounded to odd there (Boldo and Melquiond, IEEE
+    Trans. Computers 57(4), 2008), after which rounding to float32 is correct.
     """
     product = a.double() * b.double()
     addend = c.double()
@@ -102,8 +99,7 @@ def _float32(value: float) -> Tensor:
 def float32_bytes(value: float) -> bytes:
     """Round a double to the nearest float32, whatever float mode this thread is in.
 
-    The processor would make a denormal (a tiny eps, say) zero where
-    ``torch.set_flush_denormal(True)`` was called.
+    After ``torch.set_flush_denormal(True)`` the processor would make a denormal (a tiny eps, say) zero.
     """
     if 0.0 < abs(value) < 2.0**-126:
         units = round(abs(value) * 2.0**149)  # of the smallest float32: exact, then half to even
