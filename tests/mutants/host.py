@@ -221,8 +221,8 @@ MUTANTS = [
     Mutant(
         "a failure after tiles were stepped is forgotten",
         "host/backend.py",
-        "        stepped.append(tile)\n        for segment_step",
-        "        for segment_step",
+        "        stepped.append(tile)\n        for (segment",
+        "        for (segment",
         (STORE,),
     ),
     Mutant(
@@ -257,8 +257,8 @@ MUTANTS = [
     Mutant(
         "a discarded window stays incomplete",
         "host/store.py",
-        "                self._failure = None\n",
-        "",
+        "            self._failure = None\n            self.recorder",
+        "            self.recorder",
         (STORE,),
     ),
     Mutant(
@@ -285,15 +285,15 @@ MUTANTS = [
     Mutant(
         "gradients of a commit that did not begin are kept",
         "host/store.py",
-        "        for parameter in brought:\n            self.discard(parameter)\n",
-        "",
+        "                self.discard(parameter)\n",
+        "                pass\n",
         (STORE,),
     ),
     Mutant(
         "a discarded window stays in the store",
         "host/store.py",
-        "                    backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
-        "                    pass\n",
+        "                backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
+        "                pass\n",
         (STORE,),
     ),
     # -- events.py ------------------------------------------------------------

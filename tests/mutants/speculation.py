@@ -50,16 +50,16 @@ MUTANTS = [
     Mutant(
         "the device's part keeps a discarded window",
         "host/store.py",
+        "                backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
+        "                if backend is self.backend:\n"
         "                    backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
-        "                    if backend is self.backend:\n"
-        "                        backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
         (SPLIT,),
     ),
     Mutant(
         "half a step is forgotten",
         "host/store.py",
-        "        if begun or any(tile.state in stepping for tile in self.tiles):\n",
-        "        if any(tile.state in stepping for tile in self.backend.tiles):\n",
+        "            if stepped or any(tile.state in stepping for tile in self.tiles):\n",
+        "            if any(tile.state in stepping for tile in self.backend.tiles):\n",
         (SPLIT,),
     ),
     Mutant(

@@ -41,17 +41,13 @@ class BackendSettings(NamedTuple):
     kernels: Kernels
     tile_numel: int
     hold_gradients: bool
-    """Gradients arrive during backward and stay until the step, so that every tile has a slot of its own; otherwise
-    tiles take turns with a few slots."""
+    """Gradients arrive in backward and stay until the step: each tile has its own slot. Otherwise they share a few."""
     speculation_memory: SpeculationMemory = 0
     """For tiles that are stepped ahead of the verdict."""
 
 
 def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
-    """How many elements of each parameter stay on the device if ``ratio`` of all are on the host.
-
-    These are the first parameters, and the first blocks of one more, as the norm counts blocks.
-    """
+    """Elements of each parameter that stay on the device if ``ratio`` of all are on the host: the first blocks."""
     total = sum(numels)
     left = total - round(total * ratio)
     kept_numels = []
@@ -91,10 +87,9 @@ class Backend:
         self.accumulators = PagePool(1, memory)
         self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
         """Adds later arrivals, and steps ahead."""
-        if not (self._hold_gradients and isinstance(kernels, HostKernels)):
-            speculation_memory = 0
+        ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0
         spares = PagePool(page_arrays, memory, holds)
-        self.speculator = Speculator(speculation_memory, spares, transfer, kernels, self.worker, self.parts.__getitem__)
+        self.speculator = Speculator(ahead, spares, transfer, kernels, self.worker, self.parts.__getitem__)
         self.snapshots = Snapshots(self.pages, holds, self.speculator, kernels.device)
 
     def add(self, added: Sequence[Tile]) -> None:

@@ -30,8 +30,7 @@ class _Sums(NamedTuple):
 class EarlyNorms:
     """The norms of one store's window, by parameter, whose tiles and segments ``parts_of`` returns.
 
-    A parameter is measured with the last of its tiles. Its sums are valid until
-    something more arrives for any of them.
+    A parameter is measured with the last of its tiles. Its sums are valid until more arrives for any of them.
     """
 
     def __init__(self, kernels: Kernels, parts_of: Callable[[int], Sequence[tuple[Tile, Segment]]]) -> None:
@@ -45,8 +44,8 @@ class EarlyNorms:
     def due(self, tile: Tile) -> list[Due]:
         """The parameters of a tile that can be measured behind what is queued now.
 
-        Versions and gradients are read here, where no gradient is arriving: the
-        worker could find a version that counts an arrival which is not queued yet.
+        Versions and gradients are read here, where no gradient is arriving: the worker could find a version that counts
+        an arrival which is not queued yet.
         """
         found = []
         for parameter in tile.segments:

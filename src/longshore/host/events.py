@@ -1,8 +1,7 @@
 """The events of tiles: their names, the recorders that are told of them, and the order in which they happen.
 
-Recorders are called from every thread that works on a tile, and must not change what it does.
-:data:`SCHEDULE` says as data which event waits for which: ``longshore plan`` simulates it, and a test compares it with
-a traced engine.
+Recorders are called from every thread that works on a tile, and must not change what it does. :data:`SCHEDULE` says
+which event waits for which: ``longshore plan`` simulates it, and a test compares it with a traced engine.
 """
 
 from __future__ import annotations
@@ -206,10 +205,7 @@ SCHEDULE: Mapping[str, Row] = {
     NORM: Row(Lane.HOST, ((ARRIVE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
     # In place only after the verdict: there is no way back.
     STEP_IN_PLACE: Row(Lane.HOST, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (COPY_TO_HOST, Which.SAME))),
-    PUBLISH: Row(
-        Lane.TO_DEVICE,
-        ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (STEP_IN_PLACE, Which.SAME)),
-    ),
+    PUBLISH: Row(Lane.TO_DEVICE, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (STEP_IN_PLACE, Which.SAME))),
 }
 
 

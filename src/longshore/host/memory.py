@@ -23,15 +23,13 @@ _LARGEST_BLOCK_BYTES = 1 << 30
 def allocate_zeros(numel: int) -> Tensor:
     """Float32 zeros that take memory only as they are touched.
 
-    Large blocks ask for huge pages: a step walks every array once from end to
-    end, and with 4 KiB pages a good part of its time is address translation.
+    Large blocks ask for huge pages: with 4 KiB pages a good part of a step's time is address translation.
     """
     num_bytes = 4 * numel
     if num_bytes < _HUGE_PAGE_BYTES:
         return torch.zeros(numel, dtype=torch.float32, device="cpu")  # whatever the default device
     if hasattr(mmap, "MAP_PRIVATE"):
-        # The default is shared memory: a forked data loader would have our
-        # masters in its hands, and Linux gives such memory no huge pages.
+        # The default is shared memory: forked data loaders could write it, and Linux gives it no huge pages.
         block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
         block = mmap.mmap(-1, num_bytes)
@@ -96,9 +94,8 @@ class PageHolds:
 class PagePool:
     """Pages by size: float32 ``[page_arrays, page_numel]``, the master and the states of the rule.
 
-    A page that comes back is handed out again as it is: the caller writes all of
-    the elements that it will read, or asks for zeros. Accumulators, the float32
-    sums of tiles with several gradients in a window, are pages of one array.
+    A page that comes back is handed out again as it is: the caller writes all elements that it will read, or asks for
+    zeros. Accumulators, the float32 sums of tiles with several gradients in a window, are pages of one array.
 
     Args:
         page_arrays: number of arrays in each page.
@@ -107,10 +104,7 @@ class PagePool:
     """
 
     def __init__(
-        self,
-        page_arrays: int,
-        allocate: Callable[[int], Tensor] = allocate_zeros,
-        holds: PageHolds | None = None,
+        self, page_arrays: int, allocate: Callable[[int], Tensor] = allocate_zeros, holds: PageHolds | None = None
     ) -> None:
         self.allocated_bytes = 0
         self._page_arrays = page_arrays
@@ -176,15 +170,12 @@ class PagePool:
 
 
 class Slot:
-    """Host bytes between the copy streams: gradients come in, new parameters go out in their place.
-
-    ``last_publish`` is the copy that last read the slot; the next copy into it
-    has to wait for that one.
-    """
+    """Host bytes between the copy streams: gradients come in, new parameters go out in their place."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
         self.last_publish: CopyHandle | None = None
+        """The copy that last read the slot; the next copy into it has to wait for that one."""
 
     def view(self, dtype: torch.dtype, segment: SegmentLayout) -> Tensor:
         """The elements of a tile's segment as ``dtype``."""
@@ -199,9 +190,8 @@ def padded_bytes(size: int) -> int:
 def cut_slots(transfer: Transfer, sizes: Sequence[int]) -> tuple[list[Slot], int]:
     """Make one slot for each size in bytes, each at a multiple of 64 bytes; returns them and the bytes allocated.
 
-    Pinning inside a hook can deadlock with NCCL and takes milliseconds, so slots
-    are made when tiles are. torch's pinned allocator rounds each block up to a
-    power of two, so they are packed into blocks that are one, or nearly.
+    Pinning inside a hook can deadlock with NCCL and takes milliseconds, so slots are made when tiles are. torch's
+    pinned allocator rounds each block up to a power of two, so they are packed into blocks that are one, or nearly.
     """
     slots: list[Slot] = []
     allocated_bytes = remaining = sum(padded_bytes(size) for size in sizes)
@@ -235,11 +225,9 @@ class SlotRing:
             self._transfer.synchronize()
             count = max(count, len(self._slots))
             self._slot_bytes, self._slots, self.allocated_bytes = slot_bytes, deque(), 0
-        missing = count - len(self._slots)
-        if missing > 0:
-            slots, added_bytes = cut_slots(self._transfer, [self._slot_bytes] * missing)
-            self._slots.extend(slots)
-            self.allocated_bytes += added_bytes
+        slots, added_bytes = cut_slots(self._transfer, [self._slot_bytes] * (count - len(self._slots)))
+        self._slots.extend(slots)
+        self.allocated_bytes += added_bytes
 
     def next(self) -> Slot:
         self._slots.rotate(-1)

@@ -31,7 +31,7 @@ GRADIENT = "gradient"
 
 
 def broken_state_error(failure: BaseException, where: str = "", on: str = "") -> BrokenStateError:
-    """The error of a store after a commit, or the loading of a checkpoint, ended half way with ``failure``."""
+    """The error of a store whose last commit, or loading of a checkpoint, ended half way with ``failure``."""
     said = (
         f"an earlier step failed half way{where}, so some weights were stepped and others were not "
         f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
@@ -107,8 +107,7 @@ class ParameterStore(ABC):
     # -- the accumulation window ----------------------------------------------
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
-        """A backward begins, on all ranks; it is the ``last`` of its window, as far as known. Without ``reduce`` its
-        gradients stay on this rank."""
+        """A backward begins, as far as known the ``last`` of its window; without ``reduce`` gradients stay on ranks."""
         return
 
     def end_backward(self, failure: BaseException | None) -> None:

@@ -1,12 +1,10 @@
 """Stepping tiles while backward still runs, on the bet that neither gradients nor scale will change.
 
-A pass reads the tile's page and gradients and writes a spare page and spare
-outputs. At the verdict the spare becomes the tile's, or is dropped: undoing a
-step restores bytes because nothing of it was ever overwritten (law 5).
+A pass reads the tile's page and gradients and writes a spare page and spare outputs. At the verdict the spare becomes
+the tile's, or is dropped: undoing a step restores bytes because nothing of it was ever overwritten (law 5).
 
-Passes run on the worker, behind the additions that were queued before them.
-The threads that bring gradients and the caller alone move tiles: the worker
-only reports, and :meth:`Speculator.harvest` moves the tiles.
+Passes run on the worker, behind the additions that were queued before them. The worker never moves a tile: the threads
+that bring gradients and the caller do, in :meth:`Speculator.harvest` for passes that have ended.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ class SpeculationRecord(NamedTuple):
 class Predictor:
     """Bets while the last verdicts were mostly the assumed one.
 
-    It learns from every window, so that speculation stays off while clipping
-    always acts and comes back when it no longer does.
+    It learns from every window, so that speculation stays off only while clipping always acts.
     """
 
     def __init__(self) -> None:
@@ -153,11 +150,11 @@ class Speculator:
     """Steps tiles of one backend ahead, each as soon as it has the gradients that its last window brought.
 
     Args:
-        memory: limit of spare pages and outputs; 0: every tile waits for the verdict.
+        memory: limit of spare pages, which come from ``spares``, and of outputs; 0: every tile waits for the verdict.
         spares: a pool for spare pages alone.
         transfer: makes memory for outputs.
-        kernels: run the passes.
-        runner: runs them behind what was queued before.
+        kernels: run the passes, on ``runner`` and behind what was queued before.
+        runner: the worker that adds later arrivals.
         parts_of: returns a parameter's tiles and segments.
     """
 
@@ -174,12 +171,14 @@ class Speculator:
         self.forecast: Forecast | None = None
         self._memory = memory
         self._pool = spares
+        self.spares = spares if memory else None
+        """Pages to step into ahead of the verdict; None: there are none."""
         self._transfer = transfer
         self._kernels = kernels
         self._runner = runner
         self._norms = EarlyNorms(kernels, parts_of)
         # Grow with tiles.
-        self._reserved_for = self._spare_count = self._spare_page_bytes = self._output_bytes = 0
+        self._reserved_for = self._spare_count = self._spare_page_bytes = self.spare_bytes = 0
         self._slots: dict[tuple[int, int], list[Slot]] = {}
         """By elements of a page and bytes of an output; each stands for a page in the pool, too."""
         # Change with each window.
@@ -187,7 +186,7 @@ class Speculator:
         self._paused = False
         self._considered: set[int] = set()
         self._passes: dict[int, Pass] = {}
-        self._counts = dict.fromkeys(("begun", "kept", "redone", "dropped", "waited"), 0)
+        self._counts = dict.fromkeys(("begun", KEPT, REDONE, DROPPED, "waited"), 0)
         self._last = dict(self._counts)
         self._rules: Mapping[int, HostRule] | None = None
 
@@ -198,18 +197,8 @@ class Speculator:
             return None
         return SpeculationRecord(self._predictor.score, self._predictor.bets, self._spare_count, **self._last)
 
-    @property
-    def spares(self) -> PagePool | None:
-        """Pages to step into ahead of the verdict; None: there are none."""
-        return self._pool if self._memory else None
-
-    @property
-    def spare_bytes(self) -> int:
-        """Counted bytes of spare pages and outputs."""
-        return self._spare_page_bytes + self._output_bytes
-
     def lend(self, page_numel: int) -> Tensor | None:
-        """A spare page, for :attr:`spares` to get it or another one back; None: all of them are in use."""
+        """A spare page, to be given back to :attr:`spares`, as it is or another one; None: all are in use."""
         return self._pool.take_within(page_numel, self._spare_page_bytes)
 
     # -- during backward ------------------------------------------------------
@@ -293,7 +282,7 @@ class Speculator:
                 continue
             bet.open = False
             if not bet.end(self._pool):
-                self._count_dropped(bet.tile)
+                self._count(DROPPED, bet.tile)
             # One that is still put off was so when Ctrl-C ended the wait for it.
             elif bet.failed or bet.put_off:
                 bet.tile.redo(self._pool)
@@ -302,18 +291,18 @@ class Speculator:
         """Something that a pass read is about to change; after :meth:`harvest`."""
         self._norms.forget(tile.segments)
         if tile.state is TileState.STEPPED:
-            self._count_dropped(tile)
+            self._count(DROPPED, tile)
             tile.redo(self._pool)
 
     def drop(self, tile: Tile) -> None:
         """The tile was moved, and what was stepped ahead for it is not wanted any more."""
         if tile.spare is not None:
-            self._count_dropped(tile)
+            self._count(DROPPED, tile)
             tile.drop_spare(self._pool)
 
-    def _count_dropped(self, tile: Tile) -> None:
-        self._counts["dropped"] += 1
-        tile.recorder.mark(DROPPED, tile.layout.index)
+    def _count(self, event: str, tile: Tile) -> None:
+        self._counts[event] += 1
+        tile.recorder.mark(event, tile.layout.index)
 
     def set_arrays(self, page_arrays: int) -> None:
         """Pages have another number of arrays from here on; no tile is STEPPING or STEPPED."""
@@ -321,7 +310,7 @@ class Speculator:
         self._pool.set_arrays(page_arrays)
         self._passes.clear()
         self._slots.clear()
-        self._reserved_for = self._spare_count = self._spare_page_bytes = self._output_bytes = 0
+        self._reserved_for = self._spare_count = self._spare_page_bytes = self.spare_bytes = 0
 
     def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
         """Where the new parameters are, if the tile was stepped ahead as it is to be stepped; it is COMMITTED then."""
@@ -330,12 +319,10 @@ class Speculator:
         bet = self._passes[tile.layout.index]
         if bet.scale == scale and bet.rules == {segment.layout.parameter: step.rule for segment, step in active}:
             tile.keep_spare(self._pool)
-            self._counts["kept"] += 1
-            tile.recorder.mark(KEPT, tile.layout.index)
+            self._count(KEPT, tile)
             return bet.slot
         tile.redo(self._pool)
-        self._counts["redone"] += 1
-        tile.recorder.mark(REDONE, tile.layout.index)
+        self._count(REDONE, tile)
         return None
 
     def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
@@ -375,10 +362,11 @@ class Speculator:
                 break
             wanted.append(tile)
         slots, output_bytes = cut_slots(self._transfer, [tile.output_bytes for tile in wanted])
-        self._output_bytes += output_bytes
         for tile, slot in zip(wanted, slots, strict=True):
             self._slots.setdefault((tile.layout.page_numel, tile.output_bytes), []).append(slot)
-            self._spare_page_bytes += self._pool.page_bytes(tile.layout.page_numel)
+        page_bytes = sum(self._pool.page_bytes(tile.layout.page_numel) for tile in wanted)
+        self._spare_page_bytes += page_bytes
+        self.spare_bytes += page_bytes + output_bytes
         # Touched now, not in backward.
         for page in [self._pool.take(tile.layout.page_numel).zero_() for tile in wanted]:
             self._pool.give_back(page)

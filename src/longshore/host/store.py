@@ -75,7 +75,7 @@ class HostStore(ParameterStore):
     # -- layout ---------------------------------------------------------------
 
     def set_states(self, states: Sequence[str]) -> None:
-        """Name the state arrays, in the order in which the rule reads them; later calls may only add some, all zero."""
+        """Name the state arrays, in the order in which the rule reads them; later calls may add some, which are 0."""
         arrays = (MASTER, *states)
         if arrays == self.arrays:
             return
@@ -91,7 +91,6 @@ class HostStore(ParameterStore):
                 tile.widen_page(rows, backend.pages)
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        """Lay out ``(index, numel, dtype)``; a tile has parameters of one dtype."""
         entries = list(parameters)
         kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)  # none with one backend
         first, rest = [], []

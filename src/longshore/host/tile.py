@@ -149,6 +149,7 @@ class Tile:
         self.gradient_dtype = gradient_dtype
         self.recorder: Recorder = NO_RECORDER
         self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
+        self.output_bytes = layout.page_numel * dtype.itemsize
         self.outputs_fit = gradient_dtype == dtype
         """Whether new parameters can take their gradients' place, element by element."""
         self.slot: Slot | None = None
@@ -172,10 +173,6 @@ class Tile:
         self.accumulator: Tensor | None = None
         self.spare: Tensor | None = None
         """The page that a step ahead of the verdict has written."""
-
-    @property
-    def output_bytes(self) -> int:
-        return self.layout.page_numel * self.dtype.itemsize
 
     def move(self, event: TileEvent) -> None:
         """Go to the state after ``event``.

@@ -18,8 +18,8 @@ from longshore.kernels import Kernels
 class InlineRunner:
     """Runs each job at once, on the caller's thread; methods as those of :class:`Worker`.
 
-    For kernels that only enqueue work: on the stream of the backward that brought the gradient
-    they are in order with all that made it, and on another thread's stream they would not be.
+    For kernels that only enqueue work: on the stream of the backward that brought the gradient they are in order with
+    all that made it, and on another thread's stream they would not be.
     """
 
     def __init__(self) -> None:
@@ -50,13 +50,10 @@ class InlineRunner:
 class Worker:
     """Runs jobs on a thread of its own, which starts with the first of them.
 
-    A job of a later arrival keeps a device gradient in memory until the job has
-    run, so ``submit`` blocks while such gradients take more than ``limit_bytes``.
-
     Args:
-        limit_bytes: bytes of gradients that may wait in the queue.
+        limit_bytes: jobs keep device gradients in memory until they have run: ``submit`` blocks beyond so many bytes.
         on_start: called before each job (seeded delays, in tests).
-        name: of the thread.
+        name: name of the thread.
         patience_s: how long ``submit`` blocks at most; None: as long as it takes. Once it gave up it does not
             block again before the next :meth:`drain`. For jobs that wait for something that may wait for the caller.
 
@@ -89,7 +86,7 @@ class Worker:
         self._gave_up = False
 
     def submit(self, job: Callable[[], None], held_bytes: int) -> None:
-        """Queue ``job``, which keeps a gradient of ``held_bytes`` in memory until it has run; blocks as said above."""
+        """Queue ``job``, which keeps a gradient of ``held_bytes`` in memory until it has run; may block."""
         self.used = True
         self._check_process(self._executor is not None)
         with self._lock:

@@ -125,8 +125,7 @@ class DeviceKernels:
             code, first = dtype_code(piece), self._address(piece) - begin * piece.element_size()
             end = begin + piece.numel()
             for index in range(begin // NORM_BLOCK_NUMEL, -(-end // NORM_BLOCK_NUMEL)):
-                start = max(begin, index * NORM_BLOCK_NUMEL)
-                stop = min(end, (index + 1) * NORM_BLOCK_NUMEL)
+                start, stop = max(begin, index * NORM_BLOCK_NUMEL), min(end, (index + 1) * NORM_BLOCK_NUMEL)
                 if start < stop:
                     blocks[index].append((first, code, start, stop))
         return blocks

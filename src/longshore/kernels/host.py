@@ -54,10 +54,7 @@ class HostKernels:
             raise ValueError(f"this CPU does not run {instruction_set.name} code; it runs {supported}")
         self.instruction_set = supported[-1] if instruction_set is None else instruction_set
         self._pool = _native.ThreadPool(threads, cpus)
-
-    @property
-    def threads(self) -> int:
-        return self._pool.threads
+        self.threads = self._pool.threads
 
     def step_tile(
         self,

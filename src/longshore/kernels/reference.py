@@ -74,8 +74,7 @@ def rule_step(
         scale: what the gradient is multiplied by, one factor after the other.
 
     Returns:
-        The new arrays, as many as were given. The published parameter is
-        ``master.to(dtype)``, which rounds to nearest even.
+        The new arrays, as many as were given. The published parameter is ``master.to(dtype)``, rounded to nearest even.
 
     Raises:
         ValueError: a number of arrays that the rule does not have, or a step count below 1.

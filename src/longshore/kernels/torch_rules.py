@@ -1,10 +1,8 @@
 """Steps that torch's own optimizers make on ranges of a tile: slower than a kernel, and the same bits as torch.
 
-The result of an elementwise optimizer does not depend on where in a parameter
-an element is, but that of torch's loops may: the last elements of a tensor, and
-of each thread's share of it, go through scalar code that rounds differently. So
-each range is copied to a buffer of one size without such elements, and stepped
-by one thread.
+The result of an elementwise optimizer does not depend on where in a parameter an element is, but that of torch's loops
+may: the last elements of a tensor, and of each thread's share of it, go through scalar code that rounds differently. So
+each range is copied to a buffer of one size without such elements, and stepped by one thread.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ class _Stepper:
         self.master = torch.zeros(numel, dtype=torch.float32, device="cpu")
         self.gradient = torch.zeros_like(self.master)
         self._states = {name: torch.zeros_like(self.master) for name, _ in rule.rows}
-        kind = getattr(torch.optim, rule.kind)
-        self.optimizer: torch.optim.Optimizer = kind([self.master], **dict(rule.options), foreach=False)
+        self.optimizer = getattr(torch.optim, rule.kind)([self.master], **dict(rule.options), foreach=False)
 
     def step(self) -> dict[str, Any]:
         """Step the buffer; returns torch's state."""
