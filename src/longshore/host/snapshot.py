@@ -145,11 +145,10 @@ class Snapshots:
             if page not in self._holds:
                 return None
             self.collect()
-            numel = page.shape[1]
             if self._speculator.spares is not None:
-                spare = self._speculator.lend(numel)
+                spare = self._speculator.lend(page.shape[1])
             else:
-                spare = self._pages.take_within(numel, self._most_bytes)
+                spare = self._pages.take_within(page.shape[1], self._most_bytes)
             if spare is not None:
                 return spare
             self._holds.wait_for(released)
