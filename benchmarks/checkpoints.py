@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.contestants import ENGINE, Setup, start
 from benchmarks.report import Row, at_most
@@ -110,8 +109,8 @@ def _waits() -> Iterator[list[float]]:
     """Seconds that each step waited for a page."""
     wait, seconds = PageHolds.wait_for, []
 
-    def waiting(holds: PageHolds, page: Tensor) -> None:
-        seconds.append(_timed(lambda: wait(holds, page)))
+    def waiting(holds: PageHolds, released: int) -> None:
+        seconds.append(_timed(lambda: wait(holds, released)))
 
     PageHolds.wait_for = waiting
     try:

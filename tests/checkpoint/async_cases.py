@@ -46,10 +46,10 @@ def slow_writer(memory_bytes: int = PLENTY) -> Iterator[Writer]:
         assert writer.go_on.wait(60)
         return read(snapshot, key, which)
 
-    def waiting(holds: PageHolds, page: Tensor) -> None:
-        writer.waits.append(page.nbytes)
+    def waiting(holds: PageHolds, released: int) -> None:
+        writer.waits.append(released)
         writer.go_on.set()
-        wait(holds, page)
+        wait(holds, released)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PageSnapshot, "read_run", reading)

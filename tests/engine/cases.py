@@ -11,7 +11,7 @@ from support import whole
 import longshore
 from engine.scenarios import SCENARIOS, Oracle, Scenario, drive, make_model, norm_of
 from longshore.host import Forecast
-from longshore.host.speculation import Ahead, Predictor
+from longshore.host.speculation import Predictor
 from longshore.kernels import HostRule, Scale
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,7 +50,7 @@ class Stubborn(Predictor):
 
 def step_ahead(store: Any, ahead: str) -> None:
     speculator = store.local.backend.speculator
-    if isinstance(speculator, Ahead):
+    if speculator.record is not None:
         speculator._predictor = Stubborn()
         if ahead != "on":
             speculator.forecast = WrongForecast(speculator.forecast, ahead == "mixed")

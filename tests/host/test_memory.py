@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.host.memory import AccumulatorPool, PagePool, SlotSlab, allocate_zeros, allocator_on
+from longshore.host.memory import PagePool, allocate_zeros, allocator_on, cut_slots
+from longshore.layout import SegmentLayout
 from longshore.transfer import DirectTransfer
 
 HUGE_NUMEL = (2 << 20) // 4
@@ -103,7 +104,7 @@ def test_what_is_free_can_be_let_go_of() -> None:
     pool = PagePool(3)
     kept, free = pool.take(32), pool.take(16)
     pool.give_back(free)
-    pool.trim()
+    pool.clear()
     assert pool.allocated_bytes == 12 * 32
     assert pool.take(16) is not free
     pool.give_back(kept)
@@ -114,7 +115,7 @@ def test_what_is_free_can_be_let_go_of() -> None:
 
 
 def test_accumulators_are_kept_while_windows_use_them() -> None:
-    pool = AccumulatorPool()
+    pool = PagePool(1)
     for _ in range(3):
         accumulator = pool.take(32)
         pool.give_back(accumulator)
@@ -126,7 +127,7 @@ def test_accumulators_are_kept_while_windows_use_them() -> None:
 
 
 def test_trim_frees_what_the_window_did_not_use() -> None:
-    pool = AccumulatorPool()
+    pool = PagePool(1)
     accumulators = [pool.take(32), pool.take(32), pool.take(48)]
     assert pool.allocated_bytes == 4 * (32 + 32 + 48)
     for accumulator in accumulators:
@@ -143,7 +144,7 @@ def test_trim_frees_what_the_window_did_not_use() -> None:
 
 def test_one_accumulator_serves_two_tiles_of_a_window() -> None:
     """Discarded and begun again within a window: no second one is made."""
-    pool = AccumulatorPool()
+    pool = PagePool(1)
     accumulator = pool.take(32)
     pool.give_back(accumulator)
     assert pool.take(32) is accumulator
@@ -151,7 +152,7 @@ def test_one_accumulator_serves_two_tiles_of_a_window() -> None:
 
 
 def test_what_is_out_during_a_trim_still_counts() -> None:
-    pool = AccumulatorPool()
+    pool = PagePool(1)
     accumulator = pool.take(32)
     pool.trim()
     pool.trim()
@@ -165,10 +166,10 @@ def test_what_is_out_during_a_trim_still_counts() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memory_is_where_the_kernels_step(device: str) -> None:
     allocate = allocator_on(torch.device(device))
-    pages, accumulators = PagePool(3, allocate), AccumulatorPool(allocate)
+    pages, accumulators = PagePool(3, allocate), PagePool(1, allocate)
     page, accumulator = pages.take_zeros(32), accumulators.take(32)
     assert page.device.type == accumulator.device.type == device
-    assert page.shape == (3, 32) and accumulator.shape == (32,)
+    assert page.shape == (3, 32) and accumulator.shape == (1, 32)
     assert page.dtype == accumulator.dtype == torch.float32
     assert (pages.allocated_bytes, accumulators.allocated_bytes) == (12 * 32, 4 * 32)
 
@@ -176,18 +177,20 @@ def test_memory_is_where_the_kernels_step(device: str) -> None:
 # -- slots --------------------------------------------------------------------
 
 
+def at(offset: int, numel: int) -> SegmentLayout:
+    return SegmentLayout(0, 0, offset, numel)
+
+
 def test_slots_are_aligned_disjoint_and_counted() -> None:
-    slab = SlotSlab(DirectTransfer())
     sizes = [32, 64, 96, 128]
-    slots = slab.cut(sizes)
-    assert slab.allocated_bytes == 64 + 64 + 128 + 128
-    views = [slot.view(torch.uint8, 0, size) for slot, size in zip(slots, sizes, strict=True)]
+    slots, allocated_bytes = cut_slots(DirectTransfer(), sizes)
+    assert allocated_bytes == 64 + 64 + 128 + 128
+    views = [slot.view(torch.uint8, at(0, size)) for slot, size in zip(slots, sizes, strict=True)]
     assert all(view.data_ptr() % 64 == views[0].data_ptr() % 64 for view in views)
     for value, view in enumerate(views):
         view.fill_(value)
     assert [set(view.tolist()) for view in views] == [{0}, {1}, {2}, {3}]
-    slab.cut([64])
-    assert slab.allocated_bytes == 384 + 64
+    assert cut_slots(DirectTransfer(), []) == ([], 0)
 
 
 def test_slots_lose_little_to_a_pinned_allocator_that_rounds_up_to_powers_of_two() -> None:
@@ -201,7 +204,7 @@ def test_slots_lose_little_to_a_pinned_allocator_that_rounds_up_to_powers_of_two
 
     for sizes in ([1 << 16] * 37, [1000 * 64] * 53 + [640], [64] * 3, [1 << 20, 64, 64]):
         transfer = Recorded()
-        slots = SlotSlab(transfer).cut(sizes)
+        slots, _ = cut_slots(transfer, sizes)
         assert len(slots) == len(sizes) and sum(transfer.blocks) == sum(sizes)
         rounded = sum(1 << (block - 1).bit_length() for block in transfer.blocks)
         assert rounded <= 1.1 * sum(sizes)
@@ -210,9 +213,9 @@ def test_slots_lose_little_to_a_pinned_allocator_that_rounds_up_to_powers_of_two
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_slot_is_seen_as_its_tiles_dtype(dtype: torch.dtype) -> None:
-    _, slot = SlotSlab(DirectTransfer()).cut([32, 48 * dtype.itemsize])
-    whole = slot.view(dtype, 0, 48).copy_(torch.arange(48))
-    part = slot.view(dtype, 32, 7)
+    (_, slot), _ = cut_slots(DirectTransfer(), [32, 48 * dtype.itemsize])
+    whole = slot.view(dtype, at(0, 48)).copy_(torch.arange(48))
+    part = slot.view(dtype, at(32, 7))
     assert part.dtype == dtype and part.is_contiguous()
     assert part.tolist() == [32, 33, 34, 35, 36, 37, 38]
     part.zero_()

@@ -12,9 +12,12 @@ from torch import Tensor
 from longshore.errors import LongshoreError
 from longshore.host.memory import PageHolds, PagePool
 from longshore.host.snapshot import PageSnapshot, Snapshots
-from longshore.host.stepping import Speculator
+from longshore.host.speculation import Speculator
 from longshore.host.tile import Tile
+from longshore.host.worker import runner_for
+from longshore.kernels import HostKernels
 from longshore.layout import plan_tiles
+from longshore.transfer import DirectTransfer
 
 ARRAYS = ("master", "exp_avg")
 
@@ -25,7 +28,10 @@ class Pages:
     def __init__(self) -> None:
         self.holds = PageHolds()
         self.pool = PagePool(2, holds=self.holds)
-        self.snapshots = Snapshots(self.pool, self.holds, Speculator(), torch.device("cpu"))
+        kernels, transfer = HostKernels(threads=1), DirectTransfer()
+        runner, parts = runner_for(kernels, 1, transfer.worker_delay), {}
+        speculator = Speculator(0, PagePool(2), transfer, kernels, runner, parts.__getitem__)
+        self.snapshots = Snapshots(self.pool, self.holds, speculator, torch.device("cpu"))
         self.tiles = [Tile(layout, torch.float32, torch.float32) for layout in plan_tiles([(0, 48), (1, 16)], 32)]
         self.parts = {index: [] for index in (0, 1)}
         for place, tile in enumerate(self.tiles):
@@ -67,11 +73,11 @@ def test_a_page_is_held_until_its_last_read() -> None:
     assert pages.step(0) is None  # that page is nobody's but the tile's
     assert torch.equal(snapshot.read_run(0, "exp_avg"), EXPECTED)
     pages.snapshots.collect()
-    assert pages.holds.left_bytes == 2 * 4 * 32  # the second page has (1, "master") to be read
+    assert sum(page.nbytes for page in pages.pool.unread) == 2 * 4 * 32  # the second page has (1, "master") to be read
     assert torch.equal(snapshot.read_run(1, "master"), torch.ones(16))
     assert pages.pool.allocated_bytes == 4 * 2 * 4 * 32
     pages.snapshots.collect()
-    assert not pages.holds
+    assert not pages.holds and not pages.snapshots.active
     assert pages.pool.allocated_bytes == 2 * 2 * 4 * 32
 
 

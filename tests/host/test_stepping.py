@@ -9,18 +9,8 @@ from torch import Tensor
 from longshore.errors import BrokenStateError
 from longshore.host.backend import commit_tile
 from longshore.host.memory import PagePool
-from longshore.host.stepping import (
-    SegmentStep,
-    Speculation,
-    begin_speculation,
-    drop,
-    end_speculation,
-    fail_speculation,
-    keep,
-    redo,
-    run_speculation,
-)
-from longshore.host.tile import IllegalTransitionError, Tile, TileEvent, TileState
+from longshore.host.speculation import Pass
+from longshore.host.tile import IllegalTransitionError, SegmentStep, Tile, TileEvent, TileState
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.kernels.reference import rule_step
 from longshore.layout import plan_tiles
@@ -99,8 +89,10 @@ def steps_for(tile: Tile) -> list[SegmentStep]:
 
 
 def state_of(tile: Tile) -> dict[int, tuple[Tensor, ...]]:
+    page = tile.page
+    assert page is not None
     return {
-        parameter: tuple(tile.page_view(segment.layout, which).clone() for which in range(3))
+        parameter: tuple(page[which, segment.layout.in_page].clone() for which in range(3))
         for parameter, segment in tile.segments.items()
     }
 
@@ -119,10 +111,10 @@ def same(left: Mapping[int, tuple[Tensor, ...]], right: Mapping[int, tuple[Tenso
 
 def speculate(
     tile: Tile, spares: PagePool, kernels: HostKernels, scale: Scale = UNSCALED
-) -> tuple[Speculation, list[SegmentStep]]:
+) -> tuple[Pass, list[SegmentStep]]:
     steps = steps_for(tile)
-    speculation = begin_speculation(tile, steps, spares.take(tile.layout.page_numel))
-    run_speculation(speculation, scale, kernels)
+    speculation = Pass(tile, steps, spares.take(tile.layout.page_numel), scale)
+    speculation.run(kernels)
     return speculation, steps
 
 
@@ -173,7 +165,7 @@ def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
     with pytest.raises(IllegalTransitionError):
         commit_tile(tile, [], UNSCALED, kernels)
     with pytest.raises(IllegalTransitionError):
-        begin_speculation(tile, [], PagePool(3).take(tile.layout.page_numel))
+        Pass(tile, [], PagePool(3).take(tile.layout.page_numel), UNSCALED)
     assert same(state_of(tile), before)
 
 
@@ -201,18 +193,17 @@ def test_kept_is_what_in_place_would_have_given(
     speculation, steps = speculate(tile, spares, kernels, HALVED)
     assert tile.state is TileState.STEPPING
     assert same(state_of(tile), before)  # page A is only read
-    assert end_speculation(tile, speculation, spares)
+    assert speculation.end(spares)
     assert tile.state is TileState.STEPPED
     assert same(state_of(tile), before)
 
-    spare = keep(tile, spares)
+    tile.keep_spare(spares)
     assert tile.state is TileState.COMMITTED
-    assert tile.page is spare.page is not old_page
+    assert tile.page is speculation.target is not old_page
     assert tile.spare is None
     assert same(state_of(tile), state_of(twin))  # with the idle segments carried over
-    for output, step, twin_step in zip(spare.outputs, steps, twin_steps, strict=True):
-        assert output is step.output
-        assert torch.equal(output, twin_step.output)
+    for step, twin_step in zip(steps, twin_steps, strict=True):
+        assert torch.equal(step.output, twin_step.output)
     assert spares.take(old_page.shape[1]) is old_page
 
 
@@ -226,8 +217,8 @@ def test_a_pass_begins_when_its_gradients_are_here(kernels: HostKernels) -> None
         segment.handle = Late(gradients[segment.layout.parameter])
         segment.gradient = segment.handle.target
     speculation, _ = speculate(tile, spares, kernels)
-    assert end_speculation(tile, speculation, spares)
-    keep(tile, spares)
+    assert speculation.end(spares)
+    tile.keep_spare(spares)
     assert same(state_of(tile), expected)
 
 
@@ -242,8 +233,8 @@ def test_pages_go_round(kernels: HostKernels) -> None:
         gradients = gradients_for(*[(0, 1, 2), (1,), (2,), (0, 2), (0,)][window])
         complete(tile, gradients)
         speculation, _ = speculate(tile, spares, kernels)
-        assert end_speculation(tile, speculation, spares)
-        keep(tile, spares)
+        assert speculation.end(spares)
+        tile.keep_spare(spares)
         arrive(twin, gradients)
         commit_tile(twin, steps_for(twin), UNSCALED, kernels)
         assert same(state_of(tile), state_of(twin))
@@ -263,11 +254,11 @@ def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels)
     expected, before = expected_of(tile, gradients, HALVED), state_of(tile)
     complete(tile, gradients)
     speculation, _ = speculate(tile, spares, kernels)
-    assert end_speculation(tile, speculation, spares)
-    redo(tile, spares)
+    assert speculation.end(spares)
+    tile.redo(spares)
     assert tile.state is TileState.READY
     assert same(state_of(tile), before)
-    assert spares.take(speculation.page.shape[1]) is speculation.spare.page
+    assert spares.take(speculation.source.shape[1]) is speculation.target
     commit_tile(tile, steps_for(tile), HALVED, kernels)
     assert same(state_of(tile), expected)
 
@@ -281,10 +272,10 @@ def test_an_arrival_while_stepping_changes_the_version(kernels: HostKernels) -> 
     speculation, _ = speculate(tile, spares, kernels)
     arrive(tile, late)
     assert tile.state is TileState.FILLING
-    assert not end_speculation(tile, speculation, spares)
+    assert not speculation.end(spares)
     assert tile.state is TileState.FILLING
     assert tile.spare is None
-    assert spares.take(speculation.page.shape[1]) is speculation.spare.page
+    assert spares.take(speculation.source.shape[1]) is speculation.target
     assert same(state_of(tile), before)
     expected = expected_of(tile, {**early, **late})
     commit_tile(tile, steps_for(tile), UNSCALED, kernels)
@@ -299,7 +290,7 @@ def test_a_gradient_that_is_taken_out_while_stepping_changes_the_version(kernels
     speculation, _ = speculate(tile, spares, kernels)
     assert tile.forget(tile.segments[1]) == 1
     assert tile.state is TileState.FILLING
-    assert not end_speculation(tile, speculation, spares)
+    assert not speculation.end(spares)
     assert tile.state is TileState.FILLING and tile.spare is None
     expected = expected_of(tile, {0: gradients[0]})
     commit_tile(tile, steps_for(tile), UNSCALED, kernels)
@@ -313,19 +304,19 @@ def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKerne
     early, late = gradients_for(0, 1), gradients_for(2)
     complete(tile, early)
     old_steps = steps_for(tile)
-    old = begin_speculation(tile, old_steps, spares.take(tile.layout.page_numel))
+    old = Pass(tile, old_steps, spares.take(tile.layout.page_numel), UNSCALED)
     complete(tile, late)
     expected = expected_of(tile, {**early, **late})
-    new = begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
-    assert new.spare.page is not old.spare.page
-    run_speculation(new, UNSCALED, kernels)
-    run_speculation(old, UNSCALED, kernels)
-    assert not end_speculation(tile, old, spares)
+    new = Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
+    assert new.target is not old.target
+    new.run(kernels)
+    old.run(kernels)
+    assert not old.end(spares)
     assert tile.state is TileState.STEPPING
-    assert end_speculation(tile, new, spares)
-    keep(tile, spares)
+    assert new.end(spares)
+    tile.keep_spare(spares)
     assert same(state_of(tile), expected)
-    assert spares.allocated_bytes == 3 * 12 * old.page.shape[1]
+    assert spares.allocated_bytes == 3 * 12 * old.source.shape[1]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["idle", "begun again"])
@@ -340,9 +331,9 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
     if again:
         # As many arrivals as before, so that only the end of the window tells the versions apart.
         complete(tile, gradients_for(1, 2))
-        begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
+        Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
         assert tile.window == 1 and sum(segment.arrivals for segment in tile.segments.values()) == 2
-    assert not end_speculation(tile, speculation, spares)
+    assert not speculation.end(spares)
     assert tile.state is (TileState.STEPPING if again else TileState.EMPTY)
     assert tile.spare is None
     assert same(state_of(tile), before)
@@ -353,13 +344,13 @@ def test_an_arrival_after_stepping_drops_the_spare_page(kernels: HostKernels) ->
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
     speculation, _ = speculate(tile, spares, kernels)
-    assert end_speculation(tile, speculation, spares)
+    assert speculation.end(spares)
     arrive(tile, gradients_for(1))
-    drop(tile, spares)
+    tile.drop_spare(spares)
     assert tile.state is TileState.FILLING and tile.spare is None
-    assert spares.take(speculation.page.shape[1]) is speculation.spare.page
+    assert spares.take(speculation.source.shape[1]) is speculation.target
     with pytest.raises(IllegalTransitionError):
-        keep(tile, spares)
+        tile.keep_spare(spares)
 
 
 def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) -> None:
@@ -368,16 +359,17 @@ def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) ->
     gradients = gradients_for(0, 1)
     before, expected = state_of(tile), expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
+    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
     with pytest.raises(RuntimeError, match="the kernel failed"):
-        run_speculation(speculation, UNSCALED, Broken(threads=1))
-    fail_speculation(tile, speculation, spares)
+        speculation.run(Broken(threads=1))
+    if speculation.end(spares):
+        tile.redo(spares)
     assert tile.state is TileState.READY and tile.spare is None
     assert same(state_of(tile), before)
     again, _ = speculate(tile, spares, kernels)
-    assert again.spare.page is speculation.spare.page  # it came back
-    assert end_speculation(tile, again, spares)
-    keep(tile, spares)
+    assert again.target is speculation.target  # it came back
+    assert again.end(spares)
+    tile.keep_spare(spares)
     assert same(state_of(tile), expected)
 
 
@@ -385,11 +377,12 @@ def test_a_failed_pass_with_an_old_version(kernels: HostKernels) -> None:
     spares = PagePool(3)
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
-    speculation = begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
+    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
     arrive(tile, gradients_for(1))
-    fail_speculation(tile, speculation, spares)
+    if speculation.end(spares):
+        tile.redo(spares)
     assert tile.state is TileState.FILLING and tile.spare is None
-    assert spares.take(speculation.page.shape[1]) is speculation.spare.page
+    assert spares.take(speculation.source.shape[1]) is speculation.target
 
 
 def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
@@ -399,12 +392,12 @@ def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
     gradients = gradients_for(0)
     expected = expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = begin_speculation(tile, steps_for(tile), spares.take(tile.layout.page_numel))
+    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
     layout = tile.segments[0].layout
     tile.move(TileEvent.DISCARD)
     tile.end_window(stepped=True)
     del gradients, tile
     [torch.full((NUMELS[0],), float("nan")) for _ in range(100)]
-    run_speculation(speculation, UNSCALED, kernels)
+    speculation.run(kernels)
     part = slice(layout.page_offset, layout.page_offset + layout.numel)
-    assert torch.equal(speculation.spare.page[0, part], expected[0][0])
+    assert torch.equal(speculation.target[0, part], expected[0][0])

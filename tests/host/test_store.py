@@ -239,7 +239,7 @@ def test_the_first_arrival_copies_and_later_ones_add_in_float32(train, transfer)
     for gradient in (first, second, third):
         training.arrive(0, gradient)
         training.store.settle()
-        sums.append(torch.cat([segment.wait() for _, segment in training.store._parts[0]]))
+        sums.append(torch.cat([segment.wait() for _, segment in training.store.backend.parts[0]]))
     assert sums[0].dtype == BF16 and torch.equal(sums[0], first)
     assert sums[1].dtype == torch.float32 and torch.equal(sums[1], first.float() + second.float())
     assert torch.equal(sums[2], first.float() + second.float() + third.float())
@@ -414,7 +414,7 @@ def test_discard_reuses_the_accumulators(train) -> None:
         for _ in range(2):
             training.arrive(4, training.gradient(4))
         training.store.discard()
-    tiles = [tile for tile, _ in training.store._parts[4]]
+    tiles = [tile for tile, _ in training.store.backend.parts[4]]
     assert training.store.host_bytes()["accumulators"] == sum(4 * tile.layout.page_numel for tile in tiles)
 
 

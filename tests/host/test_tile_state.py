@@ -3,9 +3,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from longshore.errors import BrokenStateError, LongshoreError
-from longshore.host.tile import IllegalTransitionError, TileEvent, TileState, next_state
+from longshore.host.tile import IllegalTransitionError, Tile, TileEvent, TileState
+from longshore.layout import TileLayout
 
 # Written out once more, row by row, and not read from the table that is tested.
 TABLE = """
@@ -47,6 +49,17 @@ COMMITTED   LOAD           EMPTY
 BROKEN      LOAD           EMPTY
 """
 ALLOWED = {(state, event): to for state, event, to in (line.split() for line in (TABLE + BESIDES).splitlines() if line)}
+
+
+def next_state(state: TileState, event: TileEvent) -> TileState:
+    tile = Tile(TileLayout(0, (), 0), torch.float32, torch.float32)
+    tile.state = state
+    try:
+        tile.move(event)
+    except LongshoreError:
+        assert tile.state is state
+        raise
+    return tile.state
 
 
 def test_the_tables_names_are_the_codes() -> None:

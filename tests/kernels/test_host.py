@@ -474,7 +474,7 @@ SHARED = torch.zeros(100)
         ({"target_page": torch.zeros(2, 30)}, "source and target pages differ in size"),
         ({"rules": [OTHER_RULES[0]]}, "a page of 3 arrays, and Lion has 2"),
         ({"rules": [OTHER_RULES[2]]}, "a page of 3 arrays, and Adagrad has 2"),
-        ({"rules": [OTHER_RULES[4]]}, "a page of 3 arrays, and SGD with momentum has 2"),
+        ({"rules": [OTHER_RULES[4]]}, "a page of 3 arrays, and SGD has 2"),
         ({"rules": [RULES[0], OTHER_RULES[0]]}, r"of one kind, not \['AdamRule', 'LionRule'\]"),
         ({"rules": [(1.0, 2.0)]}, "do not step by a tuple"),
         ({"target_page": torch.zeros(3, 21)}, "source and target pages differ in size"),

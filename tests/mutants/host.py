@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import MEMORY, STEPPING, STORE, WORKER, Mutant
+from mutants.mutant import MEMORY, SPECULATION, STEPPING, STORE, WORKER, Mutant
 
 MUTANTS = [
     # -- tile.py --------------------------------------------------------------
@@ -62,69 +62,69 @@ MUTANTS = [
         "values[:numel]",
         (STORE,),
     ),
-    # -- stepping.py ----------------------------------------------------------
+    # -- a step into a spare --------------------------------------------------
     Mutant(
         "a pass does not wait for its copies",
-        "host/stepping.py",
-        "        copy.wait()\n",
-        "        pass\n",
+        "host/speculation.py",
+        "            copy.wait()\n",
+        "            pass\n",
         (STEPPING,),
     ),
     Mutant(
         "idle segments are not copied to the spare buffer",
-        "host/stepping.py",
-        "        target[:, part] = page[:, part]\n",
-        "        pass\n",
+        "host/speculation.py",
+        "                self.target[:, part] = self.source[:, part]\n",
+        "                pass\n",
         (STEPPING,),
     ),
     Mutant(
         "an old version is honoured",
-        "host/stepping.py",
-        "    if tile.version != speculation.version:\n",
-        "    if tile.filled == 0:\n",
+        "host/speculation.py",
+        "        return self.tile.version == self._version\n",
+        "        return self.tile.filled != 0\n",
         (STEPPING,),
     ),
     Mutant(
         "the buffer of an old version is not given back",
-        "host/stepping.py",
-        "        spares.give_back(speculation.spare.page)\n        return False\n",
-        "        return False\n",
+        "host/speculation.py",
+        "            spares.give_back(self.target)\n            return False\n",
+        "            return False\n",
         (STEPPING,),
     ),
     Mutant(
         "the old buffer is not given back",
-        "host/stepping.py",
-        "    spares.give_back(old)\n",
+        "host/tile.py",
+        "        spares.give_back(old)\n",
         "",
         (STEPPING,),
     ),
     Mutant(
         "the buffer that is kept is given back",
-        "host/stepping.py",
-        "    spares.give_back(old)\n",
-        "    spares.give_back(spare.page)\n",
+        "host/tile.py",
+        "        spares.give_back(old)\n",
+        "        spares.give_back(self.page)\n",
         (STEPPING,),
     ),
     Mutant(
         "the old buffer is kept",
-        "host/stepping.py",
-        "    tile.page, tile.spare = spare.page, None\n    spares.give_back(old)\n",
-        "    tile.spare = None\n    spares.give_back(spare.page)\n",
+        "host/tile.py",
+        "        old, self.page, self.spare = self.page, self.spare, None\n",
+        "        old, self.spare = self.spare, None\n",
         (STEPPING,),
     ),
     Mutant(
         "a buffer that is dropped is not given back",
-        "host/stepping.py",
-        "        spares.give_back(tile.spare.page)\n",
+        "host/tile.py",
+        "            spares.give_back(self.spare)\n",
         "",
         (STEPPING,),
     ),
     Mutant(
         "a pass that failed counts as made",
-        "host/stepping.py",
-        "    if end_speculation(tile, speculation, spares):\n        redo(tile, spares)\n",
-        "    end_speculation(tile, speculation, spares)\n",
-        (STEPPING,),
+        "host/speculation.py",
+        "            elif bet.failed or bet.put_off:\n",
+        "            elif bet.put_off:\n",
+        (SPECULATION,),
     ),
     # -- backend.py -----------------------------------------------------------
     Mutant(
@@ -158,8 +158,8 @@ MUTANTS = [
     Mutant(
         "a later arrival is added before it is there",
         "host/backend.py",
-        "        handle.wait()\n",
-        "",
+        "            handle.wait()\n            self.kernels",
+        "            self.kernels",
         (STORE,),
     ),
     Mutant(
@@ -221,8 +221,8 @@ MUTANTS = [
     Mutant(
         "a failure after tiles were stepped is forgotten",
         "host/backend.py",
-        "        stepped.append(tile)\n        for segment_step",
-        "        for segment_step",
+        "        stepped.append(tile)\n        for (segment",
+        "        for (segment",
         (STORE,),
     ),
     Mutant(
@@ -257,8 +257,8 @@ MUTANTS = [
     Mutant(
         "a discarded window stays incomplete",
         "host/store.py",
-        "                self._failure = None\n",
-        "",
+        "            self._failure = None\n            self.recorder",
+        "            self.recorder",
         (STORE,),
     ),
     Mutant(
@@ -285,15 +285,15 @@ MUTANTS = [
     Mutant(
         "gradients of a commit that did not begin are kept",
         "host/store.py",
-        "        for parameter in brought:\n            self.discard(parameter)\n",
-        "",
+        "                self.discard(parameter)\n",
+        "                pass\n",
         (STORE,),
     ),
     Mutant(
         "a discarded window stays in the store",
         "host/store.py",
-        "                    backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
-        "                    pass\n",
+        "                backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
+        "                pass\n",
         (STORE,),
     ),
     # -- events.py ------------------------------------------------------------
@@ -345,29 +345,29 @@ MUTANTS = [
     Mutant(
         "zeros are what the buffer had",
         "host/memory.py",
-        "return page.zero_() if used else page",
+        "return page.zero_() if self.allocated_bytes == before else page",
         "return page",
         (MEMORY,),
     ),
     Mutant(
         "buffers of the old shape are kept",
         "host/memory.py",
-        "        if page.shape[0] == self._page_arrays:\n",
-        "        if page.shape[0] > 0:\n",
+        "        elif page.shape[0] == self._page_arrays:\n",
+        "        elif page.shape[0] > 0:\n",
         (MEMORY,),
     ),
     Mutant(
         "accumulators that were used are let go of",
         "host/memory.py",
-        "self._unused, self._used = self._used, {}",
-        "self._unused, self._used = {}, {}",
+        "self._idle, self._free = self._free, {}",
+        "self._idle, self._free = {}, {}",
         (MEMORY,),
     ),
     Mutant(
         "slots overlap",
         "host/memory.py",
-        "                block_bytes += padded_bytes(size)\n",
-        "                block_bytes += padded_bytes(size) // 2\n",
+        "            block_bytes += padded_bytes(size)\n",
+        "            block_bytes += padded_bytes(size) // 2\n",
         (MEMORY,),
     ),
     Mutant(

@@ -8,21 +8,21 @@ MUTANTS = [
     Mutant(
         "what is measured for the verdict waits for passes",
         "host/speculation.py",
-        "        if self._holding:\n",
-        "        if False:\n",
+        "        elif self._paused:\n",
+        "        elif False:\n",
         (SPECULATION,),
     ),
     Mutant(
         "passes that were put off are forgotten",
         "host/speculation.py",
-        "            self._worker.submit(lambda bet=bet: self._run(bet), 0)\n",
+        "            self._runner.submit(lambda bet=bet: self._run(bet), 0)\n",
         "",
         (SPECULATION,),
     ),
     Mutant(
         "a pass that was put off counts as run",
         "host/speculation.py",
-        "if not bet.open or (bet.held and self._holding):",
+        "if not bet.open or (bet.put_off and self._paused):",
         "if not bet.open:",
         (SPECULATION,),
     ),
@@ -50,16 +50,16 @@ MUTANTS = [
     Mutant(
         "the device's part keeps a discarded window",
         "host/store.py",
+        "                backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
+        "                if backend is self.backend:\n"
         "                    backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
-        "                    if backend is self.backend:\n"
-        "                        backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
         (SPLIT,),
     ),
     Mutant(
         "half a step is forgotten",
         "host/store.py",
-        "        if begun or any(tile.state in stepping for tile in self.tiles):\n",
-        "        if any(tile.state in stepping for tile in self.backend.tiles):\n",
+        "            if stepped or any(tile.state in stepping for tile in self.tiles):\n",
+        "            if any(tile.state in stepping for tile in self.backend.tiles):\n",
         (SPLIT,),
     ),
     Mutant(
@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant(
         "a step is kept although what it read was written",
         "host/speculation.py",
-        "            redo(tile, self._pool)\n\n    def drop",
+        "            tile.redo(self._pool)\n\n    def drop",
         "\n    def drop",
         (SPECULATION,),
     ),
@@ -121,15 +121,15 @@ MUTANTS = [
     Mutant(
         "a buffer that is dropped is lost",
         "host/speculation.py",
-        "            drop(tile, self._pool)\n",
+        "            tile.drop_spare(self._pool)\n",
         "            tile.spare = None\n",
         (SPECULATION,),
     ),
     Mutant(
         "a pass that failed is kept",
         "host/speculation.py",
-        "        except Exception:\n            bet.failed = True\n",
-        "        except Exception:\n            pass\n",
+        "            except Exception:\n                bet.failed = True\n",
+        "            except Exception:\n                pass\n",
         (SPECULATION,),
     ),
     Mutant(
@@ -178,28 +178,27 @@ MUTANTS = [
         "adopted values do not void a step",
         "host/store.py",
         "        self._void(parameter)\n"
-        "        for backend in self.backends:\n"
-        "            for tile, segment in backend.parts[parameter]:\n"
-        "                tile.have_page(backend.pages)\n"
-        "                master",
-        "        for backend in self.backends:\n"
-        "            for tile, segment in backend.parts[parameter]:\n"
-        "                tile.have_page(backend.pages)\n"
-        "                master",
+        "        for backend, tile, segment in self._placed(parameter):\n"
+        "            master",
+        "        for backend, tile, segment in self._placed(parameter):\n            master",
         (SPECULATION,),
     ),
     Mutant(
         "a gradient that is written does not void a step",
         "host/store.py",
-        "        self._void(parameter)\n        for _, segment",
-        "        for _, segment",
+        "        self._void(parameter)\n"
+        "        for backend, tile, segment in self._placed(parameter):\n            if which",
+        "        if which != GRADIENT:\n            self._void(parameter)\n"
+        "        for backend, tile, segment in self._placed(parameter):\n            if which",
         (SPECULATION,),
     ),
     Mutant(
         "a state that is written does not void a step",
         "host/store.py",
-        "        self._void(parameter)\n        row =",
-        "        row =",
+        "        self._void(parameter)\n"
+        "        for backend, tile, segment in self._placed(parameter):\n            if which",
+        "        if which == GRADIENT:\n            self._void(parameter)\n"
+        "        for backend, tile, segment in self._placed(parameter):\n            if which",
         (SPECULATION,),
     ),
     Mutant(

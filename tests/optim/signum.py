@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -40,7 +41,7 @@ class SignumRule(Rule):
     momentum: float
     weight_decay: float
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, ...]:
         pair = (self.momentum, 1.0 - self.momentum)
         return (1.0 - self.lr * self.weight_decay, *pair, *pair, -self.lr)

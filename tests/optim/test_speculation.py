@@ -13,6 +13,7 @@ from torch import nn
 
 import longshore
 from longshore.errors import BrokenStateError
+from longshore.host import GRADIENT
 from longshore.kernels import HostKernels
 
 TILE = 300
@@ -225,7 +226,7 @@ def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> 
             weight.data.numpy()[:] = 0.125
             optimizer.refresh_master()
         elif write == "gradient":
-            optimizer._core.store.write_gradient(0, torch.full((weight.numel(),), 0.5))
+            optimizer._core.store.write_state(0, GRADIENT, torch.full((weight.numel(),), 0.5))
         else:
             optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.5)
     record = pair.step()
@@ -332,7 +333,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     pair = Pair()
     pair.train(3, clip=1e9)
     store = pair.ahead._core.store
-    hold, known_squares = store.backend.speculator.hold, store.backend.speculator.known_squares
+    hold, known_squares = store.backend.speculator.pause, store.backend.speculator.known_squares
     gate, done, done_when_measured = threading.Event(), [], []
 
     def holding() -> None:
@@ -356,7 +357,7 @@ def test_the_norm_goes_ahead_of_passes_that_have_not_begun(monkeypatch: pytest.M
     pair.backward()
     for name in ("step_tile", "block_sums"):
         monkeypatch.setattr(HostKernels, name, told(name))
-    monkeypatch.setattr(store.backend.speculator, "hold", holding)
+    monkeypatch.setattr(store.backend.speculator, "pause", holding)
     monkeypatch.setattr(store.backend.speculator, "known_squares", known)
     norm = pair.ahead.grad_norm()
     assert set(done_when_measured) == {"block_sums"}
@@ -371,7 +372,7 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
     pair.train(3, clip=1e9)
     store, gate = pair.ahead._core.store, threading.Event()
     speculator = store.backend.speculator
-    hold = speculator.hold
+    hold = speculator.pause
 
     def holding() -> None:
         hold()
@@ -379,8 +380,8 @@ def test_a_pass_that_is_put_off_for_good_is_stepped_in_place(monkeypatch: pytest
 
     store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
-    monkeypatch.setattr(speculator, "hold", holding)
-    monkeypatch.setattr(speculator, "resume", lambda: setattr(speculator, "_holding", False))
+    monkeypatch.setattr(speculator, "pause", holding)
+    monkeypatch.setattr(speculator, "resume", lambda: setattr(speculator, "_paused", False))
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
 
@@ -390,7 +391,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     pair = Pair()
     pair.train(3, clip=1e9)
     store, gate = pair.ahead._core.store, threading.Event()
-    hold = store.backend.speculator.hold
+    hold = store.backend.speculator.pause
 
     def holding() -> None:
         hold()
@@ -401,8 +402,8 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
 
     store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
-    monkeypatch.setattr(store.backend.speculator, "hold", holding)
-    monkeypatch.setattr("longshore.host.speculation.run_speculation", fail)
+    monkeypatch.setattr(store.backend.speculator, "pause", holding)
+    monkeypatch.setattr("longshore.host.speculation.Pass.run", fail)
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
 
@@ -442,7 +443,7 @@ def test_what_is_still_arriving_is_not_measured(monkeypatch: pytest.MonkeyPatch)
     pair = Pair()
     pair.train(3, backwards=2, clip=1e9)
     store = pair.ahead._core.store
-    (_, _), (second, _) = store._parts[0]
+    (_, _), (second, _) = store.backend.parts[0]
     pair.backward()
     store.settle()
     gate, late = threading.Event(), threading.Event()
@@ -488,7 +489,7 @@ def test_a_gradient_that_is_written_is_measured_again(pair: Pair) -> None:
     pair.backward()
     before = pair.ahead.grad_norm()
     for optimizer in pair.optimizers:
-        optimizer._core.store.write_gradient(0, torch.full((24 * 16,), 3.0))
+        optimizer._core.store.write_state(0, GRADIENT, torch.full((24 * 16,), 3.0))
     after = pair.ahead.grad_norm()
     assert not torch.equal(before, after) and torch.equal(after, pair.plain.grad_norm())
 

@@ -88,7 +88,7 @@ def test_nvtx_is_balanced_on_each_thread_also_after_errors(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", pop)
     monkeypatch.setattr(torch.cuda.nvtx, "mark", lambda _: None)
     model, optimizer = make()
-    optimizer._core.store.add_recorder(ranges)
+    optimizer._core.store.set_recorders([ranges])
     train(model, optimizer)
     assert depth and not any(depth.values())
     with ranges.working("host"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,11 +111,9 @@ class OptimizerState:
         if record.keeps_shard:
             box, first = box_of_shard(record.parameter, name)
             return [(record.index, [box], first)] if box.numel > 0 else []
-        slab = self._store.slab_of(record.index)
-        numel = math.prod(shape if slab is None else slab.shape_in(shape))
         return [
-            (owned.key, boxes_in(shape, slab, owned.offset, owned.numel), owned.tells)
-            for owned in self._store.owned(record.index, numel)
+            (owned.key, boxes_in(shape, owned.slab, owned.offset, owned.numel), owned.tells)
+            for owned in self._store.owned(record.index, shape)
         ]
 
     # -- loading --------------------------------------------------------------

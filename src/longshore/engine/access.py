@@ -11,9 +11,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from longshore.host import MASTER
+from longshore.host import GRADIENT, MASTER
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.parameters import ParameterRecord, flat
+from longshore.sharding import sharded_store
 
 _OPTIMIZERS: list[weakref.ref[HostOptimizer]] = []
 """The optimizers of all engines, which are not kept alive here."""
@@ -31,7 +32,8 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
         return None
     optimizer, record = found
     if not record.has_master or record.changed:
-        return _copy(optimizer._core.store.read_values(record.index, record.values())).view(record.shape)
+        values, sharded = record.values(), sharded_store(optimizer)
+        return _copy(values if sharded is None else sharded.read_values(record.index, values)).view(record.shape)
     return optimizer._core.store.read_state(record.index, MASTER).view(record.shape)
 
 
@@ -43,7 +45,9 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """
     optimizer, record = _found(param, value)
     with torch.no_grad():
-        part = optimizer._core.store.part_to_hold(record.index, flat(value))
+        part, sharded = flat(value), sharded_store(optimizer)
+        if sharded is not None:
+            part = sharded.part_to_hold(record.index, part)
         record.held.copy_(part.view(record.held.shape))
         torch.autograd.graph.increment_version(param)
     if record.index in optimizer._core.store:
@@ -90,8 +94,8 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
         return None
     gradient = gradients[record.index]
     if gradient is None:
-        gradient = optimizer._core.store.read_gradient(record.index)
-    return None if gradient is None else _copy(gradient).view(record.shape)
+        gradient = optimizer._core.store.read_state(record.index, GRADIENT)
+    return _copy(gradient).view(record.shape)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -103,7 +107,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     optimizer, record = _found(param, value)
     if optimizer._core.window_gradients().get(record.index, value) is not None:
         raise ValueError(f"parameter {record.name} has no gradient in this window; there is nothing to replace")
-    optimizer._core.store.write_gradient(record.index, flat(_copy(value)))
+    optimizer._core.store.write_state(record.index, GRADIENT, flat(_copy(value)))
 
 
 def _copy(tensor: Tensor) -> Tensor:

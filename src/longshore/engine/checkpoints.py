@@ -20,6 +20,7 @@ from longshore.checkpoint.values import read_values
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError
+from longshore.sharding import sharded_store
 from longshore.sharding.collective_thread import twin_of
 
 if TYPE_CHECKING:
@@ -265,7 +266,8 @@ class Checkpoints:
     def _met(self, loading: bool) -> RankGroup:
         """Wait for all ranks, and return the group in which they exchange what is not a tensor."""
         ranks = self._engine.ranks
-        self._engine.optimizer._core.store.meet(loading)
+        if (sharded := sharded_store(self._engine.optimizer)) is not None:
+            sharded.meet(loading)
         if self._group is None:
             several = ranks.world_size > 1
             self._group = RankGroup(twin_of(ranks.group, ranks.device, backend="gloo") if several else None)

@@ -24,6 +24,7 @@ from longshore.engine.ranks import Ranks
 from longshore.engine.window import BatchSizes, Window
 from longshore.errors import GradientError, LongshoreError, ParameterError
 from longshore.optim.host_optimizer import HostOptimizer
+from longshore.sharding import sharded_store
 
 
 class Engine(nn.Module):
@@ -100,7 +101,8 @@ class Engine(nn.Module):
             try:
                 return self.module(*inputs, **kwargs)
             except BaseException:
-                self.optimizer._core.store.forward_failed()
+                if (sharded := sharded_store(self.optimizer)) is not None:
+                    sharded.forward_failed()
                 raise
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -130,7 +132,8 @@ class Engine(nn.Module):
         steps = window.sizes.accumulation_steps if scale_wrt_gas else 1
         divided = loss / steps if steps > 1 else loss
         window.has_raw(optimizer._core.gradients_arrived)  # what a loss.backward() brought before this one
-        optimizer._core.begin_backward(self._synchronize, window.next_is_last())
+        optimizer._core.look_again()
+        optimizer._core.store.begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
         try:
             with self._reports.timing("backward"):

@@ -59,7 +59,8 @@ class Reports:
         self._device = ranks.device
         self._meter = Meter()
         if self._writers:
-            optimizer._core.store.add_recorder(self._meter)
+            store = optimizer._core.store
+            store.set_recorders((*store.recorders, self._meter))
         self._seconds: dict[str, float] = defaultdict(float)
         """Time of forward, backward and step since the last line."""
         self._losses: list[Tensor] = []

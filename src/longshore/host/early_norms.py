@@ -1,4 +1,4 @@
-"""Sums of squares that are added up while backward runs, so that the verdict has little left to measure."""
+"""Sums of squares that are computed while backward runs, so that little is left to measure at the verdict."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longshore.host.tile import Segment, Tile
-from longshore.kernels import HostKernels, Scale
+from longshore.kernels import Kernels, Scale
 from longshore.transfer import CopyHandle
 
 
 class Due(NamedTuple):
-    """A parameter whose gradient is queued as a whole: where it will be, and after which copies."""
+    """A parameter whose whole gradient is queued: where it will be, and the copies to wait for."""
 
     parameter: int
     versions: list[int]
@@ -28,17 +28,12 @@ class _Sums(NamedTuple):
 
 
 class EarlyNorms:
-    """The norms of one store's window, by parameter.
+    """The norms of one store's window, by parameter, whose tiles and segments ``parts_of`` returns.
 
-    A parameter is measured with the last of its tiles. What was measured holds
-    while nothing more arrived for any of them.
-
-    Args:
-        kernels: add the squares.
-        parts_of: a parameter's tiles and segments.
+    A parameter is measured with the last of its tiles. Its sums are valid until more arrives for any of them.
     """
 
-    def __init__(self, kernels: HostKernels, parts_of: Callable[[int], Sequence[tuple[Tile, Segment]]]) -> None:
+    def __init__(self, kernels: Kernels, parts_of: Callable[[int], Sequence[tuple[Tile, Segment]]]) -> None:
         self._kernels = kernels
         self._parts_of = parts_of
         self.wanted = False
@@ -47,10 +42,10 @@ class EarlyNorms:
         self._sums: dict[int, _Sums] = {}
 
     def due(self, tile: Tile) -> list[Due]:
-        """Those of a tile's parameters that can be measured behind what is queued now.
+        """The parameters of a tile that can be measured behind what is queued now.
 
-        Versions and gradients are looked at here, where no gradient is arriving:
-        the worker could find a version that counts an arrival which is not queued yet.
+        Versions and gradients are read here, where no gradient is arriving: the worker could find a version that counts
+        an arrival which is not queued yet.
         """
         found = []
         for parameter in tile.segments:
@@ -62,7 +57,7 @@ class EarlyNorms:
         return found
 
     def measure(self, due: Sequence[Due], scale: Scale) -> None:
-        """On the worker, behind every addition that was queued when they were due."""
+        """Measure parameters, on the worker, behind every addition that was queued when they were due."""
         for copy in (copy for one in due for copy in one.copies):
             copy.wait()
         blocks = self._kernels.block_sums([one.pieces for one in due], scale)
@@ -70,7 +65,7 @@ class EarlyNorms:
             self._sums[one.parameter] = _Sums(one.versions, scale, sums)
 
     def known(self, scale: Scale) -> Mapping[int, Sequence[float]]:
-        """What was measured and still holds; the worker is drained."""
+        """The sums of blocks that are still valid, by parameter; the worker is drained."""
         self._asked = True
         return {
             parameter: sums.blocks
@@ -79,12 +74,12 @@ class EarlyNorms:
         }
 
     def forget(self, parameters: Iterable[int]) -> None:
-        """Their gradients are about to be written."""
+        """Drop the sums of parameters whose gradients are about to be written."""
         for parameter in parameters:
             self._sums.pop(parameter, None)
 
     def end_window(self, stepped: bool) -> None:
-        """What was asked for in a window that was stepped will be asked for again."""
+        """Drop all sums. If a window that was stepped asked for a norm, the next one will, too."""
         self._sums.clear()
         if stepped:
             self.wanted, self._asked = self._asked, False

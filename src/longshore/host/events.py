@@ -1,20 +1,21 @@
-"""The events in a tile's life: their names, who is told of them, and which event waits for which.
+"""The events of tiles: their names, the recorders that are told of them, and the order in which they happen.
 
-Recorders are told from every thread that has to do with a tile; what is told must not change what is done.
-:data:`SCHEDULE` states as data what waits for what: ``longshore plan`` simulates it, and a test compares it with a
-traced engine. It has no tensors and no threads.
+Recorders are called from every thread that works on a tile, and must not change what it does. :data:`SCHEDULE` says
+which event waits for which: ``longshore plan`` simulates it, and a test compares it with a traced engine.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from longshore.kernels import TileSegment
@@ -38,59 +39,38 @@ DISCARD = "discard"
 
 
 class Recorder(ABC):
-    """The policy of one store. A caller keeps the recorder from an event's beginning to its end."""
+    """Is told of the events of one store. A caller keeps the recorder from an event's beginning to its end."""
 
     @abstractmethod
     def begin(self, name: str, tile: int | None) -> int:
-        """This thread begins what one of the calls below will tell of. Returns their ``begin_ns``: nanoseconds of
-        ``time.perf_counter_ns``."""
+        """This thread begins what a call below will report; returns its ``begin_ns``, of ``time.perf_counter_ns``."""
 
     @abstractmethod
     def mark(self, name: str, tile: int | None) -> None:
-        """Something that takes no time."""
+        """Report an event that takes no time."""
 
     @abstractmethod
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
-        """Something that this thread did from ``begin_ns`` until now."""
+        """Report what this thread did from ``begin_ns`` until now."""
 
     @abstractmethod
     def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
-        """A pass over ``rows`` of a tile's page, ``[page_arrays, page_numel]``, from ``begin_ns`` until now."""
+        """Report a pass over ``rows`` of a tile's page, ``[page_arrays, page_numel]``, from ``begin_ns`` until now."""
 
     def working(self, lane: str) -> AbstractContextManager[None]:
-        """This thread, which is a lane's, runs one job inside."""
+        """A context in which this thread, whose name is ``lane``, runs one job."""
         return nullcontext()
 
     @abstractmethod
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
-        """A copy that was asked for at ``begin_ns`` and may still run."""
+        """Report a copy that was asked for at ``begin_ns`` and may still run."""
 
 
-class NoRecorder(Recorder):
-    def begin(self, name: str, tile: int | None) -> int:
-        return 0
-
-    def mark(self, name: str, tile: int | None) -> None:
-        return
-
-    def span(self, name: str, tile: int | None, begin_ns: int) -> None:
-        return
-
-    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
-        return
-
-    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
-        return
-
-
-NO_RECORDER = NoRecorder()
-
-
-class Several(Recorder):
-    """Tells each of ``recorders``."""
+class Recorders(Recorder):
+    """Tells each of several recorders."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self.recorders = tuple(recorders)
+        self.recorders = recorders
 
     def begin(self, name: str, tile: int | None) -> int:
         for each in self.recorders:
@@ -121,19 +101,79 @@ class Several(Recorder):
             each.copying(name, tile, handle, begin_ns)
 
 
-def joined(recorders: Sequence[Recorder]) -> Recorder:
-    """One that tells all of them."""
-    if not recorders:
-        return NO_RECORDER
-    return recorders[0] if len(recorders) == 1 else Several(recorders)
+NO_RECORDER = Recorders(())
+
+
+def annotating() -> bool:
+    """Whether ``LONGSHORE_ANNOTATE`` asks for :class:`Ranges` from the beginning."""
+    return os.environ.get("LONGSHORE_ANNOTATE", "0") not in ("", "0")
+
+
+class Ranges(Recorder):
+    """Opens ``torch.profiler.record_function`` ranges, and NVTX ranges where there is CUDA.
+
+    There is a range for each pass, copy, norm and job, on the thread that does it.
+    """
+
+    def __init__(self) -> None:
+        self._nvtx = torch.cuda.is_available()
+        self._open = threading.local()
+        """Names and ranges that a thread has opened and not ended."""
+
+    def begin(self, name: str, tile: int | None) -> int:
+        label = _label(name, tile)
+        if self._nvtx:
+            torch.cuda.nvtx.range_push(label)
+        opened = torch.profiler.record_function(label)
+        opened.__enter__()
+        self._stack().append((name, opened))
+        return 0
+
+    def mark(self, name: str, tile: int | None) -> None:
+        if self._nvtx:
+            torch.cuda.nvtx.mark(_label(name, tile))
+
+    def span(self, name: str, tile: int | None, begin_ns: int) -> None:
+        stack = self._stack()
+        # Ranges that an error left open end with the one around them.
+        while stack and any(open_name == name for open_name, _ in stack):
+            open_name, opened = stack.pop()
+            opened.__exit__(None, None, None)
+            if self._nvtx:
+                torch.cuda.nvtx.range_pop()
+            if open_name == name:
+                return
+
+    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+        self.span(name, tile, begin_ns)
+
+    def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
+        self.span(name, tile, begin_ns)
+
+    @contextmanager
+    def working(self, lane: str) -> Iterator[None]:
+        begin_ns = self.begin(lane, None)
+        try:
+            yield
+        finally:
+            self.span(lane, None, begin_ns)
+
+    def _stack(self) -> list[tuple[str, Any]]:
+        if not hasattr(self._open, "stack"):
+            self._open.stack = []
+        return self._open.stack
+
+
+def _label(name: str, tile: int | None) -> str:
+    return f"longshore: {name}" if tile is None else f"longshore: {name}, tile {tile}"
 
 
 PIPELINE_DEPTH = 4
-"""Tiles under way at once: one coming down, one stepped, one going up, one spare for noise."""
+"""Tiles under way at once: one copied to the host, one stepped, one copied back, and one more against jitter."""
 
 
 class Lane(Enum):
-    """What does one thing at a time."""
+    """Threads and streams, each of which does one thing at a time."""
 
     COMPUTE = "compute"
     """Forward and backward, and steps of state that stays on the device."""
@@ -145,7 +185,7 @@ class Lane(Enum):
 
 
 class Which(Enum):
-    """Whose event is waited for."""
+    """The tiles whose event is waited for."""
 
     SAME = "of the same tile, where it has one"
     ALL = "of every tile"
@@ -165,22 +205,19 @@ SCHEDULE: Mapping[str, Row] = {
     NORM: Row(Lane.HOST, ((ARRIVE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
     # In place only after the verdict: there is no way back.
     STEP_IN_PLACE: Row(Lane.HOST, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (COPY_TO_HOST, Which.SAME))),
-    PUBLISH: Row(
-        Lane.TO_DEVICE,
-        ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (STEP_IN_PLACE, Which.SAME)),
-    ),
+    PUBLISH: Row(Lane.TO_DEVICE, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (STEP_IN_PLACE, Which.SAME))),
 }
 
 
 class Move(Enum):
-    """What a commit does with one of the tiles that were not stepped ahead."""
+    """What a commit does with a tile that was not stepped ahead."""
 
-    FILL = "bring down what is not on the host yet"
+    FILL = "copy gradients that are not on the host yet"
     FINISH = "step it, and publish it"
 
 
 def commit_moves(count: int, depth: int) -> Iterator[tuple[Move, int]]:
-    """The moves of a commit over ``count`` tiles, by their places: at most ``depth`` are filled and not finished."""
+    """The moves of a commit over ``count`` tiles, by index: at most ``depth`` tiles are filled and not finished."""
     for place in range(count):
         if place >= depth:
             yield Move.FINISH, place - depth

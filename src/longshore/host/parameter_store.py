@@ -1,11 +1,12 @@
-"""What an optimizer asks of the place that keeps its state and the gradients of the accumulation window.
+"""The interface of the store that has an optimizer's state and the gradients of the accumulation window.
 
-Parameters are known by index, as flat tensors. :class:`~longshore.host.HostStore` keeps all of it in this process; a
-sharded store keeps one rank's part there and asks the other ranks for the rest.
+Parameters are known by index, as flat tensors. :class:`~longshore.host.HostStore` has all of it in this process; a
+sharded store has one rank's part there and asks the other ranks for the rest.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, CheckpointError
-from longshore.host.events import Recorder, joined
-from longshore.host.stepping import Forecast, ParameterStep
-from longshore.kernels import Scale
+from longshore.host.events import Recorder
+from longshore.kernels import HostRule, Scale
 from longshore.layout import Slab
 
 if TYPE_CHECKING:
@@ -26,21 +26,44 @@ if TYPE_CHECKING:
 MASTER = "master"
 """The first array of every page."""
 
+GRADIENT = "gradient"
+"""Stands for the window's gradient of a parameter where arrays of its state are read and written by name."""
+
 
 def broken_state_error(failure: BaseException, where: str = "", on: str = "") -> BrokenStateError:
-    """The error of a store after a commit, or the loading of a checkpoint, ended half way with ``failure``."""
+    """The error of a store whose last commit, or loading of a checkpoint, ended half way with ``failure``."""
+    said = (
+        f"an earlier step failed half way{where}, so some weights were stepped and others were not "
+        f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
+        f"(load_state_dict){on} before going on"
+    )
     if isinstance(failure, CheckpointError):
-        error = BrokenStateError(
-            f"a checkpoint was loaded in part only ({failure}); load a whole one{on} before going on"
-        )
-    else:
-        error = BrokenStateError(
-            f"an earlier step failed half way{where}, so some weights were stepped and others were not "
-            f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
-            f"(load_state_dict){on} before going on"
-        )
+        said = f"a checkpoint was loaded in part only ({failure}); load a whole one{on} before going on"
+    error = BrokenStateError(said)
     error.__cause__ = failure
     return error
+
+
+class ParameterStep(NamedTuple):
+    """One parameter that has a gradient in this window."""
+
+    rule: HostRule
+    target: Tensor
+    """Takes the new values; flat, contiguous, on the device."""
+    gradient: Tensor | None
+    """Flat, contiguous, on the device; None: the store has it already."""
+
+
+class Forecast(ABC):
+    """What the next commit will be given, as far as is known during backward. A wrong one costs time, never bits."""
+
+    @abstractmethod
+    def scale(self) -> Scale:
+        """What gradients will be multiplied by if they are not clipped."""
+
+    @abstractmethod
+    def rules(self) -> Mapping[int, HostRule]:
+        """By parameter: how each of them would be stepped now."""
 
 
 class OwnedRun(NamedTuple):
@@ -51,74 +74,57 @@ class OwnedRun(NamedTuple):
     offset: int
     numel: int
     tells: bool = True
-    """Whether this process writes them to checkpoints, where several keep the same."""
+    """Whether this process writes them to checkpoints, if several keep the same."""
+    slab: Slab | None = None
+    """The part of the parameter in which elements are counted, if tensor parallelism split it before it was sharded."""
 
 
 class ParameterStore(ABC):
     """Optimizer state and gradients by parameter.
 
     Attributes:
-        local: the tiles of this process, which hold all parameters or this rank's part of them.
-        broken: what a commit, or the loading of a checkpoint, ended half way with; nothing is stepped until a whole
-            state is loaded.
+        local: the tiles of this process, which have all parameters or this rank's part of them.
+        broken: the failure of a commit, or of the loading of a checkpoint, that ended half way; nothing is stepped
+            until a whole state is loaded.
+        recorders: are told of the events of the tiles.
     """
 
     local: HostStore
     broken: BaseException | None = None
     recorders: tuple[Recorder, ...] = ()
 
-    # -- layout ---------------------------------------------------------------
-
     @abstractmethod
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        """Lay out ``(index, numel, dtype)``, in the order in which forward uses them as far as is known: backward
-        brings their gradients from the last to the first."""
+        """Lay out ``(index, numel, dtype)``, in forward's order if it is known: gradients come from the last one on."""
 
     @abstractmethod
     def __contains__(self, parameter: int) -> bool: ...
 
     @abstractmethod
-    def record(self, recorder: Recorder) -> None:
-        """Tell ``recorder`` alone of the life of each tile from here on; ``NO_RECORDER``: nobody."""
-
-    def add_recorder(self, recorder: Recorder) -> None:
-        """Tell ``recorder`` too."""
-        self.recorders = (*self.recorders, recorder)
-        self.record(joined(self.recorders))
-
-    def remove_recorder(self, recorder: Recorder) -> None:
-        """The end of :meth:`add_recorder`."""
-        self.recorders = tuple(each for each in self.recorders if each is not recorder)
-        self.record(joined(self.recorders))
+    def set_recorders(self, recorders: Iterable[Recorder]) -> None:
+        """Tell these recorders, and no others, of the events of each tile from here on."""
 
     # -- the accumulation window ----------------------------------------------
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
-        """A backward begins, on all ranks. ``reduce`` is false where its gradients are to stay on this rank;
-        ``last``: it is the last of its window, as far as known."""
+        """A backward begins, as far as known the ``last`` of its window; without ``reduce`` gradients stay on ranks."""
         return
+
+    def end_backward(self, failure: BaseException | None) -> None:
+        """The backward that began is over; ``failure`` is what it raised."""
+        if failure is not None:
+            self.fail(failure)
 
     @abstractmethod
     def fail(self, failure: BaseException) -> None:
         """The window cannot be stepped any more; the first reason counts, and every rank hears of it in the step."""
 
     @abstractmethod
-    def end_backward(self, failure: BaseException | None) -> None:
-        """The backward that began is over; ``failure`` is what it raised."""
+    def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
+        """Take one more gradient of ``parameter`` (flat, on the device) into the window; the caller may drop it.
 
-    def forward_failed(self) -> None:
-        """A forward raised."""
-        return
-
-    @abstractmethod
-    def arrive(self, parameter: int, gradient: Tensor) -> None:
-        """Take one more gradient of ``parameter`` (flat, on the device) into the window; the
-        caller may let go of it."""
-
-    def bring(self, parameter: int, gradient: Tensor) -> Tensor | None:
-        """A gradient (flat, on the device) that was found where no hook saw it. Returned where
-        ``commit`` is to be given it; None where the store has taken it."""
-        return gradient
+        With ``by_hook=False``, for one that no hook saw, a store may return it, to be given to :meth:`commit`.
+        """
 
     @abstractmethod
     def arrivals(self, parameter: int) -> int:
@@ -126,16 +132,15 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def reduced(self, parameter: int) -> int | None:
-        """How many gradients of ``parameter``, each of all ranks together, wait here for the step; None where
-        this process steps nothing of it."""
+        """How many gradients of ``parameter``, reduced over the ranks, are here; None if it is not stepped here."""
 
     @abstractmethod
     def discard(self, parameter: int | None = None) -> None:
-        """Drop the window, or one parameter's part of it; no state changes."""
+        """Drop the window, or one parameter's gradients; no state changes."""
 
     @abstractmethod
     def foresee(self, forecast: Forecast) -> None:
-        """Who knows, during backward, what the next commit will be given; for stores that step ahead of it."""
+        """Set the forecast of the next commit, for stores that step ahead of it."""
 
     @abstractmethod
     def expect_backwards(self, backwards: int) -> None:
@@ -147,39 +152,30 @@ class ParameterStore(ABC):
     def agree(
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None
     ) -> Mapping[int, Tensor | None]:
-        """The gradients of the window, the same parameters on all ranks.
+        """The gradients of the window, the same parameters on all ranks, from those that this process ``found``.
 
-        Args:
-            found: those of this process.
-            failure: what finding them raised. Where there is one, all ranks raise.
+        If finding them was a ``failure`` on one rank, all ranks raise.
         """
 
     @abstractmethod
-    def preparing(self) -> AbstractContextManager[Any]:
-        """What is computed between :meth:`agree` and :meth:`commit`: where it raises on one rank, no rank commits."""
+    def preparing(self, same: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
+        """A context between :meth:`agree` and :meth:`commit`: if it raises on one rank, no rank commits.
 
-    def check_same(self, values: Mapping[str, Tensor]) -> None:
-        """With ``LONGSHORE_DEBUG=1``: tensors by name have the same bits on all ranks.
-
-        Raises:
-            RankError: naming the first that has not, and the ranks.
+        Raises RankError if tensors in ``same`` (by name; empty unless debugging) have other bits on another rank.
         """
-        return
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         """The sum of squares of all (scaled) gradients in float64.
 
-        ``gradients`` gives each parameter's flat gradient on the device, or
-        None where the window holds it.
+        ``gradients`` has flat tensors on the device, or None where the window has the gradient.
         """
 
     @abstractmethod
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         """Step every parameter in ``steps``, publish it, and end the window.
 
-        On return the current stream sees the new parameters. ``then`` does the caller's own bookkeeping; where it
-        fails, the commit has failed.
+        On return the current stream sees the new parameters. ``then`` is the caller's bookkeeping, and part of it.
 
         Raises:
             GradientError: the window is incomplete; nothing was stepped.
@@ -190,7 +186,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def check_usable(self) -> None:
-        """Raises BrokenStateError where the state is broken."""
+        """Raise BrokenStateError if the state is broken."""
 
     @abstractmethod
     def begin_load(self) -> None:
@@ -200,8 +196,7 @@ class ParameterStore(ABC):
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         """Take ``values`` (flat, on the device) as the master.
 
-        With ``keep_matching``, an element whose rounded master is already the
-        value keeps its master, with all of its float32 digits.
+        With ``keep_matching``, elements whose rounded master is the value keep all float32 digits of their master.
         """
 
     @abstractmethod
@@ -210,45 +205,24 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def read_state(self, parameter: int, which: str) -> Tensor:
-        """A copy of one array of the parameter, by name: float32, flat, on the host."""
+        """A copy of one array of the parameter, by name: float32, flat, on the host.
+
+        :data:`GRADIENT` is read after :meth:`agree`; it has no elements if the window brought none.
+        """
 
     @abstractmethod
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
-        """Set one array of the parameter, by name, from a flat tensor."""
+        """Set one array of the parameter, by name, from a flat tensor; :data:`GRADIENT` only if there is one."""
 
     @abstractmethod
     def clear_state(self, parameter: int) -> None:
         """Zero all arrays of the parameter."""
 
-    @abstractmethod
-    def read_gradient(self, parameter: int) -> Tensor | None:
-        """A copy of the window's gradient of the parameter: float32, flat, on the host; None where there is none."""
-
-    @abstractmethod
-    def write_gradient(self, parameter: int, values: Tensor) -> None:
-        """Replace the window's gradient of the parameter, which has one: float32, flat, on the host."""
-
-    def read_values(self, parameter: int, held: Tensor) -> Tensor:
-        """The whole parameter, flat, where ``held`` is what this process has of it on its device."""
-        return held
-
-    def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
-        """Return the range of the whole parameter, flat, that this process has on its device."""
-        return values
-
-    def meet(self, loading: bool) -> None:
-        """All processes are about to save, or to load, a checkpoint. Raises RankError where one does something else."""
-        return
-
-    def owned(self, parameter: int, numel: int) -> Sequence[OwnedRun]:
-        """What of the parameter, which has ``numel`` elements, this process keeps the state of; its elements are
-        counted in :meth:`slab_of` it."""
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRun]:
+        """The ranges of the parameter, which has this shape, whose state this process keeps."""
+        numel = math.prod(shape)
         return [OwnedRun(parameter, 0, numel)] if numel > 0 else []
-
-    def slab_of(self, parameter: int) -> Slab | None:
-        """Where tensor parallelism cut the parameter before it was sharded; None: it did not."""
-        return None
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, and let go of threads and lanes."""
+        """Wait for work under way, and end threads and streams."""

@@ -1,44 +1,28 @@
 """Stepping tiles while backward still runs, on the bet that neither gradients nor scale will change.
 
-A pass reads the tile's page and gradients and writes a spare page and spare
-outputs. At the verdict the spare becomes the tile's, or is dropped: undoing a
-step restores bytes because nothing of it was ever overwritten (law 5).
+A pass reads the tile's page and gradients and writes a spare page and spare outputs. At the verdict the spare becomes
+the tile's, or is dropped: undoing a step restores bytes because nothing of it was ever overwritten (law 5).
 
-Passes run on the worker, behind the additions that were queued before them.
-Tiles are moved by the threads that bring gradients and by the caller's alone:
-the worker only reports, and :meth:`Speculator.harvest` moves the tiles.
+Passes run on the worker, behind the additions that were queued before them. The worker never moves a tile: the threads
+that bring gradients and the caller do, in :meth:`Speculator.harvest` for passes that have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from longshore.byte_sizes import parse_memory_budget
 from longshore.host.early_norms import Due, EarlyNorms
 from longshore.host.events import DROPPED, KEPT, REDONE, STEP_AHEAD
-from longshore.host.memory import PagePool, Slot, SlotSlab, available_bytes
-from longshore.host.stepping import (
-    Forecast,
-    ParameterStep,
-    Record,
-    SegmentStep,
-    Speculation,
-    Speculator,
-    begin_speculation,
-    drop,
-    end_speculation,
-    fail_speculation,
-    keep,
-    redo,
-    run_speculation,
-)
-from longshore.host.tile import Segment, Tile, TileEvent, TileState
+from longshore.host.memory import PagePool, Slot, available_bytes, cut_slots
+from longshore.host.parameter_store import Forecast, ParameterStep
+from longshore.host.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.host.worker import JobRunner
-from longshore.kernels import HostKernels, HostRule, Scale
+from longshore.kernels import HostRule, Kernels, Scale
 from longshore.transfer import Transfer
 
 SpeculationMemory = int | str
@@ -63,12 +47,29 @@ def speculation_budget(memory: SpeculationMemory, most: int) -> int:
     return min(most, memory_for_speculation()) if budget.share is None else int(most * budget.share)
 
 
+class SpeculationRecord(NamedTuple):
+    """What speculation did in the last window, by tiles, and how it stands."""
+
+    score: float
+    """How often the assumed verdict was the true one lately, from 0 to 1."""
+    bets: bool
+    """Whether the next window is bet on."""
+    spares: int
+    """Tiles that can be stepped ahead at once."""
+    begun: int = 0
+    kept: int = 0
+    redone: int = 0
+    """Stepped ahead, and again with the true scale or rule."""
+    dropped: int = 0
+    """Stepped ahead for nothing: one more gradient came, or the window was discarded."""
+    waited: int = 0
+    """Complete, but no spare was left."""
+
+
 class Predictor:
     """Bets while the last verdicts were mostly the assumed one.
 
-    It learns from every window, whether or not anything was bet on it, so that
-    speculation stays off while clipping always acts and comes back when it no
-    longer does.
+    It learns from every window, so that speculation stays off only while clipping always acts.
     """
 
     def __init__(self) -> None:
@@ -80,36 +81,81 @@ class Predictor:
         return self.score >= _ENOUGH
 
     def observe(self, held: bool) -> None:
-        """The verdict of one window: did the assumption hold?"""
+        """Learn whether the assumption held in one window."""
         self.score = _MEMORY * self.score + (1.0 - _MEMORY) * held
 
 
-@dataclass
-class _Bet:
-    """One tile's pass, from its beginning to the end of the window."""
+class Pass:
+    """The step of one tile into a spare page; it owns all that it reads and writes, whatever becomes of the window.
 
-    tile: Tile
-    speculation: Speculation
-    slot: Slot
-    rules: dict[int, HostRule]
-    scale: Scale
-    failed: bool = False
-    held: bool = False
-    """Put off, and not on the worker."""
-    open: bool = True
-    """Not harvested yet."""
+    Making it moves the tile from READY to STEPPING. The tile's page and gradients will only be read, so the outputs
+    must be neither the gradients' own memory nor the parameters. Gradients may still be on their way.
+    ``slot`` has the outputs; the copy that was published from it last is waited for.
+    """
+
+    def __init__(
+        self, tile: Tile, steps: Sequence[SegmentStep], into: Tensor, scale: Scale, slot: Slot | None = None
+    ) -> None:
+        assert tile.page is not None
+        self.tile = tile
+        self.source, self.target = tile.page, into
+        self.scale = scale
+        self.slot = slot
+        self.rules = {step.segment.layout.parameter: step.rule for step in steps}
+        self._rows, self._row_rules = step_table(steps, [tile.queued_gradient(step.segment) for step in steps])
+        self._copies = [step.segment.handle for step in steps if step.segment.handle is not None]
+        self._idle = tile.idle_parts(steps)
+        tile.move(TileEvent.SPECULATE)
+        self._version = tile.version
+        self.failed = False
+        self.put_off = False
+        """Not on the worker: what is measured for the verdict comes first."""
+        self.open = True
+        """Not harvested yet."""
+
+    @property
+    def current(self) -> bool:
+        """Whether no gradient came, and no window ended, since it began."""
+        return self.tile.version == self._version
+
+    def run(self, kernels: Kernels) -> None:
+        """Wait for the gradients, and write the step's results into the spare page. Touches no tile."""
+        if self.slot is not None and self.slot.last_publish is not None:
+            self.slot.last_publish.wait()
+        for copy in self._copies:  # before it begins, so that a recorder is told of the pass alone
+            copy.wait()
+        recorder, index = self.tile.recorder, self.tile.layout.index
+        begin_ns = recorder.begin(STEP_AHEAD, index)
+        try:
+            for part in self._idle:  # idle means untouched, in either page
+                self.target[:, part] = self.source[:, part]
+            kernels.step_tile(self.source, self.target, self._rows, self._row_rules, self.scale)
+        finally:
+            recorder.passed(STEP_AHEAD, index, self.source, self._rows, begin_ns)
+
+    def end(self, spares: PagePool) -> bool:
+        """STEPPING -> STEPPED, one call at a time with everything else that moves the tile.
+
+        If the pass is not :attr:`current`, gives the spare page back and returns False; the tile stays as it is.
+        """
+        if not self.current:
+            spares.give_back(self.target)
+            return False
+        self.tile.move(TileEvent.SPECULATED)
+        self.tile.spare = self.target
+        return True
 
 
-class Ahead(Speculator):
-    """Steps a tile ahead as soon as it has the gradients that its last window brought.
+class Speculator:
+    """Steps tiles of one backend ahead, each as soon as it has the gradients that its last window brought.
 
     Args:
-        memory: how much spare pages and outputs may take.
+        memory: limit of spare pages, which come from ``spares``, and of outputs; 0: every tile waits for the verdict.
         spares: a pool for spare pages alone.
         transfer: makes memory for outputs.
-        kernels: run the passes.
-        worker: runs them behind what was queued before.
-        parts_of: a parameter's tiles and segments.
+        kernels: run the passes, on ``runner`` and behind what was queued before.
+        runner: the worker that adds later arrivals.
+        parts_of: returns a parameter's tiles and segments.
     """
 
     def __init__(
@@ -117,55 +163,56 @@ class Ahead(Speculator):
         memory: SpeculationMemory,
         spares: PagePool,
         transfer: Transfer,
-        kernels: HostKernels,
-        worker: JobRunner,
+        kernels: Kernels,
+        runner: JobRunner,
         parts_of: Callable[[int], Sequence[tuple[Tile, Segment]]],
     ) -> None:
         # Fixed.
+        self.forecast: Forecast | None = None
         self._memory = memory
-        self._pool = self.spares = spares
+        self._pool = spares
+        self.spares = spares if memory else None
+        """Pages to step into ahead of the verdict; None: there are none."""
         self._transfer = transfer
         self._kernels = kernels
-        self._worker = worker
+        self._runner = runner
         self._norms = EarlyNorms(kernels, parts_of)
         # Grow with tiles.
-        self._reserved_for = 0
-        self._slabs: list[SlotSlab] = []
+        self._reserved_for = self._spare_count = self._spare_page_bytes = self.spare_bytes = 0
         self._slots: dict[tuple[int, int], list[Slot]] = {}
         """By elements of a page and bytes of an output; each stands for a page in the pool, too."""
-        self._spare_count = 0
-        self._spare_page_bytes = 0
         # Change with each window.
         self._predictor = Predictor()
-        self._holding = False
+        self._paused = False
         self._considered: set[int] = set()
-        self._bets: dict[int, _Bet] = {}
-        self._counts = dict.fromkeys(("begun", "kept", "redone", "dropped", "waited"), 0)
+        self._passes: dict[int, Pass] = {}
+        self._counts = dict.fromkeys(("begun", KEPT, REDONE, DROPPED, "waited"), 0)
         self._last = dict(self._counts)
         self._rules: Mapping[int, HostRule] | None = None
 
     @property
-    def record(self) -> Record:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Record(self._predictor.score, self._predictor.bets, self._spare_count, **self._last)
-
-    @property
-    def spare_bytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._spare_page_bytes + sum(slab.allocated_bytes for slab in self._slabs)
+    def record(self) -> SpeculationRecord | None:
+        """None: nothing is ever bet on."""
+        if not self._memory:
+            return None
+        return SpeculationRecord(self._predictor.score, self._predictor.bets, self._spare_count, **self._last)
 
     def lend(self, page_numel: int) -> Tensor | None:
+        """A spare page, to be given back to :attr:`spares`, as it is or another one; None: all are in use."""
         return self._pool.take_within(page_numel, self._spare_page_bytes)
 
     # -- during backward ------------------------------------------------------
 
     def consider(self, tile: Tile) -> None:
-        forecast = self.forecast
+        """A gradient arrived, perhaps the last that the tile will get. One caller at a time."""
+        forecast = self.forecast if self._memory else None
         if forecast is None or not tile.complete or tile.page is None or tile.layout.index in self._considered:
             return
         # Once a window: where more comes after all, each arrival would walk the whole tile again.
         self._considered.add(tile.layout.index)
         if self._norms.wanted:
             due, scale = self._norms.due(tile), forecast.scale()
-            self._worker.submit(lambda: self._measure(due, scale), 0)
+            self._runner.submit(lambda: self._measure(due, scale), 0)
         if self._predictor.bets:
             tile.move(TileEvent.COMPLETE)
             self._bet_on(tile, forecast)
@@ -175,8 +222,11 @@ class Ahead(Speculator):
         if not free:
             self._counts["waited"] += 1
             return
-        rules = self._planned(forecast)
-        active = [segment for segment in tile.segments.values() if segment.arrivals > 0]
+        if self._rules is None:
+            self._rules = {}
+            with contextlib.suppress(Exception):  # step() will say what is wrong with a group
+                self._rules = forecast.rules()
+        rules, active = self._rules, [segment for segment in tile.segments.values() if segment.arrivals > 0]
         if any(segment.layout.parameter not in rules for segment in active):
             return
         page = self.lend(tile.layout.page_numel)
@@ -185,126 +235,104 @@ class Ahead(Speculator):
             return
         slot = free.pop()
         steps = [
-            SegmentStep(
-                segment,
-                rules[segment.layout.parameter],
-                slot.view(tile.dtype, segment.layout.page_offset, segment.layout.numel),
-            )
+            SegmentStep(segment, rules[segment.layout.parameter], slot.view(tile.dtype, segment.layout))
             for segment in active
         ]
-        bet = _Bet(
-            tile,
-            begin_speculation(tile, steps, page),
-            slot,
-            {step.segment.layout.parameter: step.rule for step in steps},
-            forecast.scale(),
-        )
-        self._bets[tile.layout.index] = bet
+        bet = self._passes[tile.layout.index] = Pass(tile, steps, page, forecast.scale(), slot)
         self._counts["begun"] += 1
-        self._worker.submit(lambda: self._run(bet), 0)
-
-    def _planned(self, forecast: Forecast) -> Mapping[int, HostRule]:
-        if self._rules is None:
-            self._rules = {}
-            with contextlib.suppress(Exception):  # step() will say what is wrong with a group
-                self._rules = forecast.rules()
-        return self._rules
+        self._runner.submit(lambda: self._run(bet), 0)
 
     def _measure(self, due: Sequence[Due], scale: Scale) -> None:
         with contextlib.suppress(Exception):  # it will be measured at the verdict, and raise there
             self._norms.measure(due, scale)
 
-    def _run(self, bet: _Bet) -> None:
+    def _run(self, bet: Pass) -> None:
         """On the worker. Whatever fails here is tried again at the verdict, and raises there."""
-        if bet.tile.version != bet.speculation.version:
+        if not bet.current:
             bet.failed = True  # nobody wants it any more
-            return
-        if self._holding:
-            bet.held = True
-            return
-        try:
-            if bet.slot.last_publish is not None:
-                bet.slot.last_publish.wait()
-            for copy in bet.speculation.copies:  # here, so that a pass is told without what it waits for
-                copy.wait()
-            self._pass(bet)
-        except Exception:
-            bet.failed = True
-
-    def _pass(self, bet: _Bet) -> None:
-        speculation, recorder = bet.speculation, bet.tile.recorder
-        begin_ns = recorder.begin(STEP_AHEAD, bet.tile.layout.index)
-        try:
-            run_speculation(speculation, bet.scale, self._kernels)
-        finally:
-            recorder.passed(STEP_AHEAD, bet.tile.layout.index, speculation.page, speculation.rows, begin_ns)
+        elif self._paused:
+            bet.put_off = True
+        else:
+            try:
+                bet.run(self._kernels)
+            except Exception:
+                bet.failed = True
 
     # -- at the verdict -------------------------------------------------------
 
     def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
-        return self._norms.known(scale)
+        """By parameter, the sums of squares of its blocks, where they were added up in backward and still hold."""
+        return self._norms.known(scale) if self._memory else {}
 
-    def hold(self) -> None:
-        self._holding = True
+    def pause(self) -> None:
+        """Put off passes that have not begun: what is measured for the verdict comes first."""
+        self._paused = True
 
     def resume(self) -> None:
-        self._holding = False
-        for bet in [bet for bet in self._bets.values() if bet.held]:
-            bet.held = False
-            self._worker.submit(lambda bet=bet: self._run(bet), 0)
+        """After :meth:`pause` and :meth:`harvest`: go on with them, while the verdict is on its way."""
+        self._paused = False
+        for bet in [bet for bet in self._passes.values() if bet.put_off]:
+            bet.put_off = False
+            self._runner.submit(lambda bet=bet: self._run(bet), 0)
 
     def harvest(self) -> None:
-        for bet in self._bets.values():
-            if not bet.open or (bet.held and self._holding):
+        """The worker is drained: every pass has ended or is put off. Afterwards no other tile is STEPPING."""
+        for bet in self._passes.values():
+            if not bet.open or (bet.put_off and self._paused):
                 continue
             bet.open = False
-            # One that is still held was put off when Ctrl-C ended the wait for it.
-            if (bet.failed or bet.held) and bet.tile.version == bet.speculation.version:
-                fail_speculation(bet.tile, bet.speculation, self._pool)
-            elif not end_speculation(bet.tile, bet.speculation, self._pool):
-                self._count_dropped(bet.tile)
+            if not bet.end(self._pool):
+                self._count(DROPPED, bet.tile)
+            # One that is still put off was so when Ctrl-C ended the wait for it.
+            elif bet.failed or bet.put_off:
+                bet.tile.redo(self._pool)
 
     def void(self, tile: Tile) -> None:
+        """Something that a pass read is about to change; after :meth:`harvest`."""
         self._norms.forget(tile.segments)
         if tile.state is TileState.STEPPED:
-            self._count_dropped(tile)
-            redo(tile, self._pool)
+            self._count(DROPPED, tile)
+            tile.redo(self._pool)
 
     def drop(self, tile: Tile) -> None:
+        """The tile was moved, and what was stepped ahead for it is not wanted any more."""
         if tile.spare is not None:
-            self._count_dropped(tile)
-            drop(tile, self._pool)
+            self._count(DROPPED, tile)
+            tile.drop_spare(self._pool)
 
-    def _count_dropped(self, tile: Tile) -> None:
-        self._counts["dropped"] += 1
-        tile.recorder.mark(DROPPED, tile.layout.index)
+    def _count(self, event: str, tile: Tile) -> None:
+        self._counts[event] += 1
+        tile.recorder.mark(event, tile.layout.index)
 
     def set_arrays(self, page_arrays: int) -> None:
-        # Spares are made anew, those of bets that are out too.
+        """Pages have another number of arrays from here on; no tile is STEPPING or STEPPED."""
+        # Spares are made anew, those of passes that are out too.
         self._pool.set_arrays(page_arrays)
-        self._bets.clear()
+        self._passes.clear()
         self._slots.clear()
-        self._slabs.clear()
-        self._reserved_for = self._spare_count = self._spare_page_bytes = 0
+        self._reserved_for = self._spare_count = self._spare_page_bytes = self.spare_bytes = 0
 
     def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
+        """Where the new parameters are, if the tile was stepped ahead as it is to be stepped; it is COMMITTED then."""
         if tile.state is not TileState.STEPPED:
             return None
-        bet = self._bets[tile.layout.index]
+        bet = self._passes[tile.layout.index]
         if bet.scale == scale and bet.rules == {segment.layout.parameter: step.rule for segment, step in active}:
-            keep(tile, self._pool)
-            self._counts["kept"] += 1
-            tile.recorder.mark(KEPT, tile.layout.index)
+            tile.keep_spare(self._pool)
+            self._count(KEPT, tile)
             return bet.slot
-        redo(tile, self._pool)
-        self._counts["redone"] += 1
-        tile.recorder.mark(REDONE, tile.layout.index)
+        tile.redo(self._pool)
+        self._count(REDONE, tile)
         return None
 
     def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
-        for bet in self._bets.values():
+        """After :meth:`harvest`; ``scale`` is what the window was stepped with, None where it was discarded."""
+        if not self._memory:
+            return
+        for bet in self._passes.values():
+            assert bet.slot is not None
             self._slots[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)
-        self._bets.clear()
+        self._passes.clear()
         self._considered.clear()
         self._rules = None
         self._norms.end_window(stepped=scale is not None)
@@ -321,7 +349,8 @@ class Ahead(Speculator):
         """Make the spares: the tiles of the last parameters come first in backward, and in the budget."""
         self._reserved_for = len(tiles)
         have = {key: len(slots) for key, slots in self._slots.items()}
-        budget = self._budget(tiles) - self.spare_bytes
+        most = sum(self._pool.page_bytes(tile.layout.page_numel) + tile.output_bytes for tile in tiles)
+        budget = speculation_budget(self._memory, most) - self.spare_bytes
         wanted = []
         for tile in reversed(tiles):
             key = (tile.layout.page_numel, tile.output_bytes)
@@ -332,16 +361,13 @@ class Ahead(Speculator):
             if budget < 0:
                 break
             wanted.append(tile)
-        self._slabs.append(slab := SlotSlab(self._transfer))
-        for tile, slot in zip(wanted, slab.cut([tile.output_bytes for tile in wanted]), strict=True):
+        slots, output_bytes = cut_slots(self._transfer, [tile.output_bytes for tile in wanted])
+        for tile, slot in zip(wanted, slots, strict=True):
             self._slots.setdefault((tile.layout.page_numel, tile.output_bytes), []).append(slot)
-            self._spare_page_bytes += self._pool.page_bytes(tile.layout.page_numel)
-        for page in [
-            self._pool.take(tile.layout.page_numel).zero_() for tile in wanted
-        ]:  # touched now, not in backward
+        page_bytes = sum(self._pool.page_bytes(tile.layout.page_numel) for tile in wanted)
+        self._spare_page_bytes += page_bytes
+        self.spare_bytes += page_bytes + output_bytes
+        # Touched now, not in backward.
+        for page in [self._pool.take(tile.layout.page_numel).zero_() for tile in wanted]:
             self._pool.give_back(page)
         self._spare_count += len(wanted)
-
-    def _budget(self, tiles: Sequence[Tile]) -> int:
-        most = sum(self._pool.page_bytes(tile.layout.page_numel) + tile.output_bytes for tile in tiles)
-        return speculation_budget(self._memory, most)

@@ -1,27 +1,25 @@
 """The state of one optimizer in this process: tiles, their pages, and the gradients of the accumulation window.
 
-The store knows parameters by index, as flat tensors; groups, names and
-``.grad`` are its caller's business.
+The store knows parameters by index, as flat tensors; its caller knows groups, names and ``.grad``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
-from longshore.host.backend import Active, Backend, BackendSettings, OnDevice, kept_on_device
-from longshore.host.events import DISCARD, NO_RECORDER, NORM, Recorder
+from longshore.host.backend import Active, Backend, BackendSettings, kept_on_device
+from longshore.host.events import DISCARD, NO_RECORDER, NORM, Recorder, Recorders
 from longshore.host.memory import PageHolds
-from longshore.host.parameter_store import MASTER, ParameterStore, broken_state_error
+from longshore.host.parameter_store import GRADIENT, MASTER, Forecast, ParameterStep, ParameterStore, broken_state_error
 from longshore.host.snapshot import PageSnapshot, Read
-from longshore.host.stepping import Forecast, ParameterStep
-from longshore.host.stepping import Record as SpeculationRecord
+from longshore.host.speculation import SpeculationRecord
 from longshore.host.tile import Segment, Tile, TileEvent, TileState
 from longshore.kernels import Scale, total_of_blocks
 from longshore.layout import plan_tiles
@@ -32,49 +30,52 @@ class HostStore(ParameterStore):
 
     Args:
         settings: of the backend that keeps the state.
-        gradient_dtype: of the gradients that arrive; None: the parameters' own.
-        on_device: the first parameters are stepped where they are, and the others by ``settings``. The gradients of
-            the first ones come last, when little of backward is left to hide a copy or a step behind. One parameter
-            may lie in both.
+        gradient_dtype: dtype of the gradients that arrive; None: the parameters' own.
+        on_device: of the backend of the first parameters, which are stepped where they are. Their gradients come last,
+            when little of backward is left to hide a copy or a step behind. One parameter may lie in both backends.
+        ratio: the share of the elements whose state ``settings`` are for.
     """
 
     def __init__(
         self,
         settings: BackendSettings,
         gradient_dtype: torch.dtype | None = None,
-        on_device: OnDevice | None = None,
+        on_device: BackendSettings | None = None,
+        ratio: float = 1.0,
     ) -> None:
         # Fixed.
         self.local = self
         self._gradient_dtype = gradient_dtype
-        self._ratio = 1.0 if on_device is None else on_device.ratio
+        self._ratio = ratio
         # Grow with parameters.
         self.arrays: tuple[str, ...] = (MASTER,)
         """The names of a page's arrays: ``"master"``, then the states of the optimizer's rule."""
         self.tiles: list[Tile] = []
-        self._parts: dict[int, list[tuple[Tile, Segment]]] = {}
         self._holds = PageHolds()
         self.backend = Backend(settings, len(self.arrays), self._holds)
         """The only one that recorders are told of: the kernels of the other are seen by a profiler of the device."""
         self.backends: tuple[Backend, ...] = (self.backend,)
         if on_device is not None:
-            self.backends = (Backend(on_device.settings, len(self.arrays), self._holds), self.backend)
+            self.backends = (Backend(on_device, len(self.arrays), self._holds), self.backend)
         self.transfer = settings.transfer
         self.kernels = settings.kernels
         # Changes when somebody traces.
-        self._recorder: Recorder = NO_RECORDER
+        self.recorder = NO_RECORDER
         # Change with each window. Several autograd threads may bring gradients of one tile.
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        """Why the window cannot be stepped."""
+        """The reason why the window cannot be stepped."""
+
+    def _placed(self, parameter: int) -> Iterator[tuple[Backend, Tile, Segment]]:
+        """The tiles of a parameter, and its segments in them."""
+        for backend in self.backends:
+            for tile, segment in backend.parts[parameter]:
+                yield backend, tile, segment
 
     # -- layout ---------------------------------------------------------------
 
     def set_states(self, states: Sequence[str]) -> None:
-        """Name the state arrays, in the order in which the rule reads them. At first there are none.
-
-        Later calls may add arrays, zero for every parameter, and take none away.
-        """
+        """Name the state arrays, in the order in which the rule reads them; later calls may add some, which are 0."""
         arrays = (MASTER, *states)
         if arrays == self.arrays:
             return
@@ -90,14 +91,10 @@ class HostStore(ParameterStore):
                 tile.widen_page(rows, backend.pages)
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        """Lay out ``(index, numel, dtype)``; a tile holds parameters of one dtype."""
         entries = list(parameters)
-        kept_numels = [0] * len(entries)
-        if len(self.backends) > 1:
-            kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)
+        kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)  # none with one backend
         first, rest = [], []
         for (index, numel, dtype), kept in zip(entries, kept_numels, strict=True):
-            self._parts[index] = []
             first.append((index, 0, kept, dtype))
             rest.append((index, kept, numel - kept, dtype))
         if len(self.backends) > 1:
@@ -110,34 +107,29 @@ class HostStore(ParameterStore):
         offsets: dict[int, int] = {}
         for index, offset, numel, dtype in ranges:
             backend.parts[index] = []
+            offsets[index] = offset
             if numel > 0:
                 by_dtype.setdefault(dtype, []).append((index, numel))
-                offsets[index] = offset
         added = []
         for dtype, members in by_dtype.items():
-            for layout in plan_tiles(members, backend.tile_numel, len(self.tiles)):
+            for layout in plan_tiles(members, backend.tile_numel, len(self.tiles) + len(added)):
                 segments = tuple(
                     replace(segment, parameter_offset=offsets[segment.parameter] + segment.parameter_offset)
-                    if offsets[segment.parameter]
-                    else segment
                     for segment in layout.segments
                 )
-                tile = Tile(replace(layout, segments=segments), dtype, self._gradient_dtype or dtype)
-                if backend is self.backend:
-                    tile.recorder = self._recorder
-                added.append(tile)
-                self.tiles.append(tile)
-                backend.add(tile)
-                for index, segment in tile.segments.items():
-                    self._parts[index].append((tile, segment))
-        backend.add_slots(added)
+                added.append(Tile(replace(layout, segments=segments), dtype, self._gradient_dtype or dtype))
+        for tile in added if backend is self.backend else ():
+            tile.recorder = self.recorder
+        self.tiles += added
+        backend.add(added)
 
     def __contains__(self, parameter: int) -> bool:
-        return parameter in self._parts
+        return parameter in self.backend.parts
 
-    def record(self, recorder: Recorder) -> None:
+    def set_recorders(self, recorders: Iterable[Recorder]) -> None:
         with self._lock:
-            self._recorder = recorder
+            self.recorders = tuple(recorders)
+            recorder = self.recorder = Recorders(self.recorders) if self.recorders else NO_RECORDER
             self.backend.worker.working = lambda: recorder.working("host")
             for tile in self.backend.tiles:
                 tile.recorder = recorder
@@ -148,13 +140,15 @@ class HostStore(ParameterStore):
         return counted if self.backend.on_host else dict.fromkeys(counted, 0)
 
     def device_bytes(self) -> dict[str, int]:
-        """Bytes by kind of what stays on the device, counted."""
+        """Device bytes by kind, counted."""
         backend = self.backends[0]
         return {} if len(self.backends) == 1 and backend.on_host else backend.state_bytes()
 
     # -- the accumulation window ----------------------------------------------
 
-    def arrive(self, parameter: int, gradient: Tensor) -> None:
+    def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
+        if not by_hook:
+            return gradient
         # Returns at once: the copy runs on its stream, a later arrival is added by the worker.
         self.check_usable()
         with self._lock:
@@ -164,6 +158,7 @@ class HostStore(ParameterStore):
                 for tile, segment in parts:
                     backend.bring(tile, segment, segment.part_of(gradient), ready)
                     backend.speculator.consider(tile)
+        return None
 
     def foresee(self, forecast: Forecast) -> None:
         for backend in self.backends:
@@ -180,16 +175,13 @@ class HostStore(ParameterStore):
         return self.backend.speculator.record
 
     def arrivals(self, parameter: int) -> int:
-        parts = self._parts.get(parameter)
-        return parts[0][1].arrivals if parts else 0  # all have as many
+        placed = self._placed(parameter) if parameter in self else ()
+        return next((segment.arrivals for _, _, segment in placed), 0)  # all have as many
 
     def reduced(self, parameter: int) -> int:
-        return min((segment.arrivals for _, segment in self._parts[parameter]), default=0)
+        return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)
 
     def fail(self, failure: BaseException) -> None:
-        self._failure = self._failure or failure
-
-    def end_backward(self, failure: BaseException | None) -> None:
         self._failure = self._failure or failure
 
     def agree(
@@ -200,23 +192,24 @@ class HostStore(ParameterStore):
             raise failure
         return found
 
-    def preparing(self) -> contextlib.AbstractContextManager[None]:
+    def preparing(self, same: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def settle(self) -> None:
-        """Wait until every arrival is on the host and added; raises GradientError where the window is incomplete."""
+        """Wait until every arrival is on the host and added; raises GradientError if the window is incomplete."""
         self.check_usable()
         self._drain()
         self._check_complete()
 
     def _check_complete(self) -> None:
-        if isinstance(failure := self._failure, GradientError):
-            raise failure
-        if failure is not None:
-            raise GradientError(
-                f"a gradient could not be added on the host ({failure}); zero_grad() discards this window, and "
-                "training can go on"
-            ) from failure
+        if self._failure is None:
+            return
+        if isinstance(self._failure, GradientError):
+            raise self._failure
+        raise GradientError(
+            f"a gradient could not be added on the host ({self._failure}); zero_grad() discards this window, and "
+            "training can go on"
+        ) from self._failure
 
     def _drain(self) -> None:
         # A worker reports a failure once; the window stays incomplete until it is discarded.
@@ -227,30 +220,29 @@ class HostStore(ParameterStore):
         self.check_usable()
         with self._lock:
             self._drain()
-            for backend in self.backends:
-                if parameter is None:
-                    backend.end_window(backend.tiles, TileEvent.DISCARD)
-                    backend.speculator.end_window(backend.tiles, None)
-                    continue
-                for tile, segment in backend.parts[parameter]:
+            if parameter is not None:
+                for backend, tile, segment in self._placed(parameter):
                     if tile.forget(segment) == 0:
                         backend.end_window([tile], TileEvent.DISCARD)
                     backend.speculator.drop(tile)
-            if parameter is None:
-                self._failure = None
-                self._recorder.mark(DISCARD, None)
+                return
+            for backend in self.backends:
+                backend.end_window(backend.tiles, TileEvent.DISCARD)
+                backend.speculator.end_window(backend.tiles, None)
+            self._failure = None
+            self.recorder.mark(DISCARD, None)
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
-        begin_ns = self._recorder.begin(NORM, None)
+        begin_ns = self.recorder.begin(NORM, None)
         for backend in self.backends:
-            backend.speculator.hold()
+            backend.speculator.pause()
         try:
             self.settle()
             found = [backend.block_sums(gradients, scale) for backend in self.backends]
         finally:
             for backend in self.backends:
                 backend.speculator.resume()
-            self._recorder.span(NORM, None, begin_ns)
+            self.recorder.span(NORM, None, begin_ns)
         return total_of_blocks(sums[parameter] for parameter in gradients for sums in found if parameter in sums)
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
@@ -258,7 +250,7 @@ class HostStore(ParameterStore):
         self.settle()
         work: dict[int, Active] = {}
         for parameter, step in steps.items():
-            for tile, segment in self._parts[parameter]:
+            for _, tile, segment in self._placed(parameter):
                 work.setdefault(tile.layout.index, []).append((segment, step))
         stepped: list[Tile] = []
         try:
@@ -271,23 +263,18 @@ class HostStore(ParameterStore):
             then()
         except BaseException as failure:
             # Ctrl-C lands here too.
-            brought = [parameter for parameter, step in steps.items() if step.gradient is not None]
-            self._abandon(failure, brought, begun=bool(stepped))
+            stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
+            if stepped or any(tile.state in stepping for tile in self.tiles):
+                self.broken = failure
+                # Copies on their way to the device end before what the user loads there next.
+                for backend in self.backends:
+                    with contextlib.suppress(Exception):
+                        backend.transfer.end_publish()
+                raise
+            # Nothing is lost, and the gradients that the commit brought are dropped: they are still ``.grad``.
+            for parameter in [parameter for parameter, step in steps.items() if step.gradient is not None]:
+                self.discard(parameter)
             raise
-
-    def _abandon(self, failure: BaseException, brought: list[int], begun: bool) -> None:
-        """A commit failed. If it had stepped anything, the store is broken; otherwise nothing is
-        lost, and the gradients that this commit brought are let go of: they are still ``.grad``."""
-        stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
-        if begun or any(tile.state in stepping for tile in self.tiles):
-            self.broken = failure
-            # What is on its way to the device arrives before what the user loads there next.
-            for backend in self.backends:
-                with contextlib.suppress(Exception):
-                    backend.transfer.end_publish()
-            return
-        for parameter in brought:
-            self.discard(parameter)
 
     # -- optimizer state ------------------------------------------------------
 
@@ -307,20 +294,20 @@ class HostStore(ParameterStore):
     def _void(self, parameter: int) -> None:
         # The parameter's pages or gradient are about to be written.
         self._drain()
-        for backend in self.backends:
-            for tile, _ in backend.parts.get(parameter, ()):
-                backend.speculator.void(tile)
-                backend.snapshots.make_writable(tile)
+        for backend, tile, _ in self._placed(parameter):
+            backend.speculator.void(tile)
+            backend.snapshots.make_writable(tile)
 
     def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> PageSnapshot:
         """The state as it is now, for another thread to read while this one goes on.
 
         Args:
-            reads: all that will be read: indices of parameters, and names of arrays. The snapshot before is closed.
-            memory_bytes: of further pages, where no spare ones are there for steps ahead. Beyond it a step waits.
+            reads: everything that will be read: indices of parameters, and names of arrays.
+            memory_bytes: memory of further pages, if there are no spare ones for steps ahead. Beyond it a step waits.
 
         Raises:
             BrokenStateError: see :meth:`check_usable`.
+            LongshoreError: the snapshot before is not closed.
         """
         self.check_usable()
         self._drain()
@@ -328,9 +315,7 @@ class HostStore(ParameterStore):
             backend.snapshots.prepare(memory_bytes)
         pages = {
             parameter: [
-                (tile.have_page(backend.pages), segment.layout)
-                for backend in self.backends
-                for tile, segment in backend.parts[parameter]
+                (tile.have_page(backend.pages), segment.layout) for backend, tile, segment in self._placed(parameter)
             ]
             for parameter in {parameter for parameter, _ in reads}
         }
@@ -339,61 +324,56 @@ class HostStore(ParameterStore):
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()
         self._void(parameter)
-        for backend in self.backends:
-            for tile, segment in backend.parts[parameter]:
-                tile.have_page(backend.pages)
-                master = tile.page_view(segment.layout, 0)
-                host = backend.transfer.read(segment.part_of(values))
-                if keep_matching:
-                    backend.kernels.reconcile(master, host, adopt=True)
-                else:
-                    backend.kernels.accumulate(master, host, add=False)
+        for backend, tile, segment in self._placed(parameter):
+            master = tile.have_page(backend.pages)[0, segment.layout.in_page]
+            host = backend.transfer.read(segment.part_of(values))
+            if keep_matching:
+                backend.kernels.reconcile(master, host, adopt=True)
+            else:
+                backend.kernels.accumulate(master, host, add=False)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
         self.check_usable()
         differing = 0
-        for backend in self.backends:
-            for tile, segment in backend.parts[parameter]:
-                host = backend.transfer.read(segment.part_of(values))
-                differing += backend.kernels.reconcile(tile.page_view(segment.layout, 0), host, adopt=False)
+        for backend, tile, segment in self._placed(parameter):
+            master = tile.have_page(backend.pages)[0, segment.layout.in_page]
+            host = backend.transfer.read(segment.part_of(values))
+            differing += backend.kernels.reconcile(master, host, adopt=False)
         return differing
 
     def read_state(self, parameter: int, which: str) -> Tensor:
-        self.check_usable()
-        row = self.arrays.index(which)
-        # States may have been set by their numbers alone, before the first step.
-        found = [
-            tile.have_page(backend.pages)[row, segment.layout.in_page].cpu()
-            for backend in self.backends
-            for tile, segment in backend.parts[parameter]
-        ]
+        if which == GRADIENT:
+            self.settle()
+            found = [segment.wait().float().cpu() for _, _, segment in self._placed(parameter) if segment.arrivals > 0]
+        else:
+            self.check_usable()
+            row = self.arrays.index(which)
+            # States may have been set by their numbers alone, before the first step.
+            found = [
+                tile.have_page(backend.pages)[row, segment.layout.in_page].cpu()
+                for backend, tile, segment in self._placed(parameter)
+            ]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def read_gradient(self, parameter: int) -> Tensor | None:
-        self.settle()
-        found = [segment.wait().float().cpu() for _, segment in self._parts[parameter] if segment.arrivals > 0]
-        return torch.cat(found) if found else None
-
-    def write_gradient(self, parameter: int, values: Tensor) -> None:
-        self.settle()
-        self._void(parameter)
-        for _, segment in self._parts[parameter]:
-            segment.wait().copy_(segment.part_of(values))
-
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
+        if which == GRADIENT:
+            self.settle()
         self.check_usable()
         self._void(parameter)
-        row = self.arrays.index(which)
-        for backend in self.backends:
-            for tile, segment in backend.parts[parameter]:
-                tile.have_page(backend.pages)
-                tile.page_view(segment.layout, row).copy_(segment.part_of(values))
+        for backend, tile, segment in self._placed(parameter):
+            if which == GRADIENT:
+                target = segment.wait()
+            else:
+                target = tile.have_page(backend.pages)[self.arrays.index(which), segment.layout.in_page]
+            target.copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
+        if parameter not in self:
+            return
         self._void(parameter)
-        for tile, segment in self._parts.get(parameter, ()):
+        for _, tile, segment in self._placed(parameter):
             if tile.page is not None:  # one that never was is zero already
-                tile.rows(segment.layout).zero_()
+                tile.page[:, segment.layout.in_page].zero_()
 
     def close(self) -> None:
         for backend in self.backends:

@@ -1,8 +1,8 @@
-"""One tile: its states and the only moves between them, its page, its slot, and what has arrived for its segments."""
+"""One tile: its states and the moves between them, its page, its slot, and the gradients of its segments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from longshore.errors import BrokenStateError, LongshoreError
 from longshore.host.events import NO_RECORDER, Recorder
 from longshore.host.memory import PagePool, Slot
+from longshore.kernels import HostRule, TileSegment
 from longshore.layout import SegmentLayout, TileLayout
 from longshore.transfer import CopyHandle
 
@@ -65,77 +66,47 @@ class TileEvent(Enum):
     """A state is loaded over whatever the tile held."""
 
 
-TRANSITIONS: dict[tuple[TileState, TileEvent], TileState] = {
-    (TileState.EMPTY, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.FILLING, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.READY, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.STEPPING, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.STEPPED, TileEvent.ARRIVAL): TileState.FILLING,
-    (TileState.FILLING, TileEvent.FORGET): TileState.FILLING,
-    (TileState.READY, TileEvent.FORGET): TileState.FILLING,
-    (TileState.STEPPING, TileEvent.FORGET): TileState.FILLING,
-    (TileState.STEPPED, TileEvent.FORGET): TileState.FILLING,
-    (TileState.FILLING, TileEvent.COMPLETE): TileState.READY,
-    (TileState.READY, TileEvent.SPECULATE): TileState.STEPPING,
-    (TileState.STEPPING, TileEvent.SPECULATED): TileState.STEPPED,
-    (TileState.STEPPED, TileEvent.KEEP): TileState.COMMITTED,
-    (TileState.STEPPED, TileEvent.REDO): TileState.READY,
-    (TileState.FILLING, TileEvent.COMMIT): TileState.COMMITTING,
-    (TileState.READY, TileEvent.COMMIT): TileState.COMMITTING,
-    (TileState.COMMITTING, TileEvent.COMMIT_DONE): TileState.COMMITTED,
-    (TileState.COMMITTING, TileEvent.COMMIT_FAILED): TileState.BROKEN,
-    (TileState.COMMITTED, TileEvent.PUBLISHED): TileState.EMPTY,
-    (TileState.EMPTY, TileEvent.DISCARD): TileState.EMPTY,
-    (TileState.FILLING, TileEvent.DISCARD): TileState.EMPTY,
-    (TileState.READY, TileEvent.DISCARD): TileState.EMPTY,
-    (TileState.STEPPING, TileEvent.DISCARD): TileState.EMPTY,
-    (TileState.STEPPED, TileEvent.DISCARD): TileState.EMPTY,
-    **{(state, TileEvent.LOAD): TileState.EMPTY for state in TileState},
+_S, _E = TileState, TileEvent
+_WITH_GRADIENTS = (_S.FILLING, _S.READY, _S.STEPPING, _S.STEPPED)
+_MOVES: dict[TileEvent, tuple[Iterable[TileState], TileState]] = {
+    _E.ARRIVAL: ((_S.EMPTY, *_WITH_GRADIENTS), _S.FILLING),
+    _E.FORGET: (_WITH_GRADIENTS, _S.FILLING),
+    _E.COMPLETE: ((_S.FILLING,), _S.READY),
+    _E.SPECULATE: ((_S.READY,), _S.STEPPING),
+    _E.SPECULATED: ((_S.STEPPING,), _S.STEPPED),
+    _E.KEEP: ((_S.STEPPED,), _S.COMMITTED),
+    _E.REDO: ((_S.STEPPED,), _S.READY),
+    _E.COMMIT: ((_S.FILLING, _S.READY), _S.COMMITTING),
+    _E.COMMIT_DONE: ((_S.COMMITTING,), _S.COMMITTED),
+    _E.COMMIT_FAILED: ((_S.COMMITTING,), _S.BROKEN),
+    _E.PUBLISHED: ((_S.COMMITTED,), _S.EMPTY),
+    _E.DISCARD: ((_S.EMPTY, *_WITH_GRADIENTS), _S.EMPTY),
+    _E.LOAD: (TileState, _S.EMPTY),
 }
-
-
-def next_state(state: TileState, event: TileEvent) -> TileState:
-    """The state after ``event``.
-
-    Raises:
-        BrokenStateError: the tile is broken, and the event does not mend it.
-        IllegalTransitionError: any other move that is not in the table.
-    """
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        pass
-    if state is TileState.BROKEN:
-        raise BrokenStateError(
-            "an earlier step failed half way, so some weights were stepped and others were not; "
-            "load a saved state with load_state_dict (and the model's weights) before going on"
-        )
-    raise IllegalTransitionError(f"a tile that is {state.name} cannot take {event.name}")
+TRANSITIONS = {(state, event): after for event, (befores, after) in _MOVES.items() for state in befores}
+"""The state after each event that a state allows."""
 
 
 class Segment:
-    """One parameter's part of a tile, and its part of the window.
-
-    ``arrivals`` is the truth about accumulation (law 1): the first gradient of
-    a window is copied, each later one is added in float32.
-    """
+    """One parameter's range of a tile, with its gradient of the window."""
 
     def __init__(self, layout: SegmentLayout) -> None:
         self.layout = layout
         self.expected = 0
-        """Arrivals that this window will bring, as far as the last one tells; 0: nothing tells."""
+        """Arrivals that this window will bring, if it is like the last one; 0: unknown."""
         self.clear()
 
     def clear(self) -> None:
         self.arrivals = 0
+        """The truth about accumulation (law 1): the first gradient is copied, each later one is added in float32."""
         self.gradient: Tensor | None = None
-        """On the host once ``handle`` is done: what arrived, or the sum of it."""
+        """The gradient that arrived, or the sum of several; complete once ``handle`` is done."""
         self.handle: CopyHandle | None = None
         self.summed = False
         """Whether ``gradient`` is the float32 sum in the tile's accumulator."""
 
     def part_of(self, values: Tensor) -> Tensor:
-        """The segment's part of one value for each element of its parameter, as a view."""
+        """The segment's range of a tensor that has a value for each element of the parameter, as a view."""
         offset, numel = self.layout.parameter_offset, self.layout.numel
         return values if numel == values.numel() else values[offset : offset + numel]
 
@@ -147,19 +118,30 @@ class Segment:
         return self.gradient
 
 
-class SparePage(NamedTuple):
-    """What a speculative step wrote: the new page, and the new parameters of each stepped segment."""
+class SegmentStep(NamedTuple):
+    """One segment that has a gradient in this window: its rule, and where its new values go."""
 
-    page: Tensor
-    outputs: tuple[Tensor, ...]
+    segment: Segment
+    rule: HostRule
+    output: Tensor
+
+
+def step_table(
+    steps: Sequence[SegmentStep], gradients: Sequence[Tensor | None]
+) -> tuple[list[TileSegment], list[HostRule]]:
+    """The arguments of a kernel: a row for each segment, given its gradient, and the rules that the rows refer to."""
+    # By identity: parameters of one group and history share a rule, and hashing one costs more than a row.
+    rules: dict[int, tuple[int, HostRule]] = {}
+    rows = []
+    for (segment, rule, output), gradient in zip(steps, gradients, strict=True):
+        index, _ = rules.setdefault(id(rule), (len(rules), rule))
+        assert gradient is not None
+        rows.append(TileSegment(segment.layout.page_offset, gradient, output, index))
+    return rows, [rule for _, rule in rules.values()]
 
 
 class Tile:
-    """The unit that is copied, stepped and published.
-
-    ``page`` comes with the first gradient; ``spare`` exists from the beginning
-    of a speculative step to its verdict.
-    """
+    """The unit that is copied, stepped and published."""
 
     def __init__(self, layout: TileLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
         self.layout = layout
@@ -167,8 +149,11 @@ class Tile:
         self.gradient_dtype = gradient_dtype
         self.recorder: Recorder = NO_RECORDER
         self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
+        self.output_bytes = layout.page_numel * dtype.itemsize
+        self.outputs_fit = gradient_dtype == dtype
+        """Whether new parameters can take their gradients' place, element by element."""
         self.slot: Slot | None = None
-        """Where gradients come in, and new parameters go out in their place if they are of one dtype."""
+        """Where gradients come in, and new parameters go out in their place if they fit."""
         self.output_slot: Slot | None = None
         """Where new parameters go out otherwise."""
         # From the first gradient on.
@@ -178,35 +163,37 @@ class Tile:
         self.window = 0
         """Windows that have ended."""
         self.version = 0
-        """Changes with every arrival, every gradient that is discarded, and every window. Asynchronous work is dropped
-        when it was begun for another version than the present one."""
+        """Changes with every arrival, every discarded gradient and every window; work for an old version is dropped."""
         self.filled = 0
-        """Segments for which at least one gradient has arrived."""
+        """Segments that have a gradient."""
         self._missing = 0
         """Segments that still expect gradients."""
         self._expects = False
-        """Whether any of them ever did."""
+        """Whether any segment expects gradients, or did."""
         self.accumulator: Tensor | None = None
-        self.spare: SparePage | None = None
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self.layout.page_numel * self.gradient_dtype.itemsize
-
-    @property
-    def output_bytes(self) -> int:
-        return self.layout.page_numel * self.dtype.itemsize
-
-    @property
-    def outputs_fit(self) -> bool:
-        """Whether new parameters can take their gradients' place, element by element."""
-        return self.gradient_dtype == self.dtype
+        self.spare: Tensor | None = None
+        """The page that a step ahead of the verdict has written."""
 
     def move(self, event: TileEvent) -> None:
-        self.state = next_state(self.state, event)
+        """Go to the state after ``event``.
+
+        Raises:
+            BrokenStateError: the tile is broken, and the event does not mend it.
+            IllegalTransitionError: any other move that is not in the table.
+        """
+        after = TRANSITIONS.get((self.state, event))
+        if after is not None:
+            self.state = after
+        elif self.state is TileState.BROKEN:
+            raise BrokenStateError(
+                "an earlier step failed half way, so some weights were stepped and others were not; "
+                "load a saved state with load_state_dict (and the model's weights) before going on"
+            )
+        else:
+            raise IllegalTransitionError(f"a tile that is {self.state.name} cannot take {event.name}")
 
     def arrived(self, segment: Segment) -> None:
-        """Count one more arrival; a speculative page, present or on its way, is void."""
+        """Count one more arrival; a step ahead, made or under way, is void."""
         self.move(TileEvent.ARRIVAL)
         self.version += 1
         self.filled += segment.arrivals == 0
@@ -219,7 +206,7 @@ class Tile:
         return self._expects and self._missing == 0
 
     def expect(self, arrivals: int) -> None:
-        """The window will bring so many gradients to each segment that the last one brought any to."""
+        """Expect so many gradients for each segment that got any in the last window."""
         for segment in self.segments.values():
             if segment.expected > 0:
                 segment.expected = arrivals
@@ -230,7 +217,7 @@ class Tile:
         self._expects = any(segment.expected > 0 for segment in self.segments.values())
 
     def forget(self, segment: Segment) -> int:
-        """Drop what one segment has of this window; returns how many others have something."""
+        """Drop one segment's gradient; returns how many other segments have one."""
         self.filled -= segment.arrivals > 0
         self._missing += 0 < segment.expected <= segment.arrivals
         segment.clear()
@@ -240,44 +227,11 @@ class Tile:
         return self.filled
 
     def queued_gradient(self, segment: Segment) -> Tensor:
-        """Where the segment's gradient is once what was queued for it is done."""
+        """The segment's gradient, or the sum of several, once what was queued for it is done."""
         if segment.arrivals > 1 and self.accumulator is not None:
-            return self.accumulator_view(segment.layout)
+            return self.accumulator[0, segment.layout.in_page]
         assert segment.gradient is not None
         return segment.gradient
-
-    def slot_view(self, segment: SegmentLayout) -> Tensor | None:
-        """The segment's gradient in the slot; None without staging."""
-        if self.slot is None:
-            return None
-        return self.slot.view(self.gradient_dtype, segment.page_offset, segment.numel)
-
-    def output_view(self, segment: SegmentLayout) -> Tensor | None:
-        """Where the segment's new parameters are written; None without staging."""
-        slot = self.output_slot or self.slot
-        return None if slot is None else slot.view(self.dtype, segment.page_offset, segment.numel)
-
-    def held_bytes(self) -> int:
-        """Bytes of gradients that the window brought and that are not in the accumulator."""
-        held = 0
-        for segment in self.segments.values():
-            gradient = segment.gradient  # the worker may put the sum in its place
-            if gradient is not None and not segment.summed:
-                held += gradient.numel() * gradient.element_size()
-        return held
-
-    def accumulator_view(self, segment: SegmentLayout) -> Tensor:
-        assert self.accumulator is not None
-        return self.accumulator[segment.in_page]
-
-    def rows(self, segment: SegmentLayout) -> Tensor:
-        """The segment's part of all arrays of the page, ``[page_arrays, numel]``, as a view."""
-        assert self.page is not None
-        return self.page[:, segment.in_page]
-
-    def page_view(self, segment: SegmentLayout, row: int) -> Tensor:
-        """The segment's part of one array of the page (0: the master), as a view."""
-        return self.rows(segment)[row]
 
     def have_page(self, pages: PagePool) -> Tensor:
         """The page; one of zeros is taken if there is none yet."""
@@ -286,13 +240,36 @@ class Tile:
         return self.page
 
     def widen_page(self, rows: Sequence[int], pages: PagePool) -> None:
-        """Move to a page with more arrays; ``rows`` is where the present ones go, and new ones are zero."""
+        """Move to a page with more arrays; ``rows`` are the new rows of the present arrays, and other rows are zero."""
         assert self.spare is None  # it would have the old shape
         page = self.page
         if page is not None:
             self.page = pages.take_zeros(page.shape[1])
             self.page[list(rows)] = page
             pages.give_back(page)
+
+    def idle_parts(self, steps: Sequence[SegmentStep]) -> list[slice]:
+        """The parts of the page that ``steps`` leave as they are."""
+        stepped = {step.segment.layout.parameter for step in steps}
+        return [segment.in_page for segment in self.layout.segments if segment.parameter not in stepped]
+
+    def keep_spare(self, spares: PagePool) -> None:
+        """STEPPED -> COMMITTED: the spare becomes the page, and the old page goes to the pool."""
+        self.move(TileEvent.KEEP)
+        old, self.page, self.spare = self.page, self.spare, None
+        assert old is not None
+        spares.give_back(old)
+
+    def redo(self, spares: PagePool) -> None:
+        """STEPPED -> READY: the scale was another; every bit of the page is as it was."""
+        self.move(TileEvent.REDO)
+        self.drop_spare(spares)
+
+    def drop_spare(self, spares: PagePool) -> None:
+        """Give the spare back to the pool, if there is one."""
+        if self.spare is not None:
+            spares.give_back(self.spare)
+            self.spare = None
 
     def end_window(self, stepped: bool) -> Tensor | None:
         """Forget the window; returns the accumulator that it used. The next one will be like one that was stepped."""

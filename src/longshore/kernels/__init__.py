@@ -7,14 +7,13 @@ from longshore.kernels.base import (
     SUPPORTED_DTYPES,
     UNSCALED,
     HostRule,
-    Kernels,
     Rule,
     Scale,
     TileSegment,
     TorchRule,
     total_of_blocks,
 )
-from longshore.kernels.device import DeviceKernels
+from longshore.kernels.device import DeviceKernels, Kernels
 from longshore.kernels.host import HostKernels
 from longshore.kernels.torch_rules import next_scalars
 from longshore.machine import usable_cpus

@@ -13,18 +13,8 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import _native
-from longshore.kernels.base import (
-    NORM_BLOCK_NUMEL,
-    UNSCALED,
-    HostRule,
-    Scale,
-    TileSegment,
-    check_pages,
-    check_pair,
-    checked_rules,
-    dtype_code,
-)
-from longshore.kernels.host import native_tile
+from longshore.kernels.base import NORM_BLOCK_NUMEL, UNSCALED, HostRule, Rule, Scale, TileSegment
+from longshore.kernels.host import HostKernels, checked_pair, dtype_code, native_tile
 from longshore.kernels.reference import float32_bytes
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -34,17 +24,14 @@ _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 class DeviceKernels:
     """Triton kernels over the tensors of one CUDA device.
 
-    The methods are those of :class:`~longshore.kernels.HostKernels`, with the
-    same arguments, errors and bits. Work is given to the current stream;
-    ``reconcile`` and ``block_sums`` wait for their results.
+    The methods are those of :class:`~longshore.kernels.HostKernels`, with the same arguments, errors and bits. Work is
+    given to the current stream; ``reconcile`` and ``block_sums`` wait for their results.
 
-    One launch steps a tile, by a table of its segments that is copied to the
-    device first: a tile may hold hundreds of biases and norms, and a launch for
-    each would cost the host more than the step costs the device.
+    One launch steps a tile, by a table of its segments that is copied to the device first: with hundreds of biases and
+    norms in a tile, a launch for each would cost the host more than the step costs the device.
 
     Args:
-        device: a CUDA device; or the CPU in a process in which Triton was
-            imported with ``TRITON_INTERPRET=1`` (slow; for tests).
+        device: a CUDA device; or the CPU if Triton was imported with ``TRITON_INTERPRET=1`` (slow; for tests).
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
@@ -70,19 +57,13 @@ class DeviceKernels:
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
     ) -> None:
-        """Step the segments of one tile in one pass; see :meth:`HostKernels.step_tile`.
-
-        Raises:
-            ValueError: a table that a tile cannot have; nothing was written.
-        """
-        check_pages(source_page, target_page)
-        page_arrays, page_numel = source_page.shape
-        checked = checked_rules(rules, page_arrays)
-        tile = native_tile(source_page, target_page, segments, checked, scale, self._address)
+        tile = native_tile(source_page, target_page, segments, rules, scale, self._address)
         _native.check(*tile)
         if not tile.rows:
             return
-        blocks = [-(-row[1] // self._triton.STEP_BLOCK.value) for row in tile.rows]
+        assert isinstance(rules[0], Rule)
+        page_arrays, page_numel = source_page.shape
+        blocks = [-(-row[1] // self._triton.BLOCK.value) for row in tile.rows]
         firsts = [0, *itertools.accumulate(blocks)]
         scalars = _float32_rows(tile.scalars)
         table = [
@@ -99,32 +80,20 @@ class DeviceKernels:
                 self._upload(torch.tensor(table, dtype=torch.int64)),
                 self._upload(owners),
                 self._upload(scalars),
-                self._triton.device_function(type(checked[0]).update),
+                self._triton.device_function(type(rules[0]).update),
                 page_arrays,
                 **_PASS,
             )
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
-        """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
-        check_pair(target, source)
         self._elementwise(self._triton.accumulate, target, source, int(add))
 
     def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int:
-        """Count the elements of ``parameter`` that are not the rounded ``master``.
-
-        Bits are compared. With ``adopt``, each such element becomes the master.
-        """
-        check_pair(master, parameter)
         differing = torch.zeros(parameter.numel(), dtype=torch.uint8, device=self.device)
         self._elementwise(self._triton.reconcile, master, parameter, int(adopt), differing)
         return int(differing.sum(dtype=torch.int64))
 
     def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
-        """The sums of squares of all (scaled, float32) elements; see :meth:`HostKernels.block_sums`.
-
-        ``parameters`` holds, for each parameter, its flat gradient in
-        consecutive pieces. The bits do not depend on the cut.
-        """
         starts, spans, counts = [0], [], []
         for pieces in parameters:
             blocks = self._norm_blocks(pieces)
@@ -149,27 +118,25 @@ class DeviceKernels:
         return [list(itertools.islice(of_blocks, count)) for count in counts]
 
     def _norm_blocks(self, pieces: Sequence[Tensor]) -> list[list[tuple[int, ...]]]:
-        """The spans of each block of one parameter: the address that its first element would have, and
-        the dtype, begin and end of the part that is there."""
+        """The spans of each block of one parameter: the address of element 0, the dtype, begin and end."""
         begins = [0, *itertools.accumulate(piece.numel() for piece in pieces)]
         blocks: list[list[tuple[int, ...]]] = [[] for _ in range(0, begins[-1], NORM_BLOCK_NUMEL)]
         for piece, begin in zip(pieces, begins, strict=False):
             code, first = dtype_code(piece), self._address(piece) - begin * piece.element_size()
             end = begin + piece.numel()
             for index in range(begin // NORM_BLOCK_NUMEL, -(-end // NORM_BLOCK_NUMEL)):
-                start = max(begin, index * NORM_BLOCK_NUMEL)
-                stop = min(end, (index + 1) * NORM_BLOCK_NUMEL)
+                start, stop = max(begin, index * NORM_BLOCK_NUMEL), min(end, (index + 1) * NORM_BLOCK_NUMEL)
                 if start < stop:
                     blocks[index].append((first, code, start, stop))
         return blocks
 
     def _elementwise(self, kernel: Any, target: Tensor, source: Tensor, option: int, *more: Tensor) -> None:
-        code, addresses = dtype_code(source), (self._address(target), self._address(source))
+        arguments = checked_pair(target, source, self._address)
         if source.numel() == 0:
             return
-        programs = -(-source.numel() // self._triton.PASS_BLOCK.value)
+        programs = -(-source.numel() // self._triton.BLOCK.value)
         with self._current():
-            kernel[(programs,)](*addresses, code, source.numel(), option, *more, **_PASS)
+            kernel[(programs,)](*arguments, option, *more, **_PASS)
 
     def _address(self, tensor: Tensor) -> int:
         if tensor.device != self.device or not tensor.is_contiguous():
@@ -179,16 +146,18 @@ class DeviceKernels:
             )
         return tensor.data_ptr()
 
-    # -- the device ------------------------------------------------------------
-
     def _upload(self, tensor: Tensor) -> Tensor:
-        # From pageable memory: the copy is staged before the call returns, and
-        # the tensor may go at once.
+        # From pageable memory: the copy is staged before the call returns, and the tensor may be freed at once.
         return tensor.to(self.device, non_blocking=True)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device, which need not be ours."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+
+Kernels = HostKernels | DeviceKernels
+"""What steps a tile: the same bits from the same arguments, whose tensors are on its ``device``. Calls of
+``asynchronous`` ones return before their work is done, which is then done in stream order."""
 
 
 def _triton_rules(device: torch.device) -> ModuleType:

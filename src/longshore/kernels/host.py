@@ -1,4 +1,4 @@
-"""Typed wrappers of the native kernels: they check tensors, and keep them alive while a call runs."""
+"""The native kernels for tensors in host memory, and the checks of arguments that kernels on any device share."""
 
 from __future__ import annotations
 
@@ -11,31 +11,19 @@ from torch import Tensor
 
 from longshore.kernels import _native
 from longshore.kernels._native import InstructionSet
-from longshore.kernels.base import (
-    UNSCALED,
-    HostRule,
-    Rule,
-    Scale,
-    TileSegment,
-    TorchRule,
-    check_pages,
-    check_pair,
-    checked_rules,
-    dtype_code,
-)
+from longshore.kernels.base import DTYPE_CODES, UNSCALED, HostRule, Rule, Scale, TileSegment, TorchRule
 from longshore.kernels.torch_rules import step_by_torch
 from longshore.machine import usable_cpus
 from longshore.machine.binding import binding_of
 
 _ENTRIES = {name: index for index, name in enumerate(_native.rules())}
-"""The rules of native/rules.inl, by the name that a :class:`~longshore.kernels.Rule` has."""
+"""Index of each rule of native/rules.inl by :attr:`Rule.name`."""
 
 
 class HostKernels:
     """The native kernels together with the threads that run them.
 
-    Every call releases the GIL, and gives the same bits for any number of
-    threads, any cut into segments and any instruction set.
+    Every call releases the GIL, and gives the same bits for any number of threads, segments and any instruction set.
 
     Args:
         threads: how many; default: what ``longshore launch`` granted, or one for each CPU that the process may use.
@@ -67,10 +55,7 @@ class HostKernels:
             raise ValueError(f"this CPU does not run {instruction_set.name} code; it runs {supported}")
         self.instruction_set = supported[-1] if instruction_set is None else instruction_set
         self._pool = _native.ThreadPool(threads, cpus)
-
-    @property
-    def threads(self) -> int:
-        return self._pool.threads
+        self.threads = self._pool.threads
 
     def step_tile(
         self,
@@ -83,11 +68,10 @@ class HostKernels:
         """Step the segments of one tile in one pass.
 
         Args:
-            source_page: float32 ``[page_arrays, page_numel]``: the master, then
-                the rule's states (SGD: nothing where no rule has momentum; a
-                :class:`~longshore.kernels.TorchRule` names its rows).
-            target_page: the same tensor (in place), or another that does not
-                overlap it; elements outside the segments are not written.
+            source_page: float32 ``[page_arrays, page_numel]``: the master, then the rule's states (SGD: none if no rule
+                has momentum; a :class:`~longshore.kernels.TorchRule` names its rows).
+            target_page: the same tensor (in place), or another that does not overlap it; elements outside the segments
+                are not written.
             segments: in order of ``page_offset``, not overlapping.
             rules: what the segments' ``rule`` counts into; all of one kind.
             scale: what gradients are multiplied by.
@@ -95,66 +79,40 @@ class HostKernels:
         Raises:
             ValueError: a table that a tile cannot have; nothing was written.
         """
-        check_pages(source_page, target_page)
         torchs = [rule for rule in rules if isinstance(rule, TorchRule)]
         if torchs and len(torchs) == len(rules):
+            check_pages(source_page, target_page)
             step_by_torch(source_page, target_page, segments, torchs, scale)
             return
-        tile = native_tile(
-            source_page, target_page, segments, checked_rules(rules, source_page.shape[0]), scale, _address
-        )
+        tile = native_tile(source_page, target_page, segments, rules, scale, _address)
         _native.step(self._pool, *tile, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
-        check_pair(target, source)
-        _native.accumulate(
-            self._pool,
-            _address(target),
-            _address(source),
-            dtype_code(source),
-            source.numel(),
-            add,
-            self.instruction_set,
-        )
+        _native.accumulate(self._pool, *checked_pair(target, source, _address), add, self.instruction_set)
 
     def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int:
-        """Count the elements of ``parameter`` that are not the rounded ``master``.
-
-        Bits are compared. With ``adopt``, each such element becomes the master.
-        """
-        check_pair(master, parameter)
-        return _native.reconcile(
-            self._pool,
-            _address(master),
-            _address(parameter),
-            dtype_code(parameter),
-            parameter.numel(),
-            adopt,
-            self.instruction_set,
-        )
+        """Count the elements of ``parameter`` that are not, to the bit, the rounded ``master``; with ``adopt``, each of
+        them becomes the master."""
+        return _native.reconcile(self._pool, *checked_pair(master, parameter, _address), adopt, self.instruction_set)
 
     def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
         """The sums of squares of all (scaled, float32) elements, in double: for each parameter one number for each
         ``NORM_BLOCK_NUMEL`` of its elements; :func:`total_of_blocks` adds them up.
 
-        ``parameters`` holds, for each parameter, its flat gradient in
-        consecutive pieces. The bits depend on neither the cut nor the threads.
+        ``parameters`` has the flat gradient of each parameter in consecutive ranges, on which no bit depends.
         """
-        return _native.block_sums(self._pool, _rows(parameters), scale, self.instruction_set)
-
-
-def _rows(parameters: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int, int]]]:
-    return [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
+        rows = [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
+        return _native.block_sums(self._pool, rows, scale, self.instruction_set)
 
 
 class NativeTile(NamedTuple):
     """A tile as the native kernels take it: addresses and numbers."""
 
     entry: int
-    """Of ``native/rules.inl``."""
+    """Index of the rule in ``native/rules.inl``."""
     page: tuple[int, int, int, int]
-    """Address of the source and of the target, arrays, elements of each."""
+    """Addresses of the source and of the target, number of arrays, elements of each array."""
     rows: list[tuple[int, int, int, int, int, int, int]]
     """For each segment: page offset, elements, gradient, output, rule, and the dtypes of gradient and output."""
     scalars: list[tuple[float, ...]]
@@ -165,13 +123,34 @@ def native_tile(
     source_page: Tensor,
     target_page: Tensor,
     segments: Sequence[TileSegment],
-    rules: Sequence[Rule],
+    rules: Sequence[HostRule],
     scale: Scale,
     address: Callable[[Tensor], int],
 ) -> NativeTile:
-    """Build the table of a tile. ``address`` raises ``ValueError`` for a tensor that is not on the right device."""
+    """Check the arguments of :meth:`HostKernels.step_tile`, and build the table whose numbers the native code checks.
+
+    ``address`` returns a tensor's address, and raises ``ValueError`` if it is not contiguous on the right device.
+    """
+    check_pages(source_page, target_page)
     page_arrays, page_numel = source_page.shape
-    page = address(source_page), address(target_page), page_arrays, page_numel
+    scalars = []
+    kinds = {type(rule) for rule in rules}
+    if len(kinds) > 1:
+        raise ValueError(f"the rules of one call are of one kind, not {sorted(kind.__name__ for kind in kinds)}")
+    name = next(iter(_ENTRIES))  # without rules there are no segments, or the native code raises
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise ValueError(f"the kernels do not step by a {type(rule).__name__}")
+        name, most = rule.name, 1 + len(rule.states)
+        least = most - rule.optional_states
+        if not least <= page_arrays <= most:
+            known = f"{least}" if least == most else f"{least} or {most}"
+            raise ValueError(f"a page of {page_arrays} arrays, and {name} has {known}")
+        if getattr(rule, "step", 1) < 1:
+            raise ValueError("a step count below 1")
+        scalars.append((-scale.first if rule.maximize else scale.first, scale.second, *rule.scalars))
+    if name not in _ENTRIES:
+        raise ValueError(f"native/rules.inl has no entry for {name}; it has {', '.join(_ENTRIES)}")
     rows = []
     for page_offset, gradient, output, rule in segments:
         numel = gradient.numel()
@@ -181,11 +160,32 @@ def native_tile(
                 raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
             target, target_code = address(output), dtype_code(output)
         rows.append((page_offset, numel, address(gradient), target, rule, dtype_code(gradient), target_code))
-    scalars = [(*rule.factors(scale), *rule.scalars) for rule in rules]
-    name = rules[0].name if rules else next(iter(_ENTRIES))  # no rules: no segments, or an error of the table
-    if name not in _ENTRIES:
-        raise ValueError(f"native/rules.inl has no entry for {name}; it has {', '.join(_ENTRIES)}")
+    page = address(source_page), address(target_page), page_arrays, page_numel
     return NativeTile(_ENTRIES[name], page, rows, scalars)
+
+
+def check_pages(source_page: Tensor, target_page: Tensor) -> None:
+    for page in (source_page, target_page):
+        if page.dtype != torch.float32 or page.dim() != 2:
+            raise ValueError(f"a page is float32 [page_arrays, page_numel], not {page.dtype} {list(page.shape)}")
+    if source_page.shape != target_page.shape:
+        raise ValueError("source and target pages differ in size")
+
+
+def checked_pair(target: Tensor, source: Tensor, address: Callable[[Tensor], int]) -> tuple[int, int, int, int]:
+    """Return the addresses of a float32 tensor and of one of as many elements, whose dtype's code and count follow."""
+    if target.dtype != torch.float32:
+        raise ValueError(f"masters and accumulators are float32, not {target.dtype}")
+    if target.numel() != source.numel():
+        raise ValueError(f"{source.numel()} elements for a buffer of {target.numel()}")
+    return address(target), address(source), dtype_code(source), source.numel()
+
+
+def dtype_code(tensor: Tensor) -> int:
+    try:
+        return DTYPE_CODES[tensor.dtype]
+    except KeyError:
+        raise ValueError(f"the kernels take float32, bfloat16 and float16, not {tensor.dtype}") from None
 
 
 def _address(tensor: Tensor) -> int:

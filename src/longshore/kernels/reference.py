@@ -1,10 +1,8 @@
 """The operations that rules are written in, in plain torch, and a step by any rule: the oracle of every kernel.
 
-Slow and simple on purpose. Each operation works on float32 and rounds once, to
-nearest even. The arithmetic of each rule is ``update`` in its file in
-:mod:`longshore.optim.rules`. The same numbers come out of the native kernels on
-every instruction set, out of the Triton kernels, and out of
-``torch.optim.AdamW(fused=True)`` (``Adam``, ``Adagrad``, ``SGD``) on the CPU.
+Slow and simple on purpose. Each operation works on float32 and rounds once, to nearest even. The arithmetic of each
+rule is ``update`` in its file in :mod:`longshore.optim.rules`. The native kernels on every instruction set, the Triton
+kernels, and ``torch.optim.AdamW(fused=True)`` (``Adam``, ``Adagrad``, ``SGD``) on the CPU compute the same bits.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ def scalar(scalars: Scalars, index: int) -> Tensor:
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c`` rounded once, for float32 tensors (broadcast as torch does).
 
-    The product of two float32 numbers is exact in float64. The sum is rounded
-    to odd there (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008), after
-    which rounding to float32 is correct.
+    The product of two float32 numbers is exact in float64. The sum is rounded to odd there (Boldo and Melquiond, IEEE
+    Trans. Computers 57(4), 2008), after which rounding to float32 is correct.
     """
     product = a.double() * b.double()
     addend = c.double()
@@ -77,17 +74,20 @@ def rule_step(
         scale: what the gradient is multiplied by, one factor after the other.
 
     Returns:
-        The new arrays, as many as were given. The published parameter is
-        ``master.to(dtype)``, which rounds to nearest even.
+        The new arrays, as many as were given. The published parameter is ``master.to(dtype)``, rounded to nearest even.
 
     Raises:
         ValueError: a number of arrays that the rule does not have, or a step count below 1.
     """
-    rule.check(len(arrays))
-    first, second = map(_float32, rule.factors(scale))
+    most = 1 + len(rule.states)
+    if not most - rule.optional_states <= len(arrays) <= most:
+        raise ValueError(f"{len(arrays)} arrays, and {rule.name} has {most}, {rule.optional_states} of them optional")
+    if getattr(rule, "step", 1) < 1:
+        raise ValueError("a step count below 1")
+    first, second = _float32(-scale.first if rule.maximize else scale.first), _float32(scale.second)
     scalars = [_float32(value) for value in rule.scalars]
     g = gradient.float() * first * second
-    absent = [g] * (1 + len(rule.states) - len(arrays))
+    absent = [g] * (most - len(arrays))
     return type(rule).update(scalars, g, *arrays, *absent)[: len(arrays)]
 
 
@@ -98,8 +98,7 @@ def _float32(value: float) -> Tensor:
 def float32_bytes(value: float) -> bytes:
     """Round a double to the nearest float32, whatever float mode this thread is in.
 
-    The processor would make a denormal (a tiny eps, say) zero where
-    ``torch.set_flush_denormal(True)`` was called.
+    After ``torch.set_flush_denormal(True)`` the processor would make a denormal (a tiny eps, say) zero.
     """
     if 0.0 < abs(value) < 2.0**-126:
         units = round(abs(value) * 2.0**149)  # of the smallest float32: exact, then half to even

@@ -1,15 +1,13 @@
-"""Steps that torch's own optimizers make on pieces of a tile: slower than a kernel, and the same bits as torch.
+"""Steps that torch's own optimizers make on ranges of a tile: slower than a kernel, and the same bits as torch.
 
-An elementwise optimizer does not see where in a parameter an element is, but
-torch's loops do: the last elements of a tensor, and of each thread's share of
-it, go through scalar code that may round differently. So every piece is copied
-to a buffer of one size that has no such elements, and stepped by one thread.
+The result of an elementwise optimizer does not depend on where in a parameter an element is, but that of torch's loops
+may: the last elements of a tensor, and of each thread's share of it, go through scalar code that rounds differently. So
+each range is copied to a buffer of one size without such elements, and stepped by one thread.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ _LOOP_NUMEL = 64
 """A multiple of what any of torch's loops takes at once."""
 
 BUFFER_NUMEL = 1 << 14
-"""Of the largest buffer: master, gradient and states stay in the cache."""
+"""Elements of the largest buffer: master, gradient and states stay in the cache."""
 
 
 class _Stepper:
@@ -32,8 +30,7 @@ class _Stepper:
         self.master = torch.zeros(numel, dtype=torch.float32, device="cpu")
         self.gradient = torch.zeros_like(self.master)
         self._states = {name: torch.zeros_like(self.master) for name, _ in rule.rows}
-        kind = getattr(torch.optim, rule.kind)
-        self.optimizer: torch.optim.Optimizer = kind([self.master], **dict(rule.options), foreach=False)
+        self.optimizer = getattr(torch.optim, rule.kind)([self.master], **dict(rule.options), foreach=False)
 
     def step(self) -> dict[str, Any]:
         """Step the buffer; returns torch's state."""
@@ -62,16 +59,6 @@ class _Stepper:
             rows[row] = state[name][:numel]
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @torch.no_grad()
 def step_by_torch(
     source_page: Tensor, target_page: Tensor, segments: Sequence[TileSegment], rules: Sequence[TorchRule], scale: Scale
@@ -81,10 +68,20 @@ def step_by_torch(
     Raises:
         ValueError: a table that a tile cannot have; nothing was written.
     """
-    _check_table(segments, rules, *source_page.shape)
-    with _one_thread():
-        longest = max((segment.gradient.numel() for segment in segments), default=0)
-        buffer_numel = min(BUFFER_NUMEL, -(-longest // _LOOP_NUMEL) * _LOOP_NUMEL)
+    page_arrays, page_numel = source_page.shape
+    end = 0
+    for index, segment in enumerate(segments):
+        begin, end = end, segment.page_offset + segment.gradient.numel()
+        if not begin <= segment.page_offset < end <= page_numel or not 0 <= segment.rule < len(rules):
+            raise ValueError(f"segment {index} of the tile has no elements, none of its own, or no rule")
+    for rule in rules:
+        if any(not 0 < row < page_arrays for _, row in rule.rows) or len({*dict(rule.rows).values()}) < len(rule.rows):
+            raise ValueError(f"{rule.kind} has its states in rows {dict(rule.rows)} of a page of {page_arrays} arrays")
+    longest = max((segment.gradient.numel() for segment in segments), default=0)
+    buffer_numel = min(BUFFER_NUMEL, -(-longest // _LOOP_NUMEL) * _LOOP_NUMEL)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         steppers = [_Stepper(rule, buffer_numel) for rule in rules]
         for segment in segments:
             begin, numel = segment.page_offset, segment.gradient.numel()
@@ -96,19 +93,8 @@ def step_by_torch(
                 steppers[segment.rule].step_rows(rows, segment.gradient[at : at + count], scale)
             if segment.output is not None:
                 segment.output.copy_(target_page[0, begin : begin + numel])
-
-
-def _check_table(
-    segments: Sequence[TileSegment], rules: Sequence[TorchRule], page_arrays: int, page_numel: int
-) -> None:
-    end = 0
-    for index, segment in enumerate(segments):
-        begin, end = end, segment.page_offset + segment.gradient.numel()
-        if not begin <= segment.page_offset < end <= page_numel or not 0 <= segment.rule < len(rules):
-            raise ValueError(f"segment {index} of the tile has no elements, none of its own, or no rule")
-    for rule in rules:
-        if any(not 0 < row < page_arrays for _, row in rule.rows) or len({*dict(rule.rows).values()}) < len(rule.rows):
-            raise ValueError(f"{rule.kind} has its states in rows {dict(rule.rows)} of a page of {page_arrays} arrays")
+    finally:
+        torch.set_num_threads(threads)
 
 
 @torch.no_grad()

@@ -1,19 +1,15 @@
 """The kernels of :class:`longshore.kernels.device.DeviceKernels`, in Triton.
 
-The arithmetic of a rule is its ``update``, which :func:`device_function`
-compiles. Triton may join a multiplication and an addition into one operation
-that rounds once, unless it is launched with ``enable_fp_fusion=False``: then
-``tl.fma`` is the only one that does. A plain ``/`` or ``tl.sqrt`` is an
-approximation on a GPU; ``tl.div_rn`` and ``tl.sqrt_rn`` round to nearest even.
-None of these flushes denormals.
+The arithmetic of a rule is its ``update``, which :func:`device_function` compiles. Triton may join a multiplication and
+an addition into one operation that rounds once, unless it is launched with ``enable_fp_fusion=False``: then ``tl.fma``
+is the only one that does. A plain ``/`` or ``tl.sqrt`` is an approximation on a GPU; ``tl.div_rn`` and ``tl.sqrt_rn``
+round to nearest even. None of these flushes denormals.
 
-A tensor is an address here, an int64, with the code of its dtype beside it. So
-each kernel is compiled once, whatever mix of dtypes a tile has; the branch on
-the dtype is the same for all elements of a program.
+A tensor is given by its address, an int64, and the code of its dtype. So each kernel is compiled once, whatever mix of
+dtypes a tile has; the branch on the dtype is the same for all elements of a program.
 """
 
-# Triton reads these functions' source: what pyright sees as calls on plain
-# Python values are operations on blocks.
+# Triton reads these functions' source: what pyright sees as calls on plain Python values are operations on blocks.
 # pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
@@ -37,15 +33,14 @@ dtype, offset of the rule's scalars, first program of the segment, elements of e
 SPAN_COLUMNS = tl.constexpr(4)
 """int64 columns of a span: address of the parameter's first element, dtype, begin, end."""
 
-STEP_BLOCK = tl.constexpr(1024)
-PASS_BLOCK = tl.constexpr(1024)
+BLOCK = tl.constexpr(1024)
+"""Elements that one program steps or copies."""
 NORM_LANES = tl.constexpr(16)
 NORM_UNROLL = tl.constexpr(8)
 
 
-# -- float32 <-> bfloat16 and float16 -----------------------------------------
-# The integer arithmetic of native/convert.h: a GPU's own conversions replace NaN
-# by another, and the parameter would no longer be its rounded master.
+# Conversions between float32 and bfloat16 or float16, with the integer arithmetic of native/convert.h: a GPU's own
+# conversions replace NaN by another, and the parameter would no longer be its rounded master.
 
 
 @triton.jit
@@ -119,7 +114,6 @@ def store_rounded(address, at, values, mask, dtype):
         tl.store(address.to(tl.pointer_type(tl.uint16)) + at, round_to_float16(values), mask)
 
 
-# -- rules --------------------------------------------------------------------
 # The operations of longshore.kernels.reference. A rule's update() is compiled with these in their place.
 
 
@@ -148,15 +142,14 @@ def where(condition, yes, no):
     return tl.where(condition, yes, no)
 
 
-# Triton looks up the types of parameters too.
-_TYPES = {"Tensor": tl.tensor, "Scalars": tl.tensor}
-_OPERATIONS = {"tl": tl, "scalar": scalar, "fma": fma, "divide": divide, "root": root, "where": where}
+_NAMES = {"tl": tl, "scalar": scalar, "fma": fma, "divide": divide, "root": root, "where": where}
+_NAMES |= {"Tensor": tl.tensor, "Scalars": tl.tensor}  # Triton looks up the types of parameters too
 
 
 @functools.cache
 def device_function(update):
     """The ``update`` of a :class:`~longshore.kernels.Rule`, with the operations of Triton."""
-    scope = {**_TYPES, **_OPERATIONS, "__name__": update.__module__, "__builtins__": builtins}
+    scope = {**_NAMES, "__name__": update.__module__, "__builtins__": builtins}
     jit = type(scalar)  # compiled or interpreted, as this file was imported
     return jit(types.FunctionType(update.__code__, scope, update.__name__))
 
@@ -165,8 +158,7 @@ def device_function(update):
 def step_tile(source_page, target_page, table, owners, scalar_rows, UPDATE: tl.constexpr, PAGE_ARRAYS: tl.constexpr):
     """One program steps one block of one segment.
 
-    All of an element is read before any of it is written, by the one program
-    that has it: in place, and an output over its own gradient, are sound.
+    It reads all of an element before it writes any of it, so a step in place or over its own gradient is sound.
     """
     program = tl.program_id(0)
     row = table + tl.load(owners + program) * SEGMENT_COLUMNS
@@ -174,7 +166,7 @@ def step_tile(source_page, target_page, table, owners, scalar_rows, UPDATE: tl.c
     numel = tl.load(row + 1)
     stride = tl.load(row + 8)
     scalars = scalar_rows + tl.load(row + 6)  # the gradient's two factors, and the rule's own
-    at = (program - tl.load(row + 7)) * STEP_BLOCK + tl.arange(0, STEP_BLOCK)
+    at = (program - tl.load(row + 7)) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
     source = source_page + page_offset + at
     target = target_page + page_offset + at
@@ -196,12 +188,9 @@ def step_tile(source_page, target_page, table, owners, scalar_rows, UPDATE: tl.c
     store_rounded(tl.load(row + 4), at, p, mask, tl.load(row + 5))
 
 
-# -- passes that are not steps ------------------------------------------------
-
-
 @triton.jit(do_not_specialize=["target", "source", "dtype", "numel", "add"])
 def accumulate(target, source, dtype, numel, add):
-    at = tl.program_id(0).to(tl.int64) * PASS_BLOCK + tl.arange(0, PASS_BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
     values = load_float(source, at, mask, dtype)
     pointers = target.to(tl.pointer_type(tl.float32)) + at
@@ -213,7 +202,7 @@ def accumulate(target, source, dtype, numel, add):
 @triton.jit(do_not_specialize=["master", "parameter", "dtype", "numel", "adopt"])
 def reconcile(master, parameter, dtype, numel, adopt, differing):
     """Sets ``differing``, a byte for each element; with ``adopt``, such a master becomes the element."""
-    at = tl.program_id(0).to(tl.int64) * PASS_BLOCK + tl.arange(0, PASS_BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
     masters = tl.load(master.to(tl.pointer_type(tl.float32)) + at, mask, other=0.0)
     values = load_float(parameter, at, mask, dtype)
@@ -251,8 +240,8 @@ def add_squares(total, address, begin, end, factors, DTYPE: tl.constexpr):
 def sum_of_squares(starts, spans, factors, sums):
     """One program adds one block of one parameter into its lanes.
 
-    An element's lane is its offset in the parameter modulo NORM_LANES, and a
-    lane adds in order, as in native/buffers.cpp: the same bits.
+    An element's lane is its offset in the parameter modulo NORM_LANES, and a lane adds in order, as in
+    native/buffers.cpp: the same bits.
     """
     block = tl.program_id(0)
     lane = tl.arange(0, NORM_LANES)

@@ -136,7 +136,7 @@ class OptimizerCore:
             store = self.offload.make_store(records[0].device, self.release_gradients, self.parameters)
             self._source = (ReleasedGradients if self.release_gradients else KeptGradients)(store)
             if annotating():
-                store.add_recorder(Ranges())
+                store.set_recorders([Ranges()])
             store.foresee(_OptimizerForecast(self))
         self._name_states(self._source.store)
         self._source.register(records)
@@ -154,9 +154,8 @@ class OptimizerCore:
             fresh.register(group, place)
         fresh.end_building()
         fresh.store.foresee(_OptimizerForecast(self))
-        for recorder in self._source.store.recorders if self._source is not None else ():
-            if not (annotating() and isinstance(recorder, Ranges)):
-                fresh.store.add_recorder(recorder)
+        if self._source is not None:
+            fresh.store.set_recorders(self._source.store.recorders)
         self.close()
         self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
 
@@ -170,11 +169,6 @@ class OptimizerCore:
     def look_again(self) -> None:
         """Add parameters that were frozen, or not gathered, until now."""
         self.source.look_again()
-
-    def begin_backward(self, reduce: bool, last: bool) -> None:
-        """Prepare for a backward, which begins on all ranks; see :meth:`ParameterStore.begin_backward`."""
-        self.look_again()
-        self.store.begin_backward(reduce, last)
 
     @property
     def gradients_arrived(self) -> int:
@@ -223,7 +217,7 @@ class OptimizerCore:
         store.check_usable()
         gradients = self.window_gradients()
         records = {record.index: record for record in self.records}
-        with store.preparing():
+        with store.preparing({record.name: record.values() for record in records.values()} if debugging() else {}):
             scale = self.clipping.scale_for(source.fingerprint)
             self._name_states(store)
             steps: dict[int, ParameterStep] = {}
@@ -260,7 +254,9 @@ class OptimizerCore:
                 # Parameters with equal histories share one object after their first common step.
                 if (history := record.history) is not last or rule is None or after is None:
                     if history not in known:
-                        known[history] = self.family.rule_of(group, history, arrays), self.family.after(group, history)
+                        made = self.family.rule_of(group, history, arrays)
+                        _ = made.scalars  # computed here, once: a rule steps many tiles
+                        known[history] = made, self.family.after(group, history)
                     last, (rule, after) = history, known[history]
                 yield record, rule, after
 
@@ -320,7 +316,6 @@ def _adopt_masters(
     parameters that were given the same memory, by name.
     """
     if debugging():
-        store.check_same({record.name: record.values() for record in records})
         for record in records:
             if not record.has_master or record.changed:
                 continue

@@ -347,7 +347,7 @@ class ReleasedGradients(GradientSource):
                 # torch.autograd.grad, .grad assigned by hand, or frozen until now.
                 flat_gradient = self.found(record, gradient)
                 self.watch([record])
-                found[index] = self.store.bring(index, flat_gradient)
+                found[index] = self.store.arrive(index, flat_gradient, by_hook=False)
                 if found[index] is None:
                     self.produced[index] = self.produced.get(index, 0) + 1
                     record.parameter.grad = self._placeholder(record)

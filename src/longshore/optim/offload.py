@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.byte_sizes import parse_memory_budget
-from longshore.host import BackendSettings, HostStore, OnDevice, ParameterStore, SpeculationMemory
+from longshore.host import BackendSettings, HostStore, ParameterStore, SpeculationMemory
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim.shards import is_sharded
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
@@ -156,8 +156,9 @@ class Offload(Placement):
         on_device = None
         if self.ratio != 1.0 and self.transfer_to(device).staged:
             rest = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)
-            on_device = OnDevice(rest._backend(device, hold_gradients), self.ratio)
-        return HostStore(self._backend(device, hold_gradients), gradient_dtype, on_device)
+            on_device = rest._backend(device, hold_gradients)
+        ratio = 1.0 if on_device is None else self.ratio
+        return HostStore(self._backend(device, hold_gradients), gradient_dtype, on_device, ratio)
 
     def _backend(self, device: torch.device, hold_gradients: bool) -> BackendSettings:
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)

@@ -2,6 +2,6 @@
 
 from longshore.sharding.gathered import gather
 from longshore.sharding.reduction import ReductionSettings
-from longshore.sharding.store import ShardedOffload, ShardedStore
+from longshore.sharding.store import ShardedOffload, ShardedStore, sharded_store
 
-__all__ = ["ReductionSettings", "ShardedOffload", "ShardedStore", "gather"]
+__all__ = ["ReductionSettings", "ShardedOffload", "ShardedStore", "gather", "sharded_store"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError
 from longshore.host import (
+    GRADIENT,
     Forecast,
     HostStore,
     OwnedRun,
@@ -23,11 +24,10 @@ from longshore.host import (
     debugging,
 )
 from longshore.kernels import Scale
-from longshore.layout import Slab
+from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.offload import Offload, Placement
 from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, check_same, verdict_number
 from longshore.sharding.collective_thread import CollectiveThread, twin_of
-from longshore.sharding.layout import ShardRange
 from longshore.sharding.ownership import OwnedForecast, Ownership, Replicated
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.rounds import LocalGradients
@@ -93,8 +93,8 @@ class ShardedStore(ParameterStore):
     """A parameter store whose state is spread over ranks.
 
     Every method that ends in collectives has to be called by all ranks: :meth:`end_backward`, :meth:`agree`,
-    :meth:`sum_of_squares`, :meth:`commit`, :meth:`read_state` and :meth:`read_gradient`.
-    ``local`` has the shard ranges that this rank owns, by the index of the range.
+    :meth:`sum_of_squares`, :meth:`commit` and :meth:`read_state`.
+    ``local`` keeps the shard ranges that this rank owns, by the index of the range.
     """
 
     def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
@@ -115,9 +115,10 @@ class ShardedStore(ParameterStore):
     def __contains__(self, parameter: int) -> bool:
         return parameter in self.ownership.dtypes
 
-    def record(self, recorder: Recorder) -> None:
-        self.local.record(recorder)
-        self.collectives.record(recorder)
+    def set_recorders(self, recorders: Iterable[Recorder]) -> None:
+        self.local.set_recorders(recorders)
+        self.recorders = self.local.recorders
+        self.collectives.record(self.local.recorder)
 
     # -- gradients of this rank -----------------------------------------------
 
@@ -139,6 +140,7 @@ class ShardedStore(ParameterStore):
             self.window.given_up = self.ownership.interrupted()
 
     def forward_failed(self) -> None:
+        """A forward raised."""
         self.ownership.interrupted()
 
     def foresee(self, forecast: Forecast) -> None:
@@ -147,12 +149,10 @@ class ShardedStore(ParameterStore):
     def expect_backwards(self, backwards: int) -> None:
         self.local.expect_backwards(backwards if self._settings.each_backward else 1)
 
-    def arrive(self, parameter: int, gradient: Tensor) -> None:
-        self.check_usable()
-        self._gradients.arrive(parameter, gradient, by_hook=True)
-
-    def bring(self, parameter: int, gradient: Tensor) -> Tensor | None:
-        self._gradients.arrive(parameter, gradient, by_hook=False)
+    def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
+        if by_hook:
+            self.check_usable()
+        self._gradients.arrive(parameter, gradient, by_hook)
         return None
 
     def arrivals(self, parameter: int) -> int:
@@ -223,8 +223,10 @@ class ShardedStore(ParameterStore):
         return dict.fromkeys(window.active, None)
 
     @contextlib.contextmanager
-    def preparing(self) -> Iterator[None]:
+    def preparing(self, same: Mapping[str, Tensor]) -> Iterator[None]:
         try:
+            if same and self.ownership.replicates:
+                self.collectives.run(lambda: check_same(self.collectives.rows, same))
             yield
         except Exception:
             with contextlib.suppress(LongshoreError):  # the first error is the one to raise
@@ -233,10 +235,6 @@ class ShardedStore(ParameterStore):
 
     def _meet(self, action: Action, number: int) -> None:
         self.collectives.run(lambda: self.collectives.meet(action, number, self.window.number))
-
-    def check_same(self, values: Mapping[str, Tensor]) -> None:
-        if self.ownership.replicates:
-            self.collectives.run(lambda: check_same(self.collectives.rows, values))
 
     def sum_of_squares(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> float:
         counted: dict[int, Tensor | None] = {}
@@ -308,6 +306,7 @@ class ShardedStore(ParameterStore):
             self.window.fail(failure)
 
     def meet(self, loading: bool) -> None:
+        """All processes are about to save, or to load, a checkpoint. Raises RankError if one does something else."""
         self._check_open()
         action = Action.LOAD if loading else Action.SAVE
         self.ownership.outside_of_the_model(action)
@@ -321,14 +320,12 @@ class ShardedStore(ParameterStore):
         self.broken = None
         self._gradients.begin()
 
-    def owned(self, parameter: int, numel: int) -> Sequence[OwnedRun]:
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRun]:
+        slab = self.ownership.slab_of(parameter)
         return [
-            OwnedRun(each.index, each.parameter_offset, each.numel, self.ownership.saves(each))
+            OwnedRun(each.index, each.parameter_offset, each.numel, self.ownership.saves(each), slab)
             for each in self.ownership.owned(parameter)
         ]
-
-    def slab_of(self, parameter: int) -> Slab | None:
-        return self.ownership.slab_of(parameter)
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self._before_writing()
@@ -340,34 +337,21 @@ class ShardedStore(ParameterStore):
         return sum(self.local.count_differing(each.index, values[self.ownership.place(each)]) for each in owned)
 
     def read_state(self, parameter: int, which: str) -> Tensor:
-        """A copy of the whole array, from all ranks; every rank has to ask."""
+        """A copy of the whole array, from all ranks; every rank has to ask. A gradient is the reduced one."""
         self.check_usable()
+        # Each range of a parameter that any rank used has a gradient.
+        assert which != GRADIENT or (self.window.active is not None and parameter in self.window.active)
         return self.ownership.assemble(parameter, lambda each: self.local.read_state(each.index, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
+        """The whole parameter, flat, where ``held`` is what this process has of it on its device."""
         if self.ownership.replicates:
             return held
         return self.ownership.assemble(parameter, lambda each: held[self.ownership.place(each)].float())
 
     def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
+        """Return the range of the whole parameter, flat, that this process has on its device."""
         return self.ownership.on_device(parameter, values)
-
-    def read_gradient(self, parameter: int) -> Tensor | None:
-        """The reduced gradient of the window, from all ranks; after :meth:`agree`."""
-        if parameter not in (self.window.active or ()):
-            return None
-
-        def read(owned: ShardRange) -> Tensor:
-            values = self.local.read_gradient(owned.index)
-            assert values is not None  # each range of a parameter that anybody used arrives
-            return values
-
-        return self.ownership.assemble(parameter, read)
-
-    def write_gradient(self, parameter: int, values: Tensor) -> None:
-        values = self.ownership.part(parameter, values)
-        for each in self.ownership.owned(parameter):
-            self.local.write_gradient(each.index, values[each.elements])
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self._before_writing()
@@ -385,3 +369,9 @@ class ShardedStore(ParameterStore):
         self.ownership.close()
         self.collectives.close()
         self.local.close()
+
+
+def sharded_store(optimizer: HostOptimizer) -> ShardedStore | None:
+    """The store of an engine's optimizer if several ranks share its state."""
+    store = optimizer._core.store
+    return store if isinstance(store, ShardedStore) else None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from longshore.errors import LongshoreError
-from longshore.host import Ranges
+from longshore.host import Ranges, Recorder
 from longshore.host.events import COPY_TO_HOST, DROPPED, KEPT, NORM, PUBLISH, REDONE, STEP_AHEAD, STEP_IN_PLACE
 from longshore.optim.host_optimizer import HostOptimizer
 from longshore.tracing.events import STEP, Event, EventRecorder, exposed_spans, in_order
@@ -172,11 +172,11 @@ def annotate(engine_or_optimizer: Any) -> Iterator[None]:
         TypeError: it is neither.
     """
     optimizer, ranges = _optimizer_of(engine_or_optimizer, "annotate"), Ranges()
-    optimizer._core.store.add_recorder(ranges)
+    _record(optimizer, ranges, True)
     try:
         yield
     finally:
-        optimizer._core.store.remove_recorder(ranges)
+        _record(optimizer, ranges, False)
 
 
 @contextmanager
@@ -211,16 +211,23 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         optimizer.register_step_post_hook(lambda *_: recorder.step(called_ns)),
     ]
     result = Trace(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0, begin_ns)
-    optimizer._core.store.add_recorder(recorder)
+    _record(optimizer, recorder, True)
     try:
         yield result
     finally:
-        optimizer._core.store.remove_recorder(recorder)
+        _record(optimizer, recorder, False)
         for hook in hooks:
             hook.remove()
         speculation = optimizer._core.store.local.speculation
         result.events = tuple(in_order(recorder.close()))
         result._spares = 0 if speculation is None else speculation.spares
+
+
+def _record(optimizer: HostOptimizer, recorder: Recorder, begin: bool) -> None:
+    """Begin or end to tell ``recorder`` of the events of an optimizer, whose store may change meanwhile."""
+    store = optimizer._core.store
+    others = [each for each in store.recorders if each is not recorder]
+    store.set_recorders([*others, recorder] if begin else others)
 
 
 def _optimizer_of(engine_or_optimizer: Any, caller: str) -> HostOptimizer:

@@ -7,6 +7,7 @@ Stochastic Optimization" (2011), with torch's decay of the learning rate.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -47,7 +48,7 @@ class AdagradRule(Rule):
     weight_decay: float
     step: int
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, ...]:
         return self.weight_decay, self.eps, -(self.lr / (1.0 + (self.step - 1.0) * self.lr_decay))
 

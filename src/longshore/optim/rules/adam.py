@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -66,7 +67,7 @@ class AdamRule(Rule):
     bias_correction: bool = True
     """False: the moments count as they are, and ``step`` changes nothing."""
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, ...]:
         bias_correction1 = 1.0 - self.beta1**self.step if self.bias_correction else 1.0
         bias_correction2 = 1.0 - self.beta2**self.step if self.bias_correction else 1.0

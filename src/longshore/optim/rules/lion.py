@@ -6,6 +6,7 @@ Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), arXiv:2302.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -48,7 +49,7 @@ class LionRule(Rule):
     beta2: float
     weight_decay: float
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, ...]:
         decay = 1.0 - self.lr * self.weight_decay
         return decay, self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2, -self.lr

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from longshore.kernels import Rule
-from longshore.kernels.base import check_arrays
 from longshore.kernels.reference import Scalars, fma, scalar
 from longshore.optim.family import History, RuleFamily, flag, not_negative, number
 from longshore.optim.host_optimizer import RuleOptimizer
@@ -67,17 +67,14 @@ class SGDRule(Rule):
     first: bool
     """There is no momentum buffer yet: it becomes the gradient."""
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[float, ...]:
         flags = float(self.momentum != 0), float(self.first), float(self.nesterov)
         return self.weight_decay, self.momentum, 1.0 - self.dampening, -self.lr, *flags
 
-    def check(self, page_arrays: int) -> None:
-        # Groups with and without momentum may share a page.
-        if self.momentum != 0:
-            check_arrays("SGD with momentum", page_arrays, 2, 2)
-        else:
-            check_arrays("SGD", page_arrays, 1, 2)
+    @property
+    def optional_states(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return int(self.momentum == 0)  # groups with and without momentum may share a page
 
 
 class SGDFamily(RuleFamily):
