@@ -186,7 +186,7 @@ class Speculator:
         self._paused = False
         self._considered: set[int] = set()
         self._passes: dict[int, Pass] = {}
-        self._counts = dict.fromkeys(("begun", KEPT, REDONE, DROPPED, "waited"), 0)
+        self._counts: dict[str, int] = dict.fromkeys(("begun", KEPT, REDONE, DROPPED, "waited"), 0)
         self._last = dict(self._counts)
         self._rules: Mapping[int, HostRule] | None = None
 
