@@ -494,7 +494,7 @@ def test_command(model: Any, saved: Path, tmp_path: Path, capfd: pytest.CaptureF
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--dtype", "int8"], 2, "choose one of bf16, fp16, fp32"),
+        (["--dtype", "int8"], 2, "choose one of fp32, bf16, fp16"),
         (["--max-shard-size", "big"], 2, "--max-shard-size: 'big' is not a size in bytes as 80GB"),
         (["--max-shard-size", "0"], 2, "--max-shard-size: '0' is not above zero"),
         (["--tag", "a/b"], 2, "'a/b' is not a valid tag"),

@@ -195,9 +195,8 @@ class RanksContestant(Contestant):
             lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
             for entry in map(json.loads, lines[done:]):
                 if entry["kind"] == "train":
-                    memory = MemoryUse(entry["device_bytes"], entry["host_bytes"])
                     values = {name: entry[name] for name in ("step", "loss", "lr", "grad_norm", "seconds")}
-                    self.steps.append(Step(**values, memory=memory))
+                    self.steps.append(Step(**values, memory=MemoryUse(entry["device_bytes"], entry["host_bytes"])))
                     if entry["step"] >= self._kill_at and not self._killed_by and process.poll() is None:
                         self._kill(process)
                     yield self.steps[-1]

@@ -26,7 +26,7 @@ RAW_ARGUMENTS: dict[str, Any] = {
 """typer settings with which torchrun's own parser reads all arguments, --help too."""
 
 _ABOUT = """torchrun, set up for training with host memory: each rank is bound to CPUs of the NUMA node of its GPU,
-before torch is imported; torch and the host step get one thread for each of their cores (OMP_NUM_THREADS is set, unless
+before torch is imported; torch and the host step get threads for these CPUs (OMP_NUM_THREADS is set, unless
 you set it); limits on locked and shared memory are checked. All options of torchrun work as they do there.
 LONGSHORE_BIND=0 turns binding off."""
 
