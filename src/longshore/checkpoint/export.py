@@ -218,8 +218,8 @@ def read_weight(reader: BoxReader, source: str, head: TensorHead) -> Tensor:
     wanted = [WantedBoxes(source, head.shape, [Box.whole(head.shape)], found.append)]
     reader.check(wanted)
     reader.read(wanted)
-    values = found.pop().view(head.shape)
-    return values if values.dtype == head.dtype else _cast(values, head)
+    values = found.pop()
+    return (values if values.dtype == head.dtype else _cast(values, head)).view(head.shape)
 
 
 def _cast(values: Tensor, head: TensorHead) -> Tensor:
@@ -227,8 +227,7 @@ def _cast(values: Tensor, head: TensorHead) -> Tensor:
     most = torch.finfo(head.dtype).max
     if most < torch.finfo(values.dtype).max:
         # In blocks: such a comparison needs more memory than the tensor.
-        flat, flat_cast = values.reshape(-1), cast.reshape(-1)
-        for given, found in zip(flat.split(_COMPARED_NUMEL), flat_cast.split(_COMPARED_NUMEL), strict=True):
+        for given, found in zip(values.split(_COMPARED_NUMEL), cast.split(_COMPARED_NUMEL), strict=True):
             lost = given[found.isinf() & given.isfinite()]
             if lost.numel() > 0:
                 raise CheckpointError(

@@ -49,6 +49,8 @@ def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | Non
         CheckpointError: the tag's checkpoint is missing or damaged, or all are.
         ValueError: ``tag`` is not a valid tag.
     """
+    if tag is not None:
+        check_tag(tag)
     found = group.first(lambda: _listed(root, tag))
     skipped: list[str] = []
     if tag is None and group.rank == 0 and found and os.path.lexists(root / LATEST) and read_latest(root) is None:
@@ -72,8 +74,6 @@ def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | Non
 
 
 def _listed(root: Path, tag: str | None) -> list[Candidate]:
-    if tag is not None:
-        check_tag(tag)
     if is_checkpoint(root):
         raise CheckpointError(f"{root} is one checkpoint: give the folder that contains it, and its name as the tag")
     if root.exists() and not root.is_dir():
