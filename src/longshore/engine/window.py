@@ -157,7 +157,7 @@ class Window:
     # -- the end --------------------------------------------------------------
 
     def discard(self) -> None:
-        """End the window, which the user discarded; warn about a loop that never trains."""
+        """Count a window that the user discarded, before the next one begins; warn about a loop that never trains."""
         kept, steps = self.backwards, self.sizes.accumulation_steps
         partly = not self.failed and self.boundary is None and 0 < kept < steps
         self.discards += partly
@@ -168,4 +168,3 @@ class Window:
                 "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
                 stacklevel=5,
             )
-        self.begin()
