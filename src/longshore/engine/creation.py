@@ -54,7 +54,7 @@ class Init:
         if self._empty or (self._ranks is not None and self._ranks.rank > 0):
             former = self._former = nn.Module.register_parameter
 
-            def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            def register_parameter(module: Any, name: str, param: nn.Parameter | None) -> None:
                 if isinstance(param, nn.Parameter) and not param.is_meta and not is_lazy(param):
                     # The same object: a module may keep it elsewhere too, or be given it again.
                     put(on_meta(param), into=param)

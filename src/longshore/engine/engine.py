@@ -243,8 +243,7 @@ class Engine(nn.Module):
     def _end_window(self, discarded: bool = False) -> None:
         if discarded:
             self._window.discard()
-        else:
-            self._window.begin()
+        self._window.begin()
         if not self._stepping:  # otherwise they are written when the step is over
             self._reports.discard()
 

@@ -50,9 +50,6 @@ class DynamicLossScale:
     """A scale that doubles after ``window`` windows without overflow, and is halved after overflows.
 
     Once the hysteresis is used up, every further overflow halves the scale, until the hysteresis is refilled.
-
-    Args:
-        scaling: the settings, with ``scale`` None.
     """
 
     skips_overflow = True
@@ -66,10 +63,7 @@ class DynamicLossScale:
         self._last_overflow = -1
 
     def update(self, overflow: bool) -> None:
-        """End a window.
-
-        Args:
-            overflow: whether its gradients were infinite or NaN on any rank.
+        """End a window, whose gradients had an infinity or a NaN on some rank if ``overflow``.
 
         Raises:
             LossScaleError: the scale cannot go lower. It is as it was before the call.

@@ -113,11 +113,11 @@ def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, dtype:
     sharded = {name: parameter for name, parameter in model.named_parameters() if is_sharded(parameter)}
     if not sharded:
         return False
-    found = f"parameter {next(iter(sharded))} is a DTensor"
+    first = next(iter(sharded))
     if not is_fully_sharded(model):
         raise ValueError(
-            f"{found}, and fully_shard was not applied to the model; after parallelize_module, apply it to the whole "
-            "model last, with the mesh of the other dimensions, or leave both out"
+            f"parameter {first} is a DTensor, and fully_shard was not applied to the model; after parallelize_module, "
+            "apply it to the whole model last, with the mesh of the other dimensions, or leave both out"
         )
     for name, _ in model.named_parameters():
         if name not in sharded:
@@ -126,9 +126,12 @@ def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, dtype:
                 "whole model last, or leave all of it to initialize()"
             )
     if config.stage < 3:
-        raise ValueError(f"{found}: fully_shard was applied to the model, and the stage is {config.stage}; set it to 3")
+        raise ValueError(
+            f"parameter {first} is a DTensor: fully_shard was applied to the model, and the stage is {config.stage}; "
+            "set it to 3"
+        )
     if ranks.world_size == 1:
-        raise ValueError(f"{found}, and there is one rank; leave fully_shard out with one rank")
+        raise ValueError(f"parameter {first} is a DTensor, and there is one rank; leave fully_shard out with one rank")
     for name, parameter in sharded.items():
         if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
             raise ValueError(

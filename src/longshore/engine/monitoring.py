@@ -40,13 +40,8 @@ _log = logging.getLogger(__name__)
 class Reports:
     """Reports the steps of rank 0, as a printed line and as numbers for writers. On other ranks it does nothing.
 
-    A writer that fails is left out from then on, with a warning: training goes on.
-
-    Args:
-        config: names the writers. With ``wall_clock_breakdown`` the line has the times of forward, backward and step;
-            on CUDA they wait for the device, which slows training.
-        ranks: this process among the run's.
-        optimizer: the engine's, whose store and memory are measured for writers.
+    A writer that fails is left out from then on, with a warning: training goes on. With ``wall_clock_breakdown`` the
+    line has the times of forward, backward and step; on CUDA they wait for the device, which slows training.
     """
 
     def __init__(self, config: Config, ranks: Ranks, optimizer: HostOptimizer) -> None:
@@ -92,12 +87,8 @@ class Reports:
         self._losses.clear()
 
     def step(self, engine: Engine, exposed_s: float) -> None:
-        """Report a step that was applied or skipped, before the schedule changes the learning rates.
-
-        Args:
-            engine: has the step's figures.
-            exposed_s: seconds that training waited in ``step()``.
-        """
+        """Report a step that was applied or skipped, before the schedule changes the learning rates. Training waited
+        ``exposed_s`` seconds in it."""
         if self._every is not None and engine.global_steps % self._every == 0:
             self._print(engine, self._every)
         values = self._values(engine, exposed_s) if self._writers else {}

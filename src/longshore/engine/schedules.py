@@ -45,7 +45,7 @@ class Schedule(LRScheduler):
 
     def _configured(self, optimizer: Optimizer, values: tuple[Any, ...], params: dict[str, Any]) -> ScheduleConfig:
         """Check the parameters, with the optimizer's groups, and find everything that is wrong with them."""
-        name, group_count = type(self).__name__, len(optimizer.param_groups)
+        name, count = type(self).__name__, len(optimizer.param_groups)
         kind = SCHEDULERS[name]
         names = [*(field for field in kind.model_fields if field != "type"), _START]
         if len(values) > len(names):
@@ -59,16 +59,18 @@ class Schedule(LRScheduler):
         start = given.pop(_START, -1)
         problems: list[Problem] = []
         if start != -1 or not is_integer(start):
-            what = "must be -1: to go on in the middle, give load_state_dict a saved state"
-            problems.append(Problem(_START, what, start))
+            problems.append(
+                Problem(_START, "must be -1: to go on in the middle, give load_state_dict a saved state", start)
+            )
         try:
             config = kind(**given)
         except ConfigError as error:
             raise ConfigError(name, [*error.problems, *problems]) from None
-        for each, value in config.arguments().items():
-            if isinstance(value, tuple) and len(value) != group_count:
-                what = f"lists {len(value)} values, and the optimizer has {group_count} groups: give one for each"
-                problems.append(Problem(each, what, value))
+        problems += [
+            Problem(each, f"lists {len(value)} values, and the optimizer has {count} groups: give one for each", value)
+            for each, value in config.arguments().items()
+            if isinstance(value, tuple) and len(value) != count
+        ]
         asked = "cycle_momentum" in config.model_fields_set and config.arguments()["cycle_momentum"]
         if asked and not self._has_betas:
             what = f"{type(optimizer).__name__} has groups without betas: set it to false"
@@ -162,10 +164,8 @@ def make_schedule(config: ScheduleConfig, optimizer: Optimizer) -> Schedule:
 def adopt_schedule(given: Any, optimizer: Optimizer, client: Optimizer | None) -> Any:
     """Return the scheduler that the engine steps.
 
-    Args:
-        given: a scheduler, or a function from an optimizer to one.
-        optimizer: the engine's.
-        client: the user's own, in whose place ``optimizer`` is; a scheduler that was built on it changes over.
+    It is given, or a given function makes it from ``optimizer``, the engine's. One that was built on ``client``, the
+    user's optimizer, changes over to the engine's.
 
     Raises:
         TypeError: neither of the two.

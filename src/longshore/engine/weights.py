@@ -200,9 +200,7 @@ def _files(path: Path) -> Sequence[Path]:
 def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: Ranks, everywhere: bool) -> Weights:
     """Find the first weights of a model, which has its dtype, and check them on every rank; all have to call.
 
-    Args:
-        path: of files, or None for rank 0's weights.
-        everywhere: every rank reads its shards, instead of rank 0 everything.
+    They are in files, or, without a path, on rank 0. ``everywhere``: each rank reads its shards, not rank 0 everything.
 
     Raises:
         ValueError, FileNotFoundError: missing weights, by name; on all ranks, whichever lacks them.

@@ -33,15 +33,15 @@ class BatchSizes:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def with_accumulation_steps(self, steps: int) -> BatchSizes:
-        """Return the sizes with another number of backwards a step; ValueError if it is not an integer of at least
-        1."""
-        _check_count(steps, 1, "gradient_accumulation_steps is a number of backwards, at least 1")
+        """Return the sizes with another number of backwards a step; ValueError if it is not at least 1."""
+        if not is_integer(steps) or steps < 1:
+            raise ValueError(f"gradient_accumulation_steps is a number of backwards, at least 1, not {steps!r}")
         return replace(self, accumulation_steps=steps)
 
     def with_micro_batch_size(self, micro_batch_size: int) -> BatchSizes:
-        """Return the sizes with another number of samples a backward; ValueError if it is not an integer of at least
-        1."""
-        _check_count(micro_batch_size, 1, "the micro batch size is a number of samples, at least 1")
+        """Return the sizes with another number of samples a backward; ValueError if it is not at least 1."""
+        if not is_integer(micro_batch_size) or micro_batch_size < 1:
+            raise ValueError(f"the micro batch size is a number of samples, at least 1, not {micro_batch_size!r}")
         return replace(self, micro_batch_size=micro_batch_size)
 
     def steps_for(self, train_batch_size: int) -> int:
@@ -52,7 +52,8 @@ class BatchSizes:
         """
         unit = self.micro_batch_size * self.world_size
         product = f"{unit} (micro batch {self.micro_batch_size} x {self.world_size} ranks)"
-        _check_count(train_batch_size, unit, f"train_batch_size is a multiple of {product}")
+        if not is_integer(train_batch_size) or train_batch_size < unit:
+            raise ValueError(f"train_batch_size is a multiple of {product}, not {train_batch_size!r}")
         if train_batch_size % unit:
             below = train_batch_size // unit * unit
             raise ValueError(
@@ -61,17 +62,8 @@ class BatchSizes:
         return train_batch_size // unit
 
 
-def _check_count(count: int, least: int, rule: str) -> None:
-    if not is_integer(count) or count < least:
-        raise ValueError(f"{rule}, not {count!r}")
-
-
 class Window:
-    """The accumulation window of an engine: everything between two steps that were applied, skipped or discarded.
-
-    Args:
-        sizes: samples per backward, and backwards per step unless a boundary was declared.
-    """
+    """The accumulation window of an engine: everything between two steps that were applied, skipped or discarded."""
 
     def __init__(self, sizes: BatchSizes) -> None:
         self.sizes = sizes
@@ -165,7 +157,7 @@ class Window:
     # -- the end --------------------------------------------------------------
 
     def discard(self) -> None:
-        """End the window, which the user discarded; warn about a loop that never trains."""
+        """Count a window that the user discarded, before the next one begins; warn about a loop that never trains."""
         kept, steps = self.backwards, self.sizes.accumulation_steps
         partly = not self.failed and self.boundary is None and 0 < kept < steps
         self.discards += partly
@@ -176,4 +168,3 @@ class Window:
                 "that was applied (engine.was_step_applied()), or leave it out: step() ends the window",
                 stacklevel=5,
             )
-        self.begin()
