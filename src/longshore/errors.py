@@ -15,8 +15,8 @@ class GradientError(LongshoreError):
 
 
 class ParameterError(LongshoreError):
-    """A parameter that cannot be stepped: moved to another device, changed in shape or dtype, or written where torch could
-    not see it."""
+    """A parameter that cannot be stepped: moved to another device, changed in shape or dtype, or written where torch
+    could not see it."""
 
 
 class BrokenStateError(LongshoreError):
