@@ -10,14 +10,13 @@ class LongshoreError(RuntimeError):
 class GradientError(LongshoreError):
     """A gradient that cannot be counted: sparse, of another dtype or shape, from another device.
 
-    Raised by ``step()`` before any parameter changes. ``zero_grad()`` discards
-    what the window holds, and training can go on.
+    Raised by ``step()`` before any parameter changes. ``zero_grad()`` discards the window, and training can go on.
     """
 
 
 class ParameterError(LongshoreError):
-    """A parameter that cannot be stepped: moved to another device, changed in shape or dtype,
-    or written where torch could not see it."""
+    """A parameter that cannot be stepped: moved to another device, changed in shape or dtype, or written where torch
+    could not see it."""
 
 
 class BrokenStateError(LongshoreError):
@@ -28,7 +27,7 @@ class BrokenStateError(LongshoreError):
 
 
 class RankError(LongshoreError):
-    """The ranks do not do the same, or one of them is gone."""
+    """The ranks do different things, or one of them is gone."""
 
 
 class CheckpointError(LongshoreError):

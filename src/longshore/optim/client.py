@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,8 +51,8 @@ def from_client(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
     client = type(optimizer)
-    kind: Any = next((ours for ours in OPTIMIZERS.values() if client in (ours, ours.twin)), None)
-    kind = kind or vars(client).get(_KIND_ATTRIBUTE)
+    native = (ours for ours in OPTIMIZERS.values() if client in (ours, ours.twin))
+    kind = cast(Any, next(native, None) or vars(client).get(_KIND_ATTRIBUTE))
     groups, defaults = _groups_of(optimizer, names), _without_flags(optimizer.defaults)
     made: HostOptimizer
     if kind is not None:

@@ -35,9 +35,9 @@ class HostOptimizer(torch.optim.Optimizer):
         offload = offload or Offload()
         if not isinstance(offload, Placement):
             raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
-        me: Callable[[], Any] = weakref.ref(self)  # alive whenever its core is used
+        me = weakref.proxy(self)  # alive whenever its core is used
         # The base class calls add_param_group, which needs these.
-        self._core = OptimizerCore(lambda: me().param_groups, family, offload, bool(release_gradients))
+        self._core = OptimizerCore(lambda: me.param_groups, family, offload, bool(release_gradients))
         self._loading: dict[int, dict[str, Any]] | None = None
         family.check_group(defaults)
         super().__init__(params, defaults)
