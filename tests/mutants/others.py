@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "one zero.Init inside another begins anew",
         "compat/zero.py",
-        "                if ZeroInit._depth == 0:\n",
-        "                if True:\n",
+        "        if not _creations:\n",
+        "        if True:\n",
         (f"{COMPAT_SURFACE}::test_zero_on_two_ranks",),
     ),
     # -- transformers ---------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,11 +13,37 @@ from torch import Tensor
 
 from longshore.compat.finder import attribute_error
 
-_ONE_KIB = 1024
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _most_resident_bytes() -> int:
+    # The kernel updates the peak later than the current figure.
+    return max(_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _method(name: str, on_cpu: Callable[[], Any]) -> Callable[..., Any]:
+    """A method that calls ``torch.cuda``'s function of that name, or ``on_cpu`` if there is no CUDA.
+
+    Its argument is the number of the device; None: the current one.
+    """
+
+    def method(self: DeepSpeedAccelerator, device_index: int | None = None) -> Any:
+        if not self._cuda:
+            return on_cpu()
+        return getattr(torch.cuda, name)(*([] if device_index is None else [device_index]))
+
+    return method
 
 
 class DeepSpeedAccelerator:
-    """The kind of device that the run trains on: CUDA if there is any, otherwise the CPU."""
+    """The kind of device that the run trains on: CUDA if there is any, otherwise the CPU.
+
+    On the CPU, allocated memory is the process's resident memory, and nothing can be reset. The current device and the
+    number of devices are the rank's number and the number of ranks on its machine, as in DeepSpeed.
+    """
 
     def __init__(self) -> None:
         self._cuda = torch.cuda.is_available()
@@ -24,7 +51,19 @@ class DeepSpeedAccelerator:
     def __getattr__(self, name: str) -> Any:
         raise attribute_error("accelerator", name)
 
-    # -- devices --------------------------------------------------------------
+    set_device = _method("set_device", lambda: None)
+    current_device = _method("current_device", lambda: int(os.environ.get("LOCAL_RANK", "0")))
+    device_count = _method("device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    synchronize = _method("synchronize", lambda: None)
+    initial_seed = _method("initial_seed", torch.initial_seed)
+    get_rng_state = _method("get_rng_state", torch.get_rng_state)
+    is_bf16_supported = _method("is_bf16_supported", lambda: True)
+    memory_allocated = _method("memory_allocated", _resident_bytes)
+    memory_reserved = _method("memory_reserved", _resident_bytes)
+    max_memory_allocated = _method("max_memory_allocated", _most_resident_bytes)
+    max_memory_reserved = _method("max_memory_reserved", _most_resident_bytes)
+    empty_cache = _method("empty_cache", lambda: None)
+    reset_peak_memory_stats = reset_max_memory_allocated = _method("reset_peak_memory_stats", lambda: None)
 
     def is_available(self) -> bool:
         return True
@@ -38,25 +77,9 @@ class DeepSpeedAccelerator:
     def device(self, device_index: int | None = None) -> torch.device:
         return torch.device(self.device_name(device_index))
 
-    def set_device(self, device_index: int) -> None:
-        """Choose the CUDA device; does nothing on the CPU."""
-        if self._cuda:
-            torch.cuda.set_device(device_index)
-
-    def current_device(self) -> int:
-        """The device's number; on the CPU the rank's number on its machine, as in DeepSpeed."""
-        return torch.cuda.current_device() if self._cuda else int(os.environ.get("LOCAL_RANK", "0"))
-
     def current_device_name(self) -> str:
         """The current device's name, as ``Tensor.to()`` takes it."""
         return self.device_name(self.current_device())
-
-    def device_count(self) -> int:
-        return torch.cuda.device_count() if self._cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
         return "nccl" if self._cuda else "gloo"
@@ -68,31 +91,16 @@ class DeepSpeedAccelerator:
         """Pin the tensor; returns it unchanged on the CPU, where nothing is copied to a device."""
         return tensor.pin_memory() if self._cuda else tensor
 
-    # -- random numbers -------------------------------------------------------
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
-
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        if not self._cuda:
-            return torch.get_rng_state()
-        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         if not self._cuda:
             torch.set_rng_state(new_state)
         else:
             torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
-
-    # -- numbers --------------------------------------------------------------
-
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if self._cuda else True
 
     def is_fp16_supported(self) -> bool:
         return True
@@ -101,44 +109,11 @@ class DeepSpeedAccelerator:
         """Dtypes that a model can train in."""
         return [torch.float32, torch.float16] + [torch.bfloat16] * self.is_bf16_supported()
 
-    # -- memory ---------------------------------------------------------------
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes allocated; on the CPU, bytes resident in the process."""
-        if self._cuda:
-            return torch.cuda.memory_allocated(device_index)
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Peak of :meth:`memory_allocated`, in bytes."""
-        if self._cuda:
-            return torch.cuda.max_memory_allocated(device_index)
-        # The kernel updates the peak later than the current figure.
-        return max(self.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _ONE_KIB)
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return torch.cuda.memory_reserved(device_index) if self._cuda else self.memory_allocated()
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return torch.cuda.max_memory_reserved(device_index) if self._cuda else self.max_memory_allocated()
-
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of memory of the device, or on the CPU of the machine."""
         if self._cuda:
             return torch.cuda.get_device_properties(self.device(device_index)).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def empty_cache(self) -> None:
-        if self._cuda:
-            torch.cuda.empty_cache()
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Reset the peak; does nothing on the CPU, whose peak the system counts."""
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_peak_memory_stats
 
 
 @cache

@@ -22,7 +22,7 @@ def _of(source: Any, names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names.split()}
 
 
-_ZERO = {"GatheredParameters": zero.GatheredParameters, "Init": zero.ZeroInit}
+_ZERO = {"GatheredParameters": zero.gathered_parameters, "Init": zero.zero_init}
 _CHECKPOINTING = _of(checkpointing, "checkpoint configure is_configured reset")
 _ACCELERATOR = _of(accelerator, "DeepSpeedAccelerator get_accelerator")
 _COMM = _of(initialize, "get_local_rank get_world_group init_distributed")

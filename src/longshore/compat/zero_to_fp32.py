@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torch import Tensor, nn
 
 from longshore.byte_sizes import parse_byte_size
@@ -67,28 +68,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         ValueError: ``max_shard_size`` is not a valid size.
     """
+    from longshore.checkpoint.export import export
     from longshore.engine.weight_files import save_weights
 
-    max_bytes = _bytes(max_shard_size)
-    if not safe_serialization:
-        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-        save_weights(state, output_dir, "pytorch_model.bin")
-        return
-    if exclude_frozen_parameters:
-        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, True)
-        save_weights(state, output_dir, "model.safetensors")
-        return
-    import torch
-
-    from longshore.checkpoint.export import export
-
-    export(checkpoint_dir, output_dir, max_bytes, torch.float32, tag=tag)
-
-
-def _bytes(size: str | int | None) -> int:
-    if size is None:
-        return 1 << 62
     try:
-        return parse_byte_size(size)
+        max_bytes = 1 << 62 if max_shard_size is None else parse_byte_size(max_shard_size)
     except ValueError as error:
         raise ValueError(f"max_shard_size: {error}") from error
+    if safe_serialization and not exclude_frozen_parameters:
+        export(checkpoint_dir, output_dir, max_bytes, torch.float32, tag=tag)
+        return
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    save_weights(state, output_dir, "model.safetensors" if safe_serialization else "pytorch_model.bin")
