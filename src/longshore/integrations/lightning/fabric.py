@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from longshore.engine import Config, Engine
 from longshore.engine.schedules import change_over
 from longshore.errors import LongshoreError
 from longshore.integrations.lightning.checkpoints import is_folder, load_into_engine, load_into_model, save_folder
-from longshore.integrations.lightning.models import Extras, ModelOnly, creation, load_whole, make_engine, place, whole
+from longshore.integrations.lightning.models import ModelOnly, creation, load_whole, make_engine, place, whole
 from longshore.integrations.lightning.names import (
     BackwardSyncControl,
     FabricLauncher,
@@ -25,64 +24,25 @@ from longshore.integrations.lightning.names import (
     FabricPrecision,
     Stateful,
 )
-from longshore.integrations.lightning.precision import (
-    BY_VALUE,
-    FabricLongshorePrecision,
-    backward,
-    clip,
-    scaling_of,
-)
-from longshore.integrations.lightning.ranks import RankMethods
-from longshore.integrations.lightning.settings import LightningArguments, StrategySettings
-from longshore.optim import Offload
+from longshore.integrations.lightning.precision import BY_VALUE, EnginePrecision, backward, clip
+from longshore.integrations.lightning.settings import LightningArguments
+from longshore.integrations.lightning.strategy import EngineStrategy
 
 
-class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
-    """``Fabric(strategy=FabricLongshoreStrategy(stage=2))``; arguments as in :class:`LongshoreStrategy`.
+class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
+    """``Fabric(strategy=FabricLongshoreStrategy(stage=2))``.
 
-    Each ``optimizer.step()`` applies the gradients of every ``fabric.backward`` since the last step.
-
-    Args:
-        config, stage, offload_device, offload, wrap_policy, weights, fields: as in :class:`LongshoreStrategy`.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in Lightning's own strategies.
-        process_group_backend, timeout: as in :class:`LongshoreStrategy`.
-
-    Raises:
-        ConfigError: as :class:`LongshoreStrategy`; contradictions are raised by ``fabric.setup``.
+    Each ``optimizer.step()`` applies the gradients of every ``fabric.backward`` since the last step. Takes the
+    arguments of :class:`~longshore.integrations.lightning.strategy.EngineStrategy`; ``fabric.setup`` raises the
+    contradictions with Fabric's.
     """
 
     _launcher_kind = FabricLauncher
 
     def __init__(
-        self,
-        config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
-        *,
-        stage: int | None = None,
-        offload_device: str | None = None,
-        offload: Offload | None = None,
-        wrap_policy: Any = None,
-        weights: str | os.PathLike[str] | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: FabricPrecision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = RankMethods._timeout,
-        **fields: Any,
+        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **arguments: Any
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
-        # Set once.
-        self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
-        self._extras = Extras(offload, wrap_policy, weights)
-        self._backend = process_group_backend
-        self._timeout = timeout
+        super().__init__(config, **arguments)
         self._backward_sync_control = _EngineNoSync()
         # Grow with each model that is set up.
         self._engines: list[Engine] = []
@@ -90,13 +50,11 @@ class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
 
     @property
     def precision(self) -> FabricPrecision:
-        return FabricLongshorePrecision(FabricPrecision()) if self._precision is None else self._precision
+        return EnginePrecision.of(self._precision or FabricPrecision(), self)
 
     @precision.setter
     def precision(self, precision: FabricPrecision | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if precision is not None and not isinstance(precision, FabricLongshorePrecision):
-            precision = FabricLongshorePrecision(precision)
-        self._precision = precision
+        self._precision = precision and EnginePrecision.of(precision, self)
 
     @property
     def distributed_sampler_kwargs(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -161,15 +119,14 @@ class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
         return engine
 
     def _resolved(self, has_optimizer: bool, has_scheduler: bool = False) -> Any:
-        plugin = self.precision
-        assert isinstance(plugin, FabricLongshorePrecision)
+        plugin: Any = self.precision
         given = LightningArguments(
             by="Fabric",
             precision=plugin.precision,
             world_size=self.world_size if self.is_distributed else 1,
             has_optimizer=has_optimizer,
             has_scheduler=has_scheduler,
-            loss_scaling=scaling_of(plugin.inner),
+            loss_scaling=plugin.loss_scaling,
         )
         return self.settings.resolved(given)
 

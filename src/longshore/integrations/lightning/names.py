@@ -28,7 +28,6 @@ if TYPE_CHECKING or _together():
     from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
-    from lightning.fabric.strategies.strategy import _Sharded as Sharded
     from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as backend_for
     from lightning.fabric.utilities.distributed import _init_dist_connection as connect
     from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduced
@@ -37,7 +36,6 @@ if TYPE_CHECKING or _together():
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.fabric.utilities.types import _Stateful as Stateful
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
     from lightning.pytorch.plugins.precision.precision import Precision as TrainerPrecision
     from lightning.pytorch.strategies import StrategyRegistry as TrainerRegistry
@@ -53,7 +51,6 @@ else:
     from lightning_fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning_fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning_fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
-    from lightning_fabric.strategies.strategy import _Sharded as Sharded
     from lightning_fabric.utilities.distributed import _get_default_process_group_backend_for_device as backend_for
     from lightning_fabric.utilities.distributed import _init_dist_connection as connect
     from lightning_fabric.utilities.distributed import _sync_ddp_if_available as reduced
@@ -62,7 +59,6 @@ else:
     from lightning_fabric.utilities.seed import reset_seed
     from lightning_fabric.utilities.types import _Stateful as Stateful
     from pytorch_lightning import LightningModule, Trainer
-    from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.core.optimizer import _MockOptimizer as NoOptimizer
     from pytorch_lightning.plugins.precision.precision import Precision as TrainerPrecision
     from pytorch_lightning.strategies import StrategyRegistry as TrainerRegistry

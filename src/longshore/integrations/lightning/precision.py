@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import math
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from longshore.engine import Engine
 from longshore.engine.config import LossScaling
 from longshore.errors import LongshoreError
-from longshore.integrations.lightning.names import (
-    ClipAlgorithm,
-    FabricPrecision,
-    LightningModule,
-    TrainerPrecision,
-    is_overridden,
-)
+from longshore.integrations.lightning.names import ClipAlgorithm, LightningModule, is_overridden
 from longshore.integrations.lightning.settings import PRECISIONS
-
-if TYPE_CHECKING:
-    from longshore.integrations.lightning.trainer import LongshoreStrategy
 
 BY_VALUE = (
     "gradients were to be clipped by value ({}), and longshore clips only their global norm; "
@@ -31,27 +21,10 @@ BY_VALUE = (
 )
 
 
-def check_precision(plugin: FabricPrecision) -> None:
-    """Raise ValueError for a precision that the engine does not have."""
-    if plugin.precision not in PRECISIONS:
-        raise ValueError(
-            f"precision={plugin.precision!r} is not supported by longshore, which has float32 masters and fp32, bf16 "
-            f"or fp16 parameters; use one of {', '.join(PRECISIONS)}"
-        )
-
-
-def scaling_of(plugin: FabricPrecision) -> LossScaling | None:
-    """The settings of the plugin's ``GradScaler``; None: it has none.
-
-    Raises:
-        ValueError: a scaler that the engine's loss scale cannot match.
-    """
-    scaler = getattr(plugin, "scaler", None)
-    if scaler is None:
+def _scaling_of(scaler: Any) -> LossScaling | None:
+    if scaler is None or not scaler.is_enabled():  # GradScaler turns itself off where there is no CUDA
         return None
     first, growth, backoff = scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()
-    if not scaler.is_enabled():
-        return None  # GradScaler turns itself off where there is no CUDA
     if (growth, backoff) != (2.0, 0.5) or math.frexp(first)[0] != 0.5 or first < 1:
         raise ValueError(
             f"GradScaler(init_scale={first:g}, growth_factor={growth:g}, backoff_factor={backoff:g}): longshore's loss "
@@ -60,54 +33,38 @@ def scaling_of(plugin: FabricPrecision) -> LossScaling | None:
     return LossScaling(initial_scale_power=round(math.log2(first)), window=scaler.get_growth_interval(), hysteresis=1)
 
 
-class _InnerPlugin:
-    """Base of both plugins: converts the model and its inputs with the plugin that Lightning chose."""
+class EnginePrecision:
+    """A mixin of precision plugins, which leave scaling, clipping and stepping to the engine."""
 
-    inner: Any
+    strategy: Any = None
+    loss_scaling: LossScaling | None = None  # of the ``GradScaler`` that the user made
 
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return self.inner.convert_module(module)
+    @classmethod
+    def of(cls, plugin: Any, strategy: Any) -> Any:
+        """Return a copy of the plugin that Lightning chose, with this class as its first base, and without its scaler.
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self.inner.tensor_init_context()
+        Raises:
+            ValueError: a precision that the engine does not have, or a scaler that its loss scale cannot match.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        if plugin.precision not in PRECISIONS:
+            raise ValueError(
+                f"precision={plugin.precision!r} is not supported by longshore, which has float32 masters and fp32, "
+                f"bf16 or fp16 parameters; use one of {', '.join(PRECISIONS)}"
+            )
+        made = copy.copy(plugin)
+        made.__class__ = type(cls.__name__, (cls, type(plugin)), {})
+        made.strategy, made.loss_scaling = strategy, _scaling_of(getattr(plugin, "scaler", None))
+        made.scaler = None
+        return made
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return self.inner.module_init_context()
 
-    def convert_input(self, data: Any) -> Any:
-        return self.inner.convert_input(data)
-
-    def convert_output(self, data: Any) -> Any:
-        return self.inner.convert_output(data)
-
-    def teardown(self) -> None:
-        self.inner.teardown()
-
-
-class LongshorePrecision(_InnerPlugin, TrainerPrecision):
-    """The precision plugin of a Trainer.
-
-    Args:
-        inner: the plugin that Lightning chose; its ``GradScaler`` is not used.
-        strategy: has the engine, and steps it.
-
-    Raises:
-        ValueError: a precision that the engine does not have.
-    """
-
-    def __init__(self, inner: TrainerPrecision, strategy: LongshoreStrategy) -> None:
-        check_precision(inner)
-        self.inner = inner
-        self.precision = inner.precision
-        self._strategy = strategy
-
-    @contextlib.contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        with self.inner.forward_context():
-            yield
+class TrainerEnginePrecision(EnginePrecision):
+    """The same for a Trainer, whose plugins also run backward, step and clip."""
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        engine = self._strategy.engine
+        engine = self.strategy.engine
         if is_overridden("backward", model):
             model.backward(engine.scale(tensor), *args, **kwargs)
         else:
@@ -117,8 +74,8 @@ class LongshorePrecision(_InnerPlugin, TrainerPrecision):
         if kwargs:
             raise TypeError(f"optimizer.step() takes a closure only with longshore, not {', '.join(kwargs)}")
         result = closure()
-        self._after_closure(model, optimizer)
-        self._strategy.step_engine()
+        self._after_closure(model, optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+        self.strategy.step_engine()
         return result
 
     def clip_gradients(
@@ -128,19 +85,7 @@ class LongshorePrecision(_InnerPlugin, TrainerPrecision):
             return
         if gradient_clip_algorithm == ClipAlgorithm.VALUE:
             raise ValueError(BY_VALUE.format(f"{clip_val:g}"))
-        clip(self._strategy.engine, float(clip_val))
-
-
-class FabricLongshorePrecision(_InnerPlugin, FabricPrecision):
-    """The precision plugin of a Fabric; see :class:`LongshorePrecision`."""
-
-    def __init__(self, inner: FabricPrecision) -> None:
-        check_precision(inner)
-        self.inner = inner
-        self.precision = inner.precision
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self.inner.forward_context()
+        clip(self.strategy.engine, float(clip_val))
 
 
 def backward(engine: Engine, tensor: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import warnings
 from collections.abc import Generator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from longshore.integrations.lightning.checkpoints import (
     unchanged,
 )
 from longshore.integrations.lightning.models import (
-    Extras,
     ModuleClaim,
     batch_size_of,
     check_averaging,
@@ -48,68 +46,24 @@ from longshore.integrations.lightning.names import (
     TrainerPrecision,
     is_overridden,
 )
-from longshore.integrations.lightning.precision import BY_VALUE, LongshorePrecision, scaling_of
-from longshore.integrations.lightning.ranks import RankMethods
-from longshore.integrations.lightning.settings import LightningArguments, StrategySettings
-from longshore.optim import Offload
+from longshore.integrations.lightning.precision import BY_VALUE, TrainerEnginePrecision
+from longshore.integrations.lightning.settings import LightningArguments
+from longshore.integrations.lightning.strategy import EngineStrategy
 
 
-class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
+class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
     """``Trainer(strategy=LongshoreStrategy(stage=2))``: sharded and offloaded, with the weights of the plain Trainer.
 
-    Fields of :class:`longshore.Config` may be given by name. The default, without any and without a ``config``, is
-    stage 2 with the optimizer's state in host memory.
-
-    Args:
-        config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. Values that the Trainer
-            decides (batches to accumulate, clipping, precision) may be left out or ``"auto"``.
-        stage: what is sharded: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
-        offload_device: ``"cpu"`` or ``"none"``: where optimizer state lives and is stepped.
-        offload, wrap_policy, weights: as in :func:`longshore.initialize`.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's own
-            strategies. ``checkpoint_io`` writes weights-only files; folders are the engine's.
-        process_group_backend: by default nccl for CUDA, gloo for the CPU.
-        timeout: of the process group.
-        fields: other fields of :class:`longshore.Config`.
-
-    Raises:
-        ConfigError: at once for a configuration that is wrong by itself; when the Trainer starts for one that
-            contradicts its arguments, with both values.
+    Takes the arguments of :class:`~longshore.integrations.lightning.strategy.EngineStrategy`.
     """
 
     strategy_name = "longshore"
     _launcher_kind = TrainerLauncher
 
     def __init__(
-        self,
-        config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
-        *,
-        stage: int | None = None,
-        offload_device: str | None = None,
-        offload: Offload | None = None,
-        wrap_policy: Any = None,
-        weights: str | os.PathLike[str] | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: TrainerPrecision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = RankMethods._timeout,
-        **fields: Any,
+        self, config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None, **arguments: Any
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        # Set once.
-        self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
-        self._extras = Extras(offload, wrap_policy, weights)
-        self._backend = process_group_backend
-        self._timeout = timeout
+        super().__init__(config, **arguments)
         # Change with each call of the Trainer.
         self._engine: Engine | None = None
         self._claim = ModuleClaim(self._close)
@@ -126,16 +80,13 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
 
     @property
     def precision_plugin(self) -> TrainerPrecision:
-        plugin = self._precision_plugin
-        return LongshorePrecision(TrainerPrecision(), self) if plugin is None else plugin
+        return TrainerEnginePrecision.of(self._precision_plugin or TrainerPrecision(), self)
 
     @precision_plugin.setter
     def precision_plugin(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, precision_plugin: TrainerPrecision | None
     ) -> None:
-        if precision_plugin is not None and not isinstance(precision_plugin, LongshorePrecision):
-            precision_plugin = LongshorePrecision(precision_plugin, self)
-        self._precision_plugin = precision_plugin
+        self._precision_plugin = precision_plugin and TrainerEnginePrecision.of(precision_plugin, self)
 
     # -- starting -------------------------------------------------------------
 
@@ -195,12 +146,11 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
             engine.set_gradient_accumulation_boundary(True)
 
     def _resolved(self, trainer: Trainer, has_optimizer: bool = False) -> LoadedConfig:
-        plugin, module = self.precision_plugin, self.lightning_module
-        assert isinstance(plugin, LongshorePrecision)
+        plugin: Any = self.precision_plugin
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == ClipAlgorithm.VALUE:
             raise ValueError(BY_VALUE.format(f"{trainer.gradient_clip_val:g}"))
         # A hook of the user's decides itself whether and how to clip.
-        clips = trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", module)
+        clips = trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", self.lightning_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         given = LightningArguments(
             by="Trainer",
@@ -211,7 +161,7 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
             micro_batch_size=batch_size_of(trainer),
             has_optimizer=has_optimizer,
             has_scheduler=bool(self.lr_scheduler_configs),
-            loss_scaling=scaling_of(plugin.inner),
+            loss_scaling=plugin.loss_scaling,
         )
         return self.settings.resolved(given)
 

@@ -1,7 +1,9 @@
-"""Processes and collectives of both strategies, the Trainer's and Fabric's."""
+"""The base of both strategies, the Trainer's and Fabric's: arguments, processes and collectives."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -9,20 +11,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longshore.engine import Config
 from longshore.engine.ranks import DEFAULT_TIMEOUT
+from longshore.integrations.lightning.models import Extras
 from longshore.integrations.lightning.names import backend_for, connect, rank_zero_only, reduced, reset_seed
+from longshore.integrations.lightning.settings import StrategySettings
+from longshore.optim import Offload
 
 
-class RankMethods:
+class EngineStrategy:
     """Base of both strategies, before Lightning's ``ParallelStrategy``, whose attributes it uses (``self: Any``).
 
-    One device needs no process group, and gets none.
+    Fields of :class:`longshore.Config` may be given by name. The default, without any and without a ``config``, is
+    stage 2 with the optimizer's state in host memory. One device needs no process group, and gets none.
+
+    Args:
+        config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. Values that Lightning's
+            arguments decide (batches to accumulate, clipping, precision) may be left out or ``"auto"``.
+        stage: what is sharded: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
+        offload_device: ``"cpu"`` or ``"none"``: where optimizer state lives and is stepped.
+        offload, wrap_policy, weights: as in :func:`longshore.initialize`.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io: as in Lightning's own strategies.
+            ``checkpoint_io`` writes weights-only files; folders are the engine's.
+        process_group_backend: by default nccl for CUDA, gloo for the CPU.
+        timeout: of the process group.
+        fields: other fields of :class:`longshore.Config`, and ``precision_plugin`` (of a Trainer) or ``precision``
+            (of Fabric) as in Lightning's own strategies.
+
+    Raises:
+        ConfigError: at once for a configuration that is wrong by itself; when training is set up for one that
+            contradicts Lightning's arguments, with both values.
     """
 
-    _backend: str | None = None
-    _timeout: timedelta | None = DEFAULT_TIMEOUT
     _launcher_kind: Any = None
     _num_nodes = 1
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
+        *,
+        stage: int | None = None,
+        offload_device: str | None = None,
+        offload: Offload | None = None,
+        wrap_policy: Any = None,
+        weights: str | os.PathLike[str] | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        **fields: Any,
+    ) -> None:
+        plugin = {name: fields.pop(name) for name in ("precision", "precision_plugin") if name in fields}
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            **plugin,
+        )
+        self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
+        self._extras = Extras(offload, wrap_policy, weights)
+        self._backend = process_group_backend
+        self._timeout = timeout
 
     @property
     def root_device(self: Any) -> torch.device:
