@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch.optim import Optimizer
 from longshore import engine as own
 from longshore.compat.zero import policy_for
 from longshore.engine import Config
-from longshore.engine.config.load import read_file
+from longshore.engine.config.load import read_config
 from longshore.engine.ranks import DEFAULT_TIMEOUT, join
 from longshore.engine.setup import Initialized
 
@@ -75,10 +73,7 @@ def _read_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:
     given = [each for each in (config, config_params, from_args) if each is not None]
     if len(given) != 1:
         return config if config is not None else config_params, args
-    (only,) = given
-    if isinstance(only, (str, os.PathLike)):
-        only = read_file(Path(only))
-    return only, None
+    return read_config(given[0])[1], None
 
 
 def _without(config: Any, section: str, argument: str, given: Any) -> Any:

@@ -42,6 +42,7 @@ def load_config(
     auto: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     needs_optimizer: bool = False,
+    source: str | None = None,
 ) -> LoadedConfig:
     """A DeepSpeed file, the same as a dict, or our own ``Config``.
 
@@ -52,6 +53,7 @@ def load_config(
         world_size: ranks. When given, the batch numbers of the result are all set; otherwise see
             :meth:`Config.resolved`.
         needs_optimizer: nobody passes an optimizer, so this has to name one.
+        source: name of the configuration in errors; by default that of :func:`read_config`.
 
     Raises:
         ConfigError: a ValueError with everything that is wrong, each with its path, its value and what to do.
@@ -60,13 +62,22 @@ def load_config(
     """
     if world_size is not None:
         check_world_size(world_size)
+    name, content = read_config(config)
+    if isinstance(content, Config):
+        return LoadedConfig(_checked(content, world_size, needs_optimizer), ())
+    return _translate(content, source or name, auto or {}, world_size, needs_optimizer)
+
+
+def read_config(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+) -> tuple[str, Config | Mapping[str, Any]]:
+    """Return the name of a configuration in errors, and its content: a ``Config``, or what the file says."""
     if isinstance(config, Config):
-        return LoadedConfig(_checked(config, world_size, needs_optimizer), ())
+        return "Config", config
     if isinstance(config, Mapping):
-        return _translate(config, "config", auto or {}, world_size, needs_optimizer)
+        return "config", config
     if isinstance(config, (str, os.PathLike)):
-        path = Path(config)
-        return _translate(read_file(path), str(path), auto or {}, world_size, needs_optimizer)
+        return str(Path(config)), read_file(Path(config))
     raise TypeError(f"config is a path, a dict or a longshore.Config, not {type(config).__name__}")
 
 

@@ -50,11 +50,11 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
 
     @property
     def precision(self) -> FabricPrecision:
-        return EnginePrecision.of(self._precision or FabricPrecision(), self)
+        return EnginePrecision.of(self._precision or FabricPrecision())
 
     @precision.setter
     def precision(self, precision: FabricPrecision | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._precision = precision and EnginePrecision.of(precision, self)
+        self._precision = precision and EnginePrecision.of(precision)
 
     @property
     def distributed_sampler_kwargs(  # pyright: ignore[reportIncompatibleMethodOverride]

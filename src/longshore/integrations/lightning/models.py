@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -20,17 +19,12 @@ from longshore.engine.config import Config, LoadedConfig
 from longshore.engine.model_sharding import is_fully_sharded, shard_model
 from longshore.engine.ranks import join
 from longshore.engine.weights import first_weights
-from longshore.errors import LongshoreError
-from longshore.integrations.lightning.names import EmptyInit, Trainer
+from longshore.integrations.lightning.names import EmptyInit
 from longshore.optim import Offload
 from longshore.optim.shards import is_sharded
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
-
-
-_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
-"""Class names of Lightning's callbacks; not every version has both."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +34,6 @@ class Extras:
     offload: Offload | None = None
     wrap_policy: Any = None
     weights: str | os.PathLike[str] | None = None
-
-
-def only(optimizers: list[Any]) -> Any:
-    """The optimizer, or None. Raises ValueError if there are several."""
-    if len(optimizers) > 1:
-        names = ", ".join(type(each).__name__ for each in optimizers)
-        raise ValueError(
-            f"configure_optimizers() returned {len(optimizers)} optimizers ({names}), and an "
-            "engine steps one; return one with a parameter group for each of them (groups may have their own lr, "
-            "betas and weight decay, and parameters without a gradient are not stepped)"
-        )
-    return optimizers[0] if optimizers else None
 
 
 def make_engine(
@@ -69,52 +51,6 @@ def make_engine(
         for note in loaded.notes:
             warnings.warn(note, stacklevel=2)
     return made.engine
-
-
-def check_averaging(callbacks: Iterable[object]) -> None:
-    """Raise ValueError for callbacks that would average shards with whole weights."""
-    for callback in callbacks:
-        if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
-            raise ValueError(
-                f"{type(callback).__name__} averages whole weights, and at stage 3 each of several ranks has shards; "
-                "use stage 2, or a callback of yours that reads longshore.gather(module)"
-            )
-
-
-class ModuleClaim:
-    """A strategy's claim to a module: only the engine of the last strategy that fitted it may take its gradients.
-
-    Args:
-        close: a method of the strategy that destroys its engine, if it has one.
-    """
-
-    _last: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleClaim]]] = weakref.WeakKeyDictionary()
-    """The last claim to each module."""
-
-    def __init__(self, close: Callable[[], None]) -> None:
-        # Weak: a cycle with the strategy would keep the engine's memory until the garbage collector runs.
-        self._close = weakref.WeakMethod(close)
-        self._lost = False
-
-    def take(self, module: nn.Module) -> None:
-        """Claim a module for a fit, and close the engine of another strategy that fitted it before."""
-        found = self._last.get(module)
-        former = None if found is None else found()
-        if former is not None and former is not self:
-            former._lost = True
-            close = former._close()
-            if close is not None:
-                close()
-        self._last[module] = weakref.ref(self)
-        self._lost = False
-
-    def check(self) -> None:
-        """Raise LongshoreError if another strategy has claimed the module since."""
-        if self._lost:
-            raise LongshoreError(
-                "another Trainer with longshore has fitted this module since, and has the optimizer's state; save and "
-                "step with that Trainer"
-            )
 
 
 class ModelOnly(nn.Module):
@@ -218,10 +154,3 @@ def _sharded_like(value: Any, own: Any) -> Any:
     mesh, placements = own.device_mesh, own.placements  # pyright: ignore[reportAttributeAccessIssue]
     # Without communication: each rank has read the whole tensor.
     return distribute_tensor(value.to(own.device, own.dtype), mesh, placements, src_data_rank=None)
-
-
-def batch_size_of(trainer: Trainer) -> int | None:
-    """The batch size of a loader that was passed to ``fit``; None for loaders that a hook makes."""
-    source = trainer.fit_loop._data_source.instance
-    size = getattr(source, "batch_size", None)
-    return size if isinstance(size, int) and isinstance(source, torch.utils.data.DataLoader) else None

@@ -36,12 +36,13 @@ def _scaling_of(scaler: Any) -> LossScaling | None:
 class EnginePrecision:
     """A mixin of precision plugins, which leave scaling, clipping and stepping to the engine."""
 
-    strategy: Any = None
     loss_scaling: LossScaling | None = None  # of the ``GradScaler`` that the user made
 
     @classmethod
-    def of(cls, plugin: Any, strategy: Any) -> Any:
+    def of(cls, plugin: Any, **attributes: Any) -> Any:
         """Return a copy of the plugin that Lightning chose, with this class as its first base, and without its scaler.
+
+        ``attributes`` are set on the copy.
 
         Raises:
             ValueError: a precision that the engine does not have, or a scaler that its loss scale cannot match.
@@ -55,13 +56,15 @@ class EnginePrecision:
             )
         made = copy.copy(plugin)
         made.__class__ = type(cls.__name__, (cls, type(plugin)), {})
-        made.strategy, made.loss_scaling = strategy, _scaling_of(getattr(plugin, "scaler", None))
-        made.scaler = None
+        scaling = _scaling_of(getattr(plugin, "scaler", None))
+        vars(made).update(attributes, loss_scaling=scaling, scaler=None)
         return made
 
 
 class TrainerEnginePrecision(EnginePrecision):
     """The same for a Trainer, whose plugins also run backward, step and clip."""
+
+    strategy: Any
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         engine = self.strategy.engine

@@ -6,12 +6,11 @@ import copy
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
 from longshore.engine.config.agreement import ArgumentValue, contradictions, put, settle, settle_config
-from longshore.engine.config.load import read_file
+from longshore.engine.config.load import read_config
 
 PRECISIONS: Mapping[str, tuple[str | None, str | None]] = {
     "32-true": ("fp32", None),
@@ -96,18 +95,9 @@ class StrategySettings:
             raise ValueError(
                 f"the configuration is given twice: as config= and as {', '.join(given)}; put it all into one of them"
             )
-        self._source = "Config"
-        self._config: Config | dict[str, Any]
         if config is None:
-            self._config = Config(**{"stage": 2, "offload_device": "cpu", **given})
-        elif isinstance(config, Config):
-            self._config = config
-        elif isinstance(config, Mapping):
-            self._source, self._config = "config", dict(config)
-        elif isinstance(config, (str, os.PathLike)):
-            self._source, self._config = str(config), read_file(Path(config))
-        else:
-            raise TypeError(f"config must be a path, a dict or a longshore.Config, not {type(config).__name__}")
+            config = Config(**{"stage": 2, "offload_device": "cpu", **given})
+        self._source, self._config = read_config(config)
         self.stage = self._load(LightningArguments("Trainer", "32-true", 1), None)[0].config.stage
 
     def resolved(self, given: LightningArguments) -> LoadedConfig:
@@ -117,7 +107,7 @@ class StrategySettings:
             ConfigError: everything that contradicts Lightning's arguments, with both values.
         """
         loaded, problems = self._load(given, given.world_size)
-        problems += _decided_by_lightning(loaded.config, given, isinstance(self._config, dict))
+        problems += _decided_by_lightning(loaded.config, given, not isinstance(self._config, Config))
         if problems:
             raise ConfigError(self._source, problems)
         update: dict[str, Any] = {
@@ -140,7 +130,7 @@ class StrategySettings:
             if self._config.train_batch_size is None and self._config.micro_batch_size is None:
                 fields["micro_batch_size"] = micro
             return load_config(self._config.model_copy(update=fields), world_size=world_size), problems
-        data = copy.deepcopy(self._config)
+        data = copy.deepcopy(dict(self._config))
         problems = settle(data, given.statements())
         put(data, _CLIPPING, 0)
         if all(data.get(name) in (None, "auto") for name in (_BATCH, _MICRO)):
@@ -153,7 +143,7 @@ class StrategySettings:
     def _loss_scaling(self, config: Config, given: LightningArguments) -> LossScaling | None:
         if given.precision not in _SCALED:
             return config.loss_scaling
-        explicit = isinstance(self._config, dict) or "loss_scaling" in self._config.model_fields_set
+        explicit = not isinstance(self._config, Config) or "loss_scaling" in self._config.model_fields_set
         configured = config.loss_scaling if explicit else None
         return configured or given.loss_scaling or _SCALER
 

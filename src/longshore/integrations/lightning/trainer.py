@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from longshore.engine import Config, Engine
 from longshore.engine.config import LoadedConfig
@@ -24,19 +27,10 @@ from longshore.integrations.lightning.checkpoints import (
     save_folder,
     unchanged,
 )
-from longshore.integrations.lightning.models import (
-    ModuleClaim,
-    batch_size_of,
-    check_averaging,
-    creation,
-    load_whole,
-    make_engine,
-    only,
-    place,
-    whole,
-)
+from longshore.integrations.lightning.models import creation, load_whole, make_engine, place, whole
 from longshore.integrations.lightning.names import (
     ClipAlgorithm,
+    LightningModule,
     LRSchedulerConfig,
     NoOptimizer,
     Trainer,
@@ -50,6 +44,9 @@ from longshore.integrations.lightning.precision import BY_VALUE, TrainerEnginePr
 from longshore.integrations.lightning.settings import LightningArguments
 from longshore.integrations.lightning.strategy import EngineStrategy
 
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+"""Class names of Lightning's callbacks that average weights; not every version has both."""
+
 
 class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
     """``Trainer(strategy=LongshoreStrategy(stage=2))``: sharded and offloaded, with the weights of the plain Trainer.
@@ -57,6 +54,8 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
     Takes the arguments of :class:`~longshore.integrations.lightning.strategy.EngineStrategy`.
     """
 
+    _fitted_by: ClassVar[WeakKeyDictionary[LightningModule, weakref.ref[LongshoreStrategy]]] = WeakKeyDictionary()
+    """The last strategy that fitted each module. Weak, since a cycle would keep an engine's memory longer."""
     strategy_name = "longshore"
     _launcher_kind = TrainerLauncher
 
@@ -66,7 +65,8 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         super().__init__(config, **arguments)
         # Change with each call of the Trainer.
         self._engine: Engine | None = None
-        self._claim = ModuleClaim(self._close)
+        self._replaced = False
+        """Whether another strategy has fitted the module since."""
         self._handed_out: Any = None
         """The state dict that was given to hooks, which may change it before it is saved or loaded."""
         self._restored = False
@@ -80,13 +80,13 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
 
     @property
     def precision_plugin(self) -> TrainerPrecision:
-        return TrainerEnginePrecision.of(self._precision_plugin or TrainerPrecision(), self)
+        return TrainerEnginePrecision.of(self._precision_plugin or TrainerPrecision(), strategy=self)
 
     @precision_plugin.setter
     def precision_plugin(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, precision_plugin: TrainerPrecision | None
     ) -> None:
-        self._precision_plugin = precision_plugin and TrainerEnginePrecision.of(precision_plugin, self)
+        self._precision_plugin = precision_plugin and TrainerEnginePrecision.of(precision_plugin, strategy=self)
 
     # -- starting -------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
     def engine(self) -> Engine:
         """The engine of the current fit, or of the last one."""
         if self._engine is None:
-            self._claim.check()
+            self._check_claim()
             raise LongshoreError("there is no engine before trainer.fit() has called configure_optimizers()")
         return self._engine
 
@@ -110,12 +110,29 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
             self._layer_sync.apply(self.lightning_module)  # Trainer(sync_batchnorm=True)
         module = self.precision_plugin.convert_module(self.lightning_module)
         if fitting:
-            self._claim.take(self.lightning_module)
+            self._claim(self.lightning_module)
             self.setup_optimizers(trainer)
         else:
             self._reset_optimizers_and_schedulers()
             # Evaluation steps call its forward, in which FSDP2 gathers the shards.
             self.model = place(module, self._resolved(trainer).config, self._extras, self.root_device)
+
+    def _claim(self, module: LightningModule) -> None:
+        """Close the engine of another strategy that fitted the module before: only one may take its gradients."""
+        found = self._fitted_by.get(module)
+        former = None if found is None else found()
+        if former is not None and former is not self:
+            former._replaced = True
+            former._close()
+        self._fitted_by[module] = weakref.ref(self)
+        self._replaced = False
+
+    def _check_claim(self) -> None:
+        if self._replaced:
+            raise LongshoreError(
+                "another Trainer with longshore has fitted this module since, and has the optimizer's state; save and "
+                "step with that Trainer"
+            )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         assert self.lightning_module is not None
@@ -124,9 +141,21 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
             # The configuration may name an optimizer.
             warnings.filterwarnings("ignore", message=".*configure_optimizers` returned `None`")
             super().setup_optimizers(trainer)
-        if self.settings.stage == 3 and self.is_distributed:
-            check_averaging(getattr(trainer, "callbacks", ()))
-        client = only([each for each in self.optimizers if not isinstance(each, NoOptimizer)])
+        for callback in getattr(trainer, "callbacks", ()) if self.settings.stage == 3 and self.is_distributed else ():
+            if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
+                raise ValueError(
+                    f"{type(callback).__name__} averages whole weights, and at stage 3 each of several ranks has "
+                    "shards; use stage 2, or a callback of yours that reads longshore.gather(module)"
+                )
+        clients = [each for each in self.optimizers if not isinstance(each, NoOptimizer)]
+        if len(clients) > 1:
+            names = ", ".join(type(each).__name__ for each in clients)
+            raise ValueError(
+                f"configure_optimizers() returned {len(clients)} optimizers ({names}), and an engine steps one; return "
+                "one with a parameter group for each of them (groups may have their own lr, betas and weight decay, "
+                "and parameters without a gradient are not stepped)"
+            )
+        client: Any = clients[0] if clients else None
         loaded = self._resolved(trainer, client is not None)
         if client is None and loaded.config.optimizer is None:
             raise ValueError(
@@ -152,13 +181,15 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         # A hook of the user's decides itself whether and how to clip.
         clips = trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", self.lightning_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        source = trainer.fit_loop._data_source.instance  # the loader that was passed to fit(), unless a hook makes it
+        batch_size = getattr(source, "batch_size", None) if isinstance(source, DataLoader) else None
         given = LightningArguments(
             by="Trainer",
             precision=plugin.precision,
             world_size=self.world_size if self.is_distributed else 1,
             accumulation=trainer.accumulate_grad_batches if fitting else None,
             clipping=trainer.gradient_clip_val if clips else None,
-            micro_batch_size=batch_size_of(trainer),
+            micro_batch_size=batch_size,
             has_optimizer=has_optimizer,
             has_scheduler=bool(self.lr_scheduler_configs),
             loss_scaling=plugin.loss_scaling,
@@ -272,7 +303,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         self._handed_out = None
         if "optimizer_states" not in checkpoint or self._engine is None:
             if "optimizer_states" in checkpoint:
-                self._claim.check()
+                self._check_claim()
             super().save_checkpoint(whole(checkpoint, self.is_global_zero), path, storage_options)
             return
         if storage_options is not None:

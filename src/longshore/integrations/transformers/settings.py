@@ -6,12 +6,11 @@ import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from longshore.engine.config import Config, ConfigError, SchedulerConfig, load_config
 from longshore.engine.config.agreement import ArgumentValue, contradictions, settle, settle_config
-from longshore.engine.config.load import read_file
+from longshore.engine.config.load import read_config
 from longshore.engine.config.reading import Reading
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
@@ -41,19 +40,14 @@ class TrainerSettings:
         self._args = args
         self._world_size = world_size
         self._file: dict[str, Any] = {}
-        self._source = "config"
         self._schedule: SchedulerConfig | None = None
         self.notes: tuple[str, ...] = ()
-        if isinstance(config, Config):
-            self._schedule = config.scheduler
-            self.config = _agreed_config(config, args, world_size)
+        self._source, content = read_config(_DEFAULT if config is None else config)
+        if isinstance(content, Config):
+            self._schedule = content.scheduler
+            self.config = _agreed_config(content, args, world_size)
             return
-        if config is None or isinstance(config, Mapping):
-            self._file = copy.deepcopy(dict(_DEFAULT if config is None else config))
-        elif isinstance(config, (str, os.PathLike)):
-            self._source, self._file = str(config), read_file(Path(config))
-        else:
-            raise TypeError(f"config must be a path, a dictionary or a longshore.Config, not {type(config).__name__}")
+        self._file = copy.deepcopy(dict(content))
         loaded = self._load(None)
         self.notes = loaded.notes
         self.config = loaded.config.model_copy(update={"scheduler": None})
@@ -76,10 +70,8 @@ class TrainerSettings:
         problems = settle(data, statements)
         if problems:
             raise ConfigError(self._source, problems)
-        try:
-            return load_config(data, auto=_autocast_dtype(self._args), world_size=self._world_size)
-        except ConfigError as error:
-            raise ConfigError(self._source, error.problems) from None
+        auto = _autocast_dtype(self._args)
+        return load_config(data, auto=auto, world_size=self._world_size, source=self._source)
 
 
 def _parameters(data: Mapping[str, Any], section: str) -> Mapping[str, Any]:
