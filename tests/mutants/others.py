@@ -87,14 +87,14 @@ MUTANTS = [
     # -- Lightning ------------------------------------------------------------
     Mutant(
         "a state_dict counts as unchanged whatever hooks put into it",
-        "integrations/lightning/checkpoints.py",
+        "integrations/lightning/models.py",
         "found.keys() == handed_out.keys()",
         "True",
         (f"{LIGHTNING_CHECKPOINTS}::test_what_hooks_put_into_the_state_dict_comes_back",),
     ),
     Mutant(
         "a file that a folder was to replace is lost",
-        "integrations/lightning/checkpoints.py",
+        "integrations/lightning/models.py",
         "            aside.rename(path)\n",
         "            pass\n",
         (f"{LIGHTNING_CHECKPOINTS}::test_a_folder_takes_the_place_of_a_file_when_it_is_whole",),

@@ -78,7 +78,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 class RepeatingLoader:
-    """An endless loader, which iterates over ``loader`` again and again; calling ``set_epoch`` is left to the script."""
+    """An endless loader: iterates over ``loader`` again and again. Calling ``set_epoch`` is left to the script."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

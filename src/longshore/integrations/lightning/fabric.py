@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,17 @@ from torch.optim import Optimizer
 from longshore.engine import Config, Engine
 from longshore.engine.schedules import change_over
 from longshore.errors import LongshoreError
-from longshore.integrations.lightning.checkpoints import is_folder, load_into_engine, load_into_model, save_folder
-from longshore.integrations.lightning.models import ModelOnly, creation, load_whole, make_engine, place, whole
+from longshore.integrations.lightning.models import (
+    ModelOnly,
+    is_folder,
+    load_into_engine,
+    load_into_model,
+    load_whole,
+    make_engine,
+    place,
+    save_folder,
+    whole,
+)
 from longshore.integrations.lightning.names import (
     BackwardSyncControl,
     FabricLauncher,
@@ -53,13 +62,11 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
         return EnginePrecision.of(self._precision or FabricPrecision())
 
     @precision.setter
-    def precision(self, precision: FabricPrecision | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def precision(self, precision: FabricPrecision | None) -> None:
         self._precision = precision and EnginePrecision.of(precision)
 
     @property
-    def distributed_sampler_kwargs(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-    ) -> dict[str, Any] | None:
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
         return super().distributed_sampler_kwargs if self.is_distributed else None  # None: loaders are not changed
 
     # -- models and optimizers ------------------------------------------------
@@ -68,14 +75,9 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
         if self.settings.stage < 3 and not any(parameter.is_meta for parameter in module.parameters()):
             module.to(self.root_device)
 
-    @contextlib.contextmanager
-    def module_init_context(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, empty_init: bool | None = None
-    ) -> Iterator[None]:
+    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
         """Context for making a model (``fabric.init_module``); at stage 3 only rank 0 makes the weights."""
-        made = creation(self.settings.stage, self._extras, self.root_device, empty_init)
-        with made, self.precision.module_init_context():
-            yield
+        return self._creation(empty_init, self.precision.module_init_context())
 
     model_init_context = module_init_context
 
@@ -151,8 +153,7 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
             )
         return self._engines[0]
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        closure = kwargs.pop("closure", None)
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
         if kwargs:
             raise TypeError(f"optimizer.step() takes a closure only with longshore, not {', '.join(kwargs)}")
         result = closure() if closure is not None else None
@@ -211,8 +212,18 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
             ValueError, TypeError: two engines; arguments that apply only to a file.
         """
         path = Path(self.broadcast(path))
-        engine = _only_engine(self._engines, state.values())
-        if engine is None:
+        values = list(state.values())
+        engines = [
+            each
+            for each in self._engines
+            if any(value is each.optimizer for value in values) and any(engine_of(value) is each for value in values)
+        ]
+        if len(engines) > 1:
+            raise ValueError(
+                f"{len(engines)} models with their optimizers were to be saved together, and each needs a folder of "
+                "its own; call fabric.save() for each of them"
+            )
+        if not engines:
             super().save_checkpoint(path, state, storage_options, filter)
             return
         for name, value in (("storage_options", storage_options), ("filter", filter)):
@@ -221,8 +232,8 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
                     f"{name} applies to files, and a model with its optimizer is saved in a folder that the engine "
                     "writes; leave it out, or save the model alone"
                 )
-        others = {key: value for key, value in state.items() if not _is_of(engine, value)}
-        save_folder(engine, path, self._convert_stateful_objects_in_state(others, filter={}))
+        others = {key: value for key, value in state.items() if not _is_of(engines[0], value)}
+        save_folder(engines[0], path, self._convert_stateful_objects_in_state(others, filter={}))
 
     def load_checkpoint(
         self,
@@ -266,8 +277,8 @@ class _EngineNoSync(BackwardSyncControl):
         return engine.no_sync() if enabled and engine is not None else contextlib.nullcontext()
 
 
-def engine_of(module: nn.Module) -> Engine | None:
-    """The engine that trains a model that Fabric set up; None: it has no optimizer."""
+def engine_of(module: Any) -> Engine | None:
+    """The engine that trains a model that Fabric set up; None: it has no optimizer, or is no such model."""
     return module if isinstance(module, Engine) else module.engine if isinstance(module, ModelOnly) else None
 
 
@@ -276,17 +287,4 @@ def _model_of(module: nn.Module) -> nn.Module:
 
 
 def _is_of(engine: Engine, value: Any) -> bool:
-    return value is engine.optimizer or (isinstance(value, nn.Module) and engine_of(value) is engine)
-
-
-def _only_engine(engines: Iterable[Engine], values: Iterable[Any]) -> Engine | None:
-    """The engine whose model and optimizer are among the values."""
-    listed = list(values)
-    found = [each for each in engines if any(value is each.optimizer for value in listed)]
-    found = [each for each in found if any(isinstance(value, nn.Module) and _is_of(each, value) for value in listed)]
-    if len(found) > 1:
-        raise ValueError(
-            f"{len(found)} models with their optimizers were to be saved together, and each needs a folder of its own; "
-            "call fabric.save() for each of them"
-        )
-    return found[0] if found else None
+    return value is engine.optimizer or engine_of(value) is engine

@@ -1,12 +1,14 @@
-"""What both strategies do with models: give them an engine, evaluate them without one, gather and load weights."""
+"""What both strategies do with models: make engines, evaluate without one, gather, load and save."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +16,13 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longshore.engine import Engine, Init, initialize
+from longshore.checkpoint.one_line import load
+from longshore.engine import Engine, initialize
 from longshore.engine.config import Config, LoadedConfig
 from longshore.engine.model_sharding import is_fully_sharded, shard_model
 from longshore.engine.ranks import join
 from longshore.engine.weights import first_weights
-from longshore.integrations.lightning.names import EmptyInit
+from longshore.errors import CheckpointError
 from longshore.optim import Offload
 from longshore.optim.shards import is_sharded
 
@@ -56,29 +59,28 @@ def make_engine(
 class ModelOnly(nn.Module):
     """A model that was set up without an optimizer, which may follow later.
 
+    ``engine`` is None until then.
+
     Args:
         module: on its device.
         sharded: its FSDP2 hooks, if it has shards, so that it can run without an engine.
     """
 
+    engine: Engine | None
+
     def __init__(self, module: nn.Module, sharded: FullyShardedModel | None) -> None:
         super().__init__()
         self.module = module
         self._sharded = sharded
-        # In a list, so that it is not a submodule: the engine contains the same module.
-        self._engine: list[Engine] = []
-
-    @property
-    def engine(self) -> Engine | None:
-        return self._engine[0] if self._engine else None
+        self.train_with(None)
 
     def close_sharding(self) -> None:
         """Close the model's sharding, before an engine is made for it."""
         if self._sharded is not None:
             self._sharded.close()
 
-    def train_with(self, engine: Engine) -> None:
-        self._engine[:] = [engine]
+    def train_with(self, engine: Engine | None) -> None:
+        vars(self)["engine"] = engine  # not as a submodule, since the engine contains the same module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self.engine or self.module)(*args, **kwargs)
@@ -96,24 +98,6 @@ def place(model: nn.Module, config: Config, extras: Extras, device: torch.device
     with contextlib.closing(first_weights(model, extras.weights, ranks, in_shards)) as begin:
         begin.place(model, ranks, parameters=not in_shards)
         return ModelOnly(model, shard_model(model, extras.wrap_policy, config, ranks, None, None, begin)[0])
-
-
-@contextlib.contextmanager
-def creation(
-    stage: int, extras: Extras, device: torch.device, uninitialized: bool | None
-) -> Generator[None, None, None]:
-    """Context for making a model on ``device``; at stage 3 on the host of rank 0 only, and if files have the weights,
-    without any.
-
-    ``uninitialized``: skip random initialization, for a model that will be loaded.
-    """
-    from_files = extras.weights is not None
-    with contextlib.ExitStack() as stack:
-        if stage < 3:
-            stack.enter_context(device)
-        stack.enter_context(EmptyInit(enabled=bool(uninitialized)))
-        stack.enter_context(Init(empty=from_files, enabled=stage == 3 or from_files))
-        yield
 
 
 def whole(values: Any, keep: bool) -> Any:
@@ -154,3 +138,97 @@ def _sharded_like(value: Any, own: Any) -> Any:
     mesh, placements = own.device_mesh, own.placements  # pyright: ignore[reportAttributeAccessIssue]
     # Without communication: each rank has read the whole tensor.
     return distribute_tensor(value.to(own.device, own.dtype), mesh, placements, src_data_rank=None)
+
+
+# -- checkpoints: folders written by the engine, which include Lightning's own state -------------
+
+TAG = "checkpoint"
+"""The only tag in a folder, whose path Lightning chooses."""
+_KEY = "lightning"
+
+
+def save_folder(engine: Engine, path: Path, rest: Mapping[str, Any]) -> None:
+    """Save the engine's checkpoint at ``path``. All ranks have to call it.
+
+    Args:
+        engine: between two accumulation windows.
+        path: a folder, replaced once the new one is complete.
+        rest: Lightning's state, of any type that ``torch.save`` takes; rank 0's is written.
+
+    Raises:
+        CheckpointError: in the middle of a window, or if it cannot be written.
+    """
+    # As bytes: Lightning's callbacks and hyperparameters have any type that torch.save takes.
+    buffer = io.BytesIO()
+    torch.save(dict(rest), buffer)
+    packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    with _in_place_of_a_file(path, engine.ranks.rank == 0):
+        engine.save_checkpoint(path, tag=TAG, client_state={_KEY: packed})
+
+
+@contextlib.contextmanager
+def _in_place_of_a_file(path: Path, is_first: bool) -> Generator[None, None, None]:
+    """Move away a file of that name, from another strategy, and delete it once the folder is complete."""
+    if not (is_first and path.is_file()):
+        yield
+        return
+    aside = path.with_name(f"{path.name}.replaced")
+    path.rename(aside)
+    try:
+        yield
+    except BaseException:
+        if not path.exists():
+            aside.rename(path)
+        raise
+    aside.unlink()
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether :func:`save_folder` wrote ``path``."""
+    return (Path(path) / TAG).is_dir()
+
+
+def load_into_engine(
+    engine: Engine, path: Path, *, optimizer: bool, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Load a checkpoint of :func:`save_folder`, on any number of ranks; all have to call. Returns ``rest``.
+
+    Args:
+        engine: is loaded into.
+        path: the folder.
+        optimizer: also load its state, counters, loss scale and random states.
+        strict: raise if the model or optimizer does not fit.
+        weights_only: as in ``torch.load``, for ``rest``.
+
+    Raises:
+        CheckpointError: damaged, or from another model or optimizer; nothing was loaded.
+    """
+    steps = engine.gradient_accumulation_steps()
+    _, client = engine.load_checkpoint(path, tag=TAG, load_module_only=not optimizer, strict=strict)
+    # The number of batches in a step is this run's choice.
+    engine.set_gradient_accumulation_steps(steps)
+    return _rest(client, path, weights_only)
+
+
+def load_into_model(model: nn.Module, path: Path, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Load only weights, into a model without an engine; all ranks have to call. Returns ``rest``."""
+    return _rest(load(path, model, tag=TAG, strict=strict), path, weights_only)
+
+
+def _rest(client: Mapping[str, Any] | None, path: Path, weights_only: bool | None) -> dict[str, Any]:
+    packed = (client or {}).get(_KEY)
+    if not isinstance(packed, Tensor):
+        raise CheckpointError(
+            f"{path} is a checkpoint of longshore that was not saved by a Trainer or Fabric; "
+            "read it with engine.load_checkpoint or longshore.load"
+        )
+    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=weights_only)
+
+
+def unchanged(found: Any, handed_out: Mapping[str, Any]) -> bool:
+    """Whether a state dict still has the tensors that the module gave; hooks may change it."""
+    return (
+        isinstance(found, Mapping)
+        and found.keys() == handed_out.keys()
+        and all(found[name] is value for name, value in handed_out.items())
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longshore.engine.config import Config, ConfigError, LoadedConfig, LossScaling, Problem, load_config
-from longshore.engine.config.agreement import ArgumentValue, contradictions, put, settle, settle_config
+from longshore.engine.config.agreement import ArgumentValue, put, settle, settle_config
 from longshore.engine.config.load import read_config
 
 PRECISIONS: Mapping[str, tuple[str | None, str | None]] = {
@@ -55,20 +55,19 @@ class LightningArguments:
 
     def statements(self) -> Iterator[ArgumentValue]:
         """Values that the configuration may give too."""
+        agree = "leave it out, or make them agree"
         if self.accumulation is None:
-            loop, advice = (
-                f"your loop with {self.by}, in which every optimizer.step() is applied",
-                "leave it out, or set it to 1",
-            )
+            loop = f"your loop with {self.by}, in which every optimizer.step() is applied"
+            yield ArgumentValue(_STEPS, 1, loop, "leave it out, or set it to 1")
         else:
-            loop, advice = f"{self.by}(accumulate_grad_batches={self.accumulation})", "leave it out, or make them agree"
-        yield ArgumentValue(_STEPS, self.accumulation or 1, loop, advice)
+            argument = f"{self.by}(accumulate_grad_batches={self.accumulation})"
+            yield ArgumentValue(_STEPS, self.accumulation, argument, agree)
         if self.clipping is not None:
             argument = f"{self.by}(gradient_clip_val={self.clipping:g})"
             yield ArgumentValue(_CLIPPING, self.clipping, argument, "give it in one place")
         if self.micro_batch_size is not None:
             argument = f"the DataLoader, whose batch_size is {self.micro_batch_size}"
-            yield ArgumentValue(_MICRO, self.micro_batch_size, argument, "leave it out, or make them agree", False)
+            yield ArgumentValue(_MICRO, self.micro_batch_size, argument, agree, False)
 
 
 class StrategySettings:
@@ -110,13 +109,11 @@ class StrategySettings:
         problems += _decided_by_lightning(loaded.config, given, not isinstance(self._config, Config))
         if problems:
             raise ConfigError(self._source, problems)
-        update: dict[str, Any] = {
-            # Lightning converts the model and its batches, and enters autocast.
-            "dtype": None,
-            "autocast": None,
-            "cast_inputs": False,
-            "loss_scaling": self._loss_scaling(loaded.config, given),
-        }
+        # Lightning converts the model and its batches, and enters autocast.
+        update: dict[str, Any] = {"dtype": None, "autocast": None, "cast_inputs": False}
+        if given.precision in _SCALED:
+            explicit = not isinstance(self._config, Config) or "loss_scaling" in self._config.model_fields_set
+            update["loss_scaling"] = (loaded.config.loss_scaling if explicit else None) or given.loss_scaling or _SCALER
         return LoadedConfig(loaded.config.model_copy(update=update), loaded.notes)
 
     def _load(self, given: LightningArguments, world_size: int | None) -> tuple[LoadedConfig, list[Problem]]:
@@ -135,28 +132,17 @@ class StrategySettings:
         put(data, _CLIPPING, 0)
         if all(data.get(name) in (None, "auto") for name in (_BATCH, _MICRO)):
             data[_MICRO] = micro
+        dtype, autocast = PRECISIONS[given.precision]
+        auto = {
+            "fp16.enabled": dtype == "fp16",
+            "bf16.enabled": dtype == "bf16",
+            "torch_autocast.enabled": autocast is not None,
+            "torch_autocast.dtype": autocast or "bf16",
+        }
         try:
-            return load_config(data, auto=_auto_precision(given.precision), world_size=world_size), problems
+            return load_config(data, auto=auto, world_size=world_size), problems
         except ConfigError as error:
             raise ConfigError(self._source, (world_size and problems) or error.problems) from None
-
-    def _loss_scaling(self, config: Config, given: LightningArguments) -> LossScaling | None:
-        if given.precision not in _SCALED:
-            return config.loss_scaling
-        explicit = not isinstance(self._config, Config) or "loss_scaling" in self._config.model_fields_set
-        configured = config.loss_scaling if explicit else None
-        return configured or given.loss_scaling or _SCALER
-
-
-def _auto_precision(precision: str) -> dict[str, Any]:
-    """What ``"auto"`` means in a file that leaves the precision to Lightning."""
-    dtype, autocast = PRECISIONS[precision]
-    return {
-        "fp16.enabled": dtype == "fp16",
-        "bf16.enabled": dtype == "bf16",
-        "torch_autocast.enabled": autocast is not None,
-        "torch_autocast.dtype": autocast or "bf16",
-    }
 
 
 def _decided_by_lightning(config: Config, given: LightningArguments, from_file: bool) -> list[Problem]:
@@ -166,16 +152,13 @@ def _decided_by_lightning(config: Config, given: LightningArguments, from_file: 
     other = next((name for name, each in PRECISIONS.items() if each == pair), "32-true")
     default = " (the default)" if given.precision == "32-true" else ""
     argument = f"{given.by}(precision={given.precision!r}){default}, which decides"
-    says = ArgumentValue("", None, argument, f"leave it out, or pass precision={other!r}")
-    statements = []
-    # A dtype that the configuration does not give is whatever Lightning says.
-    if config.dtype is not None:
-        path = f"{config.dtype}.enabled" if from_file else "dtype"
-        statements.append((says._replace(path=path, value=dtype), config.dtype))
-    if config.autocast is not None:
-        path = "torch_autocast.dtype" if from_file else "autocast"
-        statements.append((says._replace(path=path, value=autocast), config.autocast))
-    problems = [problem for each, found in statements for problem in contradictions({each.path: found}, [each])]
+    advice = f"leave it out, or pass precision={other!r}"
+    paths = (f"{config.dtype}.enabled", "torch_autocast.dtype") if from_file else ("dtype", "autocast")
+    problems = [
+        ArgumentValue(path, wanted, argument, advice).problem(found)
+        for path, wanted, found in zip(paths, (dtype, autocast), (config.dtype, config.autocast), strict=True)
+        if found not in (None, wanted)  # a dtype that the configuration does not give is Lightning's
+    ]
     for name, passed in (("optimizer", given.has_optimizer), ("scheduler", given.has_scheduler)):
         chosen = getattr(config, name)
         if chosen is not None and passed:

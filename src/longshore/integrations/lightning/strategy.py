@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -11,12 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longshore.engine import Config
+from longshore.engine import Config, Init
 from longshore.engine.ranks import DEFAULT_TIMEOUT
 from longshore.integrations.lightning.models import Extras
-from longshore.integrations.lightning.names import backend_for, connect, rank_zero_only, reduced, reset_seed
+from longshore.integrations.lightning.names import EmptyInit, backend_for, connect, rank_zero_only, reduced, reset_seed
 from longshore.integrations.lightning.settings import StrategySettings
 from longshore.optim import Offload
+
+_OF_LIGHTNING = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision",
+    "precision_plugin",
+)
+"""Arguments of Lightning's ``ParallelStrategy``."""
 
 
 class EngineStrategy:
@@ -31,12 +43,12 @@ class EngineStrategy:
         stage: what is sharded: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
         offload_device: ``"cpu"`` or ``"none"``: where optimizer state lives and is stepped.
         offload, wrap_policy, weights: as in :func:`longshore.initialize`.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io: as in Lightning's own strategies.
-            ``checkpoint_io`` writes weights-only files; folders are the engine's.
         process_group_backend: by default nccl for CUDA, gloo for the CPU.
         timeout: of the process group.
-        fields: other fields of :class:`longshore.Config`, and ``precision_plugin`` (of a Trainer) or ``precision``
-            (of Fabric) as in Lightning's own strategies.
+        fields: other fields of :class:`longshore.Config`; and ``accelerator``, ``parallel_devices``,
+            ``cluster_environment``, ``checkpoint_io`` and ``precision_plugin`` (for a Trainer) or ``precision`` (for
+            Fabric), as in Lightning's own strategies. ``checkpoint_io`` writes weights-only files; folders are the
+            engine's.
 
     Raises:
         ConfigError: at once for a configuration that is wrong by itself; when training is set up for one that
@@ -55,22 +67,11 @@ class EngineStrategy:
         offload: Offload | None = None,
         wrap_policy: Any = None,
         weights: str | os.PathLike[str] | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         **fields: Any,
     ) -> None:
-        plugin = {name: fields.pop(name) for name in ("precision", "precision_plugin") if name in fields}
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            **plugin,
-        )
+        super().__init__(**{name: fields.pop(name) for name in _OF_LIGHTNING if name in fields})
         self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
         self._extras = Extras(offload, wrap_policy, weights)
         self._backend = process_group_backend
@@ -101,6 +102,25 @@ class EngineStrategy:
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
         """Arguments of a ``DistributedSampler`` for the ranks of all machines."""
         return {"num_replicas": self.num_processes * self.num_nodes, "rank": self.global_rank}
+
+    @contextlib.contextmanager
+    def _creation(
+        self: Any, uninitialized: bool | None, plugins: AbstractContextManager[Any]
+    ) -> Generator[None, None, None]:
+        """Context for making a model: at stage 3 rank 0 makes it on the host, and nobody if files have the weights.
+
+        Args:
+            uninitialized: skip random initialization, for a model that will be loaded.
+            plugins: the context of the precision plugin.
+        """
+        stage, from_files = self.settings.stage, self._extras.weights is not None
+        with contextlib.ExitStack() as stack:
+            if stage < 3:
+                stack.enter_context(self.root_device)
+            stack.enter_context(EmptyInit(enabled=bool(uninitialized)))
+            stack.enter_context(Init(empty=from_files, enabled=stage == 3 or from_files))
+            stack.enter_context(plugins)
+            yield
 
     def _configure_launcher(self: Any) -> None:
         # If a launcher started this process, Lightning's launcher checks the number of processes.

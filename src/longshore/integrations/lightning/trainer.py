@@ -20,14 +20,17 @@ from longshore.engine.config import LoadedConfig
 from longshore.engine.random_states import random_states, restore_random_states
 from longshore.engine.schedules import change_over
 from longshore.errors import CheckpointError, LongshoreError
-from longshore.integrations.lightning.checkpoints import (
+from longshore.integrations.lightning.models import (
     is_folder,
     load_into_engine,
     load_into_model,
+    load_whole,
+    make_engine,
+    place,
     save_folder,
     unchanged,
+    whole,
 )
-from longshore.integrations.lightning.models import creation, load_whole, make_engine, place, whole
 from longshore.integrations.lightning.names import (
     ClipAlgorithm,
     LightningModule,
@@ -83,9 +86,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         return TrainerEnginePrecision.of(self._precision_plugin or TrainerPrecision(), strategy=self)
 
     @precision_plugin.setter
-    def precision_plugin(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, precision_plugin: TrainerPrecision | None
-    ) -> None:
+    def precision_plugin(self, precision_plugin: TrainerPrecision | None) -> None:
         self._precision_plugin = precision_plugin and TrainerEnginePrecision.of(precision_plugin, strategy=self)
 
     # -- starting -------------------------------------------------------------
@@ -99,7 +100,6 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         return self._engine
 
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if not fitting and self._engine is not None and self._engine.module is self.lightning_module:
@@ -135,7 +135,6 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
         self._reset_optimizers_and_schedulers()
         with warnings.catch_warnings():
             # The configuration may name an optimizer.
@@ -196,24 +195,19 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         )
         return self.settings.resolved(given)
 
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        made = creation(self.settings.stage, self._extras, self.root_device, empty_init)
-        with made, self.precision_plugin.tensor_init_context():
-            yield
+    def tensor_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
+        return self._creation(empty_init, self.precision_plugin.tensor_init_context())
 
     def model_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
         """Context for making a model outside of ``configure_model``; ``Trainer.init_module`` enters it."""
         return self.tensor_init_context(empty_init)
 
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
     # -- the step -------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
         random, self._random = self._random, None
         trainer = self.lightning_module.trainer
         for callback in trainer.checkpoint_callbacks:  # a resumed one would save this step again, in mid-window
@@ -233,7 +227,6 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         engine, module = self.engine, self.lightning_module
-        assert module is not None
         if not module.automatic_optimization:
             return
         steps = module.trainer.accumulate_grad_batches
@@ -337,7 +330,6 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         if not is_folder(path):
             return super().load_checkpoint(path, weights_only)
         module = self.lightning_module
-        assert module is not None
         strict = module.strict_loading
         if self._engine is None:
             found = load_into_model(module, path, strict=strict, weights_only=weights_only)
@@ -352,7 +344,6 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
         handed_out, self._handed_out = self._handed_out, None
         if handed_out is None or not unchanged(checkpoint["state_dict"], handed_out):
             load_whole(self.lightning_module, checkpoint["state_dict"], strict)
@@ -367,7 +358,6 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
     def teardown(self) -> None:
         """Release everything but the engine, which ``save_checkpoint``, ``test`` and ``predict`` use until the next
         ``fit``."""
-        assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
