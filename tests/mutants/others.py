@@ -101,14 +101,14 @@ MUTANTS = [
     ),
     Mutant(
         "Lightning's clipping does nothing",
-        "integrations/lightning/precision.py",
+        "integrations/lightning/settings.py",
         "        engine.optimizer.clip_grad_norm_(max_norm)\n",
         "        pass\n",
         (f"{LIGHTNING}::test_clipping_in_manual_optimization", f"{FABRIC}::test_clipping"),
     ),
     Mutant(
         "Lightning's loss is divided twice",
-        "integrations/lightning/precision.py",
+        "integrations/lightning/settings.py",
         "scale_wrt_gas=False",
         "scale_wrt_gas=True",
         (f"{LIGHTNING}::test_the_weights_are_the_plain_trainers",),

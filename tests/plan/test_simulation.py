@@ -20,9 +20,8 @@ from longshore.host.events import (
     Row,
     Which,
 )
-from longshore.plan.job import Job, PlanChoice
+from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
 from longshore.plan.machine import Compute, PlanMachine, Seconds, Work
-from longshore.plan.model import PlannedModel, PlannedParameter, Use
 from longshore.plan.simulation import FORWARD, EventSimulator, Simulation, simulate
 from longshore.sharding.stages import GATHER, REDUCE, SHARDED_SCHEDULE
 from plan.models import EIGHT, machine

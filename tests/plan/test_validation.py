@@ -17,10 +17,9 @@ import torch
 
 from longshore.host.events import PUBLISH
 from longshore.plan import measurement
-from longshore.plan.job import Job, PlanChoice
+from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
 from longshore.plan.machine import Compute, MeasuredCompute, PlanMachine, Seconds, Work
 from longshore.plan.measurement import MachineProbe, RankThreads, of_figures, tokens_to_measure
-from longshore.plan.model import PlannedModel, PlannedParameter, Use
 from longshore.plan.simulation import Simulation, simulate
 from longshore.report import Figures, read_machine
 from plan.models import machine

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from longshore import checkpointing
 from longshore import utils as access
-from longshore.compat import initialize, optimizers, utils, zero, zero_to_fp32
+from longshore.compat import initialize, optimizers, utils, zero
 from longshore.engine import ConfigError, Engine, add_config_arguments, schedules
 from longshore.engine.data import TrainingLoader
 from longshore.optim.host_optimizer import HostOptimizer
@@ -111,7 +111,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
     },
     "utils.logging": _of(utils, "log_dist logger set_log_level_from_string"),
     "utils.zero_to_fp32": _of(
-        zero_to_fp32,
+        utils,
         "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "load_state_dict_from_zero_checkpoint",
     ),

@@ -14,8 +14,7 @@ from longshore.host.memory import padded_bytes
 from longshore.host.speculation import speculation_budget
 from longshore.layout import TileRun, tile_runs
 from longshore.optim.offload import default_tile_numel
-from longshore.plan.job import Job, PlanChoice
-from longshore.plan.model import PlannedModel, by_unit, parameter_bytes
+from longshore.plan.job import Job, PlanChoice, PlannedModel, by_unit, parameter_bytes
 from longshore.sharding.bucket import fill_buckets, shard_numel_of, shard_parts
 from longshore.sharding.rank_grid import chunk
 from longshore.sharding.reduction import SLICE_NUMEL, ReductionSettings
@@ -76,15 +75,10 @@ class RankLayout:
 
 
 def lay_out(model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, staged: bool, rank: int = 0) -> RankLayout:
-    """The layout of one rank. Rank 0 stores the most, except for padding.
+    """The layout of one of ``ranks`` ranks; rank 0 stores the most, except for padding.
 
-    Args:
-        model: in its own dtypes; the job's dtype is applied here.
-        job: gives the sizes of buckets and tiles.
-        choice: gives the stage and where state is.
-        ranks: number of ranks that share the model.
-        staged: whether parameters are on a device with its own memory.
-        rank: whose layout.
+    ``model`` has its own dtypes, and is cast to the job's here. ``staged``: parameters are on a device with its own
+    memory.
     """
     model = model.cast(job.dtype)
     numels = [each.numel for each in model.trainable]

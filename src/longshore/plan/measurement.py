@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from longshore.sharding.bucket import slices
 from longshore.sharding.reduction import SLICE_NUMEL, add_up
 
 Note = Callable[[str], None]
-_T = TypeVar("_T")
 
 _FEWEST_TOKENS, _MOST_TOKENS = 32, 4096
 _HIDDEN, _INNER, _HEAD_SIZE, _VOCABULARY = 768, 2432, 64, 16000
@@ -62,7 +61,7 @@ class RankThreads:
         # Threads stay, since torch starts threads of its own for each of them.
         self._pool = ThreadPoolExecutor(self.count) if self.count > 1 else None
 
-    def run(self, work: Callable[[int], _T]) -> list[_T]:
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Call ``work`` with each number below ``count``, all at once; torch divides its threads among them."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads_each)

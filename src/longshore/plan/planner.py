@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
 from longshore.kernels import SUPPORTED_DTYPES
-from longshore.plan.job import Job, PlanChoice
+from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.layout import PlannedBytes, RankLayout, count_bytes, lay_out
 from longshore.plan.machine import PlanMachine
-from longshore.plan.model import PlannedModel
 from longshore.plan.simulation import Simulation, simulate
 
 DEVICE_SHARE = 0.94

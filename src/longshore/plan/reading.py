@@ -17,7 +17,7 @@ from longshore.checkpoint.tensor_file import DTYPES
 from longshore.engine import Init
 from longshore.engine.model_sharding import units_of
 from longshore.engine.wording import did_you_mean
-from longshore.plan.model import PlannedModel, PlannedParameter, Use
+from longshore.plan.job import PlannedModel, PlannedParameter, Use
 
 _ALL_EXPERTS = "experts are counted as if every token used all of them"
 

@@ -26,10 +26,9 @@ from longshore.host.events import (
     Which,
     commit_moves,
 )
-from longshore.plan.job import Job, PlanChoice
+from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.layout import RankLayout, lay_out
 from longshore.plan.machine import PlanMachine
-from longshore.plan.model import PlannedModel
 from longshore.plan.workload import ModelSegment, TileJob, segments_of, tile_jobs
 from longshore.sharding.ownership import GATHER_NUMEL
 from longshore.sharding.reduction import SLICE_NUMEL

@@ -6,9 +6,9 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from longshore.plan.job import PlannedModel, PlannedParameter, Use, parameter_bytes
 from longshore.plan.layout import RankLayout, spare_tiles
 from longshore.plan.machine import Work
-from longshore.plan.model import PlannedModel, PlannedParameter, Use, parameter_bytes
 
 MOST_JOBS = 512
 """The tiles of a rank are simulated as about so many jobs at most; a job is some tiles in a row."""

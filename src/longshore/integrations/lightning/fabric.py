@@ -33,8 +33,7 @@ from longshore.integrations.lightning.names import (
     FabricPrecision,
     Stateful,
 )
-from longshore.integrations.lightning.precision import BY_VALUE, EnginePrecision, backward, clip
-from longshore.integrations.lightning.settings import LightningArguments
+from longshore.integrations.lightning.settings import BY_VALUE, EnginePrecision, LightningArguments, backward, clip
 from longshore.integrations.lightning.strategy import EngineStrategy
 
 

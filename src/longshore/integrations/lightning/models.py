@@ -7,7 +7,6 @@ import io
 import os
 import warnings
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +22,14 @@ from longshore.engine.model_sharding import is_fully_sharded, shard_model
 from longshore.engine.ranks import join
 from longshore.engine.weights import first_weights
 from longshore.errors import CheckpointError
-from longshore.optim import Offload
 from longshore.optim.shards import is_sharded
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
 
 
-@dataclass(frozen=True)
-class Extras:
-    """Arguments of :func:`longshore.initialize` that are not part of a configuration."""
-
-    offload: Offload | None = None
-    wrap_policy: Any = None
-    weights: str | os.PathLike[str] | None = None
-
-
 def make_engine(
-    model: nn.Module, optimizer: Optimizer | None, loaded: LoadedConfig, extras: Extras, device: torch.device
+    model: nn.Module, optimizer: Optimizer | None, loaded: LoadedConfig, extras: Mapping[str, Any], device: torch.device
 ) -> Engine:
     """Make an engine on ``device``. A schedule that the configuration names is stepped by the caller."""
     made = initialize(
@@ -48,7 +37,7 @@ def make_engine(
         optimizer=optimizer,
         config=loaded.config,
         device=device,
-        **vars(extras),
+        **extras,
     )
     if made.engine.ranks.rank == 0:
         for note in loaded.notes:
@@ -86,7 +75,7 @@ class ModelOnly(nn.Module):
         return (self.engine or self.module)(*args, **kwargs)
 
 
-def place(model: nn.Module, config: Config, extras: Extras, device: torch.device) -> ModelOnly:
+def place(model: nn.Module, config: Config, extras: Mapping[str, Any], device: torch.device) -> ModelOnly:
     """Put a model that is only evaluated on ``device``, with rank 0's weights; at stage 3 only this rank's shards.
 
     All ranks have to call it.
@@ -95,9 +84,9 @@ def place(model: nn.Module, config: Config, extras: Extras, device: torch.device
         return ModelOnly(model, None)
     ranks = join(device=device)
     in_shards = config.stage == 3 and ranks.world_size > 1
-    with contextlib.closing(first_weights(model, extras.weights, ranks, in_shards)) as begin:
+    with contextlib.closing(first_weights(model, extras["weights"], ranks, in_shards)) as begin:
         begin.place(model, ranks, parameters=not in_shards)
-        return ModelOnly(model, shard_model(model, extras.wrap_policy, config, ranks, None, None, begin)[0])
+        return ModelOnly(model, shard_model(model, extras["wrap_policy"], config, ranks, None, None, begin)[0])
 
 
 def whole(values: Any, keep: bool) -> Any:

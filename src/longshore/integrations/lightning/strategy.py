@@ -15,7 +15,6 @@ from torch import Tensor
 
 from longshore.engine import Config, Init
 from longshore.engine.ranks import DEFAULT_TIMEOUT
-from longshore.integrations.lightning.models import Extras
 from longshore.integrations.lightning.names import EmptyInit, backend_for, connect, rank_zero_only, reduced, reset_seed
 from longshore.integrations.lightning.settings import StrategySettings
 from longshore.optim import Offload
@@ -73,7 +72,7 @@ class EngineStrategy:
     ) -> None:
         super().__init__(**{name: fields.pop(name) for name in _OF_LIGHTNING if name in fields})
         self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
-        self._extras = Extras(offload, wrap_policy, weights)
+        self._extras = {"offload": offload, "wrap_policy": wrap_policy, "weights": weights}
         self._backend = process_group_backend
         self._timeout = timeout
 
@@ -113,7 +112,7 @@ class EngineStrategy:
             uninitialized: skip random initialization, for a model that will be loaded.
             plugins: the context of the precision plugin.
         """
-        stage, from_files = self.settings.stage, self._extras.weights is not None
+        stage, from_files = self.settings.stage, self._extras["weights"] is not None
         with contextlib.ExitStack() as stack:
             if stage < 3:
                 stack.enter_context(self.root_device)

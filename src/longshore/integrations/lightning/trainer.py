@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -43,8 +42,7 @@ from longshore.integrations.lightning.names import (
     TrainerPrecision,
     is_overridden,
 )
-from longshore.integrations.lightning.precision import BY_VALUE, TrainerEnginePrecision
-from longshore.integrations.lightning.settings import LightningArguments
+from longshore.integrations.lightning.settings import BY_VALUE, LightningArguments, TrainerEnginePrecision
 from longshore.integrations.lightning.strategy import EngineStrategy
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
@@ -100,6 +98,11 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         return self._engine
 
     def setup(self, trainer: Trainer) -> None:
+        if self.settings.stage == 3:
+            # Parameters that FSDP2 gathers in inference mode could not be used in the next training step.
+            validation = trainer.fit_loop.epoch_loop.val_loop
+            for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if not fitting and self._engine is not None and self._engine.module is self.lightning_module:
@@ -249,22 +252,6 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         work because gradients are not in ``.grad``.
         """
         return self.engine.optimizer.grad_norm()
-
-    def _evaluate(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.settings.stage < 3:
-            return step(*args, **kwargs)
-        # Parameters that FSDP2 gathers in inference mode could not be used in the next training step.
-        with torch.inference_mode(False), torch.no_grad():
-            return step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().predict_step, *args, **kwargs)
 
     # -- checkpoints ----------------------------------------------------------
 

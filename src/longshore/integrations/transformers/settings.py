@@ -59,7 +59,9 @@ class TrainerSettings:
     def _load(self, training_steps: int | None) -> Any:
         """Load the file; with ``training_steps`` None (not known yet), without a schedule that depends on them."""
         data = copy.deepcopy(self._file)
-        if training_steps is None and "auto" in _parameters(data, "scheduler").values():
+        schedule = data.get("scheduler")
+        params = schedule.get("params") if isinstance(schedule, Mapping) else None
+        if training_steps is None and isinstance(params, Mapping) and "auto" in params.values():
             del data["scheduler"]
         statements = [
             *_batch(self._args, self._world_size),
@@ -72,12 +74,6 @@ class TrainerSettings:
             raise ConfigError(self._source, problems)
         auto = _autocast_dtype(self._args)
         return load_config(data, auto=auto, world_size=self._world_size, source=self._source)
-
-
-def _parameters(data: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    found = data.get(section)
-    params = found.get("params") if isinstance(found, Mapping) else None
-    return params if isinstance(params, Mapping) else {}
 
 
 def _says(path: str, value: Any, argument: str, fills: bool) -> ArgumentValue:
