@@ -18,7 +18,7 @@ import torch
 from longshore.host.events import PUBLISH
 from longshore.plan import measurement
 from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
-from longshore.plan.machine import Compute, MeasuredCompute, PlanMachine, Seconds, Work
+from longshore.plan.machine import MeasuredCompute, PlanMachine, Seconds, Work
 from longshore.plan.measurement import MachineProbe, RankThreads, of_figures, tokens_to_measure
 from longshore.plan.simulation import Simulation, simulate
 from longshore.report import Figures, read_machine
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 OFF, ALL, HALF = "nothing is stepped ahead", "a spare for every tile", "a spare for half of the tiles"
 
 
-class Sleeps(Compute):
+class Sleeps:
     """Backward takes so long a layer, whatever there is to compute."""
 
     def __init__(self, seconds: float) -> None:

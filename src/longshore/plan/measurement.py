@@ -23,7 +23,7 @@ from longshore.host.memory import available_bytes
 from longshore.kernels import HostKernels
 from longshore.machine import usable_cpus
 from longshore.plan.job import Job
-from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS, LATENCY_S, Compute, MeasuredCompute, PlanMachine
+from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS, LATENCY_S, MeasuredCompute, PlanMachine
 from longshore.report import Figures, Machine, measure, read_machine
 from longshore.sharding.bucket import slices
 from longshore.sharding.reduction import SLICE_NUMEL, add_up
@@ -295,7 +295,7 @@ def tokens_to_measure(job: Job) -> Sequence[int]:
 
 
 def of_figures(
-    machine: Machine, figures: Figures, measured: Mapping[str, float], compute: Compute, ranks: int
+    machine: Machine, figures: Figures, measured: Mapping[str, float], compute: MeasuredCompute, ranks: int
 ) -> PlanMachine:
     """The machine with these figures; ``measured`` are further fields, as :class:`MachineProbe` returns them.
 

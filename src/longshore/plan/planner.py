@@ -52,11 +52,6 @@ class Candidate:
         words = [f"{format_byte_size(count)} more on each {place}" for place, count in missing.items() if count > 0]
         return f"needs {' and '.join(words)}"
 
-    @property
-    def step_s(self) -> float:
-        assert self.times is not None
-        return self.times.step_s
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -133,8 +128,8 @@ def _checked(model: PlannedModel) -> PlannedModel:
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:
     """The simplest, and then the first, of the candidates that are as good as the fastest."""
-    least = min(each.step_s for each in candidates)
-    good = [each.choice for each in candidates if each.step_s <= (1 + _ALIKE) * least]
+    steps = {each.choice: each.times.step_s for each in candidates if each.times is not None}
+    good = [choice for choice, step_s in steps.items() if step_s <= (1 + _ALIKE) * min(steps.values())]
     best = min(good, key=lambda choice: (choice.offload != "none", bool(choice.speculation), choice.ratio < 1))
     return next(each for each in candidates if each.choice == best)
 

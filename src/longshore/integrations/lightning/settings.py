@@ -72,9 +72,6 @@ class StrategySettings:
         config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. None: ``fields``.
         fields: of :class:`longshore.Config`; by default stage 2 with the optimizer on the host.
 
-    Attributes:
-        stage: of ZeRO.
-
     Raises:
         ConfigError: unknown fields, with the nearest name; everything that is wrong in a file, except what depends on
             Lightning's arguments.
