@@ -93,11 +93,8 @@ PROVIDED: dict[str, dict[str, Any]] = {
             "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
             "safe_set_full_grad safe_set_full_optimizer_state",
         ),
-        **_of(
-            utils,
-            "RepeatingLoader get_accelerator log_dist logger safe_update_full_grad_vectorized "
-            "set_log_level_from_string",
-        ),
+        **_of(utils, "RepeatingLoader get_accelerator log_dist logger set_log_level_from_string"),
+        "safe_update_full_grad_vectorized": utils.safe_update_full_grad_vectorized,
         **_of(zero, "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"),
     },
     "utils.groups": {

@@ -236,8 +236,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """A state dict of whole float32 weights (masters) on the CPU; tied ones are one tensor under all their names.
 
     Args:
-        checkpoint_dir: the folder that was given to ``save_checkpoint``.
-        tag: None: the latest.
+        checkpoint_dir, tag: as for ``save_checkpoint``; without a tag, the latest.
         exclude_frozen_parameters: leave frozen parameters out.
         lazy_mode: refused; ``convert_zero_checkpoint_to_fp32_state_dict`` needs memory for one tensor at a time.
 

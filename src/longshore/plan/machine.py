@@ -1,4 +1,4 @@
-"""A machine as a plan sees it: its memory, its bandwidths, and how long it computes; and machines that users describe.
+"""The machine of a plan: its memory, its bandwidths, and how long it computes; and machines that users describe.
 
 Bandwidths are in bytes a second in one direction, unless a comment says otherwise.
 """

@@ -32,13 +32,7 @@ def make_engine(
     model: nn.Module, optimizer: Optimizer | None, loaded: LoadedConfig, extras: Mapping[str, Any], device: torch.device
 ) -> Engine:
     """Make an engine on ``device``. A schedule that the configuration names is stepped by the caller."""
-    made = initialize(
-        model=model,
-        optimizer=optimizer,
-        config=loaded.config,
-        device=device,
-        **extras,
-    )
+    made = initialize(model=model, optimizer=optimizer, config=loaded.config, device=device, **extras)
     if made.engine.ranks.rank == 0:
         for note in loaded.notes:
             warnings.warn(note, stacklevel=2)
@@ -183,8 +177,6 @@ def load_into_engine(
     """Load a checkpoint of :func:`save_folder`, on any number of ranks; all have to call. Returns ``rest``.
 
     Args:
-        engine: is loaded into.
-        path: the folder.
         optimizer: also load its state, counters, loss scale and random states.
         strict: raise if the model or optimizer does not fit.
         weights_only: as in ``torch.load``, for ``rest``.

@@ -19,13 +19,8 @@ from longshore.integrations.lightning.names import EmptyInit, backend_for, conne
 from longshore.integrations.lightning.settings import StrategySettings
 from longshore.optim import Offload
 
-_OF_LIGHTNING = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision",
-    "precision_plugin",
+_OF_LIGHTNING = frozenset(
+    ["accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"]
 )
 """Arguments of Lightning's ``ParallelStrategy``."""
 

@@ -30,9 +30,8 @@ class EngineAccelerator(Accelerator):
         # Only methods differ, so that its attributes stay valid.
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
-        accelerator._engine = engine
-        accelerator._pending_norm = None
-        accelerator.scaler = None  # the engine scales
+        # The engine scales the loss itself.
+        vars(accelerator).update(_engine=engine, _pending_norm=None, scaler=None)
         return accelerator
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
