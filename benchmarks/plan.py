@@ -20,10 +20,9 @@ import longshore
 from benchmarks.llama import LlamaSize, make_llama, make_tokens
 from benchmarks.report import Row, at_most, equal
 from benchmarks.timing import Note
-from longshore.plan.job import Job, PlanChoice
+from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
 from longshore.plan.machine import Description, described
 from longshore.plan.measurement import MachineProbe
-from longshore.plan.model import PlannedModel, PlannedParameter, Use
 from longshore.plan.planner import Planner, plan
 from longshore.plan.reading import plan_of_module
 

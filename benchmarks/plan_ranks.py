@@ -18,10 +18,9 @@ from benchmarks.contestants import ENGINE, ENGINE_3, MAX_NORM, Setup
 from benchmarks.report import Row
 from benchmarks.team import Team
 from benchmarks.timing import Note
-from longshore.plan.job import Job, PlanChoice
+from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.machine import PlanMachine
 from longshore.plan.measurement import MachineProbe
-from longshore.plan.model import PlannedModel
 from longshore.plan.planner import Planner
 from longshore.plan.reading import plan_of_module
 

@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "one zero.Init inside another begins anew",
         "compat/zero.py",
-        "                if ZeroInit._depth == 0:\n",
-        "                if True:\n",
+        "        if not _creations:\n",
+        "        if True:\n",
         (f"{COMPAT_SURFACE}::test_zero_on_two_ranks",),
     ),
     # -- transformers ---------------------------------------------------------
@@ -87,28 +87,28 @@ MUTANTS = [
     # -- Lightning ------------------------------------------------------------
     Mutant(
         "a state_dict counts as unchanged whatever hooks put into it",
-        "integrations/lightning/checkpoints.py",
+        "integrations/lightning/models.py",
         "found.keys() == handed_out.keys()",
         "True",
         (f"{LIGHTNING_CHECKPOINTS}::test_what_hooks_put_into_the_state_dict_comes_back",),
     ),
     Mutant(
         "a file that a folder was to replace is lost",
-        "integrations/lightning/checkpoints.py",
+        "integrations/lightning/models.py",
         "            aside.rename(path)\n",
         "            pass\n",
         (f"{LIGHTNING_CHECKPOINTS}::test_a_folder_takes_the_place_of_a_file_when_it_is_whole",),
     ),
     Mutant(
         "Lightning's clipping does nothing",
-        "integrations/lightning/precision.py",
+        "integrations/lightning/settings.py",
         "        engine.optimizer.clip_grad_norm_(max_norm)\n",
         "        pass\n",
         (f"{LIGHTNING}::test_clipping_in_manual_optimization", f"{FABRIC}::test_clipping"),
     ),
     Mutant(
         "Lightning's loss is divided twice",
-        "integrations/lightning/precision.py",
+        "integrations/lightning/settings.py",
         "scale_wrt_gas=False",
         "scale_wrt_gas=True",
         (f"{LIGHTNING}::test_the_weights_are_the_plain_trainers",),

@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant(
         "state that is all on the device counts as a part of it",
         "plan/planner.py",
-        "return ratio or 1.0  #",
-        "return ratio  #",
+        "return next(fitting, 1.0) or 1.0  #",
+        "return next(fitting, 1.0)  #",
         (PLANNER,),
     ),
     Mutant(
@@ -35,21 +35,21 @@ MUTANTS = [
     ),
     Mutant(
         "accumulators are not counted",
-        "plan/memory.py",
+        "plan/layout.py",
         "        if arrivals > 1:\n            accumulators +=",
         "        if False:\n            accumulators +=",
         (PLAN_MEMORY,),
     ),
     Mutant(
         "more spares are planned than are granted",
-        "plan/memory.py",
+        "plan/layout.py",
         "granted = min(count, budget // (state + output))",
         "granted = count",
         (PLAN_MEMORY,),
     ),
     Mutant(
         "every tile is staged at once",
-        "plan/memory.py",
+        "plan/layout.py",
         "min(PIPELINE_DEPTH, tiles)",
         "tiles",
         (PLAN_MEMORY,),

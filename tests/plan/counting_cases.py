@@ -9,8 +9,7 @@ from torch import nn
 
 import longshore
 from longshore.plan.job import Job, PlanChoice
-from longshore.plan.layout import lay_out
-from longshore.plan.memory import count_bytes
+from longshore.plan.layout import count_bytes, lay_out
 from longshore.plan.reading import plan_of_module
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from longshore.plan.job import PlannedModel, PlannedParameter, Use
 from longshore.plan.machine import Description, PlanMachine, described
-from longshore.plan.model import PlannedModel, PlannedParameter, Use
 
 GB = 10**9
 

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from ranks import Ranks
 
-from longshore.plan.job import Job, PlanChoice
-from longshore.plan.layout import lay_out
-from longshore.plan.memory import count_bytes
-from longshore.plan.model import PlannedModel
+from longshore.plan.job import Job, PlanChoice, PlannedModel
+from longshore.plan.layout import count_bytes, lay_out
 from longshore.plan.reading import plan_of_module
 from plan.counting_cases import counts, made
 

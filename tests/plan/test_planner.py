@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from longshore.engine.config import load_config
-from longshore.plan.job import STATES, Job, PlanChoice, configuration
-from longshore.plan.model import PlannedModel, PlannedParameter, Use, parameter_bytes
+from longshore.plan.job import (
+    STATES,
+    Job,
+    PlanChoice,
+    PlannedModel,
+    PlannedParameter,
+    Use,
+    configuration,
+    parameter_bytes,
+)
 from longshore.plan.planner import DoesNotFit, Planner, plan
 from longshore.plan.simulation import simulate
 from longshore.plan.workload import MOST_JOBS

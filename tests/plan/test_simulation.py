@@ -20,14 +20,13 @@ from longshore.host.events import (
     Row,
     Which,
 )
-from longshore.plan.job import Job, PlanChoice
-from longshore.plan.machine import Compute, PlanMachine, Seconds, Work
-from longshore.plan.model import PlannedModel, PlannedParameter, Use
+from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
+from longshore.plan.machine import PlanMachine, Seconds, Work
 from longshore.plan.simulation import FORWARD, GATHER, REDUCE, SHARDED_SCHEDULE, EventSimulator, Simulation, simulate
 from plan.models import EIGHT, machine
 
 
-class Clockwork(Compute):
+class Clockwork:
     """A second forward and two backward for each segment that multiplies."""
 
     def seconds(self, work: Work, tokens: int, seq_len: int) -> Seconds:

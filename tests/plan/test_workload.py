@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from longshore.plan.job import Job, PlanChoice
+from longshore.plan.job import Job, PlanChoice, Use
 from longshore.plan.layout import lay_out
-from longshore.plan.model import Use
 from longshore.plan.reading import plan_of_module
 from longshore.plan.workload import MOST_JOBS, segments_of, tile_jobs
 from plan.models import llama

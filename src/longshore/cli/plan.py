@@ -21,9 +21,8 @@ from longshore.cli.terminal import CommandError, SettingsError, make_console, on
 from longshore.plan.quantities import parse_flops, parse_rate
 
 if TYPE_CHECKING:
-    from longshore.plan.job import Job, PlanChoice
+    from longshore.plan.job import Job, PlanChoice, PlannedModel
     from longshore.plan.machine import PlanMachine
-    from longshore.plan.model import PlannedModel
     from longshore.plan.planner import Plan
 
 _QUICK_NUMEL = 1 << 22

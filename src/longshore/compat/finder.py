@@ -1,12 +1,12 @@
-"""Importing of DeepSpeed's modules: makes them from the table of names, and answers for ``import deepspeed``."""
+"""Import of DeepSpeed's modules, which are made from the table of names, also under the name ``deepspeed``."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import sys
 from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 HERE = "longshore.compat.deepspeed"
 NAME = "deepspeed"
 
-# longshore.compat.names is imported inside functions: it loads torch and the engine, and whoever only asks whether
-# there is a package named deepspeed should not wait for them.
+# longshore.compat.names is imported inside functions: it loads torch and the engine, and a program that only asks
+# whether there is a package named deepspeed should not wait for them.
 
 
 def fill(module: ModuleType) -> None:
@@ -41,14 +41,13 @@ def fill(module: ModuleType) -> None:
 
 def attribute_error(path: str, name: str) -> AttributeError:
     """The error for a name that ``deepspeed.<path>`` does not have here; ``hasattr`` is false."""
-    what = f"{path}.{name}" if path else name
-    return AttributeError(_message(what), name=name)
+    return AttributeError(_message(f"{path}.{name}" if path else name), name=name)
 
 
-def _message(what: str) -> str:
+def _message(name: str) -> str:
     from longshore.compat.names import advice
 
-    return f"longshore has no {NAME}.{what}: {advice(what)}"
+    return f"longshore has no {NAME}.{name}: {advice(name)}"
 
 
 def _imported() -> bool:
@@ -76,7 +75,7 @@ class _SameModule(Loader):
         self._name = name
         self._spec: Any = None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._name)
         self._spec = module.__spec__
         return module
@@ -98,11 +97,10 @@ class DeepSpeedFinder(MetaPathFinder):
     def __init__(self, root: str) -> None:
         self.root = root
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != self.root and not fullname.startswith(f"{self.root}."):
             return None
-        below = fullname.removeprefix(self.root).removeprefix(".")
-        if below:
+        if below := fullname.removeprefix(self.root).removeprefix("."):
             from longshore.compat.names import PROVIDED
 
             if below not in PROVIDED:
@@ -110,7 +108,7 @@ class DeepSpeedFinder(MetaPathFinder):
                     raise ModuleNotFoundError(_message(below), name=f"{NAME}.{below}")
                 return None
         loader = _FromTable() if self.root == HERE else _SameModule(HERE + fullname.removeprefix(NAME))
-        return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)
+        return ModuleSpec(fullname, loader, is_package=True)
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
         name = (context or DistributionFinder.Context()).name
@@ -136,7 +134,7 @@ def _finders(root: str) -> list[DeepSpeedFinder]:
 
 
 def find_submodules() -> None:
-    """Have imports below :mod:`longshore.compat.deepspeed` answered from the table of names."""
+    """Make the modules below :mod:`longshore.compat.deepspeed` importable, from the table of names."""
     if not _finders(HERE):
         sys.meta_path.append(DeepSpeedFinder(HERE))
 

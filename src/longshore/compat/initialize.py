@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch.optim import Optimizer
 from longshore import engine as own
 from longshore.compat.zero import policy_for
 from longshore.engine import Config
-from longshore.engine.config.reading import read_file
+from longshore.engine.config.load import read_config
 from longshore.engine.ranks import DEFAULT_TIMEOUT, join
 from longshore.engine.setup import Initialized
 
@@ -48,7 +46,12 @@ def initialize(
         ConfigError, ValueError, TypeError: as :func:`longshore.initialize`.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    config, args = _read_config(args, config, config_params)
+    from_args = getattr(args, "deepspeed_config", None)
+    given = [each for each in (config, config_params, from_args) if each is not None]
+    if len(given) == 1:
+        config, args = read_config(given[0])[1], None
+    elif config is None:
+        config = config_params  # longshore.initialize() raises if none is given, or several
     config = _without(config, "optimizer", "optimizer=", optimizer)
     config = _without(config, "scheduler", "lr_scheduler=", lr_scheduler)
     if isinstance(optimizer, Optimizer):
@@ -66,19 +69,6 @@ def initialize(
         mesh_param=mesh_param,
         wrap_policy=policy_for(model, config),
     )
-
-
-def _read_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:
-    """The content of the one configuration that was given, and no ``args``. If none or several were given, they are
-    returned as they are, for :func:`longshore.initialize` to refuse."""
-    from_args = getattr(args, "deepspeed_config", None)
-    given = [each for each in (config, config_params, from_args) if each is not None]
-    if len(given) != 1:
-        return config if config is not None else config_params, args
-    (only,) = given
-    if isinstance(only, (str, os.PathLike)):
-        only = read_file(Path(only))
-    return only, None
 
 
 def _without(config: Any, section: str, argument: str, given: Any) -> Any:

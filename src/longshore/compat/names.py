@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from longshore import checkpointing
 from longshore import utils as access
-from longshore.compat import accelerator, initialize, optimizers, utils, zero, zero_to_fp32
+from longshore.compat import initialize, optimizers, utils, zero
 from longshore.engine import ConfigError, Engine, add_config_arguments, schedules
 from longshore.engine.data import TrainingLoader
 from longshore.optim.host_optimizer import HostOptimizer
@@ -22,9 +22,9 @@ def _of(source: Any, names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names.split()}
 
 
-_ZERO = {"GatheredParameters": zero.GatheredParameters, "Init": zero.ZeroInit}
+_ZERO = {"GatheredParameters": zero.gathered_parameters, "Init": zero.zero_init}
 _CHECKPOINTING = _of(checkpointing, "checkpoint configure is_configured reset")
-_ACCELERATOR = _of(accelerator, "DeepSpeedAccelerator get_accelerator")
+_ACCELERATOR = _of(utils, "DeepSpeedAccelerator get_accelerator")
 _COMM = _of(initialize, "get_local_rank get_world_group init_distributed")
 _INITIALIZE = {
     "DeepSpeedEngine": Engine,
@@ -37,10 +37,9 @@ _SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"
 PROVIDED: dict[str, dict[str, Any]] = {
     "": {
         **_INITIALIZE,
-        **_of(utils, "log_dist logger"),
+        **_of(utils, "get_accelerator log_dist logger"),
         "DeepSpeedConfigError": ConfigError,
         "DeepSpeedDataLoader": TrainingLoader,
-        "get_accelerator": accelerator.get_accelerator,
         "init_distributed": initialize.init_distributed,
         "__version__": VERSION,
         "__version_major__": _MAJOR,
@@ -94,12 +93,9 @@ PROVIDED: dict[str, dict[str, Any]] = {
             "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
             "safe_set_full_grad safe_set_full_optimizer_state",
         ),
-        **_of(utils, "RepeatingLoader log_dist logger safe_update_full_grad_vectorized set_log_level_from_string"),
-        **_of(
-            zero,
-            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module",
-        ),
-        "get_accelerator": accelerator.get_accelerator,
+        **_of(utils, "RepeatingLoader get_accelerator log_dist logger set_log_level_from_string"),
+        "safe_update_full_grad_vectorized": utils.safe_update_full_grad_vectorized,
+        **_of(zero, "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"),
     },
     "utils.groups": {
         "get_data_parallel_group": initialize.get_world_group,
@@ -112,7 +108,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
     },
     "utils.logging": _of(utils, "log_dist logger set_log_level_from_string"),
     "utils.zero_to_fp32": _of(
-        zero_to_fp32,
+        utils,
         "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "load_state_dict_from_zero_checkpoint",
     ),

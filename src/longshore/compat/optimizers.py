@@ -2,6 +2,10 @@
 
 ``initialize()`` replaces them by longshore's (``longshore_kind``), which keep their state where the configuration
 says. Without an engine, Adam and Adagrad step as torch's fused optimizers, and Lion as longshore's own.
+
+``params`` and ``model_params`` are parameters or groups. State is always float32, so ``fp32_optimizer_states=False``
+is refused, and ``zero_grad()`` always sets gradients to None, so ``set_grad_none=False`` is refused. Both raise
+ValueError.
 """
 
 from __future__ import annotations
@@ -14,32 +18,42 @@ from torch.optim.optimizer import ParamsT
 from longshore.optim import Adagrad, Adam, Lion
 
 
-class _TorchAdam(torch.optim.Adam):
-    """Base of the two Adams: torch's, until an engine replaces it."""
+class _TorchStep:
+    """A mixin of torch's optimizers, which step only if no engine has replaced them."""
 
+    def step(self: Any, closure: Any = None) -> Any:
+        """Step without an engine: torch's fused step, on float32 parameters.
+
+        Raises:
+            ValueError: other parameters, or ``bias_correction=False``.
+        """
+        name = type(self).__name__
+        for group in self.param_groups:
+            if not group.get("bias_correction", True):
+                raise ValueError(
+                    f"{name} without an engine is torch's, which always corrects; use longshore.Adam, or initialize()"
+                )
+            for parameter in group["params"]:
+                if parameter.dtype != torch.float32:
+                    raise ValueError(
+                        f"{name} without an engine would keep its moments in {parameter.dtype}, as torch does; use "
+                        "longshore.Adam or Adagrad, which keep float32 masters, or initialize()"
+                    )
+            if group.get("fused") is None and all(each.device.type in ("cpu", "cuda") for each in group["params"]):
+                group["fused"] = True
+        return super().step(closure)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _TorchAdam(_TorchStep, torch.optim.Adam):
     def __init__(self, params: ParamsT, *options: Any, decoupled: bool, bias_correction: bool) -> None:
         super().__init__(params, *options, decoupled_weight_decay=decoupled)
         self.defaults["bias_correction"] = bias_correction
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
 
-    def step(self, closure: Any = None) -> Any:
-        """Step without an engine: torch's fused step, on float32 parameters.
-
-        Raises:
-            ValueError: other parameters, or ``bias_correction=False``.
-        """
-        _check_alone(self)
-        return super().step(closure)
-
 
 class DeepSpeedCPUAdam(_TorchAdam):
-    """AdamW, or with ``adamw_mode=False`` Adam.
-
-    Args:
-        model_params: parameters or groups.
-        fp32_optimizer_states: False is refused.
-    """
+    """AdamW, or with ``adamw_mode=False`` Adam."""
 
     longshore_kind = Adam  # read from the class itself: a subclass may step differently, and is refused
 
@@ -55,19 +69,13 @@ class DeepSpeedCPUAdam(_TorchAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPUAdam: moments are float32; leave fp32_optimizer_states out")
+        _check_options("DeepSpeedCPUAdam", fp32_optimizer_states=fp32_optimizer_states)
         options = (lr, betas, eps, weight_decay, amsgrad)
         super().__init__(model_params, *options, decoupled=adamw_mode, bias_correction=bias_correction)
 
 
 class FusedAdam(_TorchAdam):
-    """AdamW, or with ``adam_w_mode=False`` Adam.
-
-    Args:
-        params: parameters or groups.
-        set_grad_none: False is refused: ``zero_grad()`` drops gradients.
-    """
+    """AdamW, or with ``adam_w_mode=False`` Adam."""
 
     longshore_kind = Adam
 
@@ -83,20 +91,13 @@ class FusedAdam(_TorchAdam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if not set_grad_none:
-            raise ValueError("FusedAdam: zero_grad() sets gradients to None; leave set_grad_none out")
+        _check_options("FusedAdam", set_grad_none=set_grad_none)
         options = (lr, betas, eps, weight_decay, amsgrad)
         super().__init__(params, *options, decoupled=adam_w_mode, bias_correction=bias_correction)
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad.
-
-    Args:
-        model_params: parameters or groups.
-        amsgrad: True is refused: Adagrad has no such variant.
-        fp32_optimizer_states: False is refused.
-    """
+class DeepSpeedCPUAdagrad(_TorchStep, torch.optim.Adagrad):
+    """Adagrad. Raises ValueError for ``amsgrad=True``, which Adagrad does not have."""
 
     longshore_kind = Adagrad
 
@@ -109,18 +110,14 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if amsgrad or not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPUAdagrad: sums are float32, and there is no amsgrad; leave both out")
+        if amsgrad:
+            raise ValueError("DeepSpeedCPUAdagrad: there is no amsgrad for Adagrad; leave it out")
+        _check_options("DeepSpeedCPUAdagrad", fp32_optimizer_states=fp32_optimizer_states)
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
-
-    def step(self, closure: Any = None) -> Any:
-        """Step without an engine: torch's fused step, on float32 parameters; ValueError for others."""
-        _check_alone(self)
-        return super().step(closure)
 
 
 class DeepSpeedCPULion(Lion):
-    """Lion. Args: ``model_params``: parameters or groups; ``fp32_optimizer_states``: False is refused."""
+    """Lion."""
 
     longshore_kind = Lion
 
@@ -132,13 +129,12 @@ class DeepSpeedCPULion(Lion):
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPULion: the moment is float32; leave fp32_optimizer_states out")
+        _check_options("DeepSpeedCPULion", fp32_optimizer_states=fp32_optimizer_states)
         super().__init__(model_params, lr, betas, weight_decay)
 
 
 class FusedLion(Lion):
-    """Lion. Args: ``params``: parameters or groups; ``set_grad_none``: False is refused."""
+    """Lion."""
 
     longshore_kind = Lion
 
@@ -150,28 +146,15 @@ class FusedLion(Lion):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        if not set_grad_none:
-            raise ValueError("FusedLion: zero_grad() sets gradients to None; leave set_grad_none out")
+        _check_options("FusedLion", set_grad_none=set_grad_none)
         super().__init__(params, lr, betas, weight_decay)
 
 
-def _check_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Check that torch's own step gives what was asked for, and have it be the fused one.
-
-    Raises:
-        ValueError: it does not.
-    """
-    name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        if not group.get("bias_correction", True):
-            raise ValueError(
-                f"{name} without an engine is torch's, which always corrects; use longshore.Adam, or initialize()"
-            )
-        for parameter in group["params"]:
-            if parameter.dtype != torch.float32:
-                raise ValueError(
-                    f"{name} without an engine would keep its moments in {parameter.dtype}, as torch does; use "
-                    "longshore.Adam or Adagrad, which keep float32 masters, or initialize()"
-                )
-        if group.get("fused") is None and all(each.device.type in ("cpu", "cuda") for each in group["params"]):
-            group["fused"] = True
+def _check_options(name: str, **options: bool) -> None:
+    why = {
+        "fp32_optimizer_states": "its state is always float32",
+        "set_grad_none": "zero_grad() always sets gradients to None",
+    }
+    for option, value in options.items():
+        if not value:
+            raise ValueError(f"{name}: {why[option]}; leave {option} out")

@@ -1,18 +1,22 @@
-"""DeepSpeed's helpers that scripts use: logging, seeds, memory, a repeating loader, gradients."""
+"""DeepSpeed's helpers that scripts use: the accelerator, logging, seeds, memory, loaders, gradients, weights."""
 
 from __future__ import annotations
 
 import logging
+import os
 import random
+import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from longshore.compat.accelerator import get_accelerator
+from longshore.byte_sizes import parse_byte_size
+from longshore.compat.finder import attribute_error
 from longshore.utils import safe_get_full_grad, safe_set_full_grad
 
 _GIB = 2**30
@@ -75,11 +79,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 class RepeatingLoader:
-    """An endless loader, which starts again where it ends.
-
-    Args:
-        loader: iterated over again and again, as it is (calling ``set_epoch`` is left to the script).
-    """
+    """An endless loader: iterates over ``loader`` again and again. Calling ``set_epoch`` is left to the script."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -111,3 +111,188 @@ def safe_update_full_grad_vectorized(
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
             safe_set_full_grad(parameter, update_func(gradient, parameter))
+
+
+# -- the accelerator: CUDA, or the CPU if there is none -------------------------
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _most_resident_bytes() -> int:
+    # The kernel updates the peak later than the current figure.
+    return max(_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _method(name: str, on_cpu: Callable[[], Any]) -> Callable[..., Any]:
+    """A method that calls ``torch.cuda``'s function of that name, or ``on_cpu`` if there is no CUDA.
+
+    Its argument is the number of the device; None: the current one.
+    """
+
+    def method(self: DeepSpeedAccelerator, device_index: int | None = None) -> Any:
+        if not self._cuda:
+            return on_cpu()
+        return getattr(torch.cuda, name)(*([] if device_index is None else [device_index]))
+
+    return method
+
+
+class DeepSpeedAccelerator:
+    """The kind of device that the run trains on: CUDA if there is any, otherwise the CPU.
+
+    On the CPU, allocated memory is the process's resident memory, and nothing can be reset. The current device and the
+    number of devices are the rank's number and the number of ranks on its machine, as in DeepSpeed.
+    """
+
+    def __init__(self) -> None:
+        self._cuda = torch.cuda.is_available()
+
+    def __getattr__(self, name: str) -> Any:
+        raise attribute_error("accelerator", name)
+
+    set_device = _method("set_device", lambda: None)
+    current_device = _method("current_device", lambda: int(os.environ.get("LOCAL_RANK", "0")))
+    device_count = _method("device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    synchronize = _method("synchronize", lambda: None)
+    initial_seed = _method("initial_seed", torch.initial_seed)
+    get_rng_state = _method("get_rng_state", torch.get_rng_state)
+    is_bf16_supported = _method("is_bf16_supported", lambda: True)
+    memory_allocated = _method("memory_allocated", _resident_bytes)
+    memory_reserved = _method("memory_reserved", _resident_bytes)
+    max_memory_allocated = _method("max_memory_allocated", _most_resident_bytes)
+    max_memory_reserved = _method("max_memory_reserved", _most_resident_bytes)
+    empty_cache = _method("empty_cache", lambda: None)
+    reset_peak_memory_stats = reset_max_memory_allocated = _method("reset_peak_memory_stats", lambda: None)
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """``"cuda"``, or ``"cuda:1"``; ``"cpu"`` whatever the number."""
+        if not self._cuda:
+            return "cpu"
+        return "cuda" if device_index is None else f"cuda:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        return torch.device(self.device_name(device_index))
+
+    def current_device_name(self) -> str:
+        """The current device's name, as ``Tensor.to()`` takes it."""
+        return self.device_name(self.current_device())
+
+    def communication_backend_name(self) -> str:
+        return "nccl" if self._cuda else "gloo"
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device_name()
+
+    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
+        """Pin the tensor; returns it unchanged on the CPU, where nothing is copied to a device."""
+        return tensor.pin_memory() if self._cuda else tensor
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        if not self._cuda:
+            torch.set_rng_state(new_state)
+        else:
+            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Dtypes that a model can train in."""
+        return [torch.float32, torch.float16] + [torch.bfloat16] * self.is_bf16_supported()
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of memory of the device, or on the CPU of the machine."""
+        if self._cuda:
+            return torch.cuda.get_device_properties(self.device(device_index)).total_memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@cache
+def get_accelerator() -> DeepSpeedAccelerator:
+    """The accelerator of this process; the same object at every call."""
+    return DeepSpeedAccelerator()
+
+
+# -- whole float32 weights of a checkpoint, longshore's or DeepSpeed's ----------
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """A state dict of whole float32 weights (masters) on the CPU; tied ones are one tensor under all their names.
+
+    Args:
+        checkpoint_dir, tag: as for ``save_checkpoint``; without a tag, the latest.
+        exclude_frozen_parameters: leave frozen parameters out.
+        lazy_mode: refused; ``convert_zero_checkpoint_to_fp32_state_dict`` needs memory for one tensor at a time.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or does not have the whole model.
+        ValueError: ``lazy_mode``, or no tag.
+    """
+    from longshore.checkpoint.export import whole_state_dict
+
+    if lazy_mode:
+        raise ValueError(
+            "lazy_mode is not supported; use convert_zero_checkpoint_to_fp32_state_dict(..., safe_serialization=True), "
+            "which needs memory for one tensor at a time"
+        )
+    return whole_state_dict(checkpoint_dir, tag, exclude_frozen_parameters)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Load the whole float32 weights into a model, moved to the CPU as in DeepSpeed; returns the model."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the whole float32 weights into a folder that is new or empty.
+
+    Args:
+        checkpoint_dir, tag, exclude_frozen_parameters: as in :func:`get_fp32_state_dict_from_zero_checkpoint`.
+        output_dir: gets ``pytorch_model.bin``, or ``model.safetensors`` (several with an index, one tensor in memory
+            at a time).
+        max_shard_size: of a safetensors file: bytes, or ``"5GB"``; None: one file. ``pytorch_model.bin`` is one file.
+        safe_serialization: write safetensors.
+
+    Raises:
+        ValueError: ``max_shard_size`` is not a valid size.
+    """
+    from longshore.checkpoint.export import export
+    from longshore.engine.deepspeed_names import save_weights
+
+    try:
+        max_bytes = 1 << 62 if max_shard_size is None else parse_byte_size(max_shard_size)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size: {error}") from error
+    if safe_serialization and not exclude_frozen_parameters:
+        export(checkpoint_dir, output_dir, max_bytes, torch.float32, tag=tag)
+        return
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    save_weights(state, Path(output_dir) / ("model.safetensors" if safe_serialization else "pytorch_model.bin"))

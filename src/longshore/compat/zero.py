@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
@@ -17,7 +17,23 @@ from longshore.engine.model_sharding import units_of
 from longshore.sharding import gather
 
 
-class ZeroInit:
+def zero_init(
+    module: Any = None,
+    data_parallel_group: Any = None,
+    mem_efficient_linear: bool = True,
+    remote_device: str | None = None,
+    pin_memory: bool = False,
+    config_dict_or_path: Any = None,
+    config: Any = None,
+    enabled: bool = True,
+    dtype: torch.dtype | None = None,
+    mpu: Any = None,
+    zero_param_parallel_group: Any = None,
+    zero_quantized_weights: bool = False,
+    zero_quantized_nontrainable_weights: bool = False,
+    sequence_data_parallel_group: Any = None,
+    param_swapper: Any = None,
+) -> AbstractContextManager[None]:
     """:class:`longshore.Init` with DeepSpeed's arguments: parameters are made on rank 0, and ``initialize()`` gives
     each rank its shard. Nested uses do nothing more.
 
@@ -36,83 +52,59 @@ class ZeroInit:
         ValueError: an argument that cannot be honoured, by name.
         RankError: at the end, where another rank failed inside.
     """
-
-    _depth = 0
-
-    def __init__(
-        self,
-        module: Any = None,
-        data_parallel_group: Any = None,
-        mem_efficient_linear: bool = True,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
-        config_dict_or_path: Any = None,
-        config: Any = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False,
-        zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None,
-        param_swapper: Any = None,
-    ) -> None:
-        refused = {
-            "module": module,
-            "mpu": mpu,
-            "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights or None,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights or None,
-            "sequence_data_parallel_group": sequence_data_parallel_group,
-            "param_swapper": param_swapper,
-        }
-        for name, value in refused.items():
-            if enabled and value is not None:
-                what = "build the model inside the with" if name == "module" else "leave it out"
-                raise ValueError(f"zero.Init(): longshore does not support {name}; {what}")
-        if enabled and str(remote_device or "none") not in ("none", "cpu"):
-            raise ValueError(
-                f"zero.Init(): remote_device must be None or 'cpu', not {remote_device!r}; parameters are in the "
-                "device's memory"
-            )
-        if enabled and data_parallel_group is not None:
-            _check_all(data_parallel_group)
-        self._enabled = enabled
-        self._dtype = dtype
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> ZeroInit:
-        with contextlib.ExitStack() as stack:
-            if self._enabled:
-                if ZeroInit._depth == 0:
-                    stack.enter_context(Init())
-                ZeroInit._depth += 1
-                stack.callback(_leave)
-                if self._dtype is not None:
-                    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-                    torch.set_default_dtype(self._dtype)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
-
-
-def _leave() -> None:
-    ZeroInit._depth -= 1
-
-
-def _check_all(group: Any) -> None:
-    if dist.is_initialized() and dist.get_world_size(group) != dist.get_world_size():
+    if not enabled:
+        return contextlib.nullcontext()
+    refused = {
+        "module": module,
+        "mpu": mpu,
+        "zero_param_parallel_group": zero_param_parallel_group,
+        "zero_quantized_weights": zero_quantized_weights or None,
+        "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights or None,
+        "sequence_data_parallel_group": sequence_data_parallel_group,
+        "param_swapper": param_swapper,
+    }
+    for name, value in refused.items():
+        if value is not None:
+            what = "build the model inside the with" if name == "module" else "leave it out"
+            raise ValueError(f"zero.Init(): longshore does not support {name}; {what}")
+    if str(remote_device or "none") not in ("none", "cpu"):
         raise ValueError(
-            f"zero.Init(): data_parallel_group has {dist.get_world_size(group)} of {dist.get_world_size()} ranks; "
-            "longshore shards over all of them"
+            f"zero.Init(): remote_device must be None or 'cpu', not {remote_device!r}; parameters are in the "
+            "device's memory"
         )
+    if data_parallel_group is not None and dist.is_initialized():
+        members, world_size = dist.get_world_size(data_parallel_group), dist.get_world_size()
+        if members != world_size:
+            raise ValueError(
+                f"zero.Init(): data_parallel_group has {members} of {world_size} ranks; longshore shards over all of "
+                "them"
+            )
+    return _creation(dtype)
 
 
-class GatheredParameters:
+_creations: list[object] = []
+"""The uses of ``zero.Init`` that the program is in."""
+
+
+@contextlib.contextmanager
+def _creation(dtype: torch.dtype | None) -> Generator[None, None, None]:
+    with contextlib.ExitStack() as stack:
+        if not _creations:
+            stack.enter_context(Init())
+        _creations.append(stack)
+        stack.callback(_creations.pop)
+        if dtype is not None:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(dtype)
+        yield
+
+
+def gathered_parameters(
+    params: Iterable[Tensor] | Tensor,
+    modifier_rank: int | None = None,
+    fwd_module: Any = None,
+    enabled: bool = True,
+) -> AbstractContextManager[None]:
     """:func:`longshore.gather` with DeepSpeed's arguments, also for parameters made in ``zero.Init``.
 
     Before ``initialize()`` those exist on rank 0 only: rank 0 may write to them, and the other ranks have shapes
@@ -127,46 +119,26 @@ class GatheredParameters:
     Raises:
         ValueError: an argument that cannot be honoured, or a writer other than rank 0 before ``initialize()``.
     """
+    if not enabled:
+        return contextlib.nullcontext()
+    if fwd_module is not None:
+        raise ValueError("GatheredParameters(): longshore does not register external parameters; leave fwd_module out")
+    return _gathered([params] if isinstance(params, Tensor) else list(params), modifier_rank)
 
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Tensor,
-        modifier_rank: int | None = None,
-        fwd_module: Any = None,
-        enabled: bool = True,
-    ) -> None:
-        if fwd_module is not None and enabled:
+
+@contextlib.contextmanager
+def _gathered(params: list[Tensor], writer: int | None) -> Generator[None, None, None]:
+    without_values = [any(each.is_meta for each in params)]
+    if writer is not None and dist.is_initialized() and dist.get_world_size() > 1:
+        without_values *= dist.get_world_size()
+        dist.all_gather_object(without_values, without_values[0])
+        if any(without_values) and writer != 0:
             raise ValueError(
-                "GatheredParameters(): longshore does not register external parameters; leave fwd_module out"
+                f"GatheredParameters(modifier_rank={writer}): before initialize() only rank 0 has the weights of a "
+                "model that was made in zero.Init; write on rank 0"
             )
-        self._params = [params] if isinstance(params, Tensor) else list(params)
-        self._writer = modifier_rank
-        self._enabled = enabled
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        if not self._enabled or self._before_initialize():
-            return
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(gather(self._params, self._writer))
-            self._stack = stack.pop_all()
-
-    def _before_initialize(self) -> bool:
-        if self._writer is None or not dist.is_initialized() or dist.get_world_size() == 1:
-            return any(each.is_meta for each in self._params)
-        without_values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(without_values, any(each.is_meta for each in self._params))
-        if any(without_values) and self._writer != 0:
-            raise ValueError(
-                f"GatheredParameters(modifier_rank={self._writer}): before initialize() only rank 0 has the weights "
-                "of a model that was made in zero.Init; write on rank 0"
-            )
-        return any(without_values)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    with contextlib.nullcontext() if any(without_values) else gather(params, writer):
+        yield
 
 
 # -- modules that stage 3 gathers whole -----------------------------------------------------------------------------
@@ -187,9 +159,7 @@ def set_z3_leaf_modules(
     Returns:
         The modules.
     """
-    found = _of_classes(
-        model.modules(), leaf_module_classes, raise_if_not_found, "set_z3_leaf_modules() found no module"
-    )
+    found = _of_classes(model.modules(), leaf_module_classes, raise_if_not_found, "set_z3_leaf_modules")
     _LEAVES.update(found)
     return found
 
@@ -198,18 +168,26 @@ def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Undo :func:`set_z3_leaf_modules`."""
-    leaves, failure = get_z3_leaf_modules(model), "unset_z3_leaf_modules() found no leaf"
-    found = _of_classes(leaves, leaf_module_classes, raise_if_not_found, failure)
+    leaves = get_z3_leaf_modules(model)
+    found = _of_classes(leaves, leaf_module_classes, raise_if_not_found, "unset_z3_leaf_modules")
     for module in found:
         _LEAVES.discard(module)
     return found
 
 
-def _of_classes(modules: Iterable[nn.Module], classes: Iterable[type | str], check: bool, failure: str) -> list[Any]:
+def _of_classes(
+    modules: Iterable[nn.Module], classes: Iterable[type | str], check: bool, caller: str
+) -> list[nn.Module]:
     wanted = list(classes)
-    found = [module for module in modules if any(_is_of(module, each) for each in wanted)]
+    types = tuple(each for each in wanted if isinstance(each, type))
+
+    def matches(module: nn.Module) -> bool:
+        kind = type(module)
+        return isinstance(module, types) or bool({kind.__name__, f"{kind.__module__}.{kind.__qualname__}"} & {*wanted})
+
+    found = list(filter(matches, modules))
     if not found and check:
-        raise ValueError(f"{failure} of {', '.join(map(str, wanted))} in the model")
+        raise ValueError(f"{caller}() found no module of {', '.join(map(str, wanted))} in the model")
     return found
 
 
@@ -252,10 +230,3 @@ def _stage_and_policy(config: Any) -> tuple[Any, Any]:
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     policy = own.get("wrap_policy", "auto") if isinstance(own, Mapping) else "auto"
     return stage, policy
-
-
-def _is_of(module: nn.Module, wanted: type | str) -> bool:
-    kind = type(module)
-    if isinstance(wanted, str):
-        return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-    return isinstance(module, wanted)

@@ -1,4 +1,4 @@
-"""A machine as a plan sees it: its memory, its bandwidths, and how long it computes; and machines that users describe.
+"""The machine of a plan: its memory, its bandwidths, and how long it computes; and machines that users describe.
 
 Bandwidths are in bytes a second in one direction, unless a comment says otherwise.
 """
@@ -6,7 +6,6 @@ Bandwidths are in bytes a second in one direction, unless a comment says otherwi
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,17 +35,9 @@ class Seconds(NamedTuple):
     backward: float  # for the gradients of inputs and weights
 
 
-class Compute(ABC):
-    """Times of forward and backward."""
-
-    @abstractmethod
-    def seconds(self, work: Work, tokens: int, seq_len: int) -> Seconds:
-        """Times for so many tokens, in sequences of ``seq_len``."""
-
-
 @dataclass(frozen=True)
-class PeakCompute(Compute):
-    """Times from a data sheet: a share of the peak, and no faster than weights are read."""
+class PeakCompute:
+    """Times of forward and backward from a data sheet: a share of the peak, and no faster than weights are read."""
 
     flops: float  # operations a second that are reached
     memory_bytes_per_s: float  # of the device's own memory
@@ -60,7 +51,7 @@ class PeakCompute(Compute):
 
 
 @dataclass(frozen=True)
-class MeasuredCompute(Compute):
+class MeasuredCompute:
     """Times that were measured at some numbers of tokens, with straight lines between and beyond them.
 
     Attributes:
@@ -97,7 +88,7 @@ class PlanMachine:
     device_memory_bytes_per_s: float  # what each device reads and writes in its own memory
     exchange_bytes_per_s: float  # what each rank sends to others, while all ranks send
     latency_s: float  # of one exchange
-    compute: Compute
+    compute: PeakCompute | MeasuredCompute
     arrival_s: float = 0.0  # by which each parameter's gradient lengthens backward when it arrives
     bookkeeping_s: float = 0.0  # by which each parameter lengthens ``step()``, beside moving bytes
     reduce_bytes_per_s: float | None = None  # what is sent and also added up; None: as ``exchange_bytes_per_s``

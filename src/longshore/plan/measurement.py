@@ -13,30 +13,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from longshore.host.memory import available_bytes
 from longshore.kernels import HostKernels
 from longshore.machine import usable_cpus
-from longshore.optim import AdamW, Offload
 from longshore.plan.job import Job
-from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS, LATENCY_S, Compute, MeasuredCompute, PlanMachine
+from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS, LATENCY_S, MeasuredCompute, PlanMachine
 from longshore.report import Figures, Machine, measure, read_machine
 from longshore.sharding.ownership import slices
 from longshore.sharding.reduction import SLICE_NUMEL, add_up
 
 Note = Callable[[str], None]
-_T = TypeVar("_T")
 
 _FEWEST_TOKENS, _MOST_TOKENS = 32, 4096
 _HIDDEN, _INNER, _HEAD_SIZE, _VOCABULARY = 768, 2432, 64, 16000
 _MATRICES = 20  # more than caches store, as in a model
 _FEW_MATRICES, _MANY_TOKENS = 4, 512  # with so many tokens, it does not matter where the weights are
-_PARAMETERS, _SMALL = 128, 16  # so many parameters of so few elements that all their time is Python's
+_ARRIVAL_S, _BOOKKEEPING_S = 40e-6, 50e-6
+"""Python's work for each parameter in backward and in ``step()``, on an Intel Xeon (family 6, model 167)."""
 _MEETING_S = 600e-6
 """How long two ranks take to meet over gloo after a millisecond of computing: on two cores of an Intel Xeon 590 to
 660 us on average, most of it waiting for the other rank; 180 us where they do nothing else."""
@@ -49,13 +48,9 @@ _DEVICE_BYTES_PER_S = 1.5e12
 class RankThreads:
     """Threads that stand for the ranks of a host, which share its CPUs and the bandwidth of its memory.
 
-    Args:
-        ranks: of the host.
-        threads: of all ranks together; None: one for each CPU that the process may use.
-
-    Attributes:
-        count: threads that run at once: at most 8, one for each CPU, and one for each 2 GiB of available memory.
-        turns: ``ranks / count``: by how much longer everything takes on all ranks.
+    ``threads`` is the number of threads of all ranks together; None: one for each CPU that the process may use. At
+    most 8 ranks run at once (``count``), one for each CPU and one for each 2 GiB of available memory; more ranks take
+    ``turns = ranks / count`` times as long.
     """
 
     def __init__(self, ranks: int, threads: int | None = None) -> None:
@@ -66,7 +61,7 @@ class RankThreads:
         # Threads stay, since torch starts threads of its own for each of them.
         self._pool = ThreadPoolExecutor(self.count) if self.count > 1 else None
 
-    def run(self, work: Callable[[int], _T]) -> list[_T]:
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Call ``work`` with each number below ``count``, all at once; torch divides its threads among them."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads_each)
@@ -101,8 +96,7 @@ class MachineProbe:
         """
         machine = read_machine()
         figures = measure(self.numel, rounds, note, self.threads, self.clock)
-        note("time for each parameter")
-        measured = self.overheads(rounds)
+        measured = {"host_norm_bytes_per_s": self.norm_bytes_per_s(rounds)}
         sharing = 1 if machine.gpus else self.ranks
         with closing(RankThreads(sharing, self.threads)) as threads:
             if sharing > 1:
@@ -137,7 +131,7 @@ class MachineProbe:
         return MeasuredCompute(points, _medians(threads, run, rounds))
 
     def exchange(self, threads: RankThreads, rounds: int) -> dict[str, float]:
-        """Bandwidths between ranks without devices, by fields of :class:`~longshore.plan.machine.PlanMachine`."""
+        """Bandwidths between ranks without devices, by the names of :class:`~longshore.plan.machine.PlanMachine`."""
         ranks = self.ranks
         shard = max(1, self.numel // threads.count // ranks)
         gradients = [torch.full((ranks, shard), 1e-3, dtype=self.dtype) for _ in range(threads.count)]
@@ -176,45 +170,18 @@ class MachineProbe:
             "unshard_bytes_per_s": whole / seconds[2],
         }
 
-    def overheads(self, rounds: int) -> dict[str, float]:
-        """Times of a norm and of many small parameters, by fields of :class:`~longshore.plan.machine.PlanMachine`."""
+    def norm_bytes_per_s(self, rounds: int) -> float:
+        """Gradients of which all threads of the host measure the norm, in bytes a second."""
         kernels = HostKernels(self.threads)
         # Several ranks reduce in float32.
         gradient = torch.full((self.numel // 2,), 1e-3, dtype=self.dtype if self.ranks == 1 else torch.float32)
-        plain, stepped = (
-            [nn.Parameter(torch.zeros(_SMALL, dtype=self.dtype)) for _ in range(_PARAMETERS)] for _ in range(2)
-        )
-        optimizer = AdamW(stepped, lr=1e-3, release_gradients=True, offload=Offload(threads=self.threads))
-
-        def timed(work: Callable[[], object]) -> float:
-            begin = self.clock()
-            work()
-            return self.clock() - begin
-
-        def backward(parameters: Sequence[Tensor]) -> float:
-            return timed(torch.stack([each.sum() for each in parameters]).sum().backward)
-
-        def step() -> None:
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
 
         def run(_: int) -> list[float]:
-            norm = timed(lambda: kernels.block_sums([[gradient]]))
-            without = backward(plain)
-            for parameter in plain:
-                parameter.grad = None
-            return [norm, backward(stepped) - without, timed(step)]
+            begin = self.clock()
+            kernels.block_sums([[gradient]])
+            return [self.clock() - begin]
 
-        try:
-            norm, arrivals, bookkeeping = _medians(RankThreads(1), run, rounds).tolist()
-        finally:
-            optimizer.close()
-        return {
-            "host_norm_bytes_per_s": gradient.nbytes / norm,
-            "arrival_s": max(0.0, arrivals) / _PARAMETERS,
-            "bookkeeping_s": bookkeeping / _PARAMETERS,
-        }
+        return gradient.nbytes / _medians(RankThreads(1), run, rounds).item()
 
 
 def _medians(threads: RankThreads, run: Callable[[int], object], rounds: int) -> Tensor:
@@ -306,7 +273,7 @@ def _newly_allocated(numel: int, dtype: torch.dtype) -> Tensor:
 def this_machine(
     job: Job, ranks: int | None = None, numel: int = 1 << 26, rounds: int = 3, note: Note = lambda line: None
 ) -> PlanMachine:
-    """Measure this machine for a job, in ten or twenty seconds; the arguments are those of :class:`MachineProbe`.
+    """Measure this machine for a job, in about ten seconds; the arguments are those of :class:`MachineProbe`.
 
     Raises:
         ValueError: more ranks than CUDA devices.
@@ -328,7 +295,7 @@ def tokens_to_measure(job: Job) -> Sequence[int]:
 
 
 def of_figures(
-    machine: Machine, figures: Figures, measured: Mapping[str, float], compute: Compute, ranks: int
+    machine: Machine, figures: Figures, measured: Mapping[str, float], compute: MeasuredCompute, ranks: int
 ) -> PlanMachine:
     """The machine with these figures; ``measured`` are further fields, as :class:`MachineProbe` returns them.
 
@@ -336,7 +303,8 @@ def of_figures(
         ValueError: there are several ranks without devices, and nothing was measured between them.
     """
     gpus, copied = machine.gpus, figures.memory_copy_bytes_per_s
-    measured, assumptions = dict(measured), []
+    measured = {"arrival_s": _ARRIVAL_S, "bookkeeping_s": _BOOKKEEPING_S, **measured}
+    assumptions = [f"step() takes {1e6 * _BOOKKEEPING_S:.0f} us for each parameter, beside moving bytes"]
     if "exchange_bytes_per_s" not in measured:
         if ranks > 1 and not gpus:
             raise ValueError(f"{ranks} ranks without devices: measure what they exchange, with MachineProbe.exchange")

@@ -1,9 +1,10 @@
-"""A plan as plain values, as lines of text with a table, and as a picture."""
+"""Output of a plan: plain values, lines of text with a table, and a picture."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from rich.table import Column, Table
@@ -19,7 +20,7 @@ _KINDS = ("parameters", "gradients", "pages", "spares", "staging", "accumulators
 
 
 def values(plan: Plan) -> dict[str, Any]:
-    """The plan for JSON, in bytes and seconds."""
+    """The plan as values for JSON, in bytes and seconds."""
     job, machine = plan.job, plan.machine
     return {
         "model": {
@@ -98,18 +99,14 @@ def head(plan: Plan) -> Iterator[str]:
 
 def table(plan: Plan) -> Table:
     """One row for each choice, with the bytes of one rank."""
-    figures = [Column(name, justify="right") for name in ("device", "host", "step", "exposed", "")]
-    shown = Table("choice", *figures)
-    stage = None
-    for each in plan.distinct:
-        if each.choice.stage != stage:
-            stage = each.choice.stage
-            shown.add_section()
-        times = each.times
-        step, exposed = ("", "") if times is None else (_time(times.step_s), _time(times.exposed_s))
-        remark = "recommended" if each is plan.recommended else "" if each.fits else each.shortage
-        device, host = format_byte_size(each.bytes.device_total), format_byte_size(each.bytes.host_total)
-        shown.add_row(each.choice.title, device, host, step, exposed, remark)
+    shown = Table("choice", *(Column(name, justify="right") for name in ("device", "host", "step", "exposed", "")))
+    for _, candidates in groupby(plan.distinct, lambda each: each.choice.stage):
+        shown.add_section()
+        for each in candidates:
+            device, host = format_byte_size(each.bytes.device_total), format_byte_size(each.bytes.host_total)
+            times = ("", "") if each.times is None else (_time(each.times.step_s), _time(each.times.exposed_s))
+            remark = "recommended" if each is plan.recommended else "" if each.fits else each.shortage
+            shown.add_row(each.choice.title, device, host, *times, remark)
     return shown
 
 
@@ -148,6 +145,9 @@ def picture(plan: Plan, figure: Any) -> bytes:
     upper, lower = made.subplots(2, 1, height_ratios=(3, 2))
     _draw_memory(plan, upper)
     _draw_lanes(plan, lower)
+    for axes in (upper, lower):
+        axes.invert_yaxis()
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     made.suptitle(f"{plan.model.name} on {plan.machine.name}")
     content = io.BytesIO()
     made.savefig(content, format="png", dpi=110, metadata={"Software": None})
@@ -167,14 +167,12 @@ def _draw_memory(plan: Plan, axes: Any) -> None:
                 left += count / gib
     labels = [("> " if each is plan.recommended else "") + each.choice.title for each in plan.distinct]
     axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
     axes.set_xlabel("GiB on one rank; upper bar: device, lower bar: host")
     if plan.machine.staged:
         most = plan.machine.device_bytes / gib
         axes.axvline(most, color="black", linestyle="--", label="memory of a device")
         fitting = [max(each.bytes.device_total, each.bytes.host_total) / gib for each in plan.distinct if each.fits]
         axes.set_xlim(0, 1.3 * max([*fitting, most]))
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 
 
 def _colour(kind: str) -> int:
@@ -193,6 +191,4 @@ def _draw_lanes(plan: Plan, axes: Any) -> None:
         label = "backward" if name == ARRIVE else name
         axes.barh(rows, lengths, 0.7, left=left, color=f"C{number % 10}", label=label)
     axes.set_yticks(range(len(used)), [lane.value for lane in used])
-    axes.invert_yaxis()
     axes.set_xlabel(f"seconds of a step: {plan.recommended.choice.title}")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

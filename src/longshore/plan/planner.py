@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from longshore.byte_sizes import format_byte_size
 from longshore.errors import LongshoreError
 from longshore.kernels import SUPPORTED_DTYPES
-from longshore.plan.job import Job, PlanChoice
-from longshore.plan.layout import RankLayout, lay_out
+from longshore.plan.job import Job, PlanChoice, PlannedModel
+from longshore.plan.layout import PlannedBytes, RankLayout, count_bytes, lay_out
 from longshore.plan.machine import PlanMachine
-from longshore.plan.memory import PlannedBytes, count_bytes
-from longshore.plan.model import PlannedModel
 from longshore.plan.simulation import Simulation, simulate
 
 DEVICE_SHARE = 0.94
@@ -33,7 +32,7 @@ class DoesNotFit(LongshoreError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with its bytes, and with its times if it fits."""
+    """A choice with its bytes, and with its times if they were simulated, since it fits."""
 
     choice: PlanChoice
     layout: RankLayout
@@ -48,16 +47,10 @@ class Candidate:
 
     @property
     def shortage(self) -> str:
-        """What is missing, in words."""
-        missing = ((self.missing_device, "on each device"), (self.missing_host, "on each host"))
-        return "needs " + " and ".join(
-            f"{format_byte_size(count)} more {where}" for count, where in missing if count > 0
-        )
-
-    @property
-    def step_s(self) -> float:
-        assert self.times is not None
-        return self.times.step_s
+        """The memory that is missing, in words."""
+        missing = {"device": self.missing_device, "host": self.missing_host}
+        words = [f"{format_byte_size(count)} more on each {place}" for place, count in missing.items() if count > 0]
+        return f"needs {' and '.join(words)}"
 
 
 @dataclass(frozen=True)
@@ -128,15 +121,15 @@ def _checked(model: PlannedModel) -> PlannedModel:
         raise ValueError(f"{model.name} has no parameters that are trained; give a model that has some")
     for each in model.trainable:
         if each.dtype not in SUPPORTED_DTYPES:
-            names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
+            names = ", ".join(map(str, SUPPORTED_DTYPES))
             raise ValueError(f"{each.name} is {each.dtype}; longshore trains {names}: give --dtype bf16, fp16 or fp32")
     return model
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:
     """The simplest, and then the first, of the candidates that are as good as the fastest."""
-    least = min(each.step_s for each in candidates)
-    good = [each.choice for each in candidates if each.step_s <= (1 + _ALIKE) * least]
+    steps = {each.choice: each.times.step_s for each in candidates if each.times is not None}
+    good = [choice for choice, step_s in steps.items() if step_s <= (1 + _ALIKE) * min(steps.values())]
     best = min(good, key=lambda choice: (choice.offload != "none", bool(choice.speculation), choice.ratio < 1))
     return next(each for each in candidates if each.choice == best)
 
@@ -168,13 +161,11 @@ class Planner:
     def evaluate(self, choice: PlanChoice) -> Candidate:
         """The choice with its bytes, and with its times if it fits."""
         counted = self.count(choice)
-        if not counted.fits:
-            return counted
-        times = simulate(self.model, self.machine, self.job, counted.choice, counted.layout)
+        times = simulate(self.model, self.machine, self.job, choice, counted.layout) if counted.fits else None
         return replace(counted, times=times)
 
     def variants(self, choice: PlanChoice) -> Iterator[Candidate]:
-        """The choice; then with a part of the state on the device, and each of the two with spares, where they help."""
+        """Yield the choice; then, where they help, a part of the state on the device, and both with spares."""
         plain = self.evaluate(choice)
         yield plain
         if not self.moves(choice) or plain.missing_device > 0:
@@ -192,11 +183,9 @@ class Planner:
 
     def _least_ratio(self, choice: PlanChoice) -> float:
         """The smallest share on the host for which the device has room for the rest; 1.0: it has none."""
-        for step in range(_RATIO_STEPS):
-            ratio = step / _RATIO_STEPS
-            if self.count(replace(choice, ratio=ratio)).missing_device <= 0:
-                return ratio or 1.0  # with 0 all of the state would be on the device, which is no offload
-        return 1.0
+        ratios = (step / _RATIO_STEPS for step in range(_RATIO_STEPS))
+        fitting = (ratio for ratio in ratios if self.count(replace(choice, ratio=ratio)).missing_device <= 0)
+        return next(fitting, 1.0) or 1.0  # with 0 all of the state would be on the device, which is no offload
 
     def hidden_at(self, choice: PlanChoice) -> int | None:
         """The fewest tokens in a step, over all ranks, at which at most a small share of the step is exposed.
@@ -210,17 +199,9 @@ class Planner:
             times = simulate(self.model, self.machine, job, choice, layout)
             return times.exposed_s <= HIDDEN_SHARE * times.step_s
 
-        most = max(1, _MOST_TOKENS // self.job.seq_len)
-        high = 1
-        while not hidden(high):
-            if high >= most:
-                return None
-            high *= 2
-        low = high // 2
-        while high - low > max(1, high // 64):
-            middle = (low + high) // 2
-            low, high = (low, middle) if hidden(middle) else (middle, high)
-        return high * self.job.seq_len * self.machine.ranks
+        sequences = range(1, 1 + max(1, _MOST_TOKENS // self.job.seq_len))
+        index = bisect_left(sequences, True, key=hidden)
+        return None if index == len(sequences) else sequences[index] * self.job.seq_len * self.machine.ranks
 
     def refusal(self, candidates: Sequence[Candidate]) -> str:
         machine = self.machine

@@ -17,7 +17,7 @@ from longshore.checkpoint.files import DTYPES
 from longshore.engine import Init
 from longshore.engine.model_sharding import units_of
 from longshore.engine.wording import did_you_mean
-from longshore.plan.model import PlannedModel, PlannedParameter, Use
+from longshore.plan.job import PlannedModel, PlannedParameter, Use
 
 _ALL_EXPERTS = "experts are counted as if every token used all of them"
 
@@ -42,36 +42,36 @@ def plan_of_module(module: nn.Module, name: str, head: Tensor | None = None) -> 
         for parameter in unit.parameters():
             unit_of.setdefault(id(parameter), number)
     kinds = _kinds(module)
-    looked_up = {key for key, classes in kinds.items() if nn.Embedding in classes}
     if head is None:
-        rows = {each.shape[0] for each in module.parameters() if id(each) in looked_up}
+        rows = {each.shape[0] for each in module.parameters() if nn.Embedding in kinds[id(each)]}
         linear = [each for each in module.parameters() if nn.Linear in kinds[id(each)] and each.ndim == 2]
         head = next((each for each in reversed(linear) if each.shape[0] in rows), None)
-    config = _TransformersConfig(getattr(module, "config", None))
+    config = getattr(module, "config", None)
+    share = _active_share(config)
     found = []
     for parameter_name, parameter in module.named_parameters():
-        use = Use.MULTIPLIED if parameter.ndim > 1 else Use.ELEMENTWISE
         if parameter is head:
             use = Use.HEAD
         elif kinds[id(parameter)] == {nn.Embedding}:
             use = Use.LOOKED_UP
-        active = config.active_share if use is Use.MULTIPLIED and _is_expert(parameter_name) else 1.0
+        else:
+            use = Use.MULTIPLIED if parameter.ndim > 1 else Use.ELEMENTWISE
+        active = share if use is Use.MULTIPLIED and _is_expert(parameter_name) else 1.0
         shape, unit = tuple(parameter.shape), unit_of.get(id(parameter))
         found.append(
             PlannedParameter(parameter_name, shape, parameter.dtype, use, unit, active, parameter.requires_grad)
         )
-    notes = []
-    if config.active_share != 1.0:
-        notes.append(f"each token uses {config.active_share:.3g} of the experts")
+    notes = ()
+    if share != 1.0:
+        notes = (f"each token uses {share:.3g} of the experts",)
     elif any(_is_expert(each.name) for each in found):
-        notes.append(_ALL_EXPERTS)
-    buffers = sum(each.numel() * each.element_size() for each in module.buffers())
-    hidden = config.number("hidden_size")
-    return PlannedModel(name, tuple(found), hidden, config.attention_width, buffers, tuple(notes))
+        notes = (_ALL_EXPERTS,)
+    buffers = sum(each.nbytes for each in module.buffers())
+    return PlannedModel(name, tuple(found), _number(config, "hidden_size"), _attention_width(config), buffers, notes)
 
 
 def _kinds(module: nn.Module) -> dict[int, set[type]]:
-    """By ``id`` of each parameter, the kinds of the modules that own it: Embedding, Linear, or any other Module."""
+    """The kinds of the modules that own each parameter, by its ``id``: Embedding, Linear, or any other Module."""
     kinds: dict[int, set[type]] = {}
     for each in module.modules():
         kind = next((known for known in (nn.Embedding, nn.Linear) if isinstance(each, known)), nn.Module)
@@ -84,30 +84,26 @@ def _is_expert(name: str) -> bool:
     return ".experts." in f".{name}."
 
 
-class _TransformersConfig:
-    """Reads numbers from a configuration of transformers, or from the text model's inside it. None has no numbers."""
+def _number(config: Any, *names: str) -> int:
+    """The first of these attributes that is a positive number, of transformers' configuration or of the text model's
+    inside it; otherwise 0."""
+    nested = getattr(config, "get_text_config", None)
+    configs = [config, *([nested()] if callable(nested) else [])]
+    found = (getattr(each, name, 0) for each in configs for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), 0)
 
-    def __init__(self, config: Any) -> None:
-        nested = getattr(config, "get_text_config", None)
-        self._configs = [config, *([nested()] if callable(nested) else [])]
 
-    def number(self, *names: str) -> int:
-        """The first of these attributes that is a positive number; otherwise 0."""
-        found = (getattr(config, name, 0) for config in self._configs for name in names)
-        return next((value for value in found if isinstance(value, int) and value > 0), 0)
+def _active_share(config: Any) -> float:
+    """The share of the experts that one token uses; 1.0 also where the configuration does not say."""
+    experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts")
+    used = _number(config, "num_experts_per_tok")
+    return min(1.0, used / experts) if experts and used else 1.0
 
-    @property
-    def active_share(self) -> float:
-        """The share of the experts that one token uses; 1.0 also where the configuration does not say."""
-        experts = self.number("num_local_experts", "num_experts", "n_routed_experts")
-        used = self.number("num_experts_per_tok")
-        return min(1.0, used / experts) if experts and used else 1.0
 
-    @property
-    def attention_width(self) -> int:
-        """Heads times head size, summed over all layers."""
-        layers, heads = self.number("num_hidden_layers"), self.number("num_attention_heads")
-        return layers * heads * (self.number("head_dim") or self.number("hidden_size") // heads) if heads else 0
+def _attention_width(config: Any) -> int:
+    """Heads times head size, summed over all layers."""
+    layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
+    return layers * heads * (_number(config, "head_dim") or _number(config, "hidden_size") // heads) if heads else 0
 
 
 def module_of_function(reference: str) -> nn.Module:
@@ -231,10 +227,9 @@ def _tensors(file: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         raise ValueError(f"{file} is not a safetensors file: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise ValueError(f"{file} is not a safetensors file: its header is a {type(header).__name__}")
+    header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         shape: Any = entry.get("shape") if isinstance(entry, dict) else None
         valid = isinstance(shape, list) and all(type(each) is int and each >= 0 for each in shape)
         if not valid or str(entry.get("dtype")) not in DTYPES:

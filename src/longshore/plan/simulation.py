@@ -26,10 +26,9 @@ from longshore.host.events import (
     Which,
     commit_moves,
 )
-from longshore.plan.job import Job, PlanChoice
+from longshore.plan.job import Job, PlanChoice, PlannedModel
 from longshore.plan.layout import RankLayout, lay_out
 from longshore.plan.machine import PlanMachine
-from longshore.plan.model import PlannedModel
 from longshore.plan.workload import ModelSegment, TileJob, segments_of, tile_jobs
 from longshore.sharding.ownership import GATHER_NUMEL
 from longshore.sharding.reduction import SLICE_NUMEL
@@ -176,11 +175,10 @@ class _Step:
         }
         self._sums = self._sharded and not self._each_backward and job.accumulation > 1
         self._early_norms = self._offloads and bool(layout.choice.speculation) and job.clipping is not None
-        same_as = {}
+        self._device_steps = machine.staged and not self._offloads
+        same_as = {} if self._copies else {Lane.HOST: Lane.COMPUTE}
         if not machine.staged:  # the same CPUs do everything
-            same_as = {Lane.HOST: Lane.COMPUTE, Lane.COLLECTIVES: Lane.COMPUTE}
-        elif not self._offloads:
-            same_as = {Lane.HOST: Lane.COMPUTE}
+            same_as[Lane.COLLECTIVES] = Lane.COMPUTE
         self._time = EventSimulator({**(SHARDED_SCHEDULE if self._sharded else SCHEDULE), **_FURTHER_EVENTS}, same_as)
         self._ahead: list[TileJob] = []  # tiles that arrived in the last backward
 
@@ -292,15 +290,17 @@ class _Step:
         """Passes ahead, the norm, and the passes ahead that had not begun when the norm was asked for."""
         clips = self._job.clipping is not None
         asked, delayed = self._time.ready(NORM, ()), []
+
+        def step_ahead(tile: TileJob) -> None:
+            self._time.run(STEP_AHEAD, tile.key, _OUT_OF_PLACE * self._pass_s(tile))
+
         for tile in self._ahead:
             if self._early_norms:
                 self._time.run(MEASURE, tile.key, self._read_s(tile.gradient_bytes))
-            if not tile.ahead:
-                continue
-            if clips and self._time.begins(STEP_AHEAD, (tile.key,)) >= asked:
+            if tile.ahead and clips and self._time.begins(STEP_AHEAD, (tile.key,)) >= asked:
                 delayed.append(tile)
-            else:
-                self._step_ahead(tile)
+            elif tile.ahead:
+                step_ahead(tile)
         seconds = self._machine.bookkeeping_s * len(self._trainable)
         if self._sharded:
             seconds += self._machine.latency_s
@@ -308,10 +308,7 @@ class _Step:
             seconds += self._read_s(sum(tile.gradient_bytes for tile in self._tiles))
         self._time.run(NORM, "norm", seconds)
         for tile in delayed:
-            self._step_ahead(tile)
-
-    def _step_ahead(self, tile: TileJob) -> None:
-        self._time.run(STEP_AHEAD, tile.key, _OUT_OF_PLACE * self._pass_s(tile))
+            step_ahead(tile)
 
     def _commit(self) -> None:
         on_device = sum(group.run.tiles * group.run.numel for group in self._layout.device)
@@ -346,10 +343,10 @@ class _Step:
         """A pass reads and writes state, reads gradients and writes parameters."""
         state_bytes = 2 * _FLOAT_BYTES * self._job.state_arrays * tile.numel
         num_bytes = state_bytes + tile.gradient_bytes + tile.parameter_bytes
-        return self._device_s(num_bytes) if self._machine.staged and not self._offloads else self._host_s(num_bytes)
+        return self._device_s(num_bytes) if self._device_steps else self._host_s(num_bytes)
 
     def _read_s(self, num_bytes: float) -> float:
-        if self._machine.staged and not self._offloads:
+        if self._device_steps:
             return self._device_s(num_bytes)
         return num_bytes * self._machine.ranks_per_host / self._machine.host_norm_bytes_per_s
 

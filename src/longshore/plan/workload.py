@@ -1,21 +1,21 @@
-"""What is simulated: the model as segments that forward passes through, and a rank's tiles as jobs."""
+"""The model as segments that forward passes through, and a rank's tiles as jobs: what is simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
-from longshore.plan.layout import RankLayout, TileGroup
+from longshore.plan.job import PlannedModel, PlannedParameter, Use, parameter_bytes
+from longshore.plan.layout import RankLayout, spare_tiles
 from longshore.plan.machine import Work
-from longshore.plan.memory import spare_tiles
-from longshore.plan.model import PlannedModel, PlannedParameter, Use, parameter_bytes
 
 MOST_JOBS = 512
 """The tiles of a rank are simulated as about so many jobs at most; a job is some tiles in a row."""
 
 
 class ModelSegment(NamedTuple):
-    """What is computed in one go: a block, or what lies between blocks."""
+    """A part of the model that is computed in one go: a block, or the modules between two blocks."""
 
     key: int
     unit: int | None
@@ -38,19 +38,12 @@ class TileJob(NamedTuple):
 def segments_of(model: PlannedModel) -> list[ModelSegment]:
     """The segments in forward's order; ``model`` is cast already."""
     index = {each.name: number for number, each in enumerate(model.trainable)}
-    groups: list[tuple[int | None, list[PlannedParameter]]] = []
     heads = [each for each in model.parameters if each.use is Use.HEAD]
-    for each in model.parameters:
-        unit, former = each.unit, groups[-1] if groups else None
-        if each.use is Use.HEAD:
-            continue
-        if former and former[0] == unit and (unit is not None or former[1][-1].use is each.use):
-            former[1].append(each)
-        else:
-            groups.append((unit, [each]))
+    others = [each for each in model.parameters if each.use is not Use.HEAD]
     attention = model.attention_width / model.units if model.units else 0.0
-    segments = []
-    for unit, members in groups:
+    segments: list[ModelSegment] = []
+    for (unit, _), found in groupby(others, lambda each: (each.unit, each.use if each.unit is None else None)):
+        members = list(found)
         parameters = tuple(index[each.name] for each in members if each.trainable)
         work = _work(members, attention if unit is not None else 0.0)
         segments.append(ModelSegment(len(segments), unit, parameters, work, parameter_bytes(members)))
@@ -90,37 +83,23 @@ def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[Tile
     total = sum(group.run.tiles for group in groups)
     speculation = layout.choice.speculation if layout.choice.offload == "cpu" else 0
     first_ahead = total - spare_tiles(groups, layout.job.state_arrays, speculation)[0]
+    most = -(-total // MOST_JOBS)
     jobs: list[TileJob] = []
-    for ahead, chunks in _chunks(groups, first_ahead, -(-total // MOST_JOBS)):
-        numels = [(count * group.run.numel, group) for group, count in chunks]
-        jobs.append(
-            TileJob(
-                len(jobs),
-                sum(numel for numel, _ in numels),
-                sum(numel * group.gradient_dtype.itemsize for numel, group in numels),
-                sum(numel * group.dtype.itemsize for numel, group in numels),
-                frozenset(source(owned) for group, _ in chunks for owned in group.run.parameters),
-                ahead,
-            )
-        )
-    return jobs
-
-
-def _chunks(
-    groups: Sequence[TileGroup], first_ahead: int, most: int
-) -> Iterator[tuple[bool, list[tuple[TileGroup, int]]]]:
-    """Whether tiles have spares, and up to ``most`` of them in a row: how many of which groups."""
-    chunk: list[tuple[TileGroup, int]] = []
-    tile = size = 0
+    tile = room = 0
     for group in groups:
         left = group.run.tiles
         while left:
             ahead = tile >= first_ahead
-            count = min(left, most - size, left if ahead else first_ahead - tile)
-            chunk.append((group, count))
-            tile, left, size = tile + count, left - count, size + count
-            if size == most or tile == first_ahead:
-                yield ahead, chunk
-                chunk, size = [], 0
-    if chunk:
-        yield tile > first_ahead, chunk
+            if room == 0 or tile == first_ahead:
+                jobs.append(TileJob(len(jobs), 0, 0, 0, frozenset(), ahead))
+                room = most
+            count = min(left, room, left if ahead else first_ahead - tile)
+            job, numel = jobs[-1], count * group.run.numel
+            jobs[-1] = job._replace(
+                numel=job.numel + numel,
+                gradient_bytes=job.gradient_bytes + numel * group.gradient_dtype.itemsize,
+                parameter_bytes=job.parameter_bytes + numel * group.dtype.itemsize,
+                sources=job.sources | {source(owned) for owned in group.run.parameters},
+            )
+            tile, left, room = tile + count, left - count, room - count
+    return jobs

@@ -43,6 +43,7 @@ def load_config(
     auto: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     needs_optimizer: bool = False,
+    source: str | None = None,
 ) -> LoadedConfig:
     """Read a DeepSpeed file, or the same as a dict, into a ``Config``.
 
@@ -53,6 +54,7 @@ def load_config(
         world_size: the number of ranks. When given, the batch numbers of the result are all set; otherwise see
             :meth:`Config.resolved`.
         needs_optimizer: whether the configuration has to name an optimizer, since none is passed.
+        source: name of the configuration in errors; by default that of :func:`read_config`.
 
     Raises:
         ConfigError: a ValueError that lists all problems, each with its path, its value and what to do.
@@ -61,21 +63,35 @@ def load_config(
     """
     if world_size is not None:
         check_world_size(world_size)
+    name, content = read_config(config)
+    if isinstance(content, Config):
+        return LoadedConfig(_checked(content, world_size, needs_optimizer), ())
+    return _translate(content, source or name, auto or {}, world_size, needs_optimizer)
+
+
+def read_config(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+) -> tuple[str, Config | Mapping[str, Any]]:
+    """Return the name of a configuration in errors, and its content: a ``Config``, or what the file says."""
     if isinstance(config, Config):
-        problems = [_NO_OPTIMIZER] if needs_optimizer and config.optimizer is None else []
-        try:
-            config = config if world_size is None else config.resolved(world_size)
-        except ConfigError as error:
-            problems += error.problems
-        if problems:
-            raise ConfigError("Config", problems)
-        return LoadedConfig(config, ())
+        return "Config", config
     if isinstance(config, Mapping):
-        return _translate(config, "config", auto or {}, world_size, needs_optimizer)
+        return "config", config
     if isinstance(config, (str, os.PathLike)):
-        path = Path(config)
-        return _translate(read_file(path), str(path), auto or {}, world_size, needs_optimizer)
+        return str(Path(config)), read_file(Path(config))
     raise TypeError(f"config is a path, a dict or a longshore.Config, not {type(config).__name__}")
+
+
+def _checked(config: Config, world_size: int | None, needs_optimizer: bool) -> Config:
+    """Our own configuration, for so many ranks."""
+    problems = [_NO_OPTIMIZER] if needs_optimizer and config.optimizer is None else []
+    try:
+        config = config if world_size is None else config.resolved(world_size)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError("Config", problems)
+    return config
 
 
 def _translate(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,17 @@ from torch.optim import Optimizer
 from longshore.engine import Config, Engine
 from longshore.engine.schedules import change_over
 from longshore.errors import LongshoreError
-from longshore.integrations.lightning.checkpoints import is_folder, load_into_engine, load_into_model, save_folder
-from longshore.integrations.lightning.models import Extras, ModelOnly, creation, load_whole, make_engine, place, whole
+from longshore.integrations.lightning.models import (
+    ModelOnly,
+    is_folder,
+    load_into_engine,
+    load_into_model,
+    load_whole,
+    make_engine,
+    place,
+    save_folder,
+    whole,
+)
 from longshore.integrations.lightning.names import (
     BackwardSyncControl,
     FabricLauncher,
@@ -25,64 +33,24 @@ from longshore.integrations.lightning.names import (
     FabricPrecision,
     Stateful,
 )
-from longshore.integrations.lightning.precision import (
-    BY_VALUE,
-    FabricLongshorePrecision,
-    backward,
-    clip,
-    scaling_of,
-)
-from longshore.integrations.lightning.ranks import RankMethods
-from longshore.integrations.lightning.settings import LightningArguments, StrategySettings
-from longshore.optim import Offload
+from longshore.integrations.lightning.settings import BY_VALUE, EnginePrecision, LightningArguments, backward, clip
+from longshore.integrations.lightning.strategy import EngineStrategy
 
 
-class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
-    """``Fabric(strategy=FabricLongshoreStrategy(stage=2))``; arguments as in :class:`LongshoreStrategy`.
+class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
+    """``Fabric(strategy=FabricLongshoreStrategy(stage=2))``.
 
-    Each ``optimizer.step()`` applies the gradients of every ``fabric.backward`` since the last step.
-
-    Args:
-        config, stage, offload_device, offload, wrap_policy, weights, fields: as in :class:`LongshoreStrategy`.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in Lightning's own strategies.
-        process_group_backend, timeout: as in :class:`LongshoreStrategy`.
-
-    Raises:
-        ConfigError: as :class:`LongshoreStrategy`; contradictions are raised by ``fabric.setup``.
+    Each ``optimizer.step()`` applies the gradients of every ``fabric.backward`` since the last step. Takes the
+    arguments of :class:`~longshore.integrations.lightning.strategy.EngineStrategy`; ``fabric.setup`` raises the
+    contradictions with Fabric's.
     """
 
     _launcher_kind = FabricLauncher
 
     def __init__(
-        self,
-        config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
-        *,
-        stage: int | None = None,
-        offload_device: str | None = None,
-        offload: Offload | None = None,
-        wrap_policy: Any = None,
-        weights: str | os.PathLike[str] | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: FabricPrecision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = RankMethods._timeout,
-        **fields: Any,
+        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **arguments: Any
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
-        # Set once.
-        self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
-        self._extras = Extras(offload, wrap_policy, weights)
-        self._backend = process_group_backend
-        self._timeout = timeout
+        super().__init__(config, **arguments)
         self._backward_sync_control = _EngineNoSync()
         # Grow with each model that is set up.
         self._engines: list[Engine] = []
@@ -90,18 +58,14 @@ class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
 
     @property
     def precision(self) -> FabricPrecision:
-        return FabricLongshorePrecision(FabricPrecision()) if self._precision is None else self._precision
+        return EnginePrecision.of(self._precision or FabricPrecision())
 
     @precision.setter
-    def precision(self, precision: FabricPrecision | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if precision is not None and not isinstance(precision, FabricLongshorePrecision):
-            precision = FabricLongshorePrecision(precision)
-        self._precision = precision
+    def precision(self, precision: FabricPrecision | None) -> None:
+        self._precision = precision and EnginePrecision.of(precision)
 
     @property
-    def distributed_sampler_kwargs(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-    ) -> dict[str, Any] | None:
+    def distributed_sampler_kwargs(self) -> Any:
         return super().distributed_sampler_kwargs if self.is_distributed else None  # None: loaders are not changed
 
     # -- models and optimizers ------------------------------------------------
@@ -110,14 +74,9 @@ class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
         if self.settings.stage < 3 and not any(parameter.is_meta for parameter in module.parameters()):
             module.to(self.root_device)
 
-    @contextlib.contextmanager
-    def module_init_context(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, empty_init: bool | None = None
-    ) -> Iterator[None]:
+    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
         """Context for making a model (``fabric.init_module``); at stage 3 only rank 0 makes the weights."""
-        made = creation(self.settings.stage, self._extras, self.root_device, empty_init)
-        with made, self.precision.module_init_context():
-            yield
+        return self._creation(empty_init, self.precision.module_init_context())
 
     model_init_context = module_init_context
 
@@ -161,15 +120,14 @@ class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
         return engine
 
     def _resolved(self, has_optimizer: bool, has_scheduler: bool = False) -> Any:
-        plugin = self.precision
-        assert isinstance(plugin, FabricLongshorePrecision)
+        plugin: Any = self.precision
         given = LightningArguments(
             by="Fabric",
             precision=plugin.precision,
             world_size=self.world_size if self.is_distributed else 1,
             has_optimizer=has_optimizer,
             has_scheduler=has_scheduler,
-            loss_scaling=scaling_of(plugin.inner),
+            loss_scaling=plugin.loss_scaling,
         )
         return self.settings.resolved(given)
 
@@ -194,8 +152,7 @@ class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
             )
         return self._engines[0]
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        closure = kwargs.pop("closure", None)
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
         if kwargs:
             raise TypeError(f"optimizer.step() takes a closure only with longshore, not {', '.join(kwargs)}")
         result = closure() if closure is not None else None
@@ -254,8 +211,18 @@ class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
             ValueError, TypeError: two engines; arguments that apply only to a file.
         """
         path = Path(self.broadcast(path))
-        engine = _only_engine(self._engines, state.values())
-        if engine is None:
+        values = list(state.values())
+        engines = [
+            each
+            for each in self._engines
+            if any(value is each.optimizer for value in values) and any(engine_of(value) is each for value in values)
+        ]
+        if len(engines) > 1:
+            raise ValueError(
+                f"{len(engines)} models with their optimizers were to be saved together, and each needs a folder of "
+                "its own; call fabric.save() for each of them"
+            )
+        if not engines:
             super().save_checkpoint(path, state, storage_options, filter)
             return
         for name, value in (("storage_options", storage_options), ("filter", filter)):
@@ -264,8 +231,8 @@ class FabricLongshoreStrategy(RankMethods, FabricParallelStrategy):
                     f"{name} applies to files, and a model with its optimizer is saved in a folder that the engine "
                     "writes; leave it out, or save the model alone"
                 )
-        others = {key: value for key, value in state.items() if not _is_of(engine, value)}
-        save_folder(engine, path, self._convert_stateful_objects_in_state(others, filter={}))
+        others = {key: value for key, value in state.items() if not _is_of(engines[0], value)}
+        save_folder(engines[0], path, self._convert_stateful_objects_in_state(others, filter={}))
 
     def load_checkpoint(
         self,
@@ -309,8 +276,8 @@ class _EngineNoSync(BackwardSyncControl):
         return engine.no_sync() if enabled and engine is not None else contextlib.nullcontext()
 
 
-def engine_of(module: nn.Module) -> Engine | None:
-    """The engine that trains a model that Fabric set up; None: it has no optimizer."""
+def engine_of(module: Any) -> Engine | None:
+    """The engine that trains a model that Fabric set up; None: it has no optimizer, or is no such model."""
     return module if isinstance(module, Engine) else module.engine if isinstance(module, ModelOnly) else None
 
 
@@ -319,17 +286,4 @@ def _model_of(module: nn.Module) -> nn.Module:
 
 
 def _is_of(engine: Engine, value: Any) -> bool:
-    return value is engine.optimizer or (isinstance(value, nn.Module) and engine_of(value) is engine)
-
-
-def _only_engine(engines: Iterable[Engine], values: Iterable[Any]) -> Engine | None:
-    """The engine whose model and optimizer are among the values."""
-    listed = list(values)
-    found = [each for each in engines if any(value is each.optimizer for value in listed)]
-    found = [each for each in found if any(isinstance(value, nn.Module) and _is_of(each, value) for value in listed)]
-    if len(found) > 1:
-        raise ValueError(
-            f"{len(found)} models with their optimizers were to be saved together, and each needs a folder of its own; "
-            "call fabric.save() for each of them"
-        )
-    return found[0] if found else None
+    return value is engine.optimizer or engine_of(value) is engine

@@ -5,40 +5,34 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Generator, Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from longshore.engine import Config, Engine
 from longshore.engine.config import LoadedConfig
 from longshore.engine.random_states import random_states, restore_random_states
 from longshore.engine.schedules import change_over
 from longshore.errors import CheckpointError, LongshoreError
-from longshore.integrations.lightning.checkpoints import (
+from longshore.integrations.lightning.models import (
     is_folder,
     load_into_engine,
     load_into_model,
-    save_folder,
-    unchanged,
-)
-from longshore.integrations.lightning.models import (
-    Extras,
-    ModuleClaim,
-    batch_size_of,
-    check_averaging,
-    creation,
     load_whole,
     make_engine,
-    only,
     place,
+    save_folder,
+    unchanged,
     whole,
 )
 from longshore.integrations.lightning.names import (
     ClipAlgorithm,
+    LightningModule,
     LRSchedulerConfig,
     NoOptimizer,
     Trainer,
@@ -48,71 +42,32 @@ from longshore.integrations.lightning.names import (
     TrainerPrecision,
     is_overridden,
 )
-from longshore.integrations.lightning.precision import BY_VALUE, LongshorePrecision, scaling_of
-from longshore.integrations.lightning.ranks import RankMethods
-from longshore.integrations.lightning.settings import LightningArguments, StrategySettings
-from longshore.optim import Offload
+from longshore.integrations.lightning.settings import BY_VALUE, LightningArguments, TrainerEnginePrecision
+from longshore.integrations.lightning.strategy import EngineStrategy
+
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+"""Class names of Lightning's callbacks that average weights; not every version has both."""
 
 
-class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
+class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
     """``Trainer(strategy=LongshoreStrategy(stage=2))``: sharded and offloaded, with the weights of the plain Trainer.
 
-    Fields of :class:`longshore.Config` may be given by name. The default, without any and without a ``config``, is
-    stage 2 with the optimizer's state in host memory.
-
-    Args:
-        config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. Values that the Trainer
-            decides (batches to accumulate, clipping, precision) may be left out or ``"auto"``.
-        stage: what is sharded: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
-        offload_device: ``"cpu"`` or ``"none"``: where optimizer state lives and is stepped.
-        offload, wrap_policy, weights: as in :func:`longshore.initialize`.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's own
-            strategies. ``checkpoint_io`` writes weights-only files; folders are the engine's.
-        process_group_backend: by default nccl for CUDA, gloo for the CPU.
-        timeout: of the process group.
-        fields: other fields of :class:`longshore.Config`.
-
-    Raises:
-        ConfigError: at once for a configuration that is wrong by itself; when the Trainer starts for one that
-            contradicts its arguments, with both values.
+    Takes the arguments of :class:`~longshore.integrations.lightning.strategy.EngineStrategy`.
     """
 
+    _fitted_by: ClassVar[WeakKeyDictionary[LightningModule, weakref.ref[LongshoreStrategy]]] = WeakKeyDictionary()
+    """The last strategy that fitted each module. Weak, since a cycle would keep an engine's memory longer."""
     strategy_name = "longshore"
     _launcher_kind = TrainerLauncher
 
     def __init__(
-        self,
-        config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
-        *,
-        stage: int | None = None,
-        offload_device: str | None = None,
-        offload: Offload | None = None,
-        wrap_policy: Any = None,
-        weights: str | os.PathLike[str] | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: TrainerPrecision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = RankMethods._timeout,
-        **fields: Any,
+        self, config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None, **arguments: Any
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        # Set once.
-        self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
-        self._extras = Extras(offload, wrap_policy, weights)
-        self._backend = process_group_backend
-        self._timeout = timeout
+        super().__init__(config, **arguments)
         # Change with each call of the Trainer.
         self._engine: Engine | None = None
-        self._claim = ModuleClaim(self._close)
+        self._replaced = False
+        """Whether another strategy has fitted the module since."""
         self._handed_out: Any = None
         """The state dict that was given to hooks, which may change it before it is saved or loaded."""
         self._restored = False
@@ -126,16 +81,11 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
 
     @property
     def precision_plugin(self) -> TrainerPrecision:
-        plugin = self._precision_plugin
-        return LongshorePrecision(TrainerPrecision(), self) if plugin is None else plugin
+        return TrainerEnginePrecision.of(self._precision_plugin or TrainerPrecision(), strategy=self)
 
     @precision_plugin.setter
-    def precision_plugin(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, precision_plugin: TrainerPrecision | None
-    ) -> None:
-        if precision_plugin is not None and not isinstance(precision_plugin, LongshorePrecision):
-            precision_plugin = LongshorePrecision(precision_plugin, self)
-        self._precision_plugin = precision_plugin
+    def precision_plugin(self, precision_plugin: TrainerPrecision | None) -> None:
+        self._precision_plugin = precision_plugin and TrainerEnginePrecision.of(precision_plugin, strategy=self)
 
     # -- starting -------------------------------------------------------------
 
@@ -143,12 +93,16 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
     def engine(self) -> Engine:
         """The engine of the current fit, or of the last one."""
         if self._engine is None:
-            self._claim.check()
+            self._check_claim()
             raise LongshoreError("there is no engine before trainer.fit() has called configure_optimizers()")
         return self._engine
 
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        if self.settings.stage == 3:
+            # Parameters that FSDP2 gathers in inference mode could not be used in the next training step.
+            validation = trainer.fit_loop.epoch_loop.val_loop
+            for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if not fitting and self._engine is not None and self._engine.module is self.lightning_module:
@@ -159,23 +113,51 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
             self._layer_sync.apply(self.lightning_module)  # Trainer(sync_batchnorm=True)
         module = self.precision_plugin.convert_module(self.lightning_module)
         if fitting:
-            self._claim.take(self.lightning_module)
+            self._claim(self.lightning_module)
             self.setup_optimizers(trainer)
         else:
             self._reset_optimizers_and_schedulers()
             # Evaluation steps call its forward, in which FSDP2 gathers the shards.
             self.model = place(module, self._resolved(trainer).config, self._extras, self.root_device)
 
+    def _claim(self, module: LightningModule) -> None:
+        """Close the engine of another strategy that fitted the module before: only one may take its gradients."""
+        found = self._fitted_by.get(module)
+        former = None if found is None else found()
+        if former is not None and former is not self:
+            former._replaced = True
+            former._close()
+        self._fitted_by[module] = weakref.ref(self)
+        self._replaced = False
+
+    def _check_claim(self) -> None:
+        if self._replaced:
+            raise LongshoreError(
+                "another Trainer with longshore has fitted this module since, and has the optimizer's state; save and "
+                "step with that Trainer"
+            )
+
     def setup_optimizers(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
         self._reset_optimizers_and_schedulers()
         with warnings.catch_warnings():
             # The configuration may name an optimizer.
             warnings.filterwarnings("ignore", message=".*configure_optimizers` returned `None`")
             super().setup_optimizers(trainer)
-        if self.settings.stage == 3 and self.is_distributed:
-            check_averaging(getattr(trainer, "callbacks", ()))
-        client = only([each for each in self.optimizers if not isinstance(each, NoOptimizer)])
+        for callback in getattr(trainer, "callbacks", ()) if self.settings.stage == 3 and self.is_distributed else ():
+            if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
+                raise ValueError(
+                    f"{type(callback).__name__} averages whole weights, and at stage 3 each of several ranks has "
+                    "shards; use stage 2, or a callback of yours that reads longshore.gather(module)"
+                )
+        clients = [each for each in self.optimizers if not isinstance(each, NoOptimizer)]
+        if len(clients) > 1:
+            names = ", ".join(type(each).__name__ for each in clients)
+            raise ValueError(
+                f"configure_optimizers() returned {len(clients)} optimizers ({names}), and an engine steps one; return "
+                "one with a parameter group for each of them (groups may have their own lr, betas and weight decay, "
+                "and parameters without a gradient are not stepped)"
+            )
+        client: Any = clients[0] if clients else None
         loaded = self._resolved(trainer, client is not None)
         if client is None and loaded.config.optimizer is None:
             raise ValueError(
@@ -195,44 +177,40 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
             engine.set_gradient_accumulation_boundary(True)
 
     def _resolved(self, trainer: Trainer, has_optimizer: bool = False) -> LoadedConfig:
-        plugin, module = self.precision_plugin, self.lightning_module
-        assert isinstance(plugin, LongshorePrecision)
+        plugin: Any = self.precision_plugin
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == ClipAlgorithm.VALUE:
             raise ValueError(BY_VALUE.format(f"{trainer.gradient_clip_val:g}"))
         # A hook of the user's decides itself whether and how to clip.
-        clips = trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", module)
+        clips = trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", self.lightning_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        source = trainer.fit_loop._data_source.instance  # the loader that was passed to fit(), unless a hook makes it
+        batch_size = getattr(source, "batch_size", None) if isinstance(source, DataLoader) else None
         given = LightningArguments(
             by="Trainer",
             precision=plugin.precision,
             world_size=self.world_size if self.is_distributed else 1,
             accumulation=trainer.accumulate_grad_batches if fitting else None,
             clipping=trainer.gradient_clip_val if clips else None,
-            micro_batch_size=batch_size_of(trainer),
+            micro_batch_size=batch_size,
             has_optimizer=has_optimizer,
             has_scheduler=bool(self.lr_scheduler_configs),
-            loss_scaling=scaling_of(plugin.inner),
+            loss_scaling=plugin.loss_scaling,
         )
         return self.settings.resolved(given)
 
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        made = creation(self.settings.stage, self._extras, self.root_device, empty_init)
-        with made, self.precision_plugin.tensor_init_context():
-            yield
+    def tensor_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
+        return self._creation(empty_init, self.precision_plugin.tensor_init_context())
 
     def model_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
         """Context for making a model outside of ``configure_model``; ``Trainer.init_module`` enters it."""
         return self.tensor_init_context(empty_init)
 
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
     # -- the step -------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
         random, self._random = self._random, None
         trainer = self.lightning_module.trainer
         for callback in trainer.checkpoint_callbacks:  # a resumed one would save this step again, in mid-window
@@ -252,7 +230,6 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         engine, module = self.engine, self.lightning_module
-        assert module is not None
         if not module.automatic_optimization:
             return
         steps = module.trainer.accumulate_grad_batches
@@ -275,22 +252,6 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
         work because gradients are not in ``.grad``.
         """
         return self.engine.optimizer.grad_norm()
-
-    def _evaluate(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.settings.stage < 3:
-            return step(*args, **kwargs)
-        # Parameters that FSDP2 gathers in inference mode could not be used in the next training step.
-        with torch.inference_mode(False), torch.no_grad():
-            return step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().predict_step, *args, **kwargs)
 
     # -- checkpoints ----------------------------------------------------------
 
@@ -322,7 +283,7 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
         self._handed_out = None
         if "optimizer_states" not in checkpoint or self._engine is None:
             if "optimizer_states" in checkpoint:
-                self._claim.check()
+                self._check_claim()
             super().save_checkpoint(whole(checkpoint, self.is_global_zero), path, storage_options)
             return
         if storage_options is not None:
@@ -356,7 +317,6 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
         if not is_folder(path):
             return super().load_checkpoint(path, weights_only)
         module = self.lightning_module
-        assert module is not None
         strict = module.strict_loading
         if self._engine is None:
             found = load_into_model(module, path, strict=strict, weights_only=weights_only)
@@ -371,7 +331,6 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
         handed_out, self._handed_out = self._handed_out, None
         if handed_out is None or not unchanged(checkpoint["state_dict"], handed_out):
             load_whole(self.lightning_module, checkpoint["state_dict"], strict)
@@ -386,7 +345,6 @@ class LongshoreStrategy(RankMethods, TrainerParallelStrategy):
     def teardown(self) -> None:
         """Release everything but the engine, which ``save_checkpoint``, ``test`` and ``predict`` use until the next
         ``fit``."""
-        assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

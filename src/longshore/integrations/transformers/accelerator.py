@@ -30,9 +30,8 @@ class EngineAccelerator(Accelerator):
         # Only methods differ, so that its attributes stay valid.
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
-        accelerator._engine = engine
-        accelerator._pending_norm = None
-        accelerator.scaler = None  # the engine scales
+        # The engine scales the loss itself.
+        vars(accelerator).update(_engine=engine, _pending_norm=None, scaler=None)
         return accelerator
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -56,14 +55,12 @@ class EngineAccelerator(Accelerator):
         self._pending_norm = torch.full((), math.nan)
         return self._pending_norm
 
-    def check_clipping(self) -> None:
-        """Raise ValueError before a step that would clip although nobody asked for it."""
+    def step(self) -> None:
+        """Step the engine, and fill in the norm. Raises ValueError if it would clip although nobody asked for it."""
         clip = self._engine.config.gradient_clipping
         if clip is not None and self._pending_norm is None:
             raise _clipped_otherwise("nothing", clip)
-
-    def stepped(self) -> None:
-        """Fill in the norm, after the engine's step."""
+        self._engine.step()
         norm = self._engine.get_global_grad_norm()
         if self._pending_norm is not None and norm is not None:
             self._pending_norm.fill_(norm)
@@ -89,12 +86,7 @@ def _clipped_otherwise(asked: str, clip: float | None) -> ValueError:
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """The optimizer that the Trainer steps: ``step()`` is the engine's, with clipping and the overflow check.
-
-    Args:
-        engine: this rank's.
-        accelerator: called before and after each step.
-    """
+    """The optimizer that the Trainer steps: ``step()`` is the engine's, with clipping and the overflow check."""
 
     _is_accelerate_prepared = True
 
@@ -107,10 +99,8 @@ class EngineOptimizer(AcceleratedOptimizer):
         if closure is not None:
             raise ValueError("the engine's step() takes no closure; evaluate the model before it")
         if self.gradient_state.sync_gradients:
-            self._accelerator.check_clipping()
-            self._engine.step()
+            self._accelerator.step()
             self._is_overflow = not self._engine.was_step_applied()
-            self._accelerator.stepped()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if self.gradient_state.sync_gradients:

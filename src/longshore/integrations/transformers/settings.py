@@ -6,12 +6,12 @@ import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from longshore.engine.config import Config, ConfigError, SchedulerConfig, load_config
 from longshore.engine.config.agreement import ArgumentValue, contradictions, settle, settle_config
-from longshore.engine.config.reading import Reading, read_file
+from longshore.engine.config.load import read_config
+from longshore.engine.config.reading import Reading
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
 _DEFAULT = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -40,19 +40,14 @@ class TrainerSettings:
         self._args = args
         self._world_size = world_size
         self._file: dict[str, Any] = {}
-        self._source = "config"
         self._schedule: SchedulerConfig | None = None
         self.notes: tuple[str, ...] = ()
-        if isinstance(config, Config):
-            self._schedule = config.scheduler
-            self.config = _agreed_config(config, args, world_size)
+        self._source, content = read_config(_DEFAULT if config is None else config)
+        if isinstance(content, Config):
+            self._schedule = content.scheduler
+            self.config = _agreed_config(content, args, world_size)
             return
-        if config is None or isinstance(config, Mapping):
-            self._file = copy.deepcopy(dict(_DEFAULT if config is None else config))
-        elif isinstance(config, (str, os.PathLike)):
-            self._source, self._file = str(config), read_file(Path(config))
-        else:
-            raise TypeError(f"config must be a path, a dictionary or a longshore.Config, not {type(config).__name__}")
+        self._file = copy.deepcopy(dict(content))
         loaded = self._load(None)
         self.notes = loaded.notes
         self.config = loaded.config.model_copy(update={"scheduler": None})
@@ -64,7 +59,9 @@ class TrainerSettings:
     def _load(self, training_steps: int | None) -> Any:
         """Load the file; with ``training_steps`` None (not known yet), without a schedule that depends on them."""
         data = copy.deepcopy(self._file)
-        if training_steps is None and "auto" in _parameters(data, "scheduler").values():
+        schedule = data.get("scheduler")
+        params = schedule.get("params") if isinstance(schedule, Mapping) else None
+        if training_steps is None and isinstance(params, Mapping) and "auto" in params.values():
             del data["scheduler"]
         statements = [
             *_batch(self._args, self._world_size),
@@ -75,16 +72,8 @@ class TrainerSettings:
         problems = settle(data, statements)
         if problems:
             raise ConfigError(self._source, problems)
-        try:
-            return load_config(data, auto=_autocast_dtype(self._args), world_size=self._world_size)
-        except ConfigError as error:
-            raise ConfigError(self._source, error.problems) from None
-
-
-def _parameters(data: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    found = data.get(section)
-    params = found.get("params") if isinstance(found, Mapping) else None
-    return params if isinstance(params, Mapping) else {}
+        auto = _autocast_dtype(self._args)
+        return load_config(data, auto=auto, world_size=self._world_size, source=self._source)
 
 
 def _says(path: str, value: Any, argument: str, fills: bool) -> ArgumentValue:

@@ -6,9 +6,10 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -67,30 +68,25 @@ class TrainerMixin:
         self._longshore_schedule: Any = None
         super().__init__(*args, **kwargs)
 
-    # Attributes of transformers.Trainer, for the type checker.
-    args: Any
-    model: Any
-    model_wrapped: Any
-    accelerator: Any
-    optimizer: Any
-    lr_scheduler: Any
-    optimizer_cls_and_kwargs: Any
-    label_smoother: Any
-    control: Any
-    state: Any
+    if TYPE_CHECKING:
+        # Attributes of transformers.Trainer.
+        def __getattr__(self, name: str) -> Any: ...
 
     def _base(self) -> Any:
-        """The trainer's own methods, below this class."""
+        """The methods of the trainer that this class is mixed into."""
         return super()
 
     # -- before training ------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        _refuse(self.args)
+        for name, instead in _INSTEAD.items():
+            if value := getattr(self.args, name, None):
+                raise ValueError(
+                    f"TrainingArguments({name}={value!r}) is not supported by longshore's Trainer: {instead}"
+                )
         # Report everything that is wrong before the model is moved.
         settings = self._settings()
-        sharded = settings.config.stage == 3 and self.args.world_size > 1
-        if sharded and self.args.load_best_model_at_end and self.args.save_only_model:
+        if self._in_shards() and self.args.load_best_model_at_end and self.args.save_only_model:
             raise ValueError(
                 "at stage 3 on several ranks load_best_model_at_end=True loads what the engine saved, and "
                 "save_only_model=True does not save that; leave out one of the two"
@@ -106,30 +102,33 @@ class TrainerMixin:
             )
             self.args._n_gpu = 1
         self._base().create_accelerator_and_postprocess()
-        _refuse_plugins(self.accelerator)
+        for plugin in ("deepspeed_plugin", "fsdp_plugin"):
+            if getattr(self.accelerator.state, plugin, None) is not None:
+                raise ValueError(
+                    f"accelerate was started with a {plugin}, which would shard the model too; start with torchrun, or "
+                    "with an accelerate configuration that has neither DeepSpeed nor FSDP"
+                )
 
     def _settings(self) -> TrainerSettings:
         return TrainerSettings(self._longshore_config, self.args, self.args.world_size)
 
-    @property
     def _in_shards(self) -> bool:
-        return self.engine is not None and self.engine.config.stage == 3 and self.engine.ranks.world_size > 1
+        """Whether several ranks share the parameters, so that no rank has the whole model."""
+        config = self._settings().config if self.engine is None else self.engine.config
+        return self.args.world_size > 1 and config.stage == 3
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # The engine moves the model; if it is sharded, after that.
-        if self.args.world_size == 1 or self._settings().config.stage < 3:
-            if any(parameter.is_meta for parameter in model.parameters()):
-                return
+        # The engine moves the model if it is sharded, after sharding, or if its weights are read from files.
+        if not self._in_shards() and not any(parameter.is_meta for parameter in model.parameters()):
             self._base()._move_model_to_device(model, device)
 
     # -- the engine -----------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """The engine's optimizer; the engine is made at the first call for a model."""
-        mine = isinstance(self.optimizer, EngineOptimizer) and self.engine is not None
-        if mine and self.engine is not None and self.engine.module is self.model:
-            return self.optimizer
-        self._start_engine()
+        engine = self.engine
+        if engine is None or engine.module is not self.model or not isinstance(self.optimizer, EngineOptimizer):
+            self._start_engine()
         return self.optimizer
 
     def _start_engine(self) -> None:
@@ -147,8 +146,10 @@ class TrainerMixin:
             )
         else:
             client, parameters = None, self._groups()
-        if settings.config.stage == 3 and self.args.world_size > 1:
-            self._keep_shifting()
+        if self.label_smoother is not None and self.model._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            # The Trainer decides by the name of the model's class whether labels are shifted, and fully_shard changes
+            # the name.
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
         if self.args.torch_compile:
             self.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         engine = initialize(
@@ -165,12 +166,6 @@ class TrainerMixin:
         self.engine = engine
         self.accelerator = EngineAccelerator.take_over(self.accelerator, engine)
         self.optimizer = EngineOptimizer(engine, self.accelerator)
-
-    def _keep_shifting(self) -> None:
-        """Keep the label smoother shifting labels: the Trainer decides that by the name of the model's class, which
-        ``fully_shard`` changes."""
-        if self.label_smoother is not None and self.model._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            self.label_smoother = _ShiftingSmoother(self.label_smoother)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Parameter groups with and without weight decay, as the Trainer makes them."""
@@ -193,10 +188,9 @@ class TrainerMixin:
         return self.lr_scheduler
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        if training:
+        # A rank may not have memory for the whole model, so evaluation shards it too.
+        if training or (self.engine is None and self._in_shards()):
             self.create_optimizer()
-        elif self.engine is None and self._settings().config.stage == 3 and self.args.world_size > 1:
-            self.create_optimizer()  # a rank may not have memory for the whole model, so that evaluation shards it too
         if self.engine is not None and self.engine.module is self.model:
             return self.engine
         return self._base()._wrap_model(model, training, dataloader)
@@ -231,8 +225,9 @@ class TrainerMixin:
         return self._base()._finalize_training(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = self._running()
-        engine.save_checkpoint(output_dir, _TAG, exclude_frozen_parameters=_is_adapter(self.model))
+        # PEFT saves an adapter's frozen weights elsewhere.
+        is_adapter = hasattr(self.model, "peft_config") and hasattr(self.model, "base_model")
+        self._running().save_checkpoint(output_dir, _TAG, exclude_frozen_parameters=is_adapter)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
@@ -269,15 +264,15 @@ class TrainerMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As ``transformers.Trainer.save_model``; all ranks have to call it."""
-        if not self._in_shards:
-            return self._base().save_model(output_dir, _internal_call)
+        if self.engine is None or not self._in_shards():
+            self._base().save_model(output_dir, _internal_call)
+            return
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = get_model_state_dict(self.model, options=options)
         if self.args.should_save:
             self._base()._save(output_dir if output_dir is not None else self.args.output_dir, state_dict=whole)
         if self.args.push_to_hub and not _internal_call:
             self._base().push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-        return None
 
     def _running(self) -> Engine:
         if self.engine is None:
@@ -292,16 +287,6 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """
 
 
-class _ShiftingSmoother:
-    """A label smoother that shifts labels, for causal language models."""
-
-    def __init__(self, smoother: Callable[..., torch.Tensor]) -> None:
-        self._smoother = smoother
-
-    def __call__(self, outputs: Any, labels: torch.Tensor, shift_labels: bool = True, **kwargs: Any) -> torch.Tensor:
-        return self._smoother(outputs, labels, shift_labels=True, **kwargs)
-
-
 _INSTEAD = {
     "deepspeed": "give the file as Trainer(config=...)",
     "fsdp": "use Trainer(config={'zero_optimization': {'stage': 3}, ...})",
@@ -313,29 +298,8 @@ _INSTEAD = {
 """Arguments that would have another library shard or cast the model, and what to do instead."""
 
 
-def _refuse(args: Any) -> None:
-    for name, instead in _INSTEAD.items():
-        value = getattr(args, name, None)
-        if value:
-            raise ValueError(f"TrainingArguments({name}={value!r}) is not supported by longshore's Trainer: {instead}")
-
-
-def _refuse_plugins(accelerator: Any) -> None:
-    for plugin in ("deepspeed_plugin", "fsdp_plugin"):
-        if getattr(accelerator.state, plugin, None) is not None:
-            raise ValueError(
-                f"accelerate was started with a {plugin}, which would shard the model too; start with torchrun, or "
-                "with an accelerate configuration that has neither DeepSpeed nor FSDP"
-            )
-
-
 def _has_engine_part(checkpoint: str) -> bool:
     return (Path(checkpoint) / _TAG).is_dir()
-
-
-def _is_adapter(model: nn.Module) -> bool:
-    """Whether it is a PEFT model, whose frozen weights are saved elsewhere."""
-    return hasattr(model, "peft_config") and hasattr(model, "base_model")
 
 
 def _newest_complete(output_dir: Path) -> str:
@@ -344,12 +308,9 @@ def _newest_complete(output_dir: Path) -> str:
     Raises:
         ValueError: there is none.
     """
-    found: list[tuple[int, Path]] = []
-    for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        number = path.name.rpartition("-")[2]
-        if number.isdecimal() and path.is_dir():
-            found.append((int(number), path))
-    for _, path in sorted(found, reverse=True):
+    paths = {path.name.rpartition("-")[2]: path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    numbers = sorted((number for number in paths if number.isdecimal() and paths[number].is_dir()), key=int)
+    for path in (paths[number] for number in reversed(numbers)):
         try:
             json.loads((path / _STATE).read_text())
             if _has_engine_part(str(path)):
