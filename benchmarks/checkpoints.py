@@ -2,7 +2,7 @@
 
 One rank, ZeRO-2 with cpu offload, a Llama in bfloat16. In each round one save
 that training waits for, and one that is written while training goes on; the
-step after it is taken at once, so that it has to step beside every page that is
+step after it is taken at once, so that it has to step beside every buffer that is
 not written yet. ``torch.save`` of the same state dictionaries, with a flush to
 the disk, which gives neither checksums nor a name that appears at once, is what
 people have otherwise.
@@ -25,14 +25,14 @@ import torch
 from benchmarks.contestants import ENGINE, Setup, start
 from benchmarks.report import Row, at_most
 from benchmarks.timing import Note, paired_ratio, summary
-from longshore.host.memory import PageHolds
+from longshore.tiles.memory import PendingReads
 
 PART = "Checkpoints"
 TOKENS = 32
 SAVE, CALL, WAITS, PAUSE, WRITTEN, TORCH, LOAD = (
     "save",
     "async save: the call",
-    "async save: steps wait for pages",
+    "async save: steps wait for buffers",
     "async save: the pause in all",
     "async save: until it is on the disk",
     "torch.save and fsync",
@@ -106,17 +106,17 @@ def _timed(work: Callable[[], object]) -> float:
 
 @contextmanager
 def _waits() -> Iterator[list[float]]:
-    """Seconds that each step waited for a page."""
-    wait, seconds = PageHolds.wait_for, []
+    """Seconds that each step waited for a buffer."""
+    wait, seconds = PendingReads.wait_for, []
 
-    def waiting(holds: PageHolds, released: int) -> None:
-        seconds.append(_timed(lambda: wait(holds, released)))
+    def waiting(pending_reads: PendingReads, released: int) -> None:
+        seconds.append(_timed(lambda: wait(pending_reads, released)))
 
-    PageHolds.wait_for = waiting
+    PendingReads.wait_for = waiting
     try:
         yield seconds
     finally:
-        PageHolds.wait_for = wait
+        PendingReads.wait_for = wait
 
 
 def _torch_save(engine: Any, path: Path) -> None:

@@ -132,7 +132,7 @@ def _one_line(model: nn.Module, setup: Setup) -> Training:
 def _engine(model: nn.Module, setup: Setup, simulated: bool = False, stage: int = 2) -> Training:
     import longshore
 
-    # Copies on a device's lanes are never instant; so they wait here, up to 2 ms each.
+    # Copies on a device's streams are never instant; so they wait here, up to 2 ms each.
     transfer = longshore.SimulatedTransfer() if simulated else None
     offload = longshore.Offload(threads=setup.threads, transfer=transfer)
     engine, *_ = longshore.initialize(

@@ -20,7 +20,7 @@ class NotAvailable(Exception):
 
 
 def load_floor(threads: int) -> Callable[[Tensor, Tensor], None]:
-    """A function of a page ``[3, numel]`` and a fourth array ``[numel]``, all float32; it changes no value.
+    """A function of a buffer ``[3, numel]`` and a fourth array ``[numel]``, all float32; it changes no value.
 
     Raises:
         NotAvailable: no compiler, or it fails.
@@ -43,8 +43,8 @@ def load_floor(threads: int) -> Callable[[Tensor, Tensor], None]:
     floor_pass.restype = None
     floor_pass.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t, ctypes.c_int, ctypes.c_float, ctypes.c_float]
 
-    def run(page: Tensor, fourth: Tensor) -> None:
-        a, b, c = page
+    def run(buffer: Tensor, fourth: Tensor) -> None:
+        a, b, c = buffer
         floor_pass(a.data_ptr(), b.data_ptr(), c.data_ptr(), fourth.data_ptr(), fourth.numel(), threads, 1.0, 0.0)
 
     return run

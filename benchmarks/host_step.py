@@ -26,9 +26,9 @@ from torch import Tensor
 from benchmarks.floor import NotAvailable, load_floor
 from benchmarks.report import Row, at_least
 from benchmarks.timing import Case, Note, interleave, least_ratio, paired_ratio, summary
-from longshore.host.memory import allocate_zeros
 from longshore.kernels import HostKernels, InstructionSet, Scale, TileSegment
 from longshore.optim.rules.adam import AdamRule
+from longshore.tiles.memory import allocate_zeros
 
 PART = "Host step"
 BYTES_PER_PARAMETER = 28
@@ -58,15 +58,15 @@ class Arrays:
     def __init__(self, numel: int) -> None:
         generator = torch.Generator().manual_seed(0)
         row_numel = numel + STAGGER_NUMEL
-        self.pages = [allocate_zeros(3 * row_numel).view(3, row_numel) for _ in range(2)]
-        self.page, self.other_page = (page[:, :numel] for page in self.pages)
+        self.buffers = [allocate_zeros(3 * row_numel).view(3, row_numel) for _ in range(2)]
+        self.buffer, self.other_buffer = (buffer[:, :numel] for buffer in self.buffers)
         self.gradient32 = allocate_zeros(numel + 3 * STAGGER_NUMEL)[3 * STAGGER_NUMEL :]
         self.gradient, self.buffer, self.output = (_bfloat16(numel, 4 + index) for index in range(3))
         self.gradient.normal_(std=1e-3, generator=generator)
-        self.page[0].normal_(std=0.02, generator=generator)
-        self.page[1].copy_(self.gradient)
-        self.page[2].copy_(self.gradient).square_()
-        for touched in (self.other_page, self.gradient32, self.output):
+        self.buffer[0].normal_(std=0.02, generator=generator)
+        self.buffer[1].copy_(self.gradient)
+        self.buffer[2].copy_(self.gradient).square_()
+        for touched in (self.other_buffer, self.gradient32, self.output):
             touched.fill_(1.0)
 
     def restore_gradient(self) -> None:
@@ -84,14 +84,14 @@ def _bfloat16(numel: int, stagger: int) -> Tensor:
 def ours(
     arrays: Arrays, threads: int, *, in_place: bool = True, tiled: bool = False, instructions: str | None = None
 ) -> Callable[[], None]:
-    """The native pass. In place, the parameter overwrites its gradient; out of place, page A gives page B.
+    """The native pass. In place, the parameter overwrites its gradient; out of place, buffer A gives buffer B.
 
     ``tiled``: in calls of the default tile size rather than in one.
     """
     kernels = HostKernels(threads, instruction_set=InstructionSet[instructions] if instructions else None)
     numel = arrays.buffer.numel()
     output = arrays.buffer if in_place else arrays.output
-    source, target = arrays.pages[0], arrays.pages[0 if in_place else 1]
+    source, target = arrays.buffers[0], arrays.buffers[0 if in_place else 1]
     cut = TILE_NUMEL if tiled else numel
     tables = [
         [TileSegment(start, arrays.buffer[start : start + cut], output[start : start + cut], 0)]
@@ -107,14 +107,14 @@ def ours(
 
 def by_hand(arrays: Arrays) -> Callable[[], None]:
     """Plain torch with preallocated buffers: cast, scale, ``AdamW(fused=True)``, cast back."""
-    master = torch.nn.Parameter(arrays.page[0])
+    master = torch.nn.Parameter(arrays.buffer[0])
     optimizer = torch.optim.AdamW(
         [master], lr=RULE.lr, betas=(RULE.beta1, RULE.beta2), eps=RULE.eps, weight_decay=RULE.weight_decay, fused=True
     )
     optimizer.state[master] = {
         "step": torch.tensor(RULE.step - 1.0),
-        "exp_avg": arrays.page[1],
-        "exp_avg_sq": arrays.page[2],
+        "exp_avg": arrays.buffer[1],
+        "exp_avg_sq": arrays.buffer[2],
     }
     master.grad = arrays.gradient32
     return _cast_scale_step_cast(arrays, optimizer.step)
@@ -134,13 +134,13 @@ def deepspeed_cpu_adam(arrays: Arrays) -> Callable[[], None]:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        master = torch.nn.Parameter(arrays.page[0])
+        master = torch.nn.Parameter(arrays.buffer[0])
         optimizer = DeepSpeedCPUAdam(
             [master], lr=RULE.lr, betas=(RULE.beta1, RULE.beta2), eps=RULE.eps, weight_decay=RULE.weight_decay
         )
     except Exception as failure:
         raise NotAvailable(f"DeepSpeedCPUAdam does not load: {type(failure).__name__}: {failure}"[:300]) from failure
-    optimizer.state[master] = {"step": RULE.step - 1, "exp_avg": arrays.page[1], "exp_avg_sq": arrays.page[2]}
+    optimizer.state[master] = {"step": RULE.step - 1, "exp_avg": arrays.buffer[1], "exp_avg_sq": arrays.buffer[2]}
     master.grad = arrays.gradient32
     return _cast_scale_step_cast(arrays, optimizer.step)
 
@@ -151,7 +151,7 @@ def _cast_scale_step_cast(arrays: Arrays, step: Callable[[], Any]) -> Callable[[
         arrays.gradient32.copy_(arrays.buffer)
         arrays.gradient32.mul_(CLIP_SCALE)
         step()
-        arrays.buffer.copy_(arrays.page[0])
+        arrays.buffer.copy_(arrays.buffer[0])
 
     return run
 
@@ -177,10 +177,10 @@ def check_agreement(threads: int, with_deepspeed: bool) -> None:
         arrays.restore_gradient()
         contestant(arrays)()
         moved = name == "ours out of place"
-        page, output = (arrays.other_page, arrays.output) if moved else (arrays.page, arrays.buffer)
+        buffer, output = (arrays.other_buffer, arrays.output) if moved else (arrays.buffer, arrays.buffer)
         exact = name != "DeepSpeed"  # it rounds otherwise
         same = torch.equal if exact else torch.allclose
-        if not same(page, expected.page) or (exact and not torch.equal(output, expected.buffer)):
+        if not same(buffer, expected.buffer) or (exact and not torch.equal(output, expected.buffer)):
             raise RuntimeError(f"{name} does not compute the step that torch computes; its time would mean nothing")
 
 
@@ -197,7 +197,7 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     steps: dict[str, Callable[[], None]] = {}
     try:
         floor_pass = load_floor(settings.threads)
-        steps["floor"] = lambda: floor_pass(arrays.page, arrays.gradient32)
+        steps["floor"] = lambda: floor_pass(arrays.buffer, arrays.gradient32)
     except NotAvailable as reason:
         missing["floor"] = str(reason)
     steps["ours"] = ours(arrays, settings.threads)

@@ -1,6 +1,6 @@
 """Stepping ahead of the verdict, beside a device whose backward takes its time and leaves the CPUs free.
 
-The device is CPU memory with lanes of its own; its backward sleeps, and hands
+The device is CPU memory with streams of its own; its backward sleeps, and hands
 over one gradient after the other. What ``step()`` takes is what the host step
 leaves exposed; publishing, which has to wait for the verdict in any case, is
 timed apart.

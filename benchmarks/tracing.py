@@ -23,7 +23,7 @@ import longshore
 from benchmarks.llama import LlamaSize, make_llama, make_tokens
 from benchmarks.report import Row, at_most
 from benchmarks.timing import Case, Note, interleave, least_ratio, paired_ratio, summary
-from longshore.host.events import STEP_IN_PLACE
+from longshore.tiles.events import STEP_IN_PLACE
 from longshore.tracing import Trace
 from longshore.tracing.events import EventRecorder
 

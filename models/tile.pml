@@ -1,18 +1,18 @@
-/* One tile, its two pages and the threads that touch them, small enough to try every interleaving.
+/* One tile, its two buffers and the threads that touch them, small enough to try every interleaving.
  *
- * The caller brings gradients, discards them and steps; the lane copies; the
- * worker adds and steps ahead. What a page holds is reduced to a number: the sum
+ * The caller brings gradients, discards them and steps; the stream copies; the
+ * worker adds and steps ahead. What a buffer holds is reduced to a number: the sum
  * over windows of gradients times scale. So a gradient that is lost, counted
  * twice, scaled by a bet that did not hold, or left over from another window
  * shows as another number.
  *
  *   no lost gradient        what is published is the old value plus this window's gradients, truly scaled
- *   no stale publish        the parameter is the tile's page after each step
- *   no page in two hands    each page is the tile's, the spare's, a pass's or the pool's
+ *   no stale publish        the parameter is the tile's buffer after each step
+ *   no buffer in two hands    each buffer is the tile's, the spare's, a pass's or the pool's
  *   every window ends       no end state but the last line of the caller, and no cycle without progress
  *
  * BUG=1.. takes one rule away; scripts/check_model.sh sees that each is missed.
- * The code: src/longshore/host/{tile_state,tile,store,speculation,stepping}.py.
+ * The code: src/longshore/tiles/{tile_state,tile,store,speculation,stepping}.py.
  */
 #ifndef BUG
 #define BUG 0
@@ -25,8 +25,8 @@ mtype = { ADD, PASS };
 mtype = { POOL, TILE, SPARE, IN_PASS };
 
 mtype state = EMPTY;
-byte ticket, arrivals, expected;
-byte page[2];
+byte version, arrivals, expected;
+byte buffer[2];
 mtype hand[2];
 byte mine = 0, spare;
 
@@ -36,18 +36,18 @@ bool copied;
 
 /* The bet that is out: from its beginning to the end of the window. */
 bool bet, bet_open;
-byte bet_ticket, bet_page;
+byte bet_version, bet_buffer;
 
 byte truth, parameter;
 
-chan lane = [1] of { bit };
+chan stream = [1] of { bit };
 chan jobs = [6] of { mtype };
 byte pending; /* jobs that were submitted and have not run */
 
-active proctype Lane() {
+active proctype CopyStream() {
     bit ignored;
 end: do
-    :: lane ? ignored -> atomic { sum = 1; copied = true }
+    :: stream ? ignored -> atomic { sum = 1; copied = true }
     od
 }
 
@@ -59,13 +59,13 @@ end: do
         atomic { sum++; pending-- }
     :: jobs ? PASS ->
         if
-        :: bet_ticket != ticket -> skip /* nobody wants it any more */
+        :: bet_version != version -> skip /* nobody wants it any more */
         :: else ->
 #if BUG != 1
             copied;
 #endif
-            read = page[mine] + sum;
-            page[bet_page] = read
+            read = buffer[mine] + sum;
+            buffer[bet_buffer] = read
         fi;
         pending--
     od
@@ -88,8 +88,8 @@ inline consider() {
         state = READY;
         if
         :: !bet && hand[1 - mine] == POOL ->
-            bet = true; bet_open = true; bet_ticket = ticket; bet_page = 1 - mine;
-            hand[bet_page] = IN_PASS;
+            bet = true; bet_open = true; bet_version = version; bet_buffer = 1 - mine;
+            hand[bet_buffer] = IN_PASS;
             state = STEPPING;
             submit(PASS)
         :: else -> skip /* no spare: it waits */
@@ -103,11 +103,11 @@ inline arrive() {
     drop();
     arrivals++;
 #if BUG != 2
-    ticket++;
+    version++;
 #endif
     state = FILLING;
     if
-    :: arrivals == 1 -> lane ! 0
+    :: arrivals == 1 -> stream ! 0
     :: else -> submit(ADD)
     fi;
     consider()
@@ -126,12 +126,12 @@ inline harvest() {
     :: bet_open ->
         bet_open = false;
         if
-        :: bet_ticket == ticket ->
+        :: bet_version == version ->
             assert(state == STEPPING);
-            state = STEPPED; spare = bet_page; hand[spare] = SPARE
+            state = STEPPED; spare = bet_buffer; hand[spare] = SPARE
         :: else ->
 #if BUG != 4
-            give_back(bet_page)
+            give_back(bet_buffer)
 #else
             skip
 #endif
@@ -147,7 +147,7 @@ inline end_window() {
     copied = false; /* or the next window's copy is not waited for */
 #endif
     bet = false;
-    ticket++
+    version++
 }
 
 inline discard() {
@@ -161,7 +161,7 @@ inline step(scale) {
     drain();
     harvest();
     if
-    :: state == STEPPED && (scale == 1 || BUG == 6) -> /* as assumed: the spare is the page */
+    :: state == STEPPED && (scale == 1 || BUG == 6) -> /* as assumed: the spare is the buffer */
         hand[mine] = POOL; mine = spare; hand[mine] = TILE;
         state = COMMITTED
     :: else ->
@@ -171,18 +171,18 @@ inline step(scale) {
         fi;
         assert(state == FILLING || state == READY);
         state = COMMITTING;
-        page[mine] = page[mine] + sum * scale;
+        buffer[mine] = buffer[mine] + sum * scale;
         state = COMMITTED
     fi;
-    assert(page[mine] == truth + arrivals * scale);
-    truth = page[mine];
-    parameter = page[mine];
+    assert(buffer[mine] == truth + arrivals * scale);
+    truth = buffer[mine];
+    parameter = buffer[mine];
     expected = arrivals;
     end_window()
 }
 
 inline check_hands() {
-    assert(parameter == page[mine] && hand[mine] == TILE);
+    assert(parameter == buffer[mine] && hand[mine] == TILE);
     assert(hand[1 - mine] == POOL);
     assert(pending == 0 && !bet_open)
 }

@@ -22,7 +22,7 @@ using namespace longshore;
 namespace {
 
 using Address = std::uintptr_t;
-// page_offset, numel, gradient, output, row of scalars, gradient dtype, output dtype
+// buffer_offset, numel, gradient, output, row of scalars, gradient dtype, output dtype
 using SegmentRow = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t, std::int32_t>;
 // address, dtype, numel
 using PieceRow = std::tuple<Address, std::int32_t, std::int64_t>;
@@ -35,12 +35,12 @@ T* pointer(Address address) {
 
 Scale scale_of(const ScalePair& pair) { return {std::get<0>(pair), std::get<1>(pair)}; }
 
-// One page that is stepped into another, or into itself.
-using PageRow = std::tuple<Address, Address, std::int64_t, std::int64_t>;  // source, target, arrays, numel
+// One buffer that is stepped into another, or into itself.
+using BufferRow = std::tuple<Address, Address, std::int64_t, std::int64_t>;  // source, target, arrays, numel
 
-TileStep tile_of(std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
+TileStep tile_of(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
                  std::vector<std::vector<double>> scalars) {
-    const auto [source, target, arrays, numel] = page;
+    const auto [source, target, arrays, numel] = buffer;
     TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, rule, std::move(scalars)};
     tile.segments.reserve(segments.size());
     for (const auto& [offset, count, gradient, output, row, gradient_dtype, output_dtype] : segments) {
@@ -50,14 +50,14 @@ TileStep tile_of(std::int32_t rule, const PageRow& page, const std::vector<Segme
     return tile;
 }
 
-void py_check(std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
+void py_check(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
               std::vector<std::vector<double>> scalars) {
-    check_tile(tile_of(rule, page, segments, std::move(scalars)));
+    check_tile(tile_of(rule, buffer, segments, std::move(scalars)));
 }
 
-void py_step(ThreadPool& pool, std::int32_t rule, const PageRow& page, const std::vector<SegmentRow>& segments,
+void py_step(ThreadPool& pool, std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
              std::vector<std::vector<double>> scalars, InstructionSet isa) {
-    const TileStep tile = tile_of(rule, page, segments, std::move(scalars));
+    const TileStep tile = tile_of(rule, buffer, segments, std::move(scalars));
     nb::gil_scoped_release release;
     step_tile(tile, pool, isa);
 }
@@ -115,9 +115,9 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &ThreadPool::threads);
 
     m.def("rules", &py_rules, "The names of the rules; step() takes a place in this list.");
-    m.def("check", &py_check, nb::arg("rule"), nb::arg("page"), nb::arg("segments"), nb::arg("scalars"),
+    m.def("check", &py_check, nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
           "The checks of step() alone, which read no memory.");
-    m.def("step", &py_step, nb::arg("pool"), nb::arg("rule"), nb::arg("page"), nb::arg("segments"), nb::arg("scalars"),
+    m.def("step", &py_step, nb::arg("pool"), nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
           nb::arg("isa"));
     m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());

@@ -13,11 +13,11 @@ namespace longshore {
 
 enum class DType : int32_t { none = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
 
-// The arrays of the largest page: master and two moments.
+// The arrays of the largest buffer: master and two moments.
 inline constexpr size_t kMostArrays = 3;
 
 // A run of consecutive elements of one segment: the same run of each of the
-// page's arrays, the master first. Source and target arrays are the same (in
+// buffer's arrays, the master first. Source and target arrays are the same (in
 // place) or do not overlap; the output may be the gradient.
 struct Span {
     const float* in[kMostArrays];

@@ -25,7 +25,7 @@ namespace {
 // makes in-place use and an output over its own gradient sound.
 constexpr size_t kBlock = 64;
 
-// The gradient, and the page's arrays: the master first.
+// The gradient, and the buffer's arrays: the master first.
 template <size_t Arrays>
 struct Block {
     alignas(64) float g[kBlock];
@@ -78,7 +78,7 @@ LONGSHORE_INLINE void store(float* target, const float* source, size_t numel) {
     for (; i < numel; ++i) target[i] = source[i];
 }
 
-// The arrays of a page one after the other, without a loop over them: with one,
+// The arrays of a buffer one after the other, without a loop over them: with one,
 // the block would have to be in memory.
 template <size_t At = 0, size_t Arrays>
 LONGSHORE_INLINE void load_arrays(Block<Arrays>& b, const Span& span, size_t at, size_t count) {

@@ -85,8 +85,8 @@ struct Adagrad {
     }
 };
 
-// Without a buffer the page is the master alone. Without momentum, a buffer that
-// the page has stays as it is.
+// A state buffer without momentum is the master alone. A momentum that is there
+// stays as it is in a group without one.
 template <bool Buffer>
 struct Sgd {
     static constexpr size_t kArrays = Buffer ? 2 : 1;
@@ -116,7 +116,7 @@ void sgd(const float* s, DType gradient, DType output, const Span& span, bool st
                      : step_by<Sgd<false>>(s, gradient, output, span, stream);
 }
 
-// Name, scalars of a row, least and most arrays of a page, and what steps.
+// Name, scalars of a row, least and most arrays of a buffer, and what steps.
 constexpr RuleEntry kRules[] = {
     {"Adam", 10, 3, 3, adam},
     {"Lion", 8, 2, 2, step_by<Lion>},

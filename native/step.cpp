@@ -42,35 +42,35 @@ void check_scalars(const TileStep& tile, const RuleEntry& rule) {
         }
     }
     const auto least = static_cast<std::int64_t>(rule.least_arrays), most = static_cast<std::int64_t>(rule.most_arrays);
-    if (tile.scalars.empty() || (tile.page_arrays >= least && tile.page_arrays <= most)) return;
-    throw std::invalid_argument("a page of " + std::to_string(tile.page_arrays) + " arrays, and " + rule.name +
+    if (tile.scalars.empty() || (tile.buffer_arrays >= least && tile.buffer_arrays <= most)) return;
+    throw std::invalid_argument("a buffer of " + std::to_string(tile.buffer_arrays) + " arrays, and " + rule.name +
                                 " has " + std::to_string(least) + (least == most ? "" : " or " + std::to_string(most)));
 }
 
 void check_table(const TileStep& tile, const RuleEntry& rule) {
-    if (tile.page_numel < 0) throw std::invalid_argument("a page of negative size");
-    check_address(tile.source_page, DType::float32, "the source page");
-    check_address(tile.target_page, DType::float32, "the target page");
-    if (tile.page_arrays < 1 || tile.page_arrays > static_cast<std::int64_t>(kMostArrays)) {
-        throw std::invalid_argument("a page of " + std::to_string(tile.page_arrays) + " arrays");
+    if (tile.buffer_numel < 0) throw std::invalid_argument("a buffer of negative size");
+    check_address(tile.source_buffer, DType::float32, "the source buffer");
+    check_address(tile.target_buffer, DType::float32, "the target buffer");
+    if (tile.buffer_arrays < 1 || tile.buffer_arrays > static_cast<std::int64_t>(kMostArrays)) {
+        throw std::invalid_argument("a buffer of " + std::to_string(tile.buffer_arrays) + " arrays");
     }
     check_scalars(tile, rule);
-    const std::size_t page_bytes = sizeof(float) * static_cast<std::size_t>(tile.page_arrays * tile.page_numel);
-    if (tile.source_page != tile.target_page && overlap(tile.source_page, page_bytes, tile.target_page, page_bytes)) {
-        throw std::invalid_argument("the source and target pages overlap without being the same");
+    const std::size_t buffer_bytes = sizeof(float) * static_cast<std::size_t>(tile.buffer_arrays * tile.buffer_numel);
+    if (tile.source_buffer != tile.target_buffer && overlap(tile.source_buffer, buffer_bytes, tile.target_buffer, buffer_bytes)) {
+        throw std::invalid_argument("the source and target buffers overlap without being the same");
     }
     std::int64_t end = 0;
     for (std::size_t i = 0; i < tile.segments.size(); ++i) {
         const Segment& segment = tile.segments[i];
         if (segment.numel <= 0) refuse(i, "has no elements");
-        if (segment.page_offset < end) refuse(i, "begins before the one ahead of it ends");
-        if (segment.numel > tile.page_numel - segment.page_offset) refuse(i, "reaches past the end of the page");
+        if (segment.buffer_offset < end) refuse(i, "begins before the one ahead of it ends");
+        if (segment.numel > tile.buffer_numel - segment.buffer_offset) refuse(i, "reaches past the end of the buffer");
         if (segment.row < 0 || static_cast<std::size_t>(segment.row) >= tile.scalars.size()) {
             refuse(i, "names a rule that the tile does not have");
         }
         check_address(segment.gradient, segment.gradient_dtype, "the gradient");
         check_output(segment, i);
-        end = segment.page_offset + segment.numel;
+        end = segment.buffer_offset + segment.numel;
     }
 }
 
@@ -87,21 +87,21 @@ void check_table(const TileStep& tile, const RuleEntry& rule) {
 // Steps elements [begin, begin + count) of one segment.
 void step_span(const TileStep& tile, const Segment& segment, const RuleEntry& rule, const float* scalars,
                std::int64_t begin, std::int64_t count) {
-    const std::int64_t at = segment.page_offset + begin;
+    const std::int64_t at = segment.buffer_offset + begin;
     const std::size_t offset = static_cast<std::size_t>(begin);
     Span span{};
-    span.arrays = static_cast<std::size_t>(tile.page_arrays);
+    span.arrays = static_cast<std::size_t>(tile.buffer_arrays);
     for (std::size_t k = 0; k < span.arrays; ++k) {
-        const std::int64_t row = static_cast<std::int64_t>(k) * tile.page_numel;
-        span.in[k] = tile.source_page + row + at;
-        span.out[k] = tile.target_page + row + at;
+        const std::int64_t row = static_cast<std::int64_t>(k) * tile.buffer_numel;
+        span.in[k] = tile.source_buffer + row + at;
+        span.out[k] = tile.target_buffer + row + at;
     }
     span.gradient = static_cast<const char*>(segment.gradient) + offset * item_bytes(segment.gradient_dtype);
     if (segment.output_dtype != DType::none) {
         span.output = static_cast<char*>(segment.output) + offset * item_bytes(segment.output_dtype);
     }
     span.numel = static_cast<std::size_t>(count);
-    rule.step(scalars, segment.gradient_dtype, segment.output_dtype, span, tile.source_page != tile.target_page);
+    rule.step(scalars, segment.gradient_dtype, segment.output_dtype, span, tile.source_buffer != tile.target_buffer);
 }
 
 }  // namespace

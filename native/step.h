@@ -12,10 +12,10 @@ namespace longshore {
 
 class ThreadPool;
 
-// One parameter's part of a tile. `page_offset` counts elements from the start
-// of each of the page's arrays.
+// One parameter's part of a tile. `buffer_offset` counts elements from the start
+// of each of the buffer's arrays.
 struct Segment {
-    std::int64_t page_offset;
+    std::int64_t buffer_offset;
     std::int64_t numel;
     const void* gradient;
     void* output;  // null exactly when output_dtype is none
@@ -24,13 +24,13 @@ struct Segment {
     DType output_dtype;
 };
 
-// A page holds `page_arrays` float arrays, each `page_numel` elements long, one
+// A buffer holds `buffer_arrays` float arrays, each `buffer_numel` elements long, one
 // behind the other: the master, then the states of the rule.
 struct TileStep {
-    const float* source_page;
-    float* target_page;  // the same as source_page: in place
-    std::int64_t page_arrays;
-    std::int64_t page_numel;
+    const float* source_buffer;
+    float* target_buffer;  // the same as source_buffer: in place
+    std::int64_t buffer_arrays;
+    std::int64_t buffer_numel;
     std::vector<Segment> segments;
     std::int32_t rule;  // index into a kernel table's rules
     // One row for each set of hyper-parameters, in double and as long as the rule

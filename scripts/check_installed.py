@@ -42,16 +42,16 @@ def check_native() -> None:
     results = {}
     for isa in native.supported_instruction_sets():
         array = ctypes.c_float * NUMEL
-        page = (ctypes.c_float * (3 * NUMEL))(*([1.0] * NUMEL))
+        state = (ctypes.c_float * (3 * NUMEL))(*([1.0] * NUMEL))
         gradient, output = array(*(0.5 + i / NUMEL for i in range(NUMEL))), array()
         segment = (0, NUMEL, ctypes.addressof(gradient), ctypes.addressof(output), 0, FLOAT32, FLOAT32)
         # AdamW at step 1: a scale of 1, a learning rate of 0.25, betas of 0.9 and 0.999, no decay, no eps.
         scalars = (1.0, 1.0, 1.0, 0.0, 0.1, 0.999, 0.001, 0.001**0.5, 0.0, -0.25 / 0.1)
-        address = ctypes.addressof(page)
+        address = ctypes.addressof(state)
         native.step(pool, native.rules().index("Adam"), (address, address, 3, NUMEL), [segment], [scalars], isa)
         # The first step of Adam is the learning rate, whatever the gradient.
         assert all(abs(value - 0.75) < 1e-6 for value in output), f"{isa}: {output[0]}"
-        results[isa] = bytes(page)
+        results[isa] = bytes(state)
     assert len(set(results.values())) == 1, "instruction sets differ"
     print(f"one step, the same bits on {', '.join(isa.name for isa in results)}")
 

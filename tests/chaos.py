@@ -1,4 +1,4 @@
-"""One random training from a seed, with and without stepping ahead, on lanes and a worker with random delays."""
+"""One random training from a seed, with and without stepping ahead, on streams and a worker with random delays."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from support import PlainLoop
 from torch import Tensor, nn
 
 import longshore
-from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer
 
 Names = dict[str, Any]
 _SETUPS: dict[str, Callable[[Path], contextlib.AbstractContextManager[Names]]] = {}
@@ -57,7 +57,7 @@ def _close(names: Names) -> None:
     for value in list(names.values()):
         if isinstance(value, longshore.Engine):
             value.destroy()
-        elif isinstance(value, HostOptimizer):
+        elif isinstance(value, TiledOptimizer):
             value.close()
 
 

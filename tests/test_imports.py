@@ -100,7 +100,7 @@ def test_imports_run_one_way(file: Path) -> None:
     ("room", "source", "allowed"),
     [
         ("host", "from longshore.transfer import Transfer", True),
-        ("host", "from longshore.host.tile import Tile", True),
+        ("host", "from longshore.tiles.tile import Tile", True),
         ("host", "from longshore.optim import AdamW", False),
         ("host", "from longshore import optim", False),
         ("host", "import longshore.engine", False),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.layout import SEGMENT_ALIGNMENT, align, plan_tiles, tile_runs
+from longshore.layout import SEGMENT_ALIGNMENT, align, count_tiles, plan_tiles
 
 sizes = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 400)), max_size=12)
 
@@ -40,15 +40,15 @@ def test_tiles_are_full_but_the_last_and_are_numbered(numels: list[int], tile_nu
 
 
 @given(numels=sizes, tile_numel=st.integers(1, 300))
-def test_page_offsets_are_aligned_and_disjoint(numels: list[int], tile_numel: int) -> None:
+def test_buffer_offsets_are_aligned_and_disjoint(numels: list[int], tile_numel: int) -> None:
     for tile in plan_tiles(enumerate(numels), tile_numel):
-        assert tile.segments[0].page_offset == 0
-        assert all(segment.page_offset % SEGMENT_ALIGNMENT == 0 for segment in tile.segments)
+        assert tile.segments[0].buffer_offset == 0
+        assert all(segment.buffer_offset % SEGMENT_ALIGNMENT == 0 for segment in tile.segments)
         for left, right in pairwise(tile.segments):
             # Disjoint, in order, and no gap is larger than it must be.
-            assert right.page_offset == left.page_offset + align(left.numel)
+            assert right.buffer_offset == left.buffer_offset + align(left.numel)
         last = tile.segments[-1]
-        assert tile.page_numel == last.page_offset + align(last.numel)
+        assert tile.buffer_numel == last.buffer_offset + align(last.numel)
 
 
 @given(st.integers(0, 10**12))
@@ -68,14 +68,14 @@ def test_tiles_of_one_element() -> None:
     tiles = plan_tiles([(7, 2), (8, 1)], 1)
     cut = [(segment.parameter, segment.parameter_offset, segment.numel) for tile in tiles for segment in tile.segments]
     assert cut == [(7, 0, 1), (7, 1, 1), (8, 0, 1)]
-    assert {tile.page_numel for tile in tiles} == {SEGMENT_ALIGNMENT}
+    assert {tile.buffer_numel for tile in tiles} == {SEGMENT_ALIGNMENT}
 
 
 def test_an_example_by_hand() -> None:
     first, second = plan_tiles([(0, 20), (1, 30)], 40, first_index=3)
     assert [dataclasses.astuple(segment) for segment in first.segments] == [(0, 0, 0, 20), (1, 0, 32, 20)]
     assert [dataclasses.astuple(segment) for segment in second.segments] == [(1, 20, 0, 10)]
-    assert (first.index, first.page_numel, second.index, second.page_numel) == (3, 64, 4, 16)
+    assert (first.index, first.buffer_numel, second.index, second.buffer_numel) == (3, 64, 4, 16)
 
 
 def test_a_layout_is_frozen() -> None:
@@ -99,20 +99,20 @@ def test_a_negative_size_is_refused_by_name() -> None:
 
 @given(numels=sizes, tile_numel=st.integers(1, 300))
 def test_counted_tiles_are_the_tiles(numels: list[int], tile_numel: int) -> None:
-    runs = tile_runs(enumerate(numels), tile_numel)
-    counted = [(run.numel, run.page_numel, run.parameters) for run in runs for _ in range(run.tiles)]
+    runs = count_tiles(enumerate(numels), tile_numel)
+    counted = [(run.numel, run.buffer_numel, run.parameters) for run in runs for _ in range(run.tiles)]
     planned = plan_tiles(enumerate(numels), tile_numel)
     assert counted == [
-        (tile.numel, tile.page_numel, tuple(segment.parameter for segment in tile.segments)) for tile in planned
+        (tile.numel, tile.buffer_numel, tuple(segment.parameter for segment in tile.segments)) for tile in planned
     ]
 
 
 def test_counting_takes_as_long_as_there_are_parameters() -> None:
-    runs = tile_runs([(0, 10**15), (1, 10**15)], 3)
+    runs = count_tiles([(0, 10**15), (1, 10**15)], 3)
     assert len(runs) == 4 and sum(run.tiles for run in runs) == -(-2 * 10**15 // 3)
 
 
 @pytest.mark.parametrize(("parameters", "tile_numel"), [([(0, -1)], 8), ([(0, 1)], 0)])
 def test_what_cannot_be_counted(parameters: list[tuple[int, int]], tile_numel: int) -> None:
     with pytest.raises(ValueError, match=r"parameter 0 has -1 elements|at least one element, not 0"):
-        tile_runs(parameters, tile_numel)
+        count_tiles(parameters, tile_numel)

@@ -22,9 +22,9 @@ def test_names_are_told_apart() -> None:
 
 @pytest.mark.parametrize("text", ["", "a wait\n", "wait(); wait()"])
 def test_a_text_that_is_not_found_once_is_an_error(text: str) -> None:
-    mutant = Mutant("not waited for", "host/x.py", "wait()", "pass", ("tests/host",))
+    mutant = Mutant("not waited for", "tiles/x.py", "wait()", "pass", ("tests/tiles",))
     assert mutant.applied_to("x.wait()") == "x.pass"
-    with pytest.raises(ValueError, match=r"'not waited for' occurs [02] times in src/longshore/host/x\.py"):
+    with pytest.raises(ValueError, match=r"'not waited for' occurs [02] times in src/longshore/tiles/x\.py"):
         mutant.applied_to(text)
 
 

@@ -77,7 +77,7 @@ std::vector<std::vector<double>> rows_of(const std::vector<Rule>& rules, Scale s
     return rows;
 }
 
-// One element of each of a page's arrays, the master first.
+// One element of each of a buffer's arrays, the master first.
 struct Element {
     float a[kMostArrays];
 };
@@ -274,7 +274,7 @@ enum class Place { none, apart, over_gradient };
 
 // Where the buffers of one call lie: elements past a cache line.
 struct Offsets {
-    std::size_t page = 0, target = 0, gradient = 0, output = 0, in_page = 0;
+    std::size_t buffer = 0, target = 0, gradient = 0, output = 0, in_buffer = 0;
 };
 
 struct Sweep {
@@ -284,9 +284,9 @@ struct Sweep {
     bool in_place;
 };
 
-inline void put_page(Buffer& page, std::size_t at, const Arrays& arrays) {
-    const std::size_t stride = page.numel() / arrays.size();
-    for (std::size_t k = 0; k < arrays.size(); ++k) page.write(k * stride + at, arrays[k].data(), arrays[k].size());
+inline void put_buffer(Buffer& buffer, std::size_t at, const Arrays& arrays) {
+    const std::size_t stride = buffer.numel() / arrays.size();
+    for (std::size_t k = 0; k < arrays.size(); ++k) buffer.write(k * stride + at, arrays[k].data(), arrays[k].size());
 }
 
 inline Arrays first(const Arrays& arrays, std::size_t numel) {
@@ -299,25 +299,25 @@ inline Arrays first(const Arrays& arrays, std::size_t numel) {
 template <class Rule>
 void check_segment(const Expected& values, const Buffer& output_values, const Rule& rule, std::size_t numel,
                    const Offsets& offsets, const Sweep& sweep, ThreadPool& pool) {
-    const std::size_t page_numel = offsets.in_page + numel;
+    const std::size_t buffer_numel = offsets.in_buffer + numel;
     const std::size_t arrays = values.arrays();
-    Buffer source(DType::float32, arrays * page_numel, offsets.page);
-    put_page(source, offsets.in_page, first(values.a, numel));
-    Buffer target(DType::float32, sweep.in_place ? 0 : arrays * page_numel, offsets.target);
+    Buffer source(DType::float32, arrays * buffer_numel, offsets.buffer);
+    put_buffer(source, offsets.in_buffer, first(values.a, numel));
+    Buffer target(DType::float32, sweep.in_place ? 0 : arrays * buffer_numel, offsets.target);
     Buffer gradient(values.gradient.dtype(), numel, offsets.gradient);
     gradient.write(0, values.gradient.at(0), numel);
     Buffer output(output_values.dtype(), sweep.place == Place::apart ? numel : 0, offsets.output);
 
     Buffer expected_source = source, expected_target = target, expected_gradient = gradient, expected_output = output;
-    put_page(sweep.in_place ? expected_source : expected_target, offsets.in_page, first(values.stepped, numel));
+    put_buffer(sweep.in_place ? expected_source : expected_target, offsets.in_buffer, first(values.stepped, numel));
     Buffer& output_buffer = sweep.place == Place::over_gradient ? gradient : output;
     Buffer& expected_output_buffer = sweep.place == Place::over_gradient ? expected_gradient : expected_output;
     if (sweep.place != Place::none) expected_output_buffer.write(0, output_values.at(0), numel);
 
     TileStep tile{source.floats(), sweep.in_place ? source.floats() : target.floats(),
-                  static_cast<std::int64_t>(arrays), static_cast<std::int64_t>(page_numel), {}, Rule::kEntry,
+                  static_cast<std::int64_t>(arrays), static_cast<std::int64_t>(buffer_numel), {}, Rule::kEntry,
                   rows_of(std::vector{rule}, kScale)};
-    tile.segments.push_back({static_cast<std::int64_t>(offsets.in_page), static_cast<std::int64_t>(numel),
+    tile.segments.push_back({static_cast<std::int64_t>(offsets.in_buffer), static_cast<std::int64_t>(numel),
                              gradient.at(0), sweep.place == Place::none ? nullptr : output_buffer.at(0), 0,
                              values.gradient.dtype(),
                              sweep.place == Place::none ? DType::none : output_values.dtype()});
@@ -326,9 +326,9 @@ void check_segment(const Expected& values, const Buffer& output_values, const Ru
     const std::string context =
         text(longshore::name_of(sweep.isa), sweep.in_place ? ", in place, " : ", out of place, ",
              sweep.place == Place::over_gradient ? "output over the gradient, numel " : "numel ", numel, ", offsets ",
-             offsets.page, " ", offsets.target, " ", offsets.gradient, " ", offsets.output, " ", offsets.in_page);
-    source.check_same(expected_source, "the source page, ", context);
-    target.check_same(expected_target, "the target page, ", context);
+             offsets.buffer, " ", offsets.target, " ", offsets.gradient, " ", offsets.output, " ", offsets.in_buffer);
+    source.check_same(expected_source, "the source buffer, ", context);
+    target.check_same(expected_target, "the target buffer, ", context);
     gradient.check_same(expected_gradient, "the gradient, ", context);
     output.check_same(expected_output, "the output, ", context);
 }
@@ -372,20 +372,20 @@ void check_every_numel_and_offset(const Rule& rule, std::size_t arrays) {
     }
 }
 
-// In place on a page of its own, on every instruction set; `values` has been stepped.
+// In place on a buffer of its own, on every instruction set; `values` has been stepped.
 template <class Rule>
 void check_in_place(const Expected& values, const Rule& rule, Scale scale, ThreadPool& pool) {
     const std::size_t numel = values.numel();
     for (const InstructionSet isa : supported_instruction_sets()) {
-        Buffer page(DType::float32, values.arrays() * numel), expected = page;
-        put_page(page, 0, values.a);
-        put_page(expected, 0, values.stepped);
-        TileStep tile{page.floats(), page.floats(), static_cast<std::int64_t>(values.arrays()),
+        Buffer buffer(DType::float32, values.arrays() * numel), expected = buffer;
+        put_buffer(buffer, 0, values.a);
+        put_buffer(expected, 0, values.stepped);
+        TileStep tile{buffer.floats(), buffer.floats(), static_cast<std::int64_t>(values.arrays()),
                       static_cast<std::int64_t>(numel), {}, Rule::kEntry, rows_of(std::vector{rule}, scale)};
         tile.segments.push_back({0, static_cast<std::int64_t>(numel), values.gradient.at(0), nullptr, 0,
                                  values.gradient.dtype(), DType::none});
         step_tile(tile, pool, isa);
-        page.check_same(expected, longshore::name_of(isa), ", ", described(rule), ", scale ", scale.first, " ",
+        buffer.check_same(expected, longshore::name_of(isa), ", ", described(rule), ", scale ", scale.first, " ",
                         scale.second);
     }
 }

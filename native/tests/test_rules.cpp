@@ -202,7 +202,7 @@ TEST(adagrad_and_sgd_fuse_where_it_shows) {
     check_in_place(buffers, sgd, {}, pool);
 }
 
-// The buffer of a group without momentum, on a page that has one.
+// A group without momentum, on a state buffer that has one.
 TEST(sgd_without_momentum_keeps_the_buffer_bit_for_bit) {
     Expected values = ordinary(2, 500, DType::float32, 15);
     values.step(kPlain, {});

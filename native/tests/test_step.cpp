@@ -28,7 +28,7 @@ struct ManySegments {
     };
     std::vector<AdamRule> rules;
     std::vector<Part> parts;
-    std::size_t page_numel = 0;
+    std::size_t buffer_numel = 0;
 
     ManySegments() {
         rules = {kDecoupled, kL2, {0.1, 0.5, 0.95, 1e-6, 0.0, 7.0, true, true}};
@@ -47,18 +47,18 @@ struct ManySegments {
             part.values.step(rules[static_cast<std::size_t>(part.rule)], kScale);
             offset += numel + static_cast<std::size_t>(i % 4 == 0 ? random.below(40) : 0);
         }
-        page_numel = offset + 5;
+        buffer_numel = offset + 5;
     }
 
     void check(ThreadPool& pool, InstructionSet isa, bool in_place) {
-        Buffer source(DType::float32, 3 * page_numel), target(DType::float32, 3 * page_numel);
-        for (Part& part : parts) put_page(source, part.offset, part.values.a);
+        Buffer source(DType::float32, 3 * buffer_numel), target(DType::float32, 3 * buffer_numel);
+        for (Part& part : parts) put_buffer(source, part.offset, part.values.a);
         Buffer expected_source = source, expected_target = target;
         std::vector<std::unique_ptr<Buffer>> outputs;
         TileStep tile{source.floats(), in_place ? source.floats() : target.floats(),
-                      3, static_cast<std::int64_t>(page_numel), {}, AdamRule::kEntry, rows_of(rules, kScale)};
+                      3, static_cast<std::int64_t>(buffer_numel), {}, AdamRule::kEntry, rows_of(rules, kScale)};
         for (Part& part : parts) {
-            put_page(in_place ? expected_source : expected_target, part.offset, part.values.stepped);
+            put_buffer(in_place ? expected_source : expected_target, part.offset, part.values.stepped);
             const bool none = part.output_dtype == DType::none;
             outputs.push_back(std::make_unique<Buffer>(none ? DType::float32 : part.output_dtype, none ? 0 : part.numel));
             tile.segments.push_back({static_cast<std::int64_t>(part.offset), static_cast<std::int64_t>(part.numel),
@@ -67,8 +67,8 @@ struct ManySegments {
         }
         step_tile(tile, pool, isa);
         const std::string context = text(longshore::name_of(isa), ", ", pool.threads(), " threads, in place: ", in_place);
-        source.check_same(expected_source, "the source page, ", context);
-        target.check_same(expected_target, "the target page, ", context);
+        source.check_same(expected_source, "the source buffer, ", context);
+        target.check_same(expected_target, "the target buffer, ", context);
         for (std::size_t i = 0; i < parts.size(); ++i) {
             if (parts[i].output_dtype == DType::none) continue;
             outputs[i]->check_same(parts[i].values.output(parts[i].output_dtype), "output ", i, ", ", context);
@@ -97,10 +97,10 @@ TEST(step_tile_of_any_cut_into_segments_and_threads) {
     Random random(7);
     for (const std::int64_t longest : {std::int64_t{1} << 40, kPieceNumel + 1, kPieceNumel - 1, std::int64_t{997}}) {
         for (const InstructionSet isa : supported_instruction_sets()) {
-            Buffer page(DType::float32, 3 * numel), expected = page, output(DType::bfloat16, numel);
-            put_page(page, 0, values.a);
-            put_page(expected, 0, values.stepped);
-            TileStep tile{page.floats(), page.floats(), 3, static_cast<std::int64_t>(numel), {}, AdamRule::kEntry,
+            Buffer buffer(DType::float32, 3 * numel), expected = buffer, output(DType::bfloat16, numel);
+            put_buffer(buffer, 0, values.a);
+            put_buffer(expected, 0, values.stepped);
+            TileStep tile{buffer.floats(), buffer.floats(), 3, static_cast<std::int64_t>(numel), {}, AdamRule::kEntry,
                           rows_of(std::vector{kDecoupled}, kScale)};
             for (std::size_t at = 0; at < numel;) {
                 const auto count = std::min(longest > kPieceNumel ? longest : 1 + random.below(longest),
@@ -110,7 +110,7 @@ TEST(step_tile_of_any_cut_into_segments_and_threads) {
                 at += static_cast<std::size_t>(count);
             }
             step_tile(tile, pool, isa);
-            page.check_same(expected, longshore::name_of(isa), ", segments of at most ", longest);
+            buffer.check_same(expected, longshore::name_of(isa), ", segments of at most ", longest);
             output.check_same(expected_output, longshore::name_of(isa), ", segments of at most ", longest);
         }
     }
@@ -118,11 +118,11 @@ TEST(step_tile_of_any_cut_into_segments_and_threads) {
 
 TEST(step_tile_of_no_segments_writes_nothing) {
     ThreadPool pool(2, {});
-    Buffer page(DType::float32, 30), expected = page;
+    Buffer buffer(DType::float32, 30), expected = buffer;
     const auto rows = rows_of(std::vector{kDecoupled}, Scale{});
-    step_tile({page.floats(), page.floats(), 3, 10, {}, AdamRule::kEntry, rows}, pool, InstructionSet::baseline);
-    step_tile({page.floats(), page.floats(), 3, 10, {}, AdamRule::kEntry, {}}, pool, InstructionSet::baseline);
-    page.check_same(expected);
+    step_tile({buffer.floats(), buffer.floats(), 3, 10, {}, AdamRule::kEntry, rows}, pool, InstructionSet::baseline);
+    step_tile({buffer.floats(), buffer.floats(), 3, 10, {}, AdamRule::kEntry, {}}, pool, InstructionSet::baseline);
+    buffer.check_same(expected);
 }
 
 // Denormals in, denormals out, and scalars that are denormal themselves, while
@@ -190,46 +190,46 @@ TEST(step_tile_refuses_before_it_writes) {
     // The second segment is spoiled, so that a check made too late would find the first one stepped.
     const auto second = [](RefusedTile& t) -> Segment& { return t.tile.segments[1]; };
     const auto unaligned = [](void* address) { return static_cast<void*>(static_cast<char*>(address) + 1); };
-    check_refused("a page of negative size", [](RefusedTile& t) { t.tile.page_numel = -1; });
-    check_refused("the source page is a null address", [](RefusedTile& t) { t.tile.source_page = nullptr; });
-    check_refused("the target page is a null address", [](RefusedTile& t) { t.tile.target_page = nullptr; });
-    check_refused("the source page is not aligned", [&](RefusedTile& t) {
-        t.tile.source_page = static_cast<const float*>(unaligned(t.source.at(0)));
+    check_refused("a buffer of negative size", [](RefusedTile& t) { t.tile.buffer_numel = -1; });
+    check_refused("the source buffer is a null address", [](RefusedTile& t) { t.tile.source_buffer = nullptr; });
+    check_refused("the target buffer is a null address", [](RefusedTile& t) { t.tile.target_buffer = nullptr; });
+    check_refused("the source buffer is not aligned", [&](RefusedTile& t) {
+        t.tile.source_buffer = static_cast<const float*>(unaligned(t.source.at(0)));
     });
-    check_refused("the target page is not aligned",
-                  [&](RefusedTile& t) { t.tile.target_page = static_cast<float*>(unaligned(t.target.at(0))); });
-    check_refused("pages overlap", [](RefusedTile& t) { t.tile.target_page = t.source.floats(1); });
-    check_refused("pages overlap", [](RefusedTile& t) {
-        t.tile.source_page = t.source.floats(20);
-        t.tile.target_page = t.source.floats(0);
-        t.tile.page_numel = 7;
+    check_refused("the target buffer is not aligned",
+                  [&](RefusedTile& t) { t.tile.target_buffer = static_cast<float*>(unaligned(t.target.at(0))); });
+    check_refused("buffers overlap", [](RefusedTile& t) { t.tile.target_buffer = t.source.floats(1); });
+    check_refused("buffers overlap", [](RefusedTile& t) {
+        t.tile.source_buffer = t.source.floats(20);
+        t.tile.target_buffer = t.source.floats(0);
+        t.tile.buffer_numel = 7;
     });
     check_refused("a tile of unknown rule -1", [](RefusedTile& t) { t.tile.rule = -1; });
     check_refused("a tile of unknown rule 4", [](RefusedTile& t) { t.tile.rule = 4; });
     check_refused("Adam has 10 scalars, not 9", [](RefusedTile& t) { t.tile.scalars[1].pop_back(); });
     check_refused("Adam has 10 scalars, not 0", [](RefusedTile& t) { t.tile.scalars[0].clear(); });
-    check_refused("a page of 0 arrays", [](RefusedTile& t) { t.tile.page_arrays = 0; });
-    check_refused("a page of 4 arrays", [](RefusedTile& t) { t.tile.page_arrays = 4; });
-    check_refused("a page of 2 arrays, and Adam has 3", [](RefusedTile& t) { t.tile.page_arrays = 2; });
+    check_refused("a buffer of 0 arrays", [](RefusedTile& t) { t.tile.buffer_arrays = 0; });
+    check_refused("a buffer of 4 arrays", [](RefusedTile& t) { t.tile.buffer_arrays = 4; });
+    check_refused("a buffer of 2 arrays, and Adam has 3", [](RefusedTile& t) { t.tile.buffer_arrays = 2; });
     const auto by = [](const auto& rule) {
         return [rule](RefusedTile& t) {
             t.tile.rule = rule.kEntry;
             t.tile.scalars = rows_of(std::vector{rule, rule}, Scale{});
         };
     };
-    check_refused("a page of 3 arrays, and Lion has 2", by(LionRule{}));
-    check_refused("a page of 3 arrays, and Adagrad has 2", by(AdagradRule{}));
-    check_refused("a page of 3 arrays, and SGD has 1 or 2", by(SgdRule{}));
+    check_refused("a buffer of 3 arrays, and Lion has 2", by(LionRule{}));
+    check_refused("a buffer of 3 arrays, and Adagrad has 2", by(AdagradRule{}));
+    check_refused("a buffer of 3 arrays, and SGD has 1 or 2", by(SgdRule{}));
     check_refused("segment 1 of the tile has no elements", [&](RefusedTile& t) { second(t).numel = 0; });
     check_refused("segment 1 of the tile has no elements", [&](RefusedTile& t) { second(t).numel = -3; });
-    check_refused("begins before the one ahead of it ends", [&](RefusedTile& t) { second(t).page_offset = 9; });
-    check_refused("segment 0 of the tile begins before", [](RefusedTile& t) { t.tile.segments[0].page_offset = -1; });
+    check_refused("begins before the one ahead of it ends", [&](RefusedTile& t) { second(t).buffer_offset = 9; });
+    check_refused("segment 0 of the tile begins before", [](RefusedTile& t) { t.tile.segments[0].buffer_offset = -1; });
     check_refused("segment 1 of the tile begins before",
                   [](RefusedTile& t) { std::swap(t.tile.segments[0], t.tile.segments[1]); });
-    check_refused("past the end of the page", [&](RefusedTile& t) { second(t).numel = 11; });
-    check_refused("past the end of the page", [&](RefusedTile& t) { second(t).page_offset = 21; });
-    check_refused("past the end of the page", [&](RefusedTile& t) { second(t).page_offset = INT64_MAX; });
-    check_refused("past the end of the page", [&](RefusedTile& t) { second(t).numel = INT64_MAX; });
+    check_refused("past the end of the buffer", [&](RefusedTile& t) { second(t).numel = 11; });
+    check_refused("past the end of the buffer", [&](RefusedTile& t) { second(t).buffer_offset = 21; });
+    check_refused("past the end of the buffer", [&](RefusedTile& t) { second(t).buffer_offset = INT64_MAX; });
+    check_refused("past the end of the buffer", [&](RefusedTile& t) { second(t).numel = INT64_MAX; });
     check_refused("names a rule that the tile does not have", [&](RefusedTile& t) { second(t).row = 2; });
     check_refused("names a rule that the tile does not have", [&](RefusedTile& t) { second(t).row = -1; });
     check_refused("the gradient is a null address", [&](RefusedTile& t) { second(t).gradient = nullptr; });

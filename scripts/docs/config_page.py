@@ -74,7 +74,8 @@ SEVERAL_KEYS = {
 
 VARIABLES = {
     "LONGSHORE_ANNOTATE": (
-        "1: ranges of `torch.profiler` and NVTX on every lane, as `longshore.annotate` makes them, for the whole run.",
+        "1: ranges of `torch.profiler` and NVTX on every thread and stream, as `longshore.annotate` makes"
+        " them, for the whole run.",
         "tests/tracing/test_annotate.py",
     ),
     "LONGSHORE_BIND": (

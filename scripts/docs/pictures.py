@@ -7,7 +7,7 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
-from longshore.host.tile import TRANSITIONS, TileEvent, TileState
+from longshore.tiles.tile import TRANSITIONS, TileEvent, TileState
 
 INK, PAPER, LINE = "#222", "#fff", "#555"
 DEVICE, COPY, HOST, PUBLISH, DECIDE, PLAIN = "#4472a8", "#8a8a8a", "#c77d2e", "#3d8c5c", "#7a4fa3", "#e8e8e8"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 
-from longshore.host.tile import TRANSITIONS, TileEvent, TileState
+from longshore.tiles.tile import TRANSITIONS, TileEvent, TileState
 
 BEGIN, END = "<!-- Generated: python -m scripts.docs -->\n", "<!-- The end of what is generated. -->"
 
 EVENTS = {
-    TileEvent.ARRIVAL: "a gradient of one of its segments arrives; a spare page, present or on its way, is dropped",
+    TileEvent.ARRIVAL: "a gradient of one of its segments arrives; a spare, present or on its way, is dropped",
     TileEvent.FORGET: "one parameter's gradient is discarded, and others stay",
     TileEvent.COMPLETE: "every gradient that the window is expected to bring is there",
-    TileEvent.SPECULATE: "a pass begins: own page and gradients into a spare page",
+    TileEvent.SPECULATE: "a pass begins: own state buffer and gradients into a spare",
     TileEvent.SPECULATED: "the pass ends, and nothing came meanwhile",
-    TileEvent.KEEP: "verdict: with the scale that was assumed; the spare becomes its page",
+    TileEvent.KEEP: "verdict: with the scale that was assumed; the spare becomes its state buffer",
     TileEvent.REDO: "verdict: with another scale; the spare is dropped",
     TileEvent.COMMIT: "verdict: stepped in place, with the true scale",
     TileEvent.COMMIT_DONE: "that pass ends",

@@ -3,7 +3,7 @@
 A tile is ``tile_numel`` consecutive elements of the parameters that it is given; a segment is one parameter's range of
 one tile.
 
-In a page, each segment begins at a multiple of :data:`SEGMENT_ALIGNMENT` elements, so that no two segments share a
+In a buffer, each segment begins at a multiple of :data:`SEGMENT_ALIGNMENT` elements, so that no two segments share a
 cache line and streaming stores find whole lines. The gaps are never read or written, and are not counted in
 ``tile_numel``.
 """
@@ -18,7 +18,7 @@ SEGMENT_ALIGNMENT = 16
 """Elements: 64 bytes of float32, 32 of bfloat16."""
 
 
-class Slab(NamedTuple):
+class DimRange(NamedTuple):
     """``[start, start + numel)`` along one dimension of a tensor, and all of the others."""
 
     dim: int
@@ -36,23 +36,23 @@ class SegmentLayout:
 
     parameter: int
     parameter_offset: int
-    page_offset: int
+    buffer_offset: int
     numel: int
 
     @property
-    def in_page(self) -> slice:
-        """Its elements in each of a page's arrays."""
-        return slice(self.page_offset, self.page_offset + self.numel)
+    def in_buffer(self) -> slice:
+        """Its elements in each of a buffer's arrays."""
+        return slice(self.buffer_offset, self.buffer_offset + self.numel)
 
 
 @dataclass(frozen=True)
 class TileLayout:
-    """One tile's segments, in order of ``page_offset``."""
+    """One tile's segments, in order of ``buffer_offset``."""
 
     index: int
     segments: tuple[SegmentLayout, ...]
-    page_numel: int
-    """Length of each of a page's arrays, gaps included."""
+    buffer_numel: int
+    """Length of each of a buffer's arrays, gaps included."""
 
     @property
     def numel(self) -> int:
@@ -64,12 +64,12 @@ def align(numel: int) -> int:
     return -(-numel // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
 
-class TileRun(NamedTuple):
+class TileCount(NamedTuple):
     """Consecutive tiles of one size."""
 
     tiles: int
     numel: int
-    page_numel: int
+    buffer_numel: int
     segments: tuple[SegmentLayout, ...]
     """Segments of the first tile; in each of the others they are ``numel`` elements further in their parameter."""
 
@@ -79,20 +79,20 @@ class TileRun(NamedTuple):
         return tuple(segment.parameter for segment in self.segments)
 
 
-def tile_runs(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple[TileRun, ...]:
+def count_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple[TileCount, ...]:
     """Count the tiles of :func:`plan_tiles` without making each: there are at most about two runs for each parameter,
     however large it is. Arguments and errors are those of :func:`plan_tiles`."""
     if tile_numel < 1:
         raise ValueError(f"a tile has at least one element, not {tile_numel}")
-    runs: list[TileRun] = []
+    runs: list[TileCount] = []
     segments: list[SegmentLayout] = []
-    filled = page_end = 0
+    filled = buffer_end = 0
 
     def close(tiles: int = 1) -> None:
-        nonlocal filled, page_end
-        runs.append(TileRun(tiles, filled, page_end, tuple(segments)))
+        nonlocal filled, buffer_end
+        runs.append(TileCount(tiles, filled, buffer_end, tuple(segments)))
         segments.clear()
-        filled = page_end = 0
+        filled = buffer_end = 0
 
     for parameter, numel in parameters:
         if numel < 0:
@@ -101,8 +101,8 @@ def tile_runs(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple[T
         while offset < numel:
             count = min(numel - offset, tile_numel - filled)
             tiles = (numel - offset) // tile_numel if count == tile_numel else 1
-            segments.append(SegmentLayout(parameter, offset, page_end, count))
-            offset, filled, page_end = offset + tiles * count, filled + count, page_end + align(count)
+            segments.append(SegmentLayout(parameter, offset, buffer_end, count))
+            offset, filled, buffer_end = offset + tiles * count, filled + count, buffer_end + align(count)
             if filled == tile_numel:
                 close(tiles)
     if segments:
@@ -123,8 +123,8 @@ def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_ind
         ValueError: a negative numel, or a tile size below 1.
     """
     tiles: list[TileLayout] = []
-    for run in tile_runs(parameters, tile_numel):
+    for run in count_tiles(parameters, tile_numel):
         for offset in range(0, run.tiles * tile_numel, tile_numel):
             segments = tuple(replace(each, parameter_offset=each.parameter_offset + offset) for each in run.segments)
-            tiles.append(TileLayout(first_index + len(tiles), segments, run.page_numel))
+            tiles.append(TileLayout(first_index + len(tiles), segments, run.buffer_numel))
     return tuple(tiles)

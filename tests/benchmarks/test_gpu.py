@@ -125,7 +125,7 @@ def outcome(job: str, run: Run) -> dict[str, Any]:
     seconds = 0.5 if run.contestant == BY_HAND else 1.0
     return {
         "parameters": 10**9, "steps_s": [seconds] * run.steps, "losses": [3.0, 2.0, 1.0], "grad_norms": [0.5, 1.5],
-        "host_grown_bytes": 2**31, "host_taken_from_machine_bytes": 2**30, "host_counted_bytes": {"pages": 2**30},
+        "host_grown_bytes": 2**31, "host_taken_from_machine_bytes": 2**30, "host_counted_bytes": {"state": 2**30},
         "stepped_ahead": {"kept": 3} if run.contestant == AHEAD else None, "weights_sha256": "a",
         "device_allocated_bytes": 2**33, "device_reserved_bytes": 2**34,
     }  # fmt: skip

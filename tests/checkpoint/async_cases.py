@@ -20,9 +20,9 @@ from checkpoint.resume_cases import Setting, engine_of, make_engine, state_of, t
 from longshore.checkpoint import saving
 from longshore.checkpoint.files import TensorFile
 from longshore.errors import CheckpointError
-from longshore.host import MASTER
-from longshore.host.memory import PageHolds
-from longshore.host.snapshot import PageSnapshot
+from longshore.tiles import MASTER
+from longshore.tiles.memory import PendingReads
+from longshore.tiles.snapshot import StateSnapshot
 
 PLENTY = 1 << 30
 
@@ -31,7 +31,7 @@ class Writer(NamedTuple):
     """What a test knows of the thread that writes, and says to it."""
 
     go_on: threading.Event
-    """It waits for this before it reads its first page."""
+    """It waits for this before it reads its first buffer."""
     waits: list[int]
     """One entry for each time that training waited for it."""
 
@@ -40,20 +40,20 @@ class Writer(NamedTuple):
 def slow_writer(memory_bytes: int = PLENTY) -> Iterator[Writer]:
     """It reads nothing before it is told to, or training waits for it."""
     writer = Writer(threading.Event(), [])
-    read, wait = PageSnapshot.read_run, PageHolds.wait_for
+    read, wait = StateSnapshot.read_run, PendingReads.wait_for
 
-    def reading(snapshot: PageSnapshot, key: int, which: str) -> Tensor:
+    def reading(snapshot: StateSnapshot, key: int, which: str) -> Tensor:
         assert writer.go_on.wait(60)
         return read(snapshot, key, which)
 
-    def waiting(holds: PageHolds, released: int) -> None:
+    def waiting(pending_reads: PendingReads, released: int) -> None:
         writer.waits.append(released)
         writer.go_on.set()
-        wait(holds, released)
+        wait(pending_reads, released)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PageSnapshot, "read_run", reading)
-        patch.setattr(PageHolds, "wait_for", waiting)
+        patch.setattr(StateSnapshot, "read_run", reading)
+        patch.setattr(PendingReads, "wait_for", waiting)
         patch.setattr(saving, "memory_for_speculation", lambda: memory_bytes)
         try:
             yield writer
@@ -82,9 +82,9 @@ def undisturbed(setting: Setting, steps: int) -> dict[str, Any]:
         return state_of(engine)
 
 
-def pages_of(engine: Any) -> int:
+def buffers_of(engine: Any) -> int:
     counted = [backend.state_bytes() for backend in engine.optimizer._core.store.local.backends]
-    return sum(each["pages"] + each["spares"] for each in counted)
+    return sum(each["state"] + each["spares"] for each in counted)
 
 
 def train_while_writing(setting: Setting, folder: str, memory_bytes: int) -> dict[str, Any]:
@@ -92,23 +92,23 @@ def train_while_writing(setting: Setting, folder: str, memory_bytes: int) -> dic
     with engine_of(setting) as engine, slow_writer(memory_bytes) as writer:
         torch.manual_seed(100)
         train(engine, 3)
-        before = pages_of(engine)
+        before = buffers_of(engine)
         engine.save_checkpoint(folder, async_save=True)
         saved = state_of(engine)
         train(engine, 1)
-        during = pages_of(engine)
+        during = buffers_of(engine)
         train(engine, 1)
         writer.go_on.set()
         engine.wait_for_checkpoint()
         train(engine, 1)
-        after = pages_of(engine)
+        after = buffers_of(engine)
         train(engine, 1)
-        pages = {"before": before, "during": during, "after": after}
-        return {"saved": saved, "end": state_of(engine), "pages": pages, "waits": list(writer.waits)}
+        buffers = {"before": before, "during": during, "after": after}
+        return {"saved": saved, "end": state_of(engine), "state": buffers, "waits": list(writer.waits)}
 
 
 def write_state_while_writing(setting: Setting, folder: str) -> dict[str, Any]:
-    """All that writes to pages without a step, and an optimizer that gets further arrays."""
+    """All that writes to buffers without a step, and an optimizer that gets further arrays."""
     with engine_of(setting) as engine, slow_writer() as writer:
         train(engine, 3)
         state = engine.optimizer.state_dict()
@@ -123,7 +123,7 @@ def write_state_while_writing(setting: Setting, folder: str) -> dict[str, Any]:
         engine.optimizer.load_state_dict(state)
         for group in engine.optimizer.param_groups:
             if "momentum" in group:
-                group["momentum"] = 0.9  # one more array in every page
+                group["momentum"] = 0.9  # one more array in every buffer
         train(engine, 1)
         writer.go_on.set()
         engine.wait_for_checkpoint()
@@ -172,7 +172,7 @@ def save_under_other_filters(folder: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             engine.save_checkpoint(folder, async_save=True)
-            time.sleep(0.2)  # the writer is at its first page
+            time.sleep(0.2)  # the writer is at its first buffer
         writer.go_on.set()
         engine.wait_for_checkpoint()
         assert list(warnings.filters) == before

@@ -45,12 +45,12 @@ def test_training_goes_on(setting: Setting, tmp_path: Path) -> None:
     check_same(found["end"], cases.undisturbed(setting, 7))
     check_same(resume_cases.load_whole(setting, str(tmp_path)), found["saved"], but=("norm",))
     assert not found["waits"]
-    pages = found["pages"]
-    assert pages["after"] == pages["before"]
+    buffers = found["state"]
+    assert buffers["after"] == buffers["before"]
     if setting.ahead and setting.place != "split":
-        assert pages["during"] == pages["before"]  # there are spare pages already
+        assert buffers["during"] == buffers["before"]  # there are spare buffers already
     else:
-        assert pages["before"] < pages["during"] <= 2 * pages["before"]  # a head was idle in that step
+        assert buffers["before"] < buffers["during"] <= 2 * buffers["before"]  # a head was idle in that step
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,15 @@ def test_on_two_ranks(setting: Setting, two_ranks: Ranks, tmp_path: Path) -> Non
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("setting", [Setting(0), Setting(2, "split", tile_numel=7), Setting(0, ahead=True)])
-@pytest.mark.parametrize("pages", [0, 1, 2])
-def test_no_more_memory_than_granted(setting: Setting, pages: int, tmp_path: Path) -> None:
-    """Beyond it a step waits for pages that have been written."""
-    page_bytes = 3 * 4 * 48  # the largest: 40 elements, and what aligns them
-    found = cases.train_while_writing(setting, str(tmp_path), pages * page_bytes)
+@pytest.mark.parametrize("state", [0, 1, 2])
+def test_no_more_memory_than_granted(setting: Setting, buffers: int, tmp_path: Path) -> None:
+    """Beyond it a step waits for buffers that have been written."""
+    buffer_bytes = 3 * 4 * 48  # the largest: 40 elements, and what aligns them
+    found = cases.train_while_writing(setting, str(tmp_path), buffers * buffer_bytes)
     check_same(found["end"], cases.undisturbed(setting, 7))
     check_same(resume_cases.load_whole(setting, str(tmp_path)), found["saved"], but=("norm",))
-    before, during = found["pages"]["before"], found["pages"]["during"]
-    assert before <= during <= before + 2 * pages * page_bytes  # split: twice, host and device
+    before, during = found["state"]["before"], found["state"]["during"]
+    assert before <= during <= before + 2 * buffers * buffer_bytes  # split: twice, host and device
     assert bool(found["waits"]) != setting.ahead
 
 
@@ -170,15 +170,15 @@ def test_a_loop_hears_of_a_failure(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, threading
 import torch, longshore
-from longshore.host.snapshot import PageSnapshot
+from longshore.tiles.snapshot import StateSnapshot
 
 model = torch.nn.Linear(64, 64)
 optimizer = longshore.AdamW(model.parameters())
 for _ in range(2):
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
-read, ended = PageSnapshot.read_run, threading.main_thread().join
-PageSnapshot.read_run = lambda *arguments: (ended(), read(*arguments))[1]  # only then
+read, ended = StateSnapshot.read_run, threading.main_thread().join
+StateSnapshot.read_run = lambda *arguments: (ended(), read(*arguments))[1]  # only then
 longshore.save(sys.argv[1], model, optimizer, "one", async_save=True)
 if len(sys.argv) > 2:
     raise RuntimeError("training failed")
@@ -253,8 +253,8 @@ def test_what_a_failed_write_held_is_let_go_of(tmp_path: Path) -> None:
         def seen(*arguments: Any) -> Any:
             content = prepare(*arguments)
             (weights,) = content.boxes[0].read.__self__  # the list of what was copied
-            (page, *_) = content.snapshot._pages.values()
-            held.extend([weakref.ref(weights), weakref.ref(page)])
+            (buffer, *_) = content.snapshot._buffers.values()
+            held.extend([weakref.ref(weights), weakref.ref(buffer)])
             return content
 
         patch.setattr(checkpoints, "prepare", seen)
@@ -264,7 +264,7 @@ def test_what_a_failed_write_held_is_let_go_of(tmp_path: Path) -> None:
         resume_cases.train(engine, 1)
         gc.collect()
         assert held[0]() is None
-        assert held[1]() is None or any(held[1]() is tile.page for tile in engine.optimizer._core.store.tiles)
+        assert held[1]() is None or any(held[1]() is tile.buffer for tile in engine.optimizer._core.store.tiles)
         with pytest.raises(CheckpointError, match="could not be written"):
             engine.wait_for_checkpoint()
 

@@ -191,7 +191,7 @@ def test_the_page_and_the_files(cli, llama, tmp_path):
     assert (out / "plan.png").read_bytes().startswith(b"\x89PNG")
     alone = cli("plan", llama(), *GPU).out
     assert "stages 1, 2 and 3 are as stage 0" in alone and "stage 3," not in alone
-    kinds = {"pages", "gradients", "spares", "staging", "accumulators"}
+    kinds = {"state", "gradients", "spares", "staging", "accumulators"}
     assert all(set(choice["host_bytes"]) == kinds for choice in content["choices"])
 
 

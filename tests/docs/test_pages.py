@@ -15,7 +15,7 @@ import longshore
 import longshore.errors
 from longshore.engine.config import Config
 from longshore.engine.config.table import TABLE
-from longshore.host.tile import TileEvent
+from longshore.tiles.tile import TileEvent
 from scripts.docs import advice, config_page, errors_page, tile_table
 from scripts.docs.__main__ import main
 from scripts.docs.generated import DOCS, GENERATED

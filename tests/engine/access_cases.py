@@ -125,7 +125,7 @@ def write_while_gradients_travel(stage: int) -> int:
     void, kept = store.local._void, 0
 
     def slowly(parameter: int) -> None:
-        """The worst moment: passes end after they were voided, and before the page is written."""
+        """The worst moment: passes end after they were voided, and before the buffer is written."""
         void(parameter)
         store.collectives._worker.idle_within(5.0)
         store.local.backend.worker.drain()

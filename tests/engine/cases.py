@@ -10,9 +10,9 @@ from support import whole
 
 import longshore
 from engine.scenarios import SCENARIOS, Oracle, Scenario, drive, make_model, norm_of
-from longshore.host import Forecast
-from longshore.host.speculation import Predictor
 from longshore.kernels import HostRule, Scale
+from longshore.tiles import Forecast
+from longshore.tiles.speculation import Predictor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}

@@ -33,7 +33,7 @@ def test_before_and_after_a_step() -> None:
         assert after.device_bytes == {"parameters": 2 * sum(NUMELS.values()), "gradients": 0}
         assert after.host_bytes == engine.optimizer.host_bytes()
         # Masters and two moments, in tiles that may end in padding.
-        assert after.host_bytes["pages"] >= 12 * sum(NUMELS.values())
+        assert after.host_bytes["state"] >= 12 * sum(NUMELS.values())
 
 
 def test_between_backward_and_step() -> None:
@@ -93,7 +93,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         explanation = engine.explain()
     text = capsys.readouterr().out
     assert text.startswith(f"longshore: stage 1, rank 0 of 1, optimizer state on the host, {explanation.tiles} tiles")
-    assert "host: pages" in text and "device: parameters 3.8 KiB, gradients 0 B" in text
+    assert "host: state" in text and "device: parameters 3.8 KiB, gradients 0 B" in text
     for name, numel in NUMELS.items():
         (line,) = [line for line in text.splitlines() if f" {name} " in line]
         cells = [cell.strip() for cell in line.split("│")[1:-1]]

@@ -15,8 +15,8 @@ import longshore
 from engine import optimizer_cases
 from engine.files import assert_same, assert_trains_like, file, gradients_of, started, train, without
 from longshore.kernels.reference import rule_step
-from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.rules.adam import AdamRule
+from longshore.optim.tiled_optimizer import TiledOptimizer
 
 ADAM: dict[str, Any] = {"lr": 3e-3, "betas": [0.8, 0.95], "eps": 1e-5, "weight_decay": 0.1}
 LION: dict[str, Any] = {"lr": 1e-3, "betas": [0.7, 0.9], "weight_decay": 0.1}
@@ -138,7 +138,7 @@ def test_clients_optimizers(name: str, as_function: bool) -> None:
     given = make if as_function else make(list(model.parameters()))
     loop = PlainLoop(twin.parameters(), kind, **options)
     with started(without(file(), "optimizer"), model, optimizer=given) as engine:
-        assert isinstance(engine.optimizer, (HostOptimizer, torch.optim.Optimizer))
+        assert isinstance(engine.optimizer, (TiledOptimizer, torch.optim.Optimizer))
         for step in range(3):
             train(engine, [loss_of(engine, step)])
             loop.step(gradients_of(twin, [loss_of(twin, step)]))

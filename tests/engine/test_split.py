@@ -19,20 +19,20 @@ def offloaded(**keys: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
 def test_ratio(ratio: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The share of the pages that is on the host; the same weights."""
+    """The share of the state that is on the host; the same weights."""
     monkeypatch.setattr(
         "longshore.optim.offload.transfer_for", lambda device: longshore.SimulatedTransfer(seed=1, max_delay_s=0.001)
     )
-    models, pages = [], []
+    models, sizes = [], []
     for content in (file(), file(zero_optimization=offloaded(ratio=ratio, super_offload=True))):
         with started(content) as engine:
             for step in range(4):
                 train(engine, [loss_of(engine, step)])
             explanation = engine.explain()
-            pages.append((explanation.host_bytes["pages"], explanation.device_bytes.get("pages", 0)))
+            sizes.append((explanation.host_bytes["state"], explanation.device_bytes.get("state", 0)))
             models.append(engine.module)
     assert_same(*models)
-    (whole, none), (host, device) = pages
+    (whole, none), (host, device) = sizes
     assert none == 0 and whole > 0
     numels = [parameter.numel() for parameter in models[0].parameters()]
     allowed = max(numels) * 12 + 16 * 12 * len(numels)  # no parameter here is cut
@@ -45,7 +45,7 @@ def test_with_the_model_in_host_memory_nothing_is_split(capsys: pytest.CaptureFi
     with started(file(zero_optimization=offloaded(ratio=0.4))) as engine:
         train(engine, [loss_of(engine, 0)])
         explanation = engine.explain()
-    assert explanation.ratio == 1.0 and "pages" not in explanation.device_bytes
+    assert explanation.ratio == 1.0 and "state" not in explanation.device_bytes
     said = capsys.readouterr().out
     assert "optimizer state on the host" in said and "the rest on the device" not in said
 

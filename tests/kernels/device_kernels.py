@@ -47,7 +47,7 @@ def device_kernels() -> Iterator[DeviceKernels]:
 def _rounds_once(kernels: DeviceKernels) -> bool:
     """Adagrad's sum is fma(g, g, sum): here g * g alone, rounded, would cancel the sum exactly."""
     g = 1.0 + 2.0**-12
-    page = torch.tensor([[0.0], [-(1.0 + 2.0**-11)]], device=DEVICE)
+    buffer = torch.tensor([[0.0], [-(1.0 + 2.0**-11)]], device=DEVICE)
     rule = AdagradRule(lr=0.0, lr_decay=0.0, eps=1.0, weight_decay=0.0, step=1)
-    kernels.step_tile(page, page, [TileSegment(0, torch.tensor([g], device=DEVICE), None, 0)], [rule])
-    return page[1].item() == 2.0**-24
+    kernels.step_tile(buffer, buffer, [TileSegment(0, torch.tensor([g], device=DEVICE), None, 0)], [rule])
+    return buffer[1].item() == 2.0**-24

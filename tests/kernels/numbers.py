@@ -34,20 +34,20 @@ def awkward(numel: int, seed: int, size: float = 1.0) -> Tensor:
     return torch.where(torch.rand(numel, generator=generator) < 0.125, special, values)
 
 
-def page_of(numel: int, seed: int, arrays: int = 3) -> Tensor:
+def buffer_of(numel: int, seed: int, arrays: int = 3) -> Tensor:
     """Master and states, float32 ``[arrays, numel]``."""
-    page = [awkward(numel, seed), awkward(numel, seed + 1, 0.01), awkward(numel, seed + 2, 1e-4).abs()]
-    return torch.stack(page[:arrays])
+    buffer = [awkward(numel, seed), awkward(numel, seed + 1, 0.01), awkward(numel, seed + 2, 1e-4).abs()]
+    return torch.stack(buffer[:arrays])
 
 
 def arrays_of(rule: Rule) -> int:
-    """How many arrays the page of such a rule has."""
+    """How many arrays the buffer of such a rule has."""
     return 1 if isinstance(rule, SGDRule) and not rule.momentum else 1 + len(rule.states)
 
 
-def stepped_page(page: Tensor, gradient: Tensor, rule: Rule, scale: Scale = UNSCALED) -> Tensor:
-    """The oracle's new page."""
-    return torch.stack(rule_step(page.unbind(), gradient, rule, scale))
+def stepped_buffer(buffer: Tensor, gradient: Tensor, rule: Rule, scale: Scale = UNSCALED) -> Tensor:
+    """The oracle's new buffer."""
+    return torch.stack(rule_step(buffer.unbind(), gradient, rule, scale))
 
 
 RULES = (

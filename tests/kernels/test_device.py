@@ -20,7 +20,7 @@ from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule
 from longshore.optim.rules.sgd import SGDRule
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
-from tests.kernels.numbers import RULES, awkward, page_of, same_bits
+from tests.kernels.numbers import RULES, awkward, buffer_of, same_bits
 from tests.support import sum_of_squares
 
 pytestmark = [pytest.mark.gpu] if ON_CUDA else []
@@ -45,7 +45,7 @@ TABLES: dict[str, tuple[int, Sequence[Rule]]] = {
         ],
     ),
 }
-"""Arrays of a page, and rules that all take part in one tile."""
+"""Arrays of a buffer, and rules that all take part in one tile."""
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def host() -> HostKernels:
     return HostKernels(threads=2)
 
 
-def pages(arrays: int, numel: int, seed: int) -> Tensor:
-    return torch.stack([*page_of(numel, seed)[: max(1, arrays - 1)], awkward(numel, seed + 7, 1e-4).abs()][:arrays])
+def buffers(arrays: int, numel: int, seed: int) -> Tensor:
+    return torch.stack([*buffer_of(numel, seed)[: max(1, arrays - 1)], awkward(numel, seed + 7, 1e-4).abs()][:arrays])
 
 
 def segments_of(numels: Sequence[int], rules: int, dtypes: Sequence[tuple[Any, Any]]) -> list[TileSegment]:
@@ -96,7 +96,7 @@ def test_a_tile_equals_the_host_kernels(device: DeviceKernels, host: HostKernels
     dtypes = [(gradient, output) for gradient in SUPPORTED_DTYPES for output in (None, *SUPPORTED_DTYPES)]
     segments = segments_of([*NUMELS, *[40 + i for i in range(len(dtypes))]], len(rules), dtypes)
     last = segments[-1]
-    source = pages(arrays, last.page_offset + last.gradient.numel() + 9, 1)
+    source = buffers(arrays, last.buffer_offset + last.gradient.numel() + 9, 1)
     target = source if in_place else torch.full_like(source, 7.0)
     device_segments, device_source = moved(segments), source.to(DEVICE, copy=True)
     device_target = device_source if in_place else target.to(DEVICE, copy=True)
@@ -118,11 +118,11 @@ def test_a_tile_equals_the_host_kernels(device: DeviceKernels, host: HostKernels
 @pytest.mark.parametrize("rule", range(len(RULES)))
 @pytest.mark.parametrize("numel", [1, 127, BLOCK, BLOCK + 1])
 def test_odd_sizes_and_denormals(device: DeviceKernels, host: HostKernels, numel: int, rule: int) -> None:
-    page, gradient = pages(3, numel, numel) * 1e-37, awkward(numel, 3, 1e-19)
-    found = page.to(DEVICE, copy=True)
-    host.step_tile(page, page, [TileSegment(0, gradient, None, 0)], [RULES[rule]])
+    buffer, gradient = buffers(3, numel, numel) * 1e-37, awkward(numel, 3, 1e-19)
+    found = buffer.to(DEVICE, copy=True)
+    host.step_tile(buffer, buffer, [TileSegment(0, gradient, None, 0)], [RULES[rule]])
     device.step_tile(found, found, [TileSegment(0, gradient.to(DEVICE), None, 0)], [RULES[rule]])
-    assert same_bits(found.cpu(), page)
+    assert same_bits(found.cpu(), buffer)
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
@@ -130,11 +130,11 @@ def test_the_output_may_take_the_place_of_the_gradient(
     device: DeviceKernels, host: HostKernels, dtype: torch.dtype
 ) -> None:
     numel = 3 * BLOCK + 13
-    page, gradient = page_of(numel, 2), awkward(numel, 8).to(dtype)
-    found_page, found = page.to(DEVICE, copy=True), gradient.to(DEVICE, copy=True)
-    host.step_tile(page, page, [TileSegment(0, gradient, gradient, 0)], RULES[:1])
-    device.step_tile(found_page, found_page, [TileSegment(0, found, found, 0)], RULES[:1])
-    assert same_bits(found_page.cpu(), page) and same_bits(found.cpu(), gradient)
+    buffer, gradient = buffer_of(numel, 2), awkward(numel, 8).to(dtype)
+    found_buffer, found = buffer.to(DEVICE, copy=True), gradient.to(DEVICE, copy=True)
+    host.step_tile(buffer, buffer, [TileSegment(0, gradient, gradient, 0)], RULES[:1])
+    device.step_tile(found_buffer, found_buffer, [TileSegment(0, found, found, 0)], RULES[:1])
+    assert same_bits(found_buffer.cpu(), buffer) and same_bits(found.cpu(), gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -146,20 +146,20 @@ def test_outputs_round_ties_to_even(device: DeviceKernels, host: HostKernels, dt
     infinity = torch.full((1,), float("inf"))
     masters = torch.cat([ties, ties.nextafter(infinity), ties.nextafter(-infinity), infinity, -infinity])
     numel = masters.numel()
-    page, zeros = torch.stack([masters, torch.zeros(numel), torch.zeros(numel)]), torch.zeros(numel)
+    buffer, zeros = torch.stack([masters, torch.zeros(numel), torch.zeros(numel)]), torch.zeros(numel)
     expected, found = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device=DEVICE)
-    there = page.to(DEVICE, copy=True)
+    there = buffer.to(DEVICE, copy=True)
     rule = AdamRule(lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, step=1, decoupled=True)
-    host.step_tile(page, page, [TileSegment(0, zeros, expected, 0)], [rule])
+    host.step_tile(buffer, buffer, [TileSegment(0, zeros, expected, 0)], [rule])
     device.step_tile(there, there, [TileSegment(0, zeros.to(DEVICE), found, 0)], [rule])
-    assert torch.equal(page[0], masters)
+    assert torch.equal(buffer[0], masters)
     assert same_bits(found.cpu(), expected) and same_bits(expected, masters.to(dtype))
 
 
 def test_a_tile_without_segments_is_not_touched(device: DeviceKernels) -> None:
-    page = torch.ones(3, 4, device=DEVICE)
-    device.step_tile(page, page, [], [])
-    assert page.eq(1).all()
+    buffer = torch.ones(3, 4, device=DEVICE)
+    device.step_tile(buffer, buffer, [], [])
+    assert buffer.eq(1).all()
 
 
 # --- accumulate, reconcile ---
@@ -267,8 +267,8 @@ def test_doubles_round_to_float32_in_any_float_mode() -> None:
 
 
 def tile(on: torch.device, **changes: Any) -> dict[str, Any]:
-    page = torch.zeros(3, 20, device=on)
-    return {"source_page": page, "target_page": page, "segments": [], "rules": RULES[:1], **changes}
+    buffer = torch.zeros(3, 20, device=on)
+    return {"source_buffer": buffer, "target_buffer": buffer, "segments": [], "rules": RULES[:1], **changes}
 
 
 def segment(on: torch.device, offset: int = 0, numel: int = 10, rule: int = 0, **changes: Any) -> TileSegment:
@@ -278,13 +278,13 @@ def segment(on: torch.device, offset: int = 0, numel: int = 10, rule: int = 0, *
 Refused = Callable[[torch.device], dict[str, Any]]
 
 REFUSED: list[Refused] = [
-    lambda on: tile(on, source_page=torch.zeros(3, 20, device=on, dtype=torch.float64)),
-    lambda on: tile(on, target_page=torch.zeros(60, device=on)),
-    lambda on: tile(on, target_page=torch.zeros(3, 21, device=on)),
+    lambda on: tile(on, source_buffer=torch.zeros(3, 20, device=on, dtype=torch.float64)),
+    lambda on: tile(on, target_buffer=torch.zeros(60, device=on)),
+    lambda on: tile(on, target_buffer=torch.zeros(3, 21, device=on)),
     lambda on: tile(
         on,
-        source_page=(shared := torch.zeros(100, device=on))[:60].view(3, 20),
-        target_page=shared[30:90].view(3, 20),
+        source_buffer=(shared := torch.zeros(100, device=on))[:60].view(3, 20),
+        target_buffer=shared[30:90].view(3, 20),
     ),
     lambda on: tile(on, segments=[segment(on, output=torch.zeros(9, device=on))]),
     lambda on: tile(on, segments=[segment(on, output=torch.zeros(10, device=on).double())]),
@@ -308,8 +308,8 @@ REFUSED: list[Refused] = [
     lambda on: tile(
         on,
         rules=[AdagradRule(0.1, 0.0, 1e-10, 0.0, 0)],
-        source_page=torch.zeros(2, 4, device=on),
-        target_page=torch.zeros(2, 4, device=on),
+        source_buffer=torch.zeros(2, 4, device=on),
+        target_buffer=torch.zeros(2, 4, device=on),
     ),
     lambda on: tile(on, rules=[RULES[0], LionRule(0.1, 0.9, 0.99, 0.0)]),
     lambda on: tile(on, rules=[LionRule(0.1, 0.9, 0.99, 0.0)]),
@@ -327,14 +327,14 @@ def test_step_tile_refuses_what_the_host_kernels_refuse(device: DeviceKernels, h
             kernels.step_tile(**given)
         refusals.append(str(refused.value))
     assert refusals[0] == refusals[1]
-    assert arguments["target_page"].eq(0).all()
+    assert arguments["target_buffer"].eq(0).all()
 
 
 def test_a_refused_table_writes_nothing(device: DeviceKernels) -> None:
-    page = torch.ones(3, 20, device=DEVICE)
+    buffer = torch.ones(3, 20, device=DEVICE)
     with pytest.raises(ValueError, match="segment 1"):
-        device.step_tile(page, page, [segment(DEVICE), segment(DEVICE, 10, rule=5)], RULES[:1])
-    assert page.eq(1).all()
+        device.step_tile(buffer, buffer, [segment(DEVICE), segment(DEVICE, 10, rule=5)], RULES[:1])
+    assert buffer.eq(1).all()
 
 
 @pytest.mark.parametrize("method", ["accumulate", "reconcile"])
@@ -352,19 +352,19 @@ def test_pairs_are_refused(device: DeviceKernels, method: str) -> None:
 
 def test_tensors_elsewhere_or_strided_are_refused(device: DeviceKernels) -> None:
     four, eight = torch.zeros(4, device=DEVICE), torch.zeros(8, device=DEVICE)
-    page = torch.zeros(3, 20, device=DEVICE)
+    buffer = torch.zeros(3, 20, device=DEVICE)
     for call in (
         lambda bad: device.accumulate(four, bad, add=True),
         lambda bad: sum_of_squares(device, [[bad]]),
-        lambda bad: device.step_tile(page, page, [TileSegment(0, bad, None, 0)], RULES[:1]),
-        lambda bad: device.step_tile(page, page, [TileSegment(0, four, bad, 0)], RULES[:1]),
+        lambda bad: device.step_tile(buffer, buffer, [TileSegment(0, bad, None, 0)], RULES[:1]),
+        lambda bad: device.step_tile(buffer, buffer, [TileSegment(0, four, bad, 0)], RULES[:1]),
     ):
         with pytest.raises(ValueError, match=r"contiguous tensors on .*not one of strides \(2,\)"):
             call(eight[::2])
         with pytest.raises(ValueError, match="on meta"):
             call(torch.zeros(4, device="meta"))
     with pytest.raises(ValueError, match="on meta"):
-        device.step_tile(page, torch.zeros(3, 20, device="meta"), [], RULES[:1])
+        device.step_tile(buffer, torch.zeros(3, 20, device="meta"), [], RULES[:1])
 
 
 def test_a_device_that_triton_does_not_run_on_is_refused(device: DeviceKernels) -> None:
@@ -388,17 +388,17 @@ def test_triton_is_imported_when_it_is_used() -> None:
 @pytest.mark.gpu
 def test_calls_follow_the_current_stream(device: DeviceKernels) -> None:
     source, target = torch.zeros(1 << 20, device=DEVICE), torch.zeros(1 << 20, device=DEVICE)
-    page = torch.zeros(3, 1 << 20, device=DEVICE)
+    buffer = torch.zeros(3, 1 << 20, device=DEVICE)
     stream = torch.cuda.Stream()
     rule = AdamRule(lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, step=1, decoupled=True)
-    device.step_tile(page, page, [TileSegment(0, source + 1, None, 0)], [rule])  # compiled before the race
-    page.zero_()
+    device.step_tile(buffer, buffer, [TileSegment(0, source + 1, None, 0)], [rule])  # compiled before the race
+    buffer.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         source.fill_(2.0)
         device.accumulate(target, source, add=True)
-        device.step_tile(page, page, [TileSegment(0, target, None, 0)], [rule])
+        device.step_tile(buffer, buffer, [TileSegment(0, target, None, 0)], [rule])
         assert not stream.query()  # nothing waited
     stream.synchronize()
-    assert target.eq(2).all() and page[0].eq(-1).all()
+    assert target.eq(2).all() and buffer[0].eq(-1).all()

@@ -33,7 +33,7 @@ from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule
 from longshore.optim.rules.sgd import SGDRule
-from tests.kernels.numbers import OTHER_RULES, RULES, arrays_of, awkward, page_of, same_bits, stepped_page
+from tests.kernels.numbers import OTHER_RULES, RULES, arrays_of, awkward, buffer_of, same_bits, stepped_buffer
 from tests.support import sum_of_squares
 
 SCALE = Scale(0.7, 1 / 3)
@@ -76,16 +76,16 @@ def test_step_equals_the_rule_step(
     kernels: HostKernels, rule: Rule, gradient_dtype: torch.dtype, in_place: bool
 ) -> None:
     numel = PIECE_NUMEL + 77
-    page, gradient = page_of(numel, 1, arrays_of(rule)), awkward(numel, 9).to(gradient_dtype)
-    expected = stepped_page(page, gradient, rule, SCALE)
+    buffer, gradient = buffer_of(numel, 1, arrays_of(rule)), awkward(numel, 9).to(gradient_dtype)
+    expected = stepped_buffer(buffer, gradient, rule, SCALE)
     assert expected.isnan().any() and expected.isfinite().any()
     for output_dtype in (None, *SUPPORTED_DTYPES):
-        source, given_gradient = page.clone(), gradient.clone()
-        target = source if in_place else torch.full_like(page, 7.0)
+        source, given_gradient = buffer.clone(), gradient.clone()
+        target = source if in_place else torch.full_like(buffer, 7.0)
         output = None if output_dtype is None else torch.full((numel,), 7.0, dtype=output_dtype)
         kernels.step_tile(source, target, [TileSegment(0, given_gradient, output, 0)], [rule], SCALE)
         assert same_bits(target, expected)
-        assert in_place or same_bits(source, page)
+        assert in_place or same_bits(source, buffer)
         assert same_bits(given_gradient, gradient)
         if output is not None:
             assert same_bits(output, expected[0].to(output_dtype))
@@ -99,11 +99,11 @@ def test_the_output_may_take_the_place_of_the_gradient(
     kernels: HostKernels, gradient_dtype: torch.dtype, output_dtype: torch.dtype
 ) -> None:
     numel = PIECE_NUMEL + 13
-    page, gradient = page_of(numel, 2), awkward(numel, 8).to(gradient_dtype)
-    expected = stepped_page(page, gradient, RULES[0])
+    buffer, gradient = buffer_of(numel, 2), awkward(numel, 8).to(gradient_dtype)
+    expected = stepped_buffer(buffer, gradient, RULES[0])
     output = gradient.view(output_dtype)
-    kernels.step_tile(page, page, [TileSegment(0, gradient, output, 0)], [RULES[0]])
-    assert same_bits(page, expected)
+    kernels.step_tile(buffer, buffer, [TileSegment(0, gradient, output, 0)], [RULES[0]])
+    assert same_bits(buffer, expected)
     assert same_bits(output, expected[0].to(output_dtype))
 
 
@@ -115,15 +115,15 @@ def test_adam_equals_torch_itself(kernels: HostKernels, decoupled: bool) -> None
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     parameter = values.clone().requires_grad_()
     plain = kind([parameter], lr=1e-3, weight_decay=0.01, fused=True)
-    page = torch.stack([values, torch.zeros(numel), torch.zeros(numel)])
+    buffer = torch.stack([values, torch.zeros(numel), torch.zeros(numel)])
     for step in range(1, 21):
         gradient = torch.randn(numel) * 10.0 ** torch.empty(numel).uniform_(-6, 2)
         parameter.grad = gradient.clone()
         plain.step()
         rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, step, decoupled)
-        kernels.step_tile(page, page, [TileSegment(0, gradient, None, 0)], [rule])
+        kernels.step_tile(buffer, buffer, [TileSegment(0, gradient, None, 0)], [rule])
         state = plain.state[parameter]
-        assert torch.equal(page, torch.stack([parameter.detach(), state["exp_avg"], state["exp_avg_sq"]])), step
+        assert torch.equal(buffer, torch.stack([parameter.detach(), state["exp_avg"], state["exp_avg_sq"]])), step
 
 
 betas = st.sampled_from([0.0, 0.4, 0.5, 0.9]) | st.floats(0, 0.9999)
@@ -181,9 +181,9 @@ def test_any_tile_equals_the_rule_step(kernels_of: Callable[..., HostKernels], d
         data.draw(st.sampled_from(supported_instruction_sets()), "instruction set"),
         data.draw(st.sampled_from([1, 2, 3, 7]), "threads"),
     )
-    page = page_of(numel, seed, max(arrays_of(rule) for rule in table))
-    source = page.clone()
-    target = source if in_place else torch.full_like(page, 7.0)
+    buffer = buffer_of(numel, seed, max(arrays_of(rule) for rule in table))
+    source = buffer.clone()
+    target = source if in_place else torch.full_like(buffer, 7.0)
     expected_target = target.clone()
     segments, outputs = [], []
     for begin, end in cuts(numel, data.draw(st.lists(st.integers(0, numel - 1), max_size=8), "cuts")):
@@ -194,13 +194,13 @@ def test_any_tile_equals_the_rule_step(kernels_of: Callable[..., HostKernels], d
         output = None if output_dtype is None else torch.empty(end - begin, dtype=output_dtype)
         which = data.draw(st.integers(0, len(table) - 1), "rule")
         segments.append(TileSegment(begin, gradient, output, which))
-        stepped = stepped_page(page[:, begin:end], gradient, table[which], scale)
+        stepped = stepped_buffer(buffer[:, begin:end], gradient, table[which], scale)
         expected_target[:, begin:end] = stepped
         if output is not None:
             outputs.append((output, stepped[0].to(output.dtype)))
     kernels.step_tile(source, target, segments, table, scale)
     assert same_bits(target, expected_target)
-    assert in_place or same_bits(source, page)
+    assert in_place or same_bits(source, buffer)
     for output, expected in outputs:
         assert same_bits(output, expected)
 
@@ -215,14 +215,14 @@ def test_any_tile_equals_the_rule_step(kernels_of: Callable[..., HostKernels], d
 def test_the_cut_and_the_threads_change_no_bit(
     kernels_of: Callable[..., HostKernels], numel: int, at: list[int], threads: int, isa: InstructionSet
 ) -> None:
-    page, gradient = page_of(numel, numel), awkward(numel, numel + 5).bfloat16()
-    whole, whole_output = page.clone(), torch.empty_like(gradient)
+    buffer, gradient = buffer_of(numel, numel), awkward(numel, numel + 5).bfloat16()
+    whole, whole_output = buffer.clone(), torch.empty_like(gradient)
     one_thread = kernels_of(InstructionSet.BASELINE, 1)
     one_thread.step_tile(whole, whole, [TileSegment(0, gradient, whole_output, 0)], RULES[:1], SCALE)
     output = torch.empty_like(gradient)
     segments = [TileSegment(begin, gradient[begin:end], output[begin:end], 0) for begin, end in cuts(numel, at)]
-    kernels_of(isa, threads).step_tile(page, page, segments, RULES[:1], SCALE)
-    assert same_bits(page, whole)
+    kernels_of(isa, threads).step_tile(buffer, buffer, segments, RULES[:1], SCALE)
+    assert same_bits(buffer, whole)
     assert same_bits(output, whole_output)
 
 
@@ -243,29 +243,29 @@ def flushed_denormals() -> Iterator[None]:
 @pytest.mark.parametrize("numel", [100, 3 * PIECE_NUMEL], ids=["one_piece", "several_pieces"])
 def test_flush_to_zero_in_the_caller_changes_no_bit(kernels: HostKernels, numel: int) -> None:
     small = 2.0**-130
-    page = torch.randn(3, numel) * small
-    page[2].abs_()
+    buffer = torch.randn(3, numel) * small
+    buffer[2].abs_()
     gradient = torch.randn(numel)
     rule = AdamRule(1e-42, 0.9, 0.999, 1e-40, 0.0, 1, True)
     scale = Scale(small, 1.0)
-    expected = stepped_page(page, gradient, rule, scale)
-    summed = page + gradient * small
-    squares = page[2].double().square().sum().item()
+    expected = stepped_buffer(buffer, gradient, rule, scale)
+    summed = buffer + gradient * small
+    squares = buffer[2].double().square().sum().item()
     assert ((expected != 0) & (expected.abs() < torch.finfo(torch.float32).tiny)).float().mean() > 0.9
-    denormals = page[2].clone()
-    target = page.clone()
+    denormals = buffer[2].clone()
+    target = buffer.clone()
     addend = gradient * small
     with flushed_denormals():
         threads_made_here = HostKernels(threads=2, instruction_set=kernels.instruction_set)
-        stepped = [page.clone(), page.clone()]
-        for which, page_copy in zip((kernels, threads_made_here), stepped, strict=True):
-            which.step_tile(page_copy, page_copy, [TileSegment(0, gradient, None, 0)], [rule], scale)
+        stepped = [buffer.clone(), buffer.clone()]
+        for which, buffer_copy in zip((kernels, threads_made_here), stepped, strict=True):
+            which.step_tile(buffer_copy, buffer_copy, [TileSegment(0, gradient, None, 0)], [rule], scale)
         for row in target:
             kernels.accumulate(row, addend, add=True)
         total = sum_of_squares(kernels, [[denormals]])
         assert torch.full((1,), 2.0**-149).mul(1.0).item() == 0  # the caller keeps its mode
-    for page_copy in stepped:
-        assert same_bits(page_copy, expected)
+    for buffer_copy in stepped:
+        assert same_bits(buffer_copy, expected)
     assert same_bits(target, summed)
     assert math.isclose(total, squares, rel_tol=1e-12) and total > 0
 
@@ -357,11 +357,11 @@ def test_sum_of_squares_shows_what_is_not_finite(kernels: HostKernels, value: fl
 @pytest.mark.parametrize("call", ["step_tile", "accumulate", "reconcile", "sum_of_squares"])
 def test_python_runs_while_a_kernel_does(call: str) -> None:
     numel = 1 << 22
-    page, source = torch.zeros(3, numel), torch.zeros(numel)
-    master = page[0]  # here, since torch's indexing lets go of the lock too
+    buffer, source = torch.zeros(3, numel), torch.zeros(numel)
+    master = buffer[0]  # here, since torch's indexing lets go of the lock too
     kernels = HostKernels(threads=1, instruction_set=InstructionSet.BASELINE)
     calls: dict[str, Callable[[], Any]] = {
-        "step_tile": lambda: kernels.step_tile(page, page, [TileSegment(0, source, None, 0)], RULES[:1]),
+        "step_tile": lambda: kernels.step_tile(buffer, buffer, [TileSegment(0, source, None, 0)], RULES[:1]),
         "accumulate": lambda: kernels.accumulate(master, source, add=True),
         "reconcile": lambda: kernels.reconcile(master, source, adopt=True),
         "sum_of_squares": lambda: sum_of_squares(kernels, [[source]] * 4),
@@ -452,8 +452,8 @@ kernels.accumulate(values, values, add=True)
 
 
 def tile(**changes: Any) -> dict[str, Any]:
-    page = torch.zeros(3, 20)
-    return {"source_page": page, "target_page": page, "segments": [], "rules": list(RULES[:1]), **changes}
+    buffer = torch.zeros(3, 20)
+    return {"source_buffer": buffer, "target_buffer": buffer, "segments": [], "rules": list(RULES[:1]), **changes}
 
 
 def segment(offset: int = 0, numel: int = 10, output: Tensor | None = None, rule: int = 0) -> TileSegment:
@@ -467,22 +467,25 @@ SHARED = torch.zeros(100)
     "changes, message",
     [
         (
-            {"source_page": torch.zeros(3, 20, dtype=torch.float64)},
-            r"a page is float32 \[page_arrays, page_numel\], not .*float64",
+            {"source_buffer": torch.zeros(3, 20, dtype=torch.float64)},
+            r"a buffer is float32 \[buffer_arrays, buffer_numel\], not .*float64",
         ),
-        ({"target_page": torch.zeros(60)}, r"a page is float32 \[page_arrays, page_numel\], not torch.float32 \[60\]"),
-        ({"target_page": torch.zeros(2, 30)}, "source and target pages differ in size"),
-        ({"rules": [OTHER_RULES[0]]}, "a page of 3 arrays, and Lion has 2"),
-        ({"rules": [OTHER_RULES[2]]}, "a page of 3 arrays, and Adagrad has 2"),
-        ({"rules": [OTHER_RULES[4]]}, "a page of 3 arrays, and SGD has 2"),
+        (
+            {"target_buffer": torch.zeros(60)},
+            r"a buffer is float32 \[buffer_arrays, buffer_numel\], not torch.float32 \[60\]",
+        ),
+        ({"target_buffer": torch.zeros(2, 30)}, "source and target buffers differ in size"),
+        ({"rules": [OTHER_RULES[0]]}, "a buffer of 3 arrays, and Lion has 2"),
+        ({"rules": [OTHER_RULES[2]]}, "a buffer of 3 arrays, and Adagrad has 2"),
+        ({"rules": [OTHER_RULES[4]]}, "a buffer of 3 arrays, and SGD has 2"),
         ({"rules": [RULES[0], OTHER_RULES[0]]}, r"of one kind, not \['AdamRule', 'LionRule'\]"),
         ({"rules": [(1.0, 2.0)]}, "do not step by a tuple"),
-        ({"target_page": torch.zeros(3, 21)}, "source and target pages differ in size"),
-        ({"target_page": torch.zeros(20, 3).T}, "contiguous CPU tensors, not one of strides"),
-        ({"source_page": torch.zeros(3, 20, device="meta")}, "on meta"),
+        ({"target_buffer": torch.zeros(3, 21)}, "source and target buffers differ in size"),
+        ({"target_buffer": torch.zeros(20, 3).T}, "contiguous CPU tensors, not one of strides"),
+        ({"source_buffer": torch.zeros(3, 20, device="meta")}, "on meta"),
         (
-            {"source_page": SHARED[:60].view(3, 20), "target_page": SHARED[30:90].view(3, 20)},
-            "the source and target pages overlap without being the same",
+            {"source_buffer": SHARED[:60].view(3, 20), "target_buffer": SHARED[30:90].view(3, 20)},
+            "the source and target buffers overlap without being the same",
         ),
         ({"segments": [segment(output=torch.zeros(9))]}, "a gradient of 10 elements with an output of 9"),
         ({"segments": [segment(output=torch.zeros(10).double())]}, "float32, bfloat16 and float16, not torch.float64"),
@@ -491,7 +494,7 @@ SHARED = torch.zeros(100)
         ({"segments": [segment(numel=0)]}, "segment 0 of the tile has no elements"),
         ({"segments": [segment(), segment(9)]}, "segment 1 of the tile begins before the one ahead of it ends"),
         ({"segments": [segment(-1)]}, "segment 0 of the tile begins before"),
-        ({"segments": [segment(), segment(11)]}, "segment 1 of the tile reaches past the end of the page"),
+        ({"segments": [segment(), segment(11)]}, "segment 1 of the tile reaches past the end of the buffer"),
         ({"segments": [segment(rule=1)]}, "segment 0 of the tile names a rule that the tile does not have"),
         ({"segments": [segment(rule=-1)]}, "segment 0 of the tile names a rule that the tile does not have"),
         (
@@ -510,15 +513,15 @@ def test_step_tile_refuses(kernels: HostKernels, changes: dict[str, Any], messag
 
 
 def test_a_refused_table_writes_nothing(kernels: HostKernels) -> None:
-    page, gradient = page_of(20, 1), torch.randn(10)
+    buffer, gradient = buffer_of(20, 1), torch.randn(10)
     output = torch.randn(10)
-    before, output_before = page.clone(), output.clone()
+    before, output_before = buffer.clone(), output.clone()
     good, bad = TileSegment(0, gradient, output, 0), TileSegment(10, gradient, None, 5)
     with pytest.raises(ValueError, match="segment 1"):
-        kernels.step_tile(page, page, [good, bad], RULES[:1])
-    assert same_bits(page, before) and same_bits(output, output_before)
-    kernels.step_tile(page, page, [good], RULES[:1])  # which alone is stepped
-    assert not same_bits(page, before)
+        kernels.step_tile(buffer, buffer, [good, bad], RULES[:1])
+    assert same_bits(buffer, before) and same_bits(output, output_before)
+    kernels.step_tile(buffer, buffer, [good], RULES[:1])  # which alone is stepped
+    assert not same_bits(buffer, before)
 
 
 @pytest.mark.parametrize("method", ["accumulate", "reconcile"])

@@ -170,14 +170,14 @@ def test_every_rule_scales_one_factor_after_the_other() -> None:
 def test_without_bias_correction_the_moments_count_as_they_are(decoupled: bool, step: int) -> None:
     """At the step counts of a finished warm-up both corrections are 1 to the last bit of a float."""
     rule = AdamRule(1e-3, 0.9, 0.99, 1e-8, 0.1, step, decoupled, bias_correction=False)
-    page = torch.randn(3, NUMEL)
-    page[2].abs_()
+    buffer = torch.randn(3, NUMEL)
+    buffer[2].abs_()
     late = replace(rule, step=10**5, bias_correction=True)
     for ours, expected in zip(
-        rule_step(page, gradient_of(1), rule),
-        rule_step(page, gradient_of(1), late),
+        rule_step(buffer, gradient_of(1), rule),
+        rule_step(buffer, gradient_of(1), late),
         strict=True,
     ):
         assert torch.equal(ours, expected)
-    early = rule_step(page, gradient_of(1), replace(rule, bias_correction=True))
-    assert step == 1000 or not torch.equal(early[0], rule_step(page, gradient_of(1), rule)[0])
+    early = rule_step(buffer, gradient_of(1), replace(rule, bias_correction=True))
+    assert step == 1000 or not torch.equal(early[0], rule_step(buffer, gradient_of(1), rule)[0])

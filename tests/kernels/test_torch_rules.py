@@ -27,16 +27,16 @@ def kernels() -> HostKernels:
 @pytest.mark.parametrize("output_dtype", [None, torch.float32, torch.bfloat16])
 def test_a_tile_is_stepped_as_the_kernels_step_one(kernels: HostKernels, in_place: bool, output_dtype: Any) -> None:
     """Segments alone are written, rows that the rule does not name are copied, and the gradient is scaled twice."""
-    page, scale = torch.rand(3, 200), Scale(0.7, 1 / 3)
+    buffer, scale = torch.rand(3, 200), Scale(0.7, 1 / 3)
     gradients = [torch.randn(64).bfloat16(), torch.randn(100)]
     outputs = [None if output_dtype is None else torch.zeros(g.numel(), dtype=output_dtype) for g in gradients]
-    source = page.clone()
-    target = source if in_place else torch.full_like(page, 7.0)
+    source = buffer.clone()
+    target = source if in_place else torch.full_like(buffer, 7.0)
     expected = target.clone()
     segments = [TileSegment(10, gradients[0], outputs[0], 1), TileSegment(90, gradients[1], outputs[1], 0)]
     rules = [rule(), rule(options=(("lr", 0.5), ("alpha", 0.9)))]
     for begin, gradient, lr in ((10, gradients[0], 0.5), (90, gradients[1], 1e-2)):
-        part = page[:, begin : begin + gradient.numel()]
+        part = buffer[:, begin : begin + gradient.numel()]
         # The exact lengths that torch's loops take at once, so that there is no tail.
         padded = torch.zeros(4, 128)
         padded[:3, : gradient.numel()] = part
@@ -50,10 +50,10 @@ def test_a_tile_is_stepped_as_the_kernels_step_one(kernels: HostKernels, in_plac
         expected[:, begin : begin + gradient.numel()] = stepped
     kernels.step_tile(source, target, segments, rules, scale)
     assert same_bits(target, expected)
-    assert in_place or same_bits(source, page)
+    assert in_place or same_bits(source, buffer)
     for segment, output in zip(segments, outputs, strict=True):
         if output is not None:
-            begin = segment.page_offset
+            begin = segment.buffer_offset
             assert same_bits(output, expected[0, begin : begin + output.numel()].to(output.dtype))
 
 
@@ -64,20 +64,20 @@ def test_a_tile_is_stepped_as_the_kernels_step_one(kernels: HostKernels, in_plac
         ([(0, 10, 0), (15, 10, 0)], {}, "segment 1 of the tile"),
         ([(0, 10, 0), (10, 0, 0)], {}, "segment 1 of the tile"),
         ([(0, 10, 1)], {}, "segment 0 of the tile"),
-        ([(0, 10, 0)], {"rows": (("square_avg", 3),)}, "in rows {'square_avg': 3} of a page of 3 arrays"),
+        ([(0, 10, 0)], {"rows": (("square_avg", 3),)}, "in rows {'square_avg': 3} of a buffer of 3 arrays"),
         ([(0, 10, 0)], {"rows": (("square_avg", 0),)}, "in rows"),
         ([(0, 10, 0)], {"rows": (("square_avg", 1), ("grad_avg", 1))}, "in rows"),
     ],
 )
 def test_tables_that_are_refused(kernels: HostKernels, segments: Any, changes: Any, message: str) -> None:
-    page = torch.rand(3, 20)
-    before = page.clone()
+    buffer = torch.rand(3, 20)
+    before = buffer.clone()
     table = [TileSegment(offset, torch.ones(numel), None, which) for offset, numel, which in segments]
     with pytest.raises(ValueError, match=message):
-        kernels.step_tile(page, page, table, [rule(**changes)])
+        kernels.step_tile(buffer, buffer, table, [rule(**changes)])
     with pytest.raises(ValueError, match="of one kind"):
-        kernels.step_tile(page, page, table[:1], [rule(), RULES[0]])
-    assert torch.equal(page, before)
+        kernels.step_tile(buffer, buffer, table[:1], [rule(), RULES[0]])
+    assert torch.equal(buffer, before)
 
 
 def test_numbers_that_go_with_a_parameter() -> None:

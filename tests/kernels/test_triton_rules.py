@@ -22,8 +22,8 @@ from longshore.optim.rules.adam import adam
 from longshore.optim.rules.lion import lion
 from longshore.optim.rules.sgd import sgd
 
-TILE = {"source_page": "*fp32", "target_page": "*fp32", "table": "*i64", "owners": "*i64",
-        "scalar_rows": "*fp32", "UPDATE": "constexpr", "PAGE_ARRAYS": "constexpr"}
+TILE = {"source_buffer": "*fp32", "target_buffer": "*fp32", "table": "*i64", "owners": "*i64",
+        "scalar_rows": "*fp32", "UPDATE": "constexpr", "BUFFER_ARRAYS": "constexpr"}
 PASS = {"target": "i64", "source": "i64", "dtype": "i32", "numel": "i32", "add": "i32"}
 SUM = {"starts": "*i64", "spans": "*i64", "factors": "*fp32", "sums": "*fp64"}
 
@@ -34,8 +34,8 @@ def operations(name, signature, **constants):
     instruction = r"^\\s*(?:@%p\\d+ )?([a-z0-9]+[.][a-z0-9.]*f(?:32|64)[a-z0-9.]*)"
     return collections.Counter(re.findall(instruction, assembly, re.M))
 
-def step(update, page_arrays):
-    return operations("step_tile", TILE, UPDATE=triton_rules.device_function(update), PAGE_ARRAYS=page_arrays)
+def step(update, buffer_arrays):
+    return operations("step_tile", TILE, UPDATE=triton_rules.device_function(update), BUFFER_ARRAYS=buffer_arrays)
 
 print(json.dumps({
     "adam": step(adam, 3),

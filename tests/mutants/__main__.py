@@ -78,7 +78,7 @@ def environment_of(tree: Path) -> dict[str, str]:
 
 
 def imported_from(tree: Path) -> Path:
-    command = [sys.executable, "-c", "import longshore.host as host; print(host.__file__)"]
+    command = [sys.executable, "-c", "import longshore.tiles as host; print(host.__file__)"]
     done = subprocess.run(command, cwd=tree, env=environment_of(tree), capture_output=True, text=True, check=True)
     return Path(done.stdout.strip())
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-MEMORY = "tests/host/test_memory.py"
-NORMS = "tests/host/test_early_norms.py"
-SNAPSHOT = "tests/host/test_snapshot.py"
-STEPPING = "tests/host/test_stepping.py"
-STORE = "tests/host/test_store.py"
-WORKER = "tests/host/test_worker.py"
+MEMORY = "tests/tiles/test_memory.py"
+NORMS = "tests/tiles/test_early_norms.py"
+SNAPSHOT = "tests/tiles/test_snapshot.py"
+STEPPING = "tests/tiles/test_stepping.py"
+STORE = "tests/tiles/test_store.py"
+WORKER = "tests/tiles/test_worker.py"
 SIMULATED = "tests/transfer/test_simulated.py"
 SPECULATION = "tests/optim/test_speculation.py"
 COLLECTIVES = "tests/sharding/test_collective_thread.py"

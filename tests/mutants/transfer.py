@@ -57,7 +57,7 @@ MUTANTS = [
         FILE,
         "is waiting.\n        self.to_device.drain()\n",
         "is waiting.\n        return\n",
-        ("tests/host/test_store.py",),
+        ("tests/tiles/test_store.py",),
     ),
     Mutant(
         "delays do not come from the seed", FILE, 'random.Random(f"{name} {seed}")', "random.Random()", (SIMULATED,)

@@ -17,8 +17,8 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.optim.family import History, RuleFamily, beta, flag, not_negative
-from longshore.optim.host_optimizer import RuleOptimizer
-from longshore.optim.offload import Placement
+from longshore.optim.offload import StoreFactory
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def signum(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
@@ -73,6 +73,6 @@ class Signum(RuleOptimizer):
         *,
         maximize: bool = False,
         release_gradients: bool = False,
-        offload: Placement | None = None,
+        offload: StoreFactory | None = None,
     ) -> None:
         super().__init__(locals())

@@ -81,7 +81,7 @@ def test_released_gradients(dtype: torch.dtype, backwards: int, tile_numel: int,
 @pytest.mark.parametrize("tile_numel", [64, 1 << 22])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stepping_ahead(dtype: torch.dtype, tile_numel: int, clip: float) -> None:
-    """With spare pages and without: the same bits, while the device is still busy with backward."""
+    """With spare buffers and without: the same bits, while the device is still busy with backward."""
     models = [small_model(dtype).cuda() for _ in range(2)]
     optimizers = [
         longshore.AdamW(
@@ -138,7 +138,7 @@ def test_some_state_stays_on_the_device(dtype: torch.dtype, ratio: float, releas
         assert all(
             torch.equal(torch.as_tensor(value), torch.as_tensor(split[index][key])) for key, value in entries.items()
         )
-    assert optimizers[1]._core.store.device_bytes()["pages"] > 0
+    assert optimizers[1]._core.store.device_bytes()["state"] > 0
 
 
 def test_released_gradients_take_no_device_memory() -> None:
@@ -163,7 +163,7 @@ def test_without_offload_state_is_on_the_device() -> None:
     optimizer = longshore.AdamW(model.parameters(), offload=longshore.Offload(device="none"))
     backward(model, 0, torch.bfloat16)
     optimizer.step()
-    assert all(tile.page is not None and tile.page.is_cuda for tile in optimizer._core.store.tiles)
+    assert all(tile.buffer is not None and tile.buffer.is_cuda for tile in optimizer._core.store.tiles)
     assert set(optimizer.host_bytes().values()) == {0}
     parameter = next(model.parameters())
     state = optimizer.state[parameter]

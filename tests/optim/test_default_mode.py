@@ -210,7 +210,7 @@ def test_frozen_parameters_take_no_host_memory_and_may_have_any_dtype() -> None:
     optimizer = longshore.AdamW([base, frozen, adapter])
     (adapter.sum() + frozen.sum()).backward()
     optimizer.step()
-    assert optimizer.host_bytes() == {"pages": 12 * 32, "gradients": 0, "spares": 0, "staging": 0, "accumulators": 0}
+    assert optimizer.host_bytes() == {"state": 12 * 32, "gradients": 0, "spares": 0, "staging": 0, "accumulators": 0}
 
 
 def test_frozen_and_unfrozen_in_mid_training() -> None:
@@ -487,7 +487,7 @@ def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(monkeypatch:
     assert same_weights(plain_model, model)
 
 
-def test_an_interrupt_between_the_pages_and_the_step_counts_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_between_the_buffers_and_the_step_counts_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     optimizer = longshore.AdamW(model.parameters())
     loss_of(model, 0).backward()

@@ -40,8 +40,8 @@ def test_the_host_holds_the_master_and_the_rules_states(kind: Kind) -> None:
     optimizer = kind.make(model.parameters())
     loss_of(model, 0, torch.bfloat16).backward()
     optimizer.step()
-    numel = sum(tile.layout.page_numel for tile in optimizer._core.store.tiles)
-    assert optimizer.host_bytes()["pages"] == 4 * (1 + len(kind.states)) * numel
+    numel = sum(tile.layout.buffer_numel for tile in optimizer._core.store.tiles)
+    assert optimizer.host_bytes()["state"] == 4 * (1 + len(kind.states)) * numel
 
 
 @EVERY_KIND
@@ -86,12 +86,12 @@ def test_setting_and_deleting_states(kind: Kind) -> None:
 
 
 def test_momentum_may_come_and_go() -> None:
-    """Pages grow when the first group gets momentum; a buffer stays while there is none."""
+    """Buffers grow when the first group gets momentum; a buffer stays while there is none."""
     plain_model, model = twins()
     plain = PlainLoop(plain_model.parameters(), torch.optim.SGD, lr=1e-3)
     optimizer = longshore.SGD(model.parameters(), lr=1e-3, offload=simulated(tile_numel=100))
     momenta = [0.0, 0.9, 0.9, 0.0, 0.5]
-    pages = []
+    buffers = []
     for step, momentum in enumerate(momenta):
         plain.optimizer.param_groups[0]["momentum"] = optimizer.param_groups[0]["momentum"] = momentum
         for each in (plain_model, model):
@@ -100,8 +100,8 @@ def test_momentum_may_come_and_go() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert same_weights(plain_model, model), step
-        pages.append(optimizer.host_bytes()["pages"])
-    assert pages[1:] == [2 * pages[0]] * 4
+        buffers.append(optimizer.host_bytes()["state"])
+    assert buffers[1:] == [2 * buffers[0]] * 4
 
 
 def test_groups_with_and_without_momentum_share_a_tile() -> None:
@@ -129,7 +129,7 @@ def test_groups_with_and_without_momentum_share_a_tile() -> None:
     ] * 2
 
 
-def test_a_loaded_buffer_makes_pages_grow() -> None:
+def test_a_loaded_buffer_makes_buffers_grow() -> None:
     model, other = twins()
     first = longshore.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     train(model, first, range(2))

@@ -71,15 +71,15 @@ except longshore.ConfigError as error:
 """,
     "device": """
 from kernels.device_kernels import DEVICE, device_kernels
-from kernels.numbers import awkward, page_of, same_bits, stepped_page
+from kernels.numbers import awkward, buffer_of, same_bits, stepped_buffer
 from longshore.kernels import HostKernels, TileSegment
-rule, page, gradient = SignumRule(1e-2, 0.9, 0.1), page_of(1100, 1, 2), awkward(1100, 9)
-expected = stepped_page(page, gradient, rule)
-found = page.to(DEVICE, copy=True)
-HostKernels(threads=1).step_tile(page, page, [TileSegment(0, gradient, None, 0)], [rule])
+rule, buffer, gradient = SignumRule(1e-2, 0.9, 0.1), buffer_of(1100, 1, 2), awkward(1100, 9)
+expected = stepped_buffer(buffer, gradient, rule)
+found = buffer.to(DEVICE, copy=True)
+HostKernels(threads=1).step_tile(buffer, buffer, [TileSegment(0, gradient, None, 0)], [rule])
 with device_kernels() as kernels:
     kernels.step_tile(found, found, [TileSegment(0, gradient.to(DEVICE), None, 0)], [rule])
-assert same_bits(page, expected) and same_bits(found.cpu(), expected)
+assert same_bits(buffer, expected) and same_bits(found.cpu(), expected)
 """,
     "planner and documentation": """
 from longshore.plan.job import Job, PlanChoice, configuration
@@ -88,8 +88,8 @@ assert job.state_arrays == 2
 written = configuration(job, PlanChoice(stage=0, offload="cpu"))
 assert written["optimizer"] == {"type": "Signum", "params": {"lr": 1e-4}}
 from scripts.docs import config_page
-page = config_page.page()
-assert "### `Signum`" in page and "| `rate` | a number of at least 0 and below 1 | `0.9` |" in page
+buffer = config_page.buffer()
+assert "### `Signum`" in buffer and "| `rate` | a number of at least 0 and below 1 | `0.9` |" in buffer
 """,
 }
 

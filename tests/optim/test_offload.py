@@ -12,9 +12,9 @@ from support import batch, loss_of, same_weights, small_model
 from torch import nn
 
 import longshore
-from longshore.host import MASTER, BackendSettings, HostStore
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim import Offload
+from longshore.tiles import MASTER, BackendSettings, TileStore
 from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
 
@@ -112,18 +112,18 @@ def test_a_failed_addition_on_the_device_is_told_at_the_step(
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_pages_are_where_the_kernels_step_and_not_counted_as_host_memory() -> None:
+def test_buffers_are_where_the_kernels_step_and_not_counted_as_host_memory() -> None:
     class Elsewhere(HostKernels):
         device, asynchronous = torch.device("meta"), True
 
-    store = HostStore(BackendSettings(DirectTransfer(), Elsewhere(threads=1), 16, hold_gradients=False))
+    store = TileStore(BackendSettings(DirectTransfer(), Elsewhere(threads=1), 16, hold_gradients=False))
     store.add_parameters([(0, 16, torch.float32)])
     store.write_state(0, MASTER, torch.zeros(16, device="meta"))
     (tile,) = store.tiles
-    assert tile.page is not None and tile.page.device.type == "meta"
-    assert store.host_bytes() == {"pages": 0, "gradients": 0, "spares": 0, "staging": 0, "accumulators": 0}
+    assert tile.buffer is not None and tile.buffer.device.type == "meta"
+    assert store.host_bytes() == {"state": 0, "gradients": 0, "spares": 0, "staging": 0, "accumulators": 0}
     assert store.device_bytes() == {
-        "pages": 4 * tile.page.numel(),
+        "state": 4 * tile.buffer.numel(),
         "gradients": 0,
         "spares": 0,
         "staging": 0,

@@ -33,8 +33,8 @@ def test_a_single_backward_allocates_no_accumulator() -> None:
     loss_of(model, 3, torch.bfloat16).backward()
     loss_of(model, 4, torch.bfloat16).backward()
     optimizer.step()
-    padded = sum(tile.layout.page_numel for tile in optimizer._core.store.tiles)
-    assert optimizer.host_bytes() == {"pages": 12 * padded, "gradients": pytest.approx(2 * padded, abs=64 * 50),
+    padded = sum(tile.layout.buffer_numel for tile in optimizer._core.store.tiles)
+    assert optimizer.host_bytes() == {"state": 12 * padded, "gradients": pytest.approx(2 * padded, abs=64 * 50),
                                       "spares": 0, "staging": 0, "accumulators": 4 * padded}  # fmt: skip
     loss_of(model, 5, torch.bfloat16).backward()
     optimizer.step()

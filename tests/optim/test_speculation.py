@@ -13,8 +13,8 @@ from torch import nn
 
 import longshore
 from longshore.errors import BrokenStateError
-from longshore.host import GRADIENT
 from longshore.kernels import HostKernels
+from longshore.tiles import GRADIENT
 
 TILE = 300
 TRANSFERS: dict[str, Callable[[], longshore.SimulatedTransfer | None]] = {
@@ -73,7 +73,7 @@ class Pair:
     def both(self, work: Callable[[Any, Any], Any]) -> list[Any]:
         return [work(model, optimizer) for model, optimizer in zip(self.models, self.optimizers, strict=True)]
 
-    def step(self, clip: float | None = None) -> longshore.host.SpeculationRecord:
+    def step(self, clip: float | None = None) -> longshore.tiles.SpeculationRecord:
         if clip is not None:
             plain, ahead = (optimizer.clip_grad_norm_(clip) for optimizer in self.optimizers)
             assert torch.equal(plain, ahead)
@@ -91,7 +91,7 @@ class Pair:
             assert mine.keys() == other.keys()
             assert all(torch.equal(torch.as_tensor(mine[name]), torch.as_tensor(other[name])) for name in mine)
 
-    def train(self, windows: int, backwards: int = 1, clip: float | None = None) -> longshore.host.SpeculationRecord:
+    def train(self, windows: int, backwards: int = 1, clip: float | None = None) -> longshore.tiles.SpeculationRecord:
         for _ in range(windows):
             for _ in range(backwards):
                 self.backward()
@@ -162,7 +162,7 @@ def test_heads_that_take_turns() -> None:
 
 
 def test_idle_parameters_of_a_tile_that_is_stepped_ahead() -> None:
-    """Their masters and moments are on the spare page, too."""
+    """Their masters and moments are on the spare buffer, too."""
     pair = Pair()
     for head in (0, 1):
         pair.backward(head)
@@ -321,7 +321,7 @@ def test_a_failure_after_only_kept_tiles_breaks_the_store(pair: Pair, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(pair.ahead._core.store.backend.accumulators, "trim", fail)
-        patched.setattr("longshore.host.backend.commit_tile", lambda *_: pytest.fail("a tile was stepped in place"))
+        patched.setattr("longshore.tiles.backend.commit_tile", lambda *_: pytest.fail("a tile was stepped in place"))
         with pytest.raises(RuntimeError, match="no more"):
             pair.ahead.step()
     with pytest.raises(BrokenStateError, match="no more"):
@@ -403,7 +403,7 @@ def test_a_pass_that_was_put_off_may_fail(monkeypatch: pytest.MonkeyPatch) -> No
     store.backend.worker.submit(lambda: bool(gate.wait(20)), 0)
     pair.backward()
     monkeypatch.setattr(store.backend.speculator, "pause", holding)
-    monkeypatch.setattr("longshore.host.speculation.Pass.run", fail)
+    monkeypatch.setattr("longshore.tiles.speculation.Pass.run", fail)
     record = pair.step(clip=1e9)
     assert record.begun > 2 and record.kept == 0
 
@@ -523,14 +523,14 @@ def test_a_budget_of_part_of_the_tiles() -> None:
 def test_counted_bytes_of_spares() -> None:
     pair = Pair(memory="100%", dtype=torch.bfloat16)
     pair.train(2)
-    numels = [tile.layout.page_numel for tile in pair.ahead._core.store.tiles if tile.page is not None]
+    numels = [tile.layout.buffer_numel for tile in pair.ahead._core.store.tiles if tile.buffer is not None]
     outputs = sum(-(-2 * numel // 64) * 64 for numel in numels)
     assert pair.ahead.host_bytes()["spares"] == sum(12 * numel for numel in numels) + outputs
 
 
 def test_auto_is_at_most_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(memory="auto")
-    monkeypatch.setattr("longshore.host.speculation.available_bytes", lambda: 4 * 12000)
+    monkeypatch.setattr("longshore.tiles.speculation.available_bytes", lambda: 4 * 12000)
     record = pair.train(2)
     assert 0 < pair.ahead.host_bytes()["spares"] <= 12000 and record.waited > 0
 
@@ -544,7 +544,7 @@ def test_backward_allocates_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_state_that_is_new_gets_spares_of_its_shape() -> None:
-    """Momentum that is turned on between backward and step widens every page."""
+    """Momentum that is turned on between backward and step widens every buffer."""
     pair = Pair(optimizer=longshore.SGD)
     assert pair.train(2).kept > 2
     narrow = pair.ahead.host_bytes()["spares"]
@@ -553,12 +553,12 @@ def test_a_state_that_is_new_gets_spares_of_its_shape() -> None:
         optimizer.param_groups[0]["momentum"] = 0.9
     assert pair.step().kept == 0
     assert pair.train(2).kept > 2
-    numel = sum(tile.layout.page_numel for tile in pair.ahead._core.store.tiles if tile.page is not None)
+    numel = sum(tile.layout.buffer_numel for tile in pair.ahead._core.store.tiles if tile.buffer is not None)
     assert pair.ahead.host_bytes()["spares"] == narrow + 4 * numel
 
 
 def test_a_state_that_is_new_after_a_step_that_was_dropped() -> None:
-    """One more gradient came for tiles that were stepped ahead: no page of the old shape is left of that."""
+    """One more gradient came for tiles that were stepped ahead: no buffer of the old shape is left of that."""
     pair = Pair(optimizer=longshore.SGD)
     assert pair.train(2).kept > 2
     pair.backward()

@@ -12,9 +12,9 @@ from torch import nn
 
 import longshore
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host import Backend, HostStore, TileState
 from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels
 from longshore.optim import Offload
+from longshore.tiles import Backend, TileState, TileStore
 from tests.kernels.device_kernels import ON_CUDA, device_kernels
 
 RATIOS = [0.0, 0.3, 0.8]
@@ -27,7 +27,7 @@ def offload(ratio: float, seed: int = 0, **options: Any) -> Offload:
 
 def parts_of(optimizer: Any) -> tuple[Backend, Backend]:
     """What stays on the device, and what is on the host."""
-    assert isinstance(optimizer._core.store, HostStore)
+    assert isinstance(optimizer._core.store, TileStore)
     device, host = optimizer._core.store.backends
     return device, host
 
@@ -134,8 +134,8 @@ def test_the_share_is_counted(ratio: float) -> None:
     model(torch.randn(2, 64)).sum().backward()
     optimizer.step()
     whole = 3 * 4 * 64 * 64 * 10
-    assert optimizer.host_bytes()["pages"] == ratio * whole
-    assert optimizer._core.store.local.device_bytes().get("pages", 0) == (1 - ratio) * whole
+    assert optimizer.host_bytes()["state"] == ratio * whole
+    assert optimizer._core.store.local.device_bytes().get("state", 0) == (1 - ratio) * whole
     if ratio < 1.0:  # what comes last in backward stays
         device, _ = parts_of(optimizer)
         assert [bool(device.parts[record.index]) for record in optimizer._core.records] == [True] * round(
@@ -292,5 +292,5 @@ def test_nothing_to_share_is_refused() -> None:
 def test_cpu_parameters_have_one_memory() -> None:
     model = small_model()
     optimizer = longshore.AdamW(model.parameters(), offload=Offload(ratio=0.5))
-    assert isinstance(optimizer._core.store, HostStore)
+    assert isinstance(optimizer._core.store, TileStore)
     optimizer.close()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import longshore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Tile sizes; simulated lanes with single-element tiles sleep thousands of times.
+# Tile sizes; simulated streams with single-element tiles sleep thousands of times.
 PLACES = [
     *[pytest.param("direct", tile_numel) for tile_numel in (1, 7, 100, 1 << 22)],
     *[pytest.param("simulated", tile_numel) for tile_numel in (100, 1 << 22)],
@@ -20,7 +20,7 @@ PLACES = [
     *[pytest.param("simulated", tile_numel, marks=pytest.mark.slow) for tile_numel in (1, 7)],
 ]
 HYPER: dict[str, Any] = KINDS[0].options
-# The others differ in their kernel and in the arrays of a page, not in how bytes move.
+# The others differ in their kernel and in the arrays of a state buffer, not in how bytes move.
 EVERYWHERE = [
     *[pytest.param(KINDS[0], *place.values, marks=place.marks, id=f"AdamW-{place.values}") for place in PLACES],
     *[

@@ -38,7 +38,7 @@ ONE_RANK: dict[str, tuple[Any, ...]] = {
 def test_one_rank(case: str) -> None:
     counted, planned = counts(*ONE_RANK[case])
     assert planned == counted
-    assert counted["host"]["pages"] + counted["device"].get("pages", 0) > 0
+    assert counted["host"]["state"] + counted["device"].get("state", 0) > 0
 
 
 def test_no_offload() -> None:
@@ -76,8 +76,8 @@ def test_three_ranks(stage: int, three_ranks: Ranks) -> None:
     found = three_ranks(counts, stage, "simulated", "bf16", 0.7, "50%")
     assert all(planned == counted for counted, planned in found)
     # The plan is for the first rank, which has the most but for padding of less than 64 bytes a segment.
-    pages = [counted["host"]["pages"] for counted, _ in found]
-    assert pages[0] >= max(pages) - 20 * 64 * 3
+    sizes = [counted["host"]["state"] for counted, _ in found]
+    assert sizes[0] >= max(sizes) - 20 * 64 * 3
 
 
 def planned(**options: Any) -> dict[str, int]:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from longshore.host.events import (
+from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
+from longshore.plan.machine import PlanMachine, Seconds, Work
+from longshore.plan.simulation import FORWARD, GATHER, REDUCE, SHARDED_SCHEDULE, EventSimulator, Simulation, simulate
+from longshore.tiles.events import (
     ARRIVE,
     COPY_TO_HOST,
     NORM,
@@ -16,13 +19,10 @@ from longshore.host.events import (
     SCHEDULE,
     STEP_AHEAD,
     STEP_IN_PLACE,
-    Lane,
     Row,
+    Track,
     Which,
 )
-from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
-from longshore.plan.machine import PlanMachine, Seconds, Work
-from longshore.plan.simulation import FORWARD, GATHER, REDUCE, SHARDED_SCHEDULE, EventSimulator, Simulation, simulate
 from plan.models import EIGHT, machine
 
 
@@ -73,7 +73,7 @@ def test_in_place_everything_waits_for_the_verdict() -> None:
     found = run(3, PlanChoice(0, "cpu"))
     assert found.compute_s == 9.0
     assert spans(found, STEP_IN_PLACE) == [(9, 10), (10, 11), (11, 12)]
-    # A copy of one second behind each pass; the lane is another.
+    # A copy of one second behind each pass; the track is another.
     assert spans(found, PUBLISH) == [(10, 11), (11, 12), (12, 13)]
     assert (found.step_s, found.exposed_s) == pytest.approx((13.0, 4.0))
 
@@ -125,7 +125,7 @@ def test_without_offload_the_device_steps() -> None:
     found = run(2, PlanChoice(0, "none"), device_memory_bytes_per_s=N * 28.0)
     # And reads the gradients for their norm: 2 of 28 bytes.
     assert found.exposed_s == pytest.approx(2 + 2 * 2 / 28)
-    assert {span.lane for span in found.spans} == {Lane.COMPUTE}
+    assert {span.track for span in found.spans} == {Track.COMPUTE}
 
 
 def test_a_part_on_the_device_is_stepped_beside_the_host() -> None:
@@ -217,7 +217,7 @@ def test_the_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator knows what waits for what from the engine's table, and from nowhere else."""
     patient = run(3, PlanChoice(0, "cpu"))
     assert spans(patient, PUBLISH)[0] == (10, 11)
-    hasty = {**SCHEDULE, PUBLISH: Row(Lane.TO_DEVICE, ((COPY_TO_HOST, Which.SAME),))}
+    hasty = {**SCHEDULE, PUBLISH: Row(Track.TO_DEVICE, ((COPY_TO_HOST, Which.SAME),))}
     monkeypatch.setattr("longshore.plan.simulation.SCHEDULE", hasty)
     assert spans(run(3, PlanChoice(0, "cpu")), PUBLISH)[0] == (
         9,
@@ -235,18 +235,18 @@ def test_the_tables_agree() -> None:
             assert set(row.after) <= set(SHARDED_SCHEDULE[name].after)
 
 
-def test_a_lane_is_a_queue() -> None:
+def test_a_track_is_a_queue() -> None:
     table = {
-        "a": Row(Lane.HOST),
-        "b": Row(Lane.HOST, (("a", Which.SAME),)),
-        "c": Row(Lane.COMPUTE, (("b", Which.ALL),)),
+        "a": Row(Track.HOST),
+        "b": Row(Track.HOST, (("a", Which.SAME),)),
+        "c": Row(Track.COMPUTE, (("b", Which.ALL),)),
     }
     line = EventSimulator(table, {})
     assert line.run("a", 1, 2.0) == 2.0
     assert line.run("b", 2, 1.0, keys=(1,)) == 3.0
     assert line.run("a", 3, 1.0) == 4.0  # behind b, though it waits for nothing
     assert line.begins("c", ()) == 3.0 and line.run("c", 9, 1.0, not_before=10.0) == 11.0
-    assert line.end == 11.0 and line.busy[Lane.HOST] == 4.0
+    assert line.end == 11.0 and line.busy[Track.HOST] == 4.0
 
 
 def test_a_faster_machine_is_never_slower() -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from longshore.host.events import PUBLISH
 from longshore.plan import measurement
 from longshore.plan.job import Job, PlanChoice, PlannedModel, PlannedParameter, Use
 from longshore.plan.machine import MeasuredCompute, PlanMachine, Seconds, Work
 from longshore.plan.measurement import MachineProbe, RankThreads, of_figures, tokens_to_measure
 from longshore.plan.simulation import Simulation, simulate
 from longshore.report import Figures, read_machine
+from longshore.tiles.events import PUBLISH
 from plan.models import machine
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

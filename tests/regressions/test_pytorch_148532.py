@@ -2,7 +2,7 @@
 sharded gradients on the CPU was to be added up over ranks whose group had no backend for the CPU.
 
 Here the engine clips, at stage 3 with the optimizer on the host as with it on the device: by the norm of all ranks'
-shards together, which each rank adds up where it has them and exchanges over the lane's own group.
+shards together, which each rank adds up where it has them and exchanges over the stream's own group.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import longshore
-from longshore.host.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE
 from longshore.plan.simulation import GATHER, REDUCE
+from longshore.tiles.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE
 
 Log = list[tuple[str, Any]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ranks import Ranks
 
-from longshore.host.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE, Which
 from longshore.plan.simulation import GATHER, REDUCE, SHARDED_SCHEDULE
+from longshore.tiles.events import ARRIVE, COPY_TO_HOST, STEP_IN_PLACE, Which
 from sharding import schedule_cases
 
 

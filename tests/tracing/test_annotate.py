@@ -1,4 +1,4 @@
-"""longshore.annotate: ranges for profilers on every lane, and the same weights."""
+"""longshore.annotate: ranges for profilers on every track, and the same weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import longshore
-from longshore.host import Ranges
+from longshore.tiles import Ranges
 
 
 def make(offload: longshore.Offload | None = None) -> tuple[nn.Module, longshore.AdamW]:
@@ -134,11 +134,11 @@ def collectives() -> bool:
 
     threads = seen(work)
     engine.destroy()
-    lanes = [names for names in threads.values() if names["longshore: collectives"]]
-    return len(lanes) == 1 and not lanes[0]["longshore: step in place"]
+    tracks = [names for names in threads.values() if names["longshore: collectives"]]
+    return len(tracks) == 1 and not tracks[0]["longshore: step in place"]
 
 
-def test_the_lane_of_collectives(two_ranks: Ranks) -> None:
+def test_the_thread_of_collectives(two_ranks: Ranks) -> None:
     assert two_ranks(collectives) == [True, True]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longshore.host.events import (
+from longshore.tiles.events import (
     ARRIVE,
     COPY_TO_HOST,
     DISCARD,
@@ -15,15 +15,15 @@ from longshore.host.events import (
     STEP_AHEAD,
     STEP_IN_PLACE,
 )
-from longshore.tracing.events import BACKWARD, STEP, STEP_LANE, Event, exposed_spans, in_order
+from longshore.tracing.events import BACKWARD, STEP, STEP_TRACK, Event, exposed_spans, in_order
 from longshore.tracing.trace import summarize
 
 MS = 1_000_000
 
 
 def event(name: str, begin_ms: int, end_ms: int, tile: int | None = None, num_bytes: int = 0) -> Event:
-    lane = STEP_LANE if name == STEP else "thread"
-    return Event(name, tile, lane, begin_ms * MS, end_ms * MS, num_bytes)
+    track = STEP_TRACK if name == STEP else "thread"
+    return Event(name, tile, track, begin_ms * MS, end_ms * MS, num_bytes)
 
 
 EVENTS = [
@@ -78,4 +78,4 @@ def test_a_backward_goes_from_its_windows_first_arrival_to_the_step() -> None:
         event(DISCARD, 21, 21),
     ]
     backwards = [found for found in in_order(events) if found.name == BACKWARD]
-    assert backwards == [Event(BACKWARD, None, STEP_LANE, 3 * MS, 6 * MS)]
+    assert backwards == [Event(BACKWARD, None, STEP_TRACK, 3 * MS, 6 * MS)]

@@ -19,8 +19,8 @@ from torch import nn
 
 import longshore
 from longshore.errors import LongshoreError
-from longshore.host import NO_RECORDER
-from longshore.host.events import (
+from longshore.tiles import NO_RECORDER
+from longshore.tiles.events import (
     ARRIVE,
     ARRIVE_AGAIN,
     COPY_TO_HOST,
@@ -34,7 +34,7 @@ from longshore.host.events import (
     STEP_IN_PLACE,
 )
 from longshore.tracing import Event, Trace
-from longshore.tracing.events import BACKWARD, STEP, STEP_LANE
+from longshore.tracing.events import BACKWARD, STEP, STEP_TRACK
 
 TILE = 300
 TRANSFERS: dict[str, Callable[[], longshore.SimulatedTransfer | None]] = {
@@ -122,7 +122,7 @@ def test_each_tile_arrives_is_stepped_and_published_in_this_order(
             assert arrivals
             assert len(again) == (backwards - 1) * len(arrivals)
             assert max(event.begin_ns for event in arrivals + again) <= decided.begin_ns
-    # The end of a copy is seen a little late, so a copy is known by its place in its lane.
+    # The end of a copy is seen a little late, so a copy is known by its place in its track.
     for tile in training.tiles:
         arrivals = of_tile(trace.events, tile, ARRIVE, ARRIVE_AGAIN)
         copies = of_tile(trace.events, tile, COPY_TO_HOST)
@@ -136,7 +136,7 @@ def test_each_tile_arrives_is_stepped_and_published_in_this_order(
             assert decided.end_ns <= published[window * each].begin_ns
     ahead = named(trace.events, STEP_AHEAD)
     assert len(ahead) == len(named(trace.events, KEPT)) == (3 * len(training.tiles) if memory else 0)
-    assert all(event.lane.startswith("longshore-host") for event in ahead), "on the worker"
+    assert all(event.track.startswith("longshore-host") for event in ahead), "on the worker"
 
 
 def test_a_kept_tile_was_stepped_ahead_of_the_verdict(traced: Trace) -> None:
@@ -357,11 +357,11 @@ def test_the_chrome_file(traced: Trace, tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == len(traced.events)
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {event["tid"] for event in complete} == set(lanes)
-    assert {STEP_LANE, "MainThread", f"lane: {COPY_TO_HOST}", f"lane: {PUBLISH}"} < set(lanes.values())
-    for lane in lanes:
-        own = [event for event in complete if event["tid"] == lane]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {event["tid"] for event in complete} == set(tracks)
+    assert {STEP_TRACK, "MainThread", f"stream: {COPY_TO_HOST}", f"stream: {PUBLISH}"} < set(tracks.values())
+    for track in tracks:
+        own = [event for event in complete if event["tid"] == track]
         assert all(event["ts"] >= 0 and event["dur"] >= 0 and event["pid"] == traced.rank for event in own)
         assert [event["ts"] for event in own] == sorted(event["ts"] for event in own)
     exposed = [event for event in complete if event["name"] in (STEP, NORM)]
@@ -369,10 +369,10 @@ def test_the_chrome_file(traced: Trace, tmp_path: Path) -> None:
     assert sum(event["dur"] for event in exposed) / 3e6 == pytest.approx(traced.summary().exposed_s)
 
 
-def test_what_one_lane_does_is_one_after_the_other(traced: Trace) -> None:
-    lanes = {event.lane for event in traced.events}
-    for lane in lanes:
-        own = [event for event in traced.events if event.lane == lane]
+def test_what_one_track_does_is_one_after_the_other(traced: Trace) -> None:
+    tracks = {event.track for event in traced.events}
+    for track in tracks:
+        own = [event for event in traced.events if event.track == track]
         for before, after in itertools.pairwise(own):
             assert before.end_ns <= after.begin_ns
 
@@ -384,8 +384,8 @@ def test_the_page_stands_alone(traced: Trace, tmp_path: Path) -> None:
     assert page.count('class="exposed"') == len(named(traced.events, STEP)) + len(named(traced.events, NORM)) == 6
     shapes = page.count("<title>") - 1  # the page's own
     assert shapes == len(traced.events)
-    for lane in {event.lane for event in traced.events}:
-        assert f"<div>{lane}</div>" in page
+    for track in {event.track for event in traced.events}:
+        assert f"<div>{track}</div>" in page
     explained = re.findall(r"</i><b>(.+?)</b>: \w", page)
     assert sorted(explained) == sorted({event.name for event in traced.events} | {"exposed"})
     assert str(traced.summary()) in page

@@ -33,7 +33,7 @@ from longshore.checkpoint.files import (
     read_json,
 )
 from longshore.errors import CheckpointError
-from longshore.layout import Slab
+from longshore.layout import DimRange
 
 METADATA = "metadata.json"
 _MOST_DIMENSIONS = 64
@@ -106,14 +106,14 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
 
 
-def boxes_in(shape: tuple[int, ...], slab: Slab | None, start: int, numel: int) -> list[Box]:
+def boxes_in(shape: tuple[int, ...], within: DimRange | None, start: int, numel: int) -> list[Box]:
     """A range of elements, in memory order, of a tensor or of a slice of it, as boxes of the tensor."""
-    if slab is None:
+    if within is None:
         return boxes_of_range(shape, start, numel)
-    first = [slab.start if dim == slab.dim else 0 for dim in range(len(shape))]
+    first = [within.start if dim == within.dim else 0 for dim in range(len(shape))]
     return [
         Box(tuple(map(operator.add, first, box.offsets)), box.sizes)
-        for box in boxes_of_range(slab.shape_in(shape), start, numel)
+        for box in boxes_of_range(within.shape_in(shape), start, numel)
     ]
 
 

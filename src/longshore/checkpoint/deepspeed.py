@@ -37,7 +37,7 @@ from longshore.checkpoint.saving import Content, Target, write
 from longshore.checkpoint.training_state import CLIENT_STATE
 from longshore.checkpoint.values import Values, encode
 from longshore.errors import CheckpointError
-from longshore.host import MASTER
+from longshore.tiles import MASTER
 
 _THEIRS = frozenset(
     {

@@ -29,7 +29,7 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE
 from longshore.checkpoint.training_state import find, read_description
 from longshore.errors import CheckpointError
-from longshore.host import MASTER
+from longshore.tiles import MASTER
 
 EXPORT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that weights can be cast to and from; those of fewer bits need their scales."""

@@ -21,8 +21,8 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.errors import CheckpointError
-from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.shards import is_sharded
+from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.collective_thread import twin_of
 
 _RUNS: dict[Path, str] = {}
@@ -142,7 +142,7 @@ def load(
         return state
 
 
-def _check_no_gradients(optimizer: HostOptimizer | None, why: str) -> None:
+def _check_no_gradients(optimizer: TiledOptimizer | None, why: str) -> None:
     if optimizer is not None and optimizer._core.store.broken is None and optimizer._core.gradients_arrived:
         gradients = why.format("gradients that release_gradients=True copied to the host")
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
@@ -158,8 +158,8 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _checked(optimizer: Optimizer | None) -> HostOptimizer | None:
-    if optimizer is not None and not isinstance(optimizer, HostOptimizer):
+def _checked(optimizer: Optimizer | None) -> TiledOptimizer | None:
+    if optimizer is not None and not isinstance(optimizer, TiledOptimizer):
         raise TypeError(
             f"optimizer must be one of longshore's, not {type(optimizer).__name__}; save others with their state_dict()"
         )

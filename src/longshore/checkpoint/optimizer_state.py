@@ -12,11 +12,11 @@ from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_in
 from longshore.checkpoint.files import checked, checked_entry
 from longshore.checkpoint.model_state import ModelState, box_of_shard
 from longshore.errors import CheckpointError
-from longshore.host import MASTER, PageSnapshot
 from longshore.optim.family import History, TorchFamily
-from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.state import clear_state, merged_group
+from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.tiles import MASTER, StateSnapshot
 
 OPTIMIZER = "optimizer"
 """The first part of the names of its arrays in a checkpoint, and its key among the shared values."""
@@ -37,7 +37,7 @@ class OptimizerState:
         CheckpointError: the optimizer steps a parameter that the model does not have.
     """
 
-    def __init__(self, optimizer: HostOptimizer, model: ModelState) -> None:
+    def __init__(self, optimizer: TiledOptimizer, model: ModelState) -> None:
         self.optimizer = optimizer
         self._store = optimizer._core.store
         self._family = optimizer._core.family
@@ -79,7 +79,7 @@ class OptimizerState:
         }
         return {"kind": self.kind, "groups": groups, "parameters": parameters}
 
-    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBoxes], PageSnapshot | None]:
+    def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBoxes], StateSnapshot | None]:
         """The boxes that this process writes, and with ``memory_bytes`` the snapshot that they are read from.
 
         Raises:
@@ -112,7 +112,7 @@ class OptimizerState:
             box, first = box_of_shard(record.parameter, name)
             return [(record.index, [box], first)] if box.numel > 0 else []
         return [
-            (owned.key, boxes_in(shape, owned.slab, owned.offset, owned.numel), owned.tells)
+            (owned.key, boxes_in(shape, owned.within, owned.offset, owned.numel), owned.tells)
             for owned in self._store.owned(record.index, shape)
         ]
 

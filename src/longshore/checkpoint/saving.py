@@ -22,7 +22,7 @@ from longshore.checkpoint.folder import Draft, prune
 from longshore.checkpoint.rank_group import RankGroup, reason_of
 from longshore.checkpoint.values import Values
 from longshore.errors import CheckpointError, LongshoreError
-from longshore.host import PageSnapshot, memory_for_speculation
+from longshore.tiles import StateSnapshot, memory_for_speculation
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger("longshore")
@@ -88,7 +88,7 @@ class Content(NamedTuple):
     configs: Mapping[str, Any]
     step: int
     run: str
-    snapshot: PageSnapshot | None = None
+    snapshot: StateSnapshot | None = None
 
     def close(self) -> None:
         """Free copies, after writing or giving up."""

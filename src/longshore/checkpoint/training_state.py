@@ -30,7 +30,7 @@ from longshore.checkpoint.rank_group import RankGroup, reason_of
 from longshore.checkpoint.saving import STATE, Content, configs_of, rank_file
 from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
-from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer
 
 CLIENT_STATE = "client_state"
 """The key of the user's values among the shared ones. The caller may have others."""
@@ -147,7 +147,7 @@ class TrainingState:
         CheckpointError: the optimizer steps a parameter that the model does not have.
     """
 
-    def __init__(self, model: nn.Module, optimizer: HostOptimizer | None, group: RankGroup) -> None:
+    def __init__(self, model: nn.Module, optimizer: TiledOptimizer | None, group: RankGroup) -> None:
         self._group = group
         self._model = ModelState(model, group.rank, group.world_size)
         self._optimizer = None if optimizer is None else OptimizerState(optimizer, self._model)

@@ -11,7 +11,7 @@ from longshore import utils as access
 from longshore.compat import initialize, optimizers, utils, zero
 from longshore.engine import ConfigError, Engine, add_config_arguments, schedules
 from longshore.engine.data import TrainingLoader
-from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer
 
 VERSION = "0.19.0+longshore"
 """The version of DeepSpeed that scripts may compare with; the part after the plus says that it is longshore."""
@@ -28,7 +28,7 @@ _ACCELERATOR = _of(utils, "DeepSpeedAccelerator get_accelerator")
 _COMM = _of(initialize, "get_local_rank get_world_group init_distributed")
 _INITIALIZE = {
     "DeepSpeedEngine": Engine,
-    "DeepSpeedOptimizer": HostOptimizer,
+    "DeepSpeedOptimizer": TiledOptimizer,
     "add_config_arguments": add_config_arguments,
     "initialize": initialize.initialize,
 }

@@ -11,16 +11,16 @@ import weakref
 import torch
 from torch import Tensor
 
-from longshore.host import GRADIENT, MASTER
-from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.parameters import ParameterRecord, flat
+from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
+from longshore.tiles import GRADIENT, MASTER
 
-_OPTIMIZERS: list[weakref.ref[HostOptimizer]] = []
+_OPTIMIZERS: list[weakref.ref[TiledOptimizer]] = []
 """The optimizers of all engines, which are not kept alive here."""
 
 
-def register(optimizer: HostOptimizer) -> None:
+def register(optimizer: TiledOptimizer) -> None:
     """Make the parameters of an engine's optimizer accessible here."""
     _OPTIMIZERS[:] = [reference for reference in _OPTIMIZERS if reference() is not None] + [weakref.ref(optimizer)]
 
@@ -114,7 +114,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True)
 
 
-def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
+def _find(param: Tensor) -> tuple[TiledOptimizer, ParameterRecord] | None:
     if not isinstance(param, Tensor):
         raise TypeError(f"expected a parameter, not {type(param).__name__}")
     for reference in reversed(_OPTIMIZERS):
@@ -127,7 +127,7 @@ def _find(param: Tensor) -> tuple[HostOptimizer, ParameterRecord] | None:
     return None
 
 
-def _found(param: Tensor, value: Tensor) -> tuple[HostOptimizer, ParameterRecord]:
+def _found(param: Tensor, value: Tensor) -> tuple[TiledOptimizer, ParameterRecord]:
     """Return the parameter's optimizer and record; ValueError if there is none, or ``value`` has another shape."""
     found = _find(param)
     if found is None:
@@ -139,7 +139,7 @@ def _found(param: Tensor, value: Tensor) -> tuple[HostOptimizer, ParameterRecord
     return found
 
 
-def _check_key(optimizer: HostOptimizer, key: str) -> None:
+def _check_key(optimizer: TiledOptimizer, key: str) -> None:
     known = [name for name in optimizer._core.store.local.arrays if name != MASTER]
     if key not in known:
         raise ValueError(f"the optimizer's state has {', '.join(known) or 'no arrays'}, and no {key!r}")

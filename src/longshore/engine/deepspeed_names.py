@@ -20,8 +20,8 @@ from longshore.engine.loss_scale import LossScale
 from longshore.engine.precision import DTYPES
 from longshore.engine.ranks import Ranks
 from longshore.engine.window import Window
-from longshore.optim.host_optimizer import HostOptimizer
 from longshore.optim.shards import is_sharded
+from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import gather
 
 _NO_MODEL_PARALLELISM = "longshore shards over data-parallel ranks only; use engine.compile()"
@@ -72,7 +72,7 @@ class DeepSpeedNames:
     """
 
     _module: nn.Module
-    _optimizer: HostOptimizer
+    _optimizer: TiledOptimizer
     _config: Config
     _ranks: Ranks
     _loss_scaling: LossScale

@@ -23,7 +23,7 @@ from longshore.engine.precision import DTYPES, cast
 from longshore.engine.ranks import Ranks
 from longshore.engine.window import BatchSizes, Window
 from longshore.errors import GradientError, LongshoreError, ParameterError
-from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
 
 
@@ -37,7 +37,7 @@ class Engine(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: HostOptimizer,
+        optimizer: TiledOptimizer,
         config: Config,
         ranks: Ranks,
         binding: Binding,

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from longshore.byte_sizes import format_byte_size
-from longshore.host import SpeculationRecord
 from longshore.optim.gradients import is_released
 from longshore.optim.shards import held_part
 from longshore.sharding import ShardedStore
+from longshore.tiles import SpeculationRecord
 
 if TYPE_CHECKING:
     from longshore.engine.engine import Engine

@@ -25,10 +25,10 @@ from torch import Tensor
 from longshore.engine.config import Config
 from longshore.engine.config.model import CsvConfig, TensorBoardConfig, WandbConfig
 from longshore.engine.ranks import Ranks
-from longshore.host import Recorder
-from longshore.host.events import COPY_TO_HOST, DROPPED, KEPT, PUBLISH, REDONE
 from longshore.kernels import TileSegment
-from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.tiles import Recorder
+from longshore.tiles.events import COPY_TO_HOST, DROPPED, KEPT, PUBLISH, REDONE
 from longshore.transfer import CopyHandle
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Reports:
     line has the times of forward, backward and step; on CUDA they wait for the device, which slows training.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, optimizer: HostOptimizer) -> None:
+    def __init__(self, config: Config, ranks: Ranks, optimizer: TiledOptimizer) -> None:
         first = ranks.rank == 0
         self._every = config.steps_per_print if first else None
         self._timed = config.wall_clock_breakdown and self._every is not None
@@ -178,10 +178,10 @@ class Meter(Recorder):
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
         return
 
-    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
-        if page.device.type == "cpu":  # otherwise a kernel was only enqueued, and its time is not known
+    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+        if buffer.device.type == "cpu":  # otherwise a kernel was only enqueued, and its time is not known
             took_ns = time.perf_counter_ns() - begin_ns
-            num_bytes = 2 * page.shape[0] * page.element_size() * sum(row.gradient.numel() for row in rows)
+            num_bytes = 2 * buffer.shape[0] * buffer.element_size() * sum(row.gradient.numel() for row in rows)
             self._add({"pass ns": took_ns, "pass bytes": num_bytes})
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:

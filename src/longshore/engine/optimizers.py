@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from longshore.engine.config import Config
 from longshore.optim.client import from_client
-from longshore.optim.host_optimizer import OPTIMIZERS, HostOptimizer
-from longshore.optim.offload import Placement
+from longshore.optim.offload import StoreFactory
+from longshore.optim.tiled_optimizer import OPTIMIZERS, TiledOptimizer
 
 
 def client_optimizer(
@@ -78,15 +78,15 @@ def make_optimizer(
     client: Optimizer | None,
     groups: list[dict[str, Any]],
     config: Config,
-    placement: Placement,
-) -> HostOptimizer:
-    """Make an optimizer whose state is where ``placement`` says, and whose gradients leave during backward.
+    store_factory: StoreFactory,
+) -> TiledOptimizer:
+    """Make an optimizer whose state is where ``store_factory`` says, and whose gradients leave during backward.
 
     It takes the place of ``client``, the user's; without one it has the ``groups``, and the configuration names it.
     """
     if client is not None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        return from_client(client, release_gradients=True, offload=placement, names=names)
+        return from_client(client, release_gradients=True, offload=store_factory, names=names)
     assert config.optimizer is not None  # load_config() checks it
     kind: Any = OPTIMIZERS[config.optimizer.type]  # each has a signature of its own
-    return kind(groups, **config.optimizer.arguments(), release_gradients=True, offload=placement)
+    return kind(groups, **config.optimizer.arguments(), release_gradients=True, offload=store_factory)

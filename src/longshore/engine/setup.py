@@ -36,11 +36,11 @@ from longshore.engine.ranks import Ranks, expected_world_size, join, with_port
 from longshore.engine.schedules import adopt_schedule, make_schedule
 from longshore.engine.weights import Weights, first_weights
 from longshore.errors import RankError
-from longshore.host import memory_for_speculation
 from longshore.optim import Offload
-from longshore.optim.host_optimizer import HostOptimizer
-from longshore.optim.offload import Placement
+from longshore.optim.offload import StoreFactory
+from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ReductionSettings, ShardedOffload
+from longshore.tiles import memory_for_speculation
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
@@ -122,7 +122,9 @@ def initialize(
         client, groups = client_optimizer(model, optimizer, model_parameters, settings)
         sharded = shard_model(model, wrap_policy, settings, ranks, first, client, groups)
         first.close()
-        made = make_optimizer(model, client, groups, settings, _placement(settings, ranks, offload, sharded, binding))
+        made = make_optimizer(
+            model, client, groups, settings, _store_factory(settings, ranks, offload, sharded, binding)
+        )
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
         engine = Engine(model, made, settings, ranks, binding)
@@ -196,9 +198,9 @@ def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
     return with_port(port)
 
 
-def _placement(
+def _store_factory(
     config: Config, ranks: Ranks, offload: Offload | None, sharded: FullyShardedModel | None, binding: Binding
-) -> Placement:
+) -> StoreFactory:
     """Choose the strategy: one rank keeps all state, several share it."""
     if offload is None:
         offload = _offload(config, ranks, binding)
@@ -228,7 +230,7 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     return Offload(config.tile_numel, *cpus, device=place, speculation_memory=ahead, ratio=config.offload_ratio)
 
 
-def _prepare(optimizer: HostOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
+def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
     """Check and connect a new optimizer. No window begins with gradients of another loop (law 2)."""
     # Buckets are filled in this order: another one on some rank, as set(model.parameters()) gives, would add up
     # gradients of different parameters.

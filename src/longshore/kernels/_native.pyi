@@ -12,14 +12,14 @@ class ThreadPool:
 
 def supported_instruction_sets() -> list[InstructionSet]: ...
 
-_Page = tuple[int, int, int, int]
+_Buffer = tuple[int, int, int, int]
 _Segments = Sequence[tuple[int, int, int, int, int, int, int]]
 _Scalars = Sequence[Sequence[float]]
 
 def rules() -> list[str]: ...
-def check(rule: int, page: _Page, segments: _Segments, scalars: _Scalars) -> None: ...
+def check(rule: int, buffer: _Buffer, segments: _Segments, scalars: _Scalars) -> None: ...
 def step(
-    pool: ThreadPool, rule: int, page: _Page, segments: _Segments, scalars: _Scalars, isa: InstructionSet
+    pool: ThreadPool, rule: int, buffer: _Buffer, segments: _Segments, scalars: _Scalars, isa: InstructionSet
 ) -> None: ...
 def accumulate(
     pool: ThreadPool, target: int, source: int, dtype: int, numel: int, add: bool, isa: InstructionSet

@@ -36,12 +36,12 @@ class Rule(ABC):
     name: ClassVar[str]
     """The rule's entry in ``native/rules.inl``."""
     states: ClassVar[tuple[str, ...]]
-    """The arrays of a page after the master, one or two, by the names that torch gives them."""
+    """The arrays of a buffer after the master, one or two, by the names that torch gives them."""
     update: ClassVar[Callable[..., tuple[Tensor, ...]]]
     """The arithmetic: ``update(scalars, gradient, master, *states)`` returns the new master and states. It is written
     with the operations of :mod:`longshore.kernels.reference`; on a GPU those of Triton take their place."""
     optional_states: ClassVar[int] = 0
-    """How many of the states a page may lack."""
+    """How many of the states a buffer may lack."""
 
     maximize: bool = field(default=False, kw_only=True)
 
@@ -59,7 +59,7 @@ class TorchRule(NamedTuple):
     options: tuple[tuple[str, Any], ...]
     """The group's options, as numbers."""
     rows: tuple[tuple[str, int], ...]
-    """The states that the step reads and writes, as torch names them, and their rows of the page."""
+    """The states that the step reads and writes, as torch names them, and their rows of the buffer."""
     step: int
     """The count after this step, as in :class:`Rule`."""
     first: bool
@@ -76,10 +76,10 @@ class TileSegment(NamedTuple):
     """One row of a tile's table.
 
     ``gradient`` is a flat, contiguous tensor; ``output`` is another of as many elements, or the gradient's own memory,
-    or None. ``page_offset`` counts elements; ``rule`` is an index into the rules of the call.
+    or None. ``buffer_offset`` counts elements; ``rule`` is an index into the rules of the call.
     """
 
-    page_offset: int
+    buffer_offset: int
     gradient: Tensor
     output: Tensor | None
     rule: int

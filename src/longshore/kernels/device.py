@@ -51,23 +51,33 @@ class DeviceKernels:
 
     def step_tile(
         self,
-        source_page: Tensor,
-        target_page: Tensor,
+        source_buffer: Tensor,
+        target_buffer: Tensor,
         segments: Sequence[TileSegment],
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
     ) -> None:
-        tile = native_tile(source_page, target_page, segments, rules, scale, self._address)
+        tile = native_tile(source_buffer, target_buffer, segments, rules, scale, self._address)
         _native.check(*tile)
         if not tile.rows:
             return
         assert isinstance(rules[0], Rule)
-        page_arrays, page_numel = source_page.shape
+        buffer_arrays, buffer_numel = source_buffer.shape
         blocks = [-(-row[1] // self._triton.BLOCK.value) for row in tile.rows]
         firsts = [0, *itertools.accumulate(blocks)]
         scalars = _float32_rows(tile.scalars)
         table = [
-            (offset, numel, gradient, gradient_dtype, output, output_dtype, rule * scalars.shape[1], first, page_numel)
+            (
+                offset,
+                numel,
+                gradient,
+                gradient_dtype,
+                output,
+                output_dtype,
+                rule * scalars.shape[1],
+                first,
+                buffer_numel,
+            )
             for (offset, numel, gradient, output, rule, gradient_dtype, output_dtype), first in zip(
                 tile.rows, firsts, strict=False
             )
@@ -75,13 +85,13 @@ class DeviceKernels:
         owners = torch.repeat_interleave(torch.tensor(blocks))
         with self._current():
             self._triton.step_tile[(firsts[-1],)](
-                source_page,
-                target_page,
+                source_buffer,
+                target_buffer,
                 self._upload(torch.tensor(table, dtype=torch.int64)),
                 self._upload(owners),
                 self._upload(scalars),
                 self._triton.device_function(type(rules[0]).update),
-                page_arrays,
+                buffer_arrays,
                 **_PASS,
             )
 

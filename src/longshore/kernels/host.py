@@ -59,8 +59,8 @@ class HostKernels:
 
     def step_tile(
         self,
-        source_page: Tensor,
-        target_page: Tensor,
+        source_buffer: Tensor,
+        target_buffer: Tensor,
         segments: Sequence[TileSegment],
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
@@ -68,11 +68,11 @@ class HostKernels:
         """Step the segments of one tile in one pass.
 
         Args:
-            source_page: float32 ``[page_arrays, page_numel]``: the master, then the rule's states (SGD: none if no rule
-                has momentum; a :class:`~longshore.kernels.TorchRule` names its rows).
-            target_page: the same tensor (in place), or another that does not overlap it; elements outside the segments
-                are not written.
-            segments: in order of ``page_offset``, not overlapping.
+            source_buffer: float32 ``[buffer_arrays, buffer_numel]``: the master, then the rule's states (SGD: none if no
+                rule has momentum; a :class:`~longshore.kernels.TorchRule` names its rows).
+            target_buffer: the same tensor (in place), or another that does not overlap it; elements outside the
+                segments are not written.
+            segments: in order of ``buffer_offset``, not overlapping.
             rules: what the segments' ``rule`` counts into; all of one kind.
             scale: what gradients are multiplied by.
 
@@ -81,10 +81,10 @@ class HostKernels:
         """
         torchs = [rule for rule in rules if isinstance(rule, TorchRule)]
         if torchs and len(torchs) == len(rules):
-            check_pages(source_page, target_page)
-            step_by_torch(source_page, target_page, segments, torchs, scale)
+            check_buffers(source_buffer, target_buffer)
+            step_by_torch(source_buffer, target_buffer, segments, torchs, scale)
             return
-        tile = native_tile(source_page, target_page, segments, rules, scale, _address)
+        tile = native_tile(source_buffer, target_buffer, segments, rules, scale, _address)
         _native.step(self._pool, *tile, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
@@ -111,17 +111,17 @@ class NativeTile(NamedTuple):
 
     entry: int
     """Index of the rule in ``native/rules.inl``."""
-    page: tuple[int, int, int, int]
+    buffer: tuple[int, int, int, int]
     """Addresses of the source and of the target, number of arrays, elements of each array."""
     rows: list[tuple[int, int, int, int, int, int, int]]
-    """For each segment: page offset, elements, gradient, output, rule, and the dtypes of gradient and output."""
+    """For each segment: buffer offset, elements, gradient, output, rule, and the dtypes of gradient and output."""
     scalars: list[tuple[float, ...]]
     """For each rule: the two factors of the gradient, and the rule's own scalars."""
 
 
 def native_tile(
-    source_page: Tensor,
-    target_page: Tensor,
+    source_buffer: Tensor,
+    target_buffer: Tensor,
     segments: Sequence[TileSegment],
     rules: Sequence[HostRule],
     scale: Scale,
@@ -131,8 +131,8 @@ def native_tile(
 
     ``address`` returns a tensor's address, and raises ``ValueError`` if it is not contiguous on the right device.
     """
-    check_pages(source_page, target_page)
-    page_arrays, page_numel = source_page.shape
+    check_buffers(source_buffer, target_buffer)
+    buffer_arrays, buffer_numel = source_buffer.shape
     scalars = []
     kinds = {type(rule) for rule in rules}
     if len(kinds) > 1:
@@ -143,33 +143,35 @@ def native_tile(
             raise ValueError(f"the kernels do not step by a {type(rule).__name__}")
         name, most = rule.name, 1 + len(rule.states)
         least = most - rule.optional_states
-        if not least <= page_arrays <= most:
+        if not least <= buffer_arrays <= most:
             known = f"{least}" if least == most else f"{least} or {most}"
-            raise ValueError(f"a page of {page_arrays} arrays, and {name} has {known}")
+            raise ValueError(f"a buffer of {buffer_arrays} arrays, and {name} has {known}")
         if getattr(rule, "step", 1) < 1:
             raise ValueError("a step count below 1")
         scalars.append((-scale.first if rule.maximize else scale.first, scale.second, *rule.scalars))
     if name not in _ENTRIES:
         raise ValueError(f"native/rules.inl has no entry for {name}; it has {', '.join(_ENTRIES)}")
     rows = []
-    for page_offset, gradient, output, rule in segments:
+    for buffer_offset, gradient, output, rule in segments:
         numel = gradient.numel()
         target, target_code = 0, 0
         if output is not None:
             if output.numel() != numel:
                 raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
             target, target_code = address(output), dtype_code(output)
-        rows.append((page_offset, numel, address(gradient), target, rule, dtype_code(gradient), target_code))
-    page = address(source_page), address(target_page), page_arrays, page_numel
-    return NativeTile(_ENTRIES[name], page, rows, scalars)
+        rows.append((buffer_offset, numel, address(gradient), target, rule, dtype_code(gradient), target_code))
+    buffer = address(source_buffer), address(target_buffer), buffer_arrays, buffer_numel
+    return NativeTile(_ENTRIES[name], buffer, rows, scalars)
 
 
-def check_pages(source_page: Tensor, target_page: Tensor) -> None:
-    for page in (source_page, target_page):
-        if page.dtype != torch.float32 or page.dim() != 2:
-            raise ValueError(f"a page is float32 [page_arrays, page_numel], not {page.dtype} {list(page.shape)}")
-    if source_page.shape != target_page.shape:
-        raise ValueError("source and target pages differ in size")
+def check_buffers(source_buffer: Tensor, target_buffer: Tensor) -> None:
+    for buffer in (source_buffer, target_buffer):
+        if buffer.dtype != torch.float32 or buffer.dim() != 2:
+            raise ValueError(
+                f"a buffer is float32 [buffer_arrays, buffer_numel], not {buffer.dtype} {list(buffer.shape)}"
+            )
+    if source_buffer.shape != target_buffer.shape:
+        raise ValueError("source and target buffers differ in size")
 
 
 def checked_pair(target: Tensor, source: Tensor, address: Callable[[Tensor], int]) -> tuple[int, int, int, int]:

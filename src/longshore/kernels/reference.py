@@ -68,7 +68,7 @@ def rule_step(
     """One step by any rule; nothing is changed in place.
 
     Args:
-        arrays: float32 master and states, or a page of them. States that a rule can do without may be left out.
+        arrays: float32 master and states, or a buffer of them. States that a rule can do without may be left out.
         gradient: of the same shape as each array; float32, bfloat16 or float16.
         rule: hyper-parameters, and the step count after this step.
         scale: what the gradient is multiplied by, one factor after the other.

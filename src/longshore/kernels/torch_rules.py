@@ -45,7 +45,7 @@ class _Stepper:
         return optimizer.state[self.master]
 
     def step_rows(self, rows: Tensor, gradient: Tensor, scale: Scale) -> None:
-        """Step float32 ``[page_arrays, numel]`` in place, by a gradient of ``numel`` elements."""
+        """Step float32 ``[buffer_arrays, numel]`` in place, by a gradient of ``numel`` elements."""
         numel = gradient.numel()
         self.master[:numel] = rows[0]
         for name, row in self._rule.rows:
@@ -61,22 +61,30 @@ class _Stepper:
 
 @torch.no_grad()
 def step_by_torch(
-    source_page: Tensor, target_page: Tensor, segments: Sequence[TileSegment], rules: Sequence[TorchRule], scale: Scale
+    source_buffer: Tensor,
+    target_buffer: Tensor,
+    segments: Sequence[TileSegment],
+    rules: Sequence[TorchRule],
+    scale: Scale,
 ) -> None:
     """Step the segments of one tile; arguments as in :meth:`HostKernels.step_tile`.
 
     Raises:
         ValueError: a table that a tile cannot have; nothing was written.
     """
-    page_arrays, page_numel = source_page.shape
+    buffer_arrays, buffer_numel = source_buffer.shape
     end = 0
     for index, segment in enumerate(segments):
-        begin, end = end, segment.page_offset + segment.gradient.numel()
-        if not begin <= segment.page_offset < end <= page_numel or not 0 <= segment.rule < len(rules):
+        begin, end = end, segment.buffer_offset + segment.gradient.numel()
+        if not begin <= segment.buffer_offset < end <= buffer_numel or not 0 <= segment.rule < len(rules):
             raise ValueError(f"segment {index} of the tile has no elements, none of its own, or no rule")
     for rule in rules:
-        if any(not 0 < row < page_arrays for _, row in rule.rows) or len({*dict(rule.rows).values()}) < len(rule.rows):
-            raise ValueError(f"{rule.kind} has its states in rows {dict(rule.rows)} of a page of {page_arrays} arrays")
+        if any(not 0 < row < buffer_arrays for _, row in rule.rows) or len({*dict(rule.rows).values()}) < len(
+            rule.rows
+        ):
+            raise ValueError(
+                f"{rule.kind} has its states in rows {dict(rule.rows)} of a buffer of {buffer_arrays} arrays"
+            )
     longest = max((segment.gradient.numel() for segment in segments), default=0)
     buffer_numel = min(BUFFER_NUMEL, -(-longest // _LOOP_NUMEL) * _LOOP_NUMEL)
     threads = torch.get_num_threads()
@@ -84,15 +92,15 @@ def step_by_torch(
     try:
         steppers = [_Stepper(rule, buffer_numel) for rule in rules]
         for segment in segments:
-            begin, numel = segment.page_offset, segment.gradient.numel()
-            if source_page is not target_page:
-                target_page[:, begin : begin + numel] = source_page[:, begin : begin + numel]
+            begin, numel = segment.buffer_offset, segment.gradient.numel()
+            if source_buffer is not target_buffer:
+                target_buffer[:, begin : begin + numel] = source_buffer[:, begin : begin + numel]
             for at in range(0, numel, buffer_numel):
                 count = min(buffer_numel, numel - at)
-                rows = target_page[:, begin + at : begin + at + count]
+                rows = target_buffer[:, begin + at : begin + at + count]
                 steppers[segment.rule].step_rows(rows, segment.gradient[at : at + count], scale)
             if segment.output is not None:
-                segment.output.copy_(target_page[0, begin : begin + numel])
+                segment.output.copy_(target_buffer[0, begin : begin + numel])
     finally:
         torch.set_num_threads(threads)
 

@@ -27,8 +27,8 @@ FLOAT16 = tl.constexpr(3)
 """Codes of dtypes, as in the native kernels."""
 
 SEGMENT_COLUMNS = tl.constexpr(9)
-"""int64 columns of a tile's table: page offset, elements, gradient and its dtype, output and its
-dtype, offset of the rule's scalars, first program of the segment, elements of each of the page's arrays."""
+"""int64 columns of a tile's table: buffer offset, elements, gradient and its dtype, output and its
+dtype, offset of the rule's scalars, first program of the segment, elements of each of the buffer's arrays."""
 
 SPAN_COLUMNS = tl.constexpr(4)
 """int64 columns of a span: address of the parameter's first element, dtype, begin, end."""
@@ -155,35 +155,37 @@ def device_function(update):
 
 
 @triton.jit
-def step_tile(source_page, target_page, table, owners, scalar_rows, UPDATE: tl.constexpr, PAGE_ARRAYS: tl.constexpr):
+def step_tile(
+    source_buffer, target_buffer, table, owners, scalar_rows, UPDATE: tl.constexpr, BUFFER_ARRAYS: tl.constexpr
+):
     """One program steps one block of one segment.
 
     It reads all of an element before it writes any of it, so a step in place or over its own gradient is sound.
     """
     program = tl.program_id(0)
     row = table + tl.load(owners + program) * SEGMENT_COLUMNS
-    page_offset = tl.load(row)
+    buffer_offset = tl.load(row)
     numel = tl.load(row + 1)
     stride = tl.load(row + 8)
     scalars = scalar_rows + tl.load(row + 6)  # the gradient's two factors, and the rule's own
     at = (program - tl.load(row + 7)) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
-    source = source_page + page_offset + at
-    target = target_page + page_offset + at
+    source = source_buffer + buffer_offset + at
+    target = target_buffer + buffer_offset + at
     g = load_float(tl.load(row + 2), at, mask, tl.load(row + 3))
     g = g * tl.load(scalars) * tl.load(scalars + 1)
     p = tl.load(source, mask, other=0.0)
-    first = g  # stands for a state that the page does not have
-    if PAGE_ARRAYS > 1:
+    first = g  # stands for a state that the buffer does not have
+    if BUFFER_ARRAYS > 1:
         first = tl.load(source + stride, mask, other=0.0)
-    if PAGE_ARRAYS > 2:
+    if BUFFER_ARRAYS > 2:
         second = tl.load(source + 2 * stride, mask, other=0.0)
         p, first, second = UPDATE(scalars + 2, g, p, first, second)
         tl.store(target + 2 * stride, second, mask)
     else:
         p, first = UPDATE(scalars + 2, g, p, first)
     tl.store(target, p, mask)
-    if PAGE_ARRAYS > 1:
+    if BUFFER_ARRAYS > 1:
         tl.store(target + stride, first, mask)
     store_rounded(tl.load(row + 4), at, p, mask, tl.load(row + 5))
 

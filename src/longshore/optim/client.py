@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 
 from longshore.optim.family import ELEMENTWISE, TorchFamily
-from longshore.optim.host_optimizer import OPTIMIZERS, HostOptimizer
-from longshore.optim.offload import Placement
+from longshore.optim.offload import StoreFactory
+from longshore.optim.tiled_optimizer import OPTIMIZERS, TiledOptimizer
 
 _KIND_ATTRIBUTE = "longshore_kind"
 """Attribute of a class that names the optimizer of ours with the same step. It is not inherited: a subclass may step
@@ -30,9 +30,9 @@ def from_client(
     optimizer: torch.optim.Optimizer,
     *,
     release_gradients: bool,
-    offload: Placement | None = None,
+    offload: StoreFactory | None = None,
     names: Mapping[int, str] | None = None,
-) -> HostOptimizer:
+) -> TiledOptimizer:
     """Build an optimizer of ours that continues from ``optimizer``: the same parameters, groups and state.
 
     torch's Adam, AdamW, Adagrad and SGD, and ours, become ours. torch's other elementwise optimizers run as they are on
@@ -54,7 +54,7 @@ def from_client(
     native = (ours for ours in OPTIMIZERS.values() if client in (ours, ours.twin))
     kind = cast(Any, next(native, None) or vars(client).get(_KIND_ATTRIBUTE))
     groups, defaults = _groups_of(optimizer, names), _without_flags(optimizer.defaults)
-    made: HostOptimizer
+    made: TiledOptimizer
     if kind is not None:
         taken = inspect.signature(kind).parameters
         options = {name: value for name, value in defaults.items() if name in taken}
@@ -63,7 +63,7 @@ def from_client(
         name = _elementwise(optimizer)
         if offload is not None and offload.leaves_on_device:
             _check_on_host(optimizer, name)
-        made = HostOptimizer(groups, defaults, TorchFamily(name), release_gradients, offload)
+        made = TiledOptimizer(groups, defaults, TorchFamily(name), release_gradients, offload)
         warnings.warn(
             f"torch.optim.{name} has no kernel in longshore and is run by torch on host tiles, which gives torch's "
             f"weights and takes longer; longshore has kernels for {', '.join(OPTIMIZERS)}",
@@ -76,7 +76,7 @@ def from_client(
             for group in saved["param_groups"]
         ]
         made.load_state_dict({**saved, "param_groups": own_groups})
-    if isinstance(optimizer, HostOptimizer):
+    if isinstance(optimizer, TiledOptimizer):
         optimizer.close()
     return made
 

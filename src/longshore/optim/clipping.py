@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.host import ParameterStore
 from longshore.kernels import Scale
+from longshore.tiles import ParameterStore
 
 
 class Seen(NamedTuple):

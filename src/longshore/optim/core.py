@@ -1,6 +1,6 @@
 """State behind one optimizer: its parameters, the store of their state and gradients, and how a step is made.
 
-:class:`~longshore.optim.host_optimizer.HostOptimizer` is the interface that ``torch.optim`` prescribes; engines,
+:class:`~longshore.optim.tiled_optimizer.TiledOptimizer` is the interface that ``torch.optim`` prescribes; engines,
 checkpoints and traces use the core.
 """
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from longshore.errors import LongshoreError, ParameterError
-from longshore.host import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
 from longshore.kernels import HostRule, Scale
 from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
-from longshore.optim.offload import Placement
+from longshore.optim.offload import StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter
+from longshore.tiles import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
 
 
 class Entry(NamedTuple):
@@ -48,7 +48,7 @@ class OptimizerCore:
         self,
         groups: Callable[[], list[dict[str, Any]]],
         family: RuleFamily,
-        offload: Placement,
+        offload: StoreFactory,
         release_gradients: bool,
     ) -> None:
         # Fixed.

@@ -95,7 +95,7 @@ class RuleFamily:
     """The rule. Its fields are read from options of the same names (``beta1`` and ``beta2`` from ``betas``), the step
     count and :meth:`more_fields`."""
     states: tuple[str, ...]
-    """All state arrays that a rule may have, in the order in which it reads them from a page."""
+    """All state arrays that a rule may have, in the order in which it reads them from a state buffer."""
     optional_states: frozenset[str] = frozenset()
     """The states that a parameter may lack even after a step."""
     scalars: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class RuleFamily:
 
     def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> HostRule:
         """The group's present hyper-parameters for the next step of a parameter with this history; ``arrays`` names
-        the rows of a page."""
+        the rows of a state buffer."""
         values = {**self.values_of(group), "step": history.step + 1, **self.more_fields(group, history)}
         if "betas" in values:
             values["beta1"], values["beta2"] = values["betas"]

@@ -23,10 +23,10 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from longshore.errors import GradientError, LongshoreError
-from longshore.host import ParameterStore
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks
 from longshore.optim.shards import gradient_part, held_part, like
+from longshore.tiles import ParameterStore
 
 # These say nothing about values, and torch calls them before operations that get the error below.
 _HARMLESS = frozenset(

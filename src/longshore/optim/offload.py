@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from longshore.byte_sizes import parse_memory_budget
-from longshore.host import BackendSettings, HostStore, ParameterStore, SpeculationMemory
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
 from longshore.optim.shards import is_sharded
+from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 
 
@@ -22,7 +22,7 @@ def default_tile_numel(staged: bool) -> int:
     return 1 << 22 if staged else 1 << 24
 
 
-class Placement(ABC):
+class StoreFactory(ABC):
     """Decides where an optimizer keeps its state, and makes the store."""
 
     takes_shards: bool = True
@@ -50,7 +50,7 @@ class Placement(ABC):
 
 
 @dataclass(frozen=True)
-class Offload(Placement):
+class Offload(StoreFactory):
     """Where masters and moments are, and settings of the host side. None of them changes a bit of the result.
 
     Attributes:
@@ -142,7 +142,7 @@ class Offload(Placement):
         hold_gradients: bool,
         parameters: Mapping[int, Tensor],
         gradient_dtype: torch.dtype | None = None,
-    ) -> HostStore:
+    ) -> TileStore:
         """Make the store of one process; ``gradient_dtype``: if gradients have another dtype than their parameters.
 
         Raises:
@@ -158,7 +158,7 @@ class Offload(Placement):
             rest = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)
             on_device = rest._backend(device, hold_gradients)
         ratio = 1.0 if on_device is None else self.ratio
-        return HostStore(self._backend(device, hold_gradients), gradient_dtype, on_device, ratio)
+        return TileStore(self._backend(device, hold_gradients), gradient_dtype, on_device, ratio)
 
     def _backend(self, device: torch.device, hold_gradients: bool) -> BackendSettings:
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)

@@ -15,7 +15,7 @@ from longshore.optim.family import History
 from longshore.optim.shards import held_part, is_sharded
 
 if TYPE_CHECKING:
-    from longshore.optim.offload import Placement
+    from longshore.optim.offload import StoreFactory
 
 
 def identity_of(tensor: Tensor, held: Tensor) -> tuple[Any, ...]:
@@ -47,23 +47,23 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 class ParameterRecord:
-    """What the optimizer knows of one parameter besides its pages.
+    """What the optimizer knows of one parameter besides its state.
 
     Args:
         index: counts the parameters of the optimizer.
         name: in messages.
         parameter: the user's.
-        placement: where its state is.
+        store_factory: where its state is.
     """
 
-    def __init__(self, index: int, name: str, parameter: Tensor, placement: Placement) -> None:
+    def __init__(self, index: int, name: str, parameter: Tensor, store_factory: StoreFactory) -> None:
         # Fixed.
         self.index = index
         self.name = name
         self.parameter = parameter
-        self._leaf_of = placement.leaf_of
+        self._leaf_of = store_factory.leaf_of
         self._is_sharded = is_sharded(parameter)
-        self.keeps_shard = bool(placement.shards_among({index: parameter}))
+        self.keeps_shard = bool(store_factory.shards_among({index: parameter}))
         """Whether state is kept, read and written for this process's shard of the parameter, not for all of it."""
         self.device = parameter.device
         self.dtype = parameter.dtype

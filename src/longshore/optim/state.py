@@ -1,4 +1,4 @@
-"""``optimizer.state``, which is looked up at each access because pages move, and reading a ``state_dict``."""
+"""``optimizer.state``, which is looked up at each access because state buffers move, and reading a ``state_dict``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longshore.host import MASTER, ParameterStore
 from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily
 from longshore.optim.parameters import ParameterRecord, flat
 from longshore.optim.shards import like, part_of
+from longshore.tiles import MASTER, ParameterStore
 
 if TYPE_CHECKING:
     from longshore.optim.core import OptimizerCore
@@ -22,7 +22,7 @@ class ParameterState(MutableMapping[str, Tensor]):
     precision, ``master``.
 
     Reading gives a copy: float32, on the CPU, of the parameter's shape (``step`` and other single numbers: 0-dim), so a
-    change made in place to it changes the copy alone. Setting a key writes to the pages.
+    change made in place to it changes the copy alone. Setting a key writes to the state buffers.
     """
 
     def __init__(self, record: ParameterRecord, core: OptimizerCore) -> None:
@@ -52,7 +52,7 @@ class ParameterState(MutableMapping[str, Tensor]):
         write_state(self._record, self._core, checked_state(self._record, {key: value}, self._core.family))
 
     def __delitem__(self, key: str) -> None:
-        raise TypeError(f"{key!r} is part of the optimizer's pages and cannot be deleted; set it instead")
+        raise TypeError(f"{key!r} is part of the optimizer's state and cannot be deleted; set it instead")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys())

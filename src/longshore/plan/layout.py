@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from longshore.host.backend import kept_on_device
-from longshore.host.events import PIPELINE_DEPTH
-from longshore.host.memory import padded_bytes
-from longshore.host.speculation import speculation_budget
-from longshore.layout import TileRun, tile_runs
+from longshore.layout import TileCount, count_tiles
 from longshore.optim.offload import default_tile_numel
 from longshore.plan.job import Job, PlanChoice, PlannedModel, by_unit, parameter_bytes
 from longshore.sharding.layout import chunk, fill_buckets, shard_numel_of, shard_parts
 from longshore.sharding.reduction import SLICE_NUMEL, ReductionSettings
+from longshore.tiles.backend import kept_on_device
+from longshore.tiles.events import PIPELINE_DEPTH
+from longshore.tiles.memory import padded_bytes
+from longshore.tiles.speculation import speculation_budget
 
 _FLOAT_BYTES = 4
 _IN_FLIGHT_BYTES = 1 << 28
@@ -46,7 +46,7 @@ class PlannedBucket(NamedTuple):
 class TileGroup(NamedTuple):
     """Consecutive tiles of one size and dtype."""
 
-    run: TileRun  # its parameters are indices into RankLayout.owned
+    run: TileCount  # its parameters are indices into RankLayout.owned
     dtype: torch.dtype
     gradient_dtype: torch.dtype
 
@@ -143,7 +143,7 @@ def _tiles(
     return tuple(
         TileGroup(run, dtype, gradient_dtype or dtype)
         for dtype, members in by_dtype.items()
-        for run in tile_runs(members, tile_numel)
+        for run in count_tiles(members, tile_numel)
     )
 
 
@@ -184,7 +184,7 @@ def spare_tiles(groups: Sequence[TileGroup], state_arrays: int, speculation: int
     if not speculation:
         return 0, 0
     state_bytes = _FLOAT_BYTES * state_arrays
-    sizes = [(run.tiles, state_bytes * run.page_numel, dtype.itemsize * run.page_numel) for run, dtype, _ in groups]
+    sizes = [(run.tiles, state_bytes * run.buffer_numel, dtype.itemsize * run.buffer_numel) for run, dtype, _ in groups]
     budget = speculation_budget(speculation, sum(count * (state + output) for count, state, output in sizes))
     tiles = total = 0
     for count, state, output in reversed(sizes):
@@ -200,25 +200,25 @@ def spare_tiles(groups: Sequence[TileGroup], state_arrays: int, speculation: int
 def _store_bytes(
     groups: Sequence[TileGroup], job: Job, arrivals: int, moves: bool, speculation: int | str
 ) -> dict[str, int]:
-    """Bytes by the kinds of ``HostStore.state_bytes``.
+    """Bytes by the kinds of ``TileStore.state_bytes``.
 
     ``arrivals``: gradients of one parameter in an accumulation window; ``moves``: they are copied from a device.
     """
-    pages = gradients = accumulators = tiles = 0
+    buffers = gradients = accumulators = tiles = 0
     staged = []
     for run, dtype, gradient_dtype in groups:
         tiles += run.tiles
-        pages += run.tiles * _FLOAT_BYTES * job.state_arrays * run.page_numel
+        buffers += run.tiles * _FLOAT_BYTES * job.state_arrays * run.buffer_numel
         if moves:
-            gradients += run.tiles * padded_bytes(run.page_numel * gradient_dtype.itemsize)
+            gradients += run.tiles * padded_bytes(run.buffer_numel * gradient_dtype.itemsize)
             if gradient_dtype != dtype:
-                staged.append(run.page_numel * dtype.itemsize)
+                staged.append(run.buffer_numel * dtype.itemsize)
         elif arrivals == 1:
             gradients += run.tiles * run.numel * gradient_dtype.itemsize
         if arrivals > 1:
-            accumulators += run.tiles * _FLOAT_BYTES * run.page_numel
+            accumulators += run.tiles * _FLOAT_BYTES * run.buffer_numel
     return {
-        "pages": pages,
+        "state": buffers,
         "gradients": gradients,
         "spares": spare_tiles(groups, job.state_arrays, speculation)[1],
         "staging": min(PIPELINE_DEPTH, tiles) * padded_bytes(max(staged)) if staged else 0,

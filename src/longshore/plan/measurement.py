@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longshore.host.memory import available_bytes
 from longshore.kernels import HostKernels
 from longshore.machine import usable_cpus
 from longshore.plan.job import Job
@@ -27,6 +26,7 @@ from longshore.plan.machine import ACHIEVED_BANDWIDTH, GPUS, LATENCY_S, Measured
 from longshore.report import Figures, Machine, measure, read_machine
 from longshore.sharding.ownership import slices
 from longshore.sharding.reduction import SLICE_NUMEL, add_up
+from longshore.tiles.memory import available_bytes
 
 Note = Callable[[str], None]
 

@@ -10,12 +10,12 @@ from typing import Any
 from rich.table import Column, Table
 
 from longshore.byte_sizes import format_byte_size
-from longshore.host.events import ARRIVE, Lane
 from longshore.plan.job import configuration
 from longshore.plan.planner import DEVICE_SHARE, HIDDEN_SHARE, HOST_SHARE, Candidate, Plan
+from longshore.tiles.events import ARRIVE, Track
 
 _MOST_BARS = 4000
-_KINDS = ("parameters", "gradients", "pages", "spares", "staging", "accumulators", "activations")
+_KINDS = ("parameters", "gradients", "state", "spares", "staging", "accumulators", "activations")
 """Kinds of bytes with a colour of their own in the picture; all others have one together."""
 
 
@@ -135,7 +135,7 @@ def _time(seconds: float) -> str:
 
 
 def picture(plan: Plan, figure: Any) -> bytes:
-    """A PNG with the memory of every choice, and the lanes of the recommended one over time.
+    """A PNG with the memory of every choice, and the tracks of the recommended one over time.
 
     Args:
         plan: what to draw.
@@ -144,7 +144,7 @@ def picture(plan: Plan, figure: Any) -> bytes:
     made = figure(figsize=(11, 9), layout="constrained")
     upper, lower = made.subplots(2, 1, height_ratios=(3, 2))
     _draw_memory(plan, upper)
-    _draw_lanes(plan, lower)
+    _draw_tracks(plan, lower)
     for axes in (upper, lower):
         axes.invert_yaxis()
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
@@ -179,16 +179,16 @@ def _colour(kind: str) -> int:
     return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
 
 
-def _draw_lanes(plan: Plan, axes: Any) -> None:
+def _draw_tracks(plan: Plan, axes: Any) -> None:
     times = plan.recommended.times
     assert times is not None
-    used = [lane for lane in Lane if any(span.lane is lane for span in times.spans)]
+    used = [track for track in Track if any(span.track is track for span in times.spans)]
     stride = -(-len(times.spans) // _MOST_BARS)
     for number, name in enumerate(dict.fromkeys(span.name for span in times.spans)):
         spans = [span for span in times.spans if span.name == name][::stride]
-        rows = [used.index(span.lane) for span in spans]
+        rows = [used.index(span.track) for span in spans]
         lengths, left = [span.end_s - span.begin_s for span in spans], [span.begin_s for span in spans]
         label = "backward" if name == ARRIVE else name
         axes.barh(rows, lengths, 0.7, left=left, color=f"C{number % 10}", label=label)
-    axes.set_yticks(range(len(used)), [lane.value for lane in used])
+    axes.set_yticks(range(len(used)), [track.value for track in used])
     axes.set_xlabel(f"seconds of a step: {plan.recommended.choice.title}")

@@ -1,8 +1,8 @@
 """Simulate one training step by the schedule that the engine steps by.
 
-The table of :mod:`longshore.host.events`, and what several ranks add to it here, say on which lane each event runs and
-what it waits for; ``commit_moves`` gives the order of a commit. This module adds how long each event takes, and the
-order in which backward asks for events.
+The table of :mod:`longshore.tiles.events`, and what several ranks add to it here, say on which track each event runs
+and what it waits for; ``commit_moves`` gives the order of a commit. This module adds how long each event takes, and
+the order in which backward asks for events.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longshore.host.events import (
+from longshore.plan.job import Job, PlanChoice, PlannedModel
+from longshore.plan.layout import RankLayout, lay_out
+from longshore.plan.machine import PlanMachine
+from longshore.plan.workload import ModelSegment, TileJob, segments_of, tile_jobs
+from longshore.sharding.ownership import GATHER_NUMEL
+from longshore.sharding.reduction import SLICE_NUMEL
+from longshore.tiles.events import (
     ARRIVE,
     COPY_TO_HOST,
     NORM,
@@ -20,18 +26,12 @@ from longshore.host.events import (
     SCHEDULE,
     STEP_AHEAD,
     STEP_IN_PLACE,
-    Lane,
     Move,
     Row,
+    Track,
     Which,
     commit_moves,
 )
-from longshore.plan.job import Job, PlanChoice, PlannedModel
-from longshore.plan.layout import RankLayout, lay_out
-from longshore.plan.machine import PlanMachine
-from longshore.plan.workload import ModelSegment, TileJob, segments_of, tile_jobs
-from longshore.sharding.ownership import GATHER_NUMEL
-from longshore.sharding.reduction import SLICE_NUMEL
 
 REDUCE = "reduce"
 """The reduction of one bucket; every tile with a range of that bucket waits for it."""
@@ -39,10 +39,10 @@ GATHER = "gather"
 """The gathering of one bucket's parameters (stages 1 and 2), or of one unit's, before it is used (stage 3)."""
 SHARDED_SCHEDULE: Mapping[str, Row] = {
     **SCHEDULE,
-    REDUCE: Row(Lane.COLLECTIVES, ((ARRIVE, Which.SAME),)),
-    COPY_TO_HOST: Row(Lane.TO_HOST, ((REDUCE, Which.SAME),)),
-    NORM: Row(Lane.HOST, ((ARRIVE, Which.ALL), (REDUCE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
-    GATHER: Row(Lane.COLLECTIVES, ((STEP_IN_PLACE, Which.ALL), (PUBLISH, Which.ALL))),
+    REDUCE: Row(Track.COLLECTIVES, ((ARRIVE, Which.SAME),)),
+    COPY_TO_HOST: Row(Track.TO_HOST, ((REDUCE, Which.SAME),)),
+    NORM: Row(Track.HOST, ((ARRIVE, Which.ALL), (REDUCE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
+    GATHER: Row(Track.COLLECTIVES, ((STEP_IN_PLACE, Which.ALL), (PUBLISH, Which.ALL))),
 }
 """The schedule of a tile with what several ranks add to it."""
 
@@ -52,11 +52,11 @@ ADD = "add"
 MEASURE = "measure early"
 STEP_ON_DEVICE = "step on the device"
 _FURTHER_EVENTS: Mapping[str, Row] = {
-    FORWARD: Row(Lane.COMPUTE),
-    GATHER_TO_USE: Row(Lane.COLLECTIVES),
-    ADD: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
-    MEASURE: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
-    STEP_ON_DEVICE: Row(Lane.COMPUTE, ((NORM, Which.ALL),)),
+    FORWARD: Row(Track.COMPUTE),
+    GATHER_TO_USE: Row(Track.COLLECTIVES),
+    ADD: Row(Track.HOST, ((COPY_TO_HOST, Which.SAME),)),
+    MEASURE: Row(Track.HOST, ((COPY_TO_HOST, Which.SAME),)),
+    STEP_ON_DEVICE: Row(Track.COMPUTE, ((NORM, Which.ALL),)),
 }
 """Events that the engine's tables do not have."""
 
@@ -68,10 +68,10 @@ _FLOAT_BYTES = 4
 
 
 class Span(NamedTuple):
-    """An event on a lane, in seconds from the beginning of the step."""
+    """An event on a track, in seconds from the beginning of the step."""
 
     name: str
-    lane: Lane
+    track: Track
     begin_s: float
     end_s: float
 
@@ -83,29 +83,29 @@ class Simulation:
     step_s: float  # from the first forward to the end of ``step()``
     exposed_s: float  # the part after the last backward: the norm and ``step()``, as ``longshore.trace`` counts it
     compute_s: float  # forward and backward alone
-    busy_s: Mapping[str, float]  # by lane
+    busy_s: Mapping[str, float]  # by track
     spans: tuple[Span, ...]  # all simulated events; of accumulated backwards only a few
 
 
 class EventSimulator:
     """Runs events in the order in which they are asked for.
 
-    A lane is a FIFO: an event begins when the former event on its lane has ended, and all that the table makes it
-    wait for. ``same_as`` has lanes that are the same resource as another lane on this machine.
+    A track is a FIFO: an event begins when the former event on its track has ended, and all that the table makes it
+    wait for. ``same_as`` has tracks that are the same resource as another track on this machine.
     """
 
-    def __init__(self, table: Mapping[str, Row], same_as: Mapping[Lane, Lane]) -> None:
+    def __init__(self, table: Mapping[str, Row], same_as: Mapping[Track, Track]) -> None:
         self._table = table
         self._same_as = same_as
-        self._free: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
+        self._free: dict[Track, float] = dict.fromkeys(Track, 0.0)
         self._ends: dict[tuple[str, Hashable], float] = {}
         self._last: dict[str, float] = {}
         self.spans: list[Span] = []
-        self.busy: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
+        self.busy: dict[Track, float] = dict.fromkeys(Track, 0.0)
 
-    def _lane_of(self, name: str) -> Lane:
-        lane = self._table[name].lane
-        return self._same_as.get(lane, lane)
+    def _track_of(self, name: str) -> Track:
+        track = self._table[name].track
+        return self._same_as.get(track, track)
 
     def ready(self, name: str, keys: Iterable[Hashable]) -> float:
         """When all that an event waits for has ended; ``keys`` name the events of the same tile."""
@@ -119,7 +119,7 @@ class EventSimulator:
 
     def begins(self, name: str, keys: Iterable[Hashable]) -> float:
         """When an event would begin if it were asked for now."""
-        return max(self._free[self._lane_of(name)], self.ready(name, keys))
+        return max(self._free[self._track_of(name)], self.ready(name, keys))
 
     def run(
         self, name: str, key: Hashable, seconds: float, keys: Iterable[Hashable] = (), not_before: float = 0.0
@@ -129,14 +129,14 @@ class EventSimulator:
         ``keys`` are further keys of the same tile, such as those of the buckets that bring its gradients;
         ``not_before`` is a time that it waits for, beside the table.
         """
-        lane = self._lane_of(name)
+        track = self._track_of(name)
         begin = max(self.begins(name, (key, *keys)), not_before)
-        end = self._free[lane] = begin + seconds
+        end = self._free[track] = begin + seconds
         self._ends[name, key] = max(end, self._ends.get((name, key), 0.0))
         self._last[name] = max(end, self.last(name))
         if seconds > 0:
-            self.spans.append(Span(name, lane, begin, end))
-            self.busy[lane] += seconds
+            self.spans.append(Span(name, track, begin, end))
+            self.busy[track] += seconds
         return end
 
     def last(self, name: str) -> float:
@@ -176,9 +176,9 @@ class _Step:
         self._sums = self._sharded and not self._each_backward and job.accumulation > 1
         self._early_norms = self._offloads and bool(layout.choice.speculation) and job.clipping is not None
         self._device_steps = machine.staged and not self._offloads
-        same_as = {} if self._copies else {Lane.HOST: Lane.COMPUTE}
+        same_as = {} if self._copies else {Track.HOST: Track.COMPUTE}
         if not machine.staged:  # the same CPUs do everything
-            same_as[Lane.COLLECTIVES] = Lane.COMPUTE
+            same_as[Track.COLLECTIVES] = Track.COMPUTE
         self._time = EventSimulator({**(SHARDED_SCHEDULE if self._sharded else SCHEDULE), **_FURTHER_EVENTS}, same_as)
         self._ahead: list[TileJob] = []  # tiles that arrived in the last backward
 
@@ -193,7 +193,7 @@ class _Step:
         self._commit()
         skipped = (self._job.accumulation - backwards) * (ends[1] - ends[0]) if backwards > 2 else 0.0
         step, computed = self._time.end + skipped, ends[-1] + skipped
-        busy = {lane.value: seconds for lane, seconds in self._time.busy.items() if seconds > 0}
+        busy = {track.value: seconds for track, seconds in self._time.busy.items() if seconds > 0}
         compute = sum(span.end_s - span.begin_s for span in self._time.spans if span.name in (FORWARD, ARRIVE))
         compute *= self._job.accumulation / backwards
         return Simulation(step, step - computed, compute, busy, tuple(self._time.spans))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError, RankError
-from longshore.host import ParameterStep
 from longshore.kernels import Scale
+from longshore.tiles import ParameterStep
 
 REFUSED = -1
 """The verdict of a rank that found at the last moment that it cannot step."""

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshore.errors import GradientError, RankError
-from longshore.host import Recorder, Worker, debugging
 from longshore.sharding.agreement import ADVICE, Action, explain_difference
 from longshore.sharding.shared_memory import NOTE_NUMEL, SharedBlock, SharedMemory
+from longshore.tiles import Recorder, Worker, debugging
 
 T = TypeVar("T")
 

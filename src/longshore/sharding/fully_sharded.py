@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from longshore.errors import GradientError
-from longshore.layout import Slab
+from longshore.layout import DimRange
 from longshore.sharding.agreement import Action, WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread, twin_of
 from longshore.sharding.fsdp import FullyShardedModel
@@ -88,8 +88,8 @@ class FullySharded(Ownership):
         position = self._model.grid.positions[self.collectives.rank]
         return position.replica == 0 and (position.tp_rank == 0 or self._layout_of(parameter).dim is not None)
 
-    def slab_of(self, parameter: int) -> Slab | None:
-        return self._layout_of(parameter).slab(self._model.tp_rank)
+    def tensor_parallel_range(self, parameter: int) -> DimRange | None:
+        return self._layout_of(parameter).tensor_parallel_range(self._model.tp_rank)
 
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
         if failed:

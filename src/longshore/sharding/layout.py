@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.layout import Slab, align
+from longshore.layout import DimRange, align
 
 
 class Member(NamedTuple):
@@ -199,16 +199,16 @@ class ParameterLayout:
     dim: int | None
     grid: RankGrid
 
-    def slab(self, tp_rank: int) -> Slab | None:
+    def tensor_parallel_range(self, tp_rank: int) -> DimRange | None:
         """Where a rank's part of tensor parallelism lies in the parameter; None: it is all of it."""
         if self.dim is None:
             return None
         start, stop = chunk(self.shape[self.dim], self.grid.tp_size, tp_rank)
-        return Slab(self.dim, start, stop - start)
+        return DimRange(self.dim, start, stop - start)
 
     def _part_shape(self, tp_rank: int) -> tuple[int, ...]:
-        slab = self.slab(tp_rank)
-        return self.shape if slab is None else slab.shape_in(self.shape)
+        within = self.tensor_parallel_range(tp_rank)
+        return self.shape if within is None else within.shape_in(self.shape)
 
     def shard(self, rank: int) -> tuple[int, int]:
         """``(offset, numel)`` of what a rank has, in its part of the parameter, flat."""
@@ -219,8 +219,8 @@ class ParameterLayout:
 
     def part_of(self, values: Tensor, tp_rank: int) -> Tensor:
         """One part, flat, from all of the parameter, flat."""
-        slab = self.slab(tp_rank)
-        return values if slab is None else values.view(self.shape).narrow(*slab).reshape(-1)
+        within = self.tensor_parallel_range(tp_rank)
+        return values if within is None else values.view(self.shape).narrow(*within).reshape(-1)
 
     def joined(self, by_rank: Sequence[Tensor]) -> Tensor:
         """All of the parameter, flat, from what each rank has of it."""

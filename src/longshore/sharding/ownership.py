@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.host import Forecast
 from longshore.kernels import HostRule, Scale
-from longshore.layout import Slab
+from longshore.layout import DimRange
 from longshore.sharding.agreement import Action, WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import Bucket, ShardRange, plan_buckets
+from longshore.tiles import Forecast
 
 GATHER_NUMEL = 1 << 23
 """Elements of one gathering over all ranks; larger ones are no faster."""
@@ -140,7 +140,7 @@ class Ownership:
         """Whether this rank is the one to save an owned range, where several ranks own the same."""
         return self.counts_once(owned.parameter)
 
-    def slab_of(self, parameter: int) -> Slab | None:
+    def tensor_parallel_range(self, parameter: int) -> DimRange | None:
         """Where tensor parallelism divided the parameter; offsets of ranges are counted in what it left."""
         return None
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
-from longshore.host import HostStore
 from longshore.sharding.agreement import Action, Statement, agree_on
 from longshore.sharding.layout import Bucket
 from longshore.sharding.ownership import Ownership
 from longshore.sharding.reduction import ReductionSettings, reduce_shard
+from longshore.tiles import TileStore
 
 
 class PendingGradients:
@@ -136,7 +136,7 @@ class LocalGradients:
     Several autograd threads may bring gradients at once. Reductions run on the collective thread.
     """
 
-    def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
+    def __init__(self, local: TileStore, ownership: Ownership, settings: ReductionSettings) -> None:
         # Fixed.
         self._local = local
         self._ownership = ownership

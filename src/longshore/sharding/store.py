@@ -12,32 +12,32 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError
-from longshore.host import (
-    GRADIENT,
-    Forecast,
-    HostStore,
-    OwnedRun,
-    ParameterStep,
-    ParameterStore,
-    Recorder,
-    broken_state_error,
-    debugging,
-)
 from longshore.kernels import Scale
-from longshore.optim.host_optimizer import HostOptimizer
-from longshore.optim.offload import Offload, Placement
+from longshore.optim.offload import Offload, StoreFactory
+from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, check_same, verdict_number
 from longshore.sharding.collective_thread import CollectiveThread, twin_of
 from longshore.sharding.ownership import OwnedForecast, Ownership, Replicated
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.rounds import LocalGradients
+from longshore.tiles import (
+    GRADIENT,
+    Forecast,
+    OwnedRange,
+    ParameterStep,
+    ParameterStore,
+    Recorder,
+    TileStore,
+    broken_state_error,
+    debugging,
+)
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
 
 
 @dataclass(frozen=True)
-class ShardedOffload(Placement):
+class ShardedOffload(StoreFactory):
     """State spread over the ranks of a process group.
 
     Attributes:
@@ -97,7 +97,7 @@ class ShardedStore(ParameterStore):
     ``local`` keeps the shard ranges that this rank owns, by the index of the range.
     """
 
-    def __init__(self, local: HostStore, ownership: Ownership, settings: ReductionSettings) -> None:
+    def __init__(self, local: TileStore, ownership: Ownership, settings: ReductionSettings) -> None:
         self.local = local
         self.ownership = ownership
         self.transfer = local.transfer
@@ -320,10 +320,10 @@ class ShardedStore(ParameterStore):
         self.broken = None
         self._gradients.begin()
 
-    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRun]:
-        slab = self.ownership.slab_of(parameter)
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRange]:
+        within = self.ownership.tensor_parallel_range(parameter)
         return [
-            OwnedRun(each.index, each.parameter_offset, each.numel, self.ownership.saves(each), slab)
+            OwnedRange(each.index, each.parameter_offset, each.numel, self.ownership.saves(each), within)
             for each in self.ownership.owned(parameter)
         ]
 
@@ -371,7 +371,7 @@ class ShardedStore(ParameterStore):
         self.local.close()
 
 
-def sharded_store(optimizer: HostOptimizer) -> ShardedStore | None:
+def sharded_store(optimizer: TiledOptimizer) -> ShardedStore | None:
     """The store of an engine's optimizer if several ranks share its state."""
     store = optimizer._core.store
     return store if isinstance(store, ShardedStore) else None

@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longshore.host import Recorder
-from longshore.host.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH
 from longshore.kernels import TileSegment
+from longshore.tiles import Recorder
+from longshore.tiles.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH
 from longshore.transfer import CopyHandle, FinishedCopy
 
 BACKWARD = "backward"
 """From the first gradient of an accumulation window to the call of ``step()``."""
 STEP = "step"
 """The optimizer's ``step()``, from its call to its return."""
-STEP_LANE = "backward, step()"
-"""The lane of BACKWARD and STEP."""
+STEP_TRACK = "backward, step()"
+"""The track of BACKWARD and STEP."""
 
 
 class Event(NamedTuple):
@@ -29,7 +29,7 @@ class Event(NamedTuple):
     name: str
     tile: int | None
     """The tile's index; None: the event does not belong to one tile."""
-    lane: str
+    track: str
     """The name of the thread that did it, or of the copy stream."""
     begin_ns: int
     end_ns: int
@@ -76,13 +76,13 @@ class EventRecorder(Recorder):
         self._events.append(Event(name, tile, _this_thread(), begin_ns, time.perf_counter_ns()))
 
     def step(self, begin_ns: int) -> None:
-        self._events.append(Event(STEP, None, STEP_LANE, begin_ns, time.perf_counter_ns()))
+        self._events.append(Event(STEP, None, STEP_TRACK, begin_ns, time.perf_counter_ns()))
 
-    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         end_ns = time.perf_counter_ns()
         # Kernels of another device have only been enqueued, so their duration is not known.
-        numel = sum(row.gradient.numel() for row in rows) if page.device.type == "cpu" else 0
-        num_bytes = 2 * page.shape[0] * page.element_size() * numel
+        numel = sum(row.gradient.numel() for row in rows) if buffer.device.type == "cpu" else 0
+        num_bytes = 2 * buffer.shape[0] * buffer.element_size() * numel
         self._events.append(Event(name, tile, _this_thread(), begin_ns, end_ns, num_bytes))
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
@@ -107,7 +107,7 @@ class EventRecorder(Recorder):
                 continue
             begin_ns, free_ns = max(issued_ns, free_ns), time.perf_counter_ns()
             num_bytes = target.numel() * target.element_size()
-            self._events.append(Event(name, tile, f"lane: {name}", begin_ns, free_ns, num_bytes))
+            self._events.append(Event(name, tile, f"stream: {name}", begin_ns, free_ns, num_bytes))
             del copy, handle, target  # so that the tensor is not kept alive until the next copy
 
 
@@ -135,7 +135,7 @@ def in_order(events: Sequence[Event]) -> list[Event]:
             first_ns = None
         elif event.name == STEP:
             if first_ns is not None:
-                complete.append(Event(BACKWARD, None, STEP_LANE, first_ns, event.begin_ns))
+                complete.append(Event(BACKWARD, None, STEP_TRACK, first_ns, event.begin_ns))
             first_ns, stepped_by_ns = None, event.end_ns
     return sorted(complete, key=_beginning)
 

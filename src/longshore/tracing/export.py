@@ -1,6 +1,6 @@
 """Export a trace as JSON for Chrome and Perfetto ("Trace Event Format"), and as an HTML page.
 
-The page draws lanes over time as inline SVG, with a slider to zoom.
+The page draws tracks over time as inline SVG, with a slider to zoom.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from longshore.host import events as tile_events
-from longshore.tracing.events import BACKWARD, STEP, STEP_LANE, Event, exposed_spans
+from longshore.tiles import events as tile_events
+from longshore.tracing.events import BACKWARD, STEP, STEP_TRACK, Event, exposed_spans
 
-_LANE_PX = 32
+_TRACK_PX = 32
 _EXPOSED = "#fbd3d3"
 
 _KINDS = {
@@ -49,7 +49,7 @@ pre {{ background: #f4f5f7; padding: .8em; display: inline-block; }}
 .key {{ display: block; line-height: 1.5; }}
 .key i {{ display: inline-block; width: .9em; height: .9em; margin-right: .3em; }}
 .chart {{ display: flex; border: 1px solid #ccc; margin-top: 1em; }}
-.names div {{ height: {lane_px}px; line-height: {lane_px}px; padding: 0 .6em; white-space: nowrap; }}
+.names div {{ height: {track_px}px; line-height: {track_px}px; padding: 0 .6em; white-space: nowrap; }}
 .scroll {{ overflow-x: auto; flex: 1; border-left: 1px solid #ccc; }}
 #time {{ position: relative; width: 100%; padding-bottom: 1.6em; }}
 #ticks {{ position: absolute; inset: 0; overflow: hidden; }}
@@ -100,21 +100,21 @@ drawTicks();
 </script>"""
 
 
-def lanes_of(events: Sequence[Event]) -> list[str]:
-    """Return the names of the lanes: that of the steps first, then threads, then copy streams."""
-    return sorted({event.lane for event in events}, key=lambda lane: (lane != STEP_LANE, ": " in lane, lane))
+def tracks_of(events: Sequence[Event]) -> list[str]:
+    """Return the names of the tracks: that of the steps first, then threads, then copy streams."""
+    return sorted({event.track for event in events}, key=lambda track: (track != STEP_TRACK, ": " in track, track))
 
 
 def chrome_events(events: Sequence[Event], rank: int, begin_ns: int) -> list[dict[str, Any]]:
-    """Return complete ("X") events, in microseconds since ``begin_ns``, after metadata that name rank and lanes."""
+    """Return complete ("X") events, in microseconds since ``begin_ns``, after metadata that name rank and tracks."""
 
     def metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
         return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": args}
 
-    thread_of = {lane: thread for thread, lane in enumerate(lanes_of(events))}
+    thread_of = {track: thread for thread, track in enumerate(tracks_of(events))}
     entries = [metadata("process_name", 0, name=f"rank {rank}")]
-    for lane, thread in thread_of.items():
-        entries.append(metadata("thread_name", thread, name=lane))
+    for track, thread in thread_of.items():
+        entries.append(metadata("thread_name", thread, name=track))
         entries.append(metadata("thread_sort_index", thread, sort_index=thread))
     for event in events:
         args = {} if event.tile is None else {"tile": event.tile}
@@ -123,7 +123,7 @@ def chrome_events(events: Sequence[Event], rank: int, begin_ns: int) -> list[dic
                 "name": event.name,
                 "ph": "X",
                 "pid": rank,
-                "tid": thread_of[event.lane],
+                "tid": thread_of[event.track],
                 "ts": (event.begin_ns - begin_ns) / 1e3,
                 "dur": (event.end_ns - event.begin_ns) / 1e3,
                 "args": {**args, "bytes": event.num_bytes} if event.num_bytes else args,
@@ -134,8 +134,8 @@ def chrome_events(events: Sequence[Event], rank: int, begin_ns: int) -> list[dic
 
 def html_page(events: Sequence[Event], rank: int, begin_ns: int, summary: str) -> str:
     """Return the page as text. It loads nothing from elsewhere; a tooltip describes each shape."""
-    lanes = lanes_of(events)
-    height_px = _LANE_PX * len(lanes)
+    tracks = tracks_of(events)
+    height_px = _TRACK_PX * len(tracks)
     chart = "<p>Nothing was recorded: no gradient arrived.</p>"
     if events:
         found = {event.name for event in events}
@@ -146,7 +146,7 @@ def html_page(events: Sequence[Event], rank: int, begin_ns: int, summary: str) -
                 if name in found
             ),
             exposed=_EXPOSED,
-            names="".join(f"<div>{escape(lane)}</div>" for lane in lanes),
+            names="".join(f"<div>{escape(track)}</div>" for track in tracks),
             length_us=f"{max(event.end_ns - begin_ns for event in events) / 1e3:.3f}",
             height_px=height_px,
             shapes="\n".join(
@@ -155,9 +155,9 @@ def html_page(events: Sequence[Event], rank: int, begin_ns: int, summary: str) -
                 for from_ns, to_ns in exposed_spans(events)
             )
             + "\n"
-            + "\n".join(_shape(event, begin_ns, _LANE_PX * lanes.index(event.lane)) for event in events),
+            + "\n".join(_shape(event, begin_ns, _TRACK_PX * tracks.index(event.track)) for event in events),
         )
-    return _PAGE.format(rank=rank, summary=escape(summary), chart=chart, height_px=height_px, lane_px=_LANE_PX)
+    return _PAGE.format(rank=rank, summary=escape(summary), chart=chart, height_px=height_px, track_px=_TRACK_PX)
 
 
 def _shape(event: Event, begin_ns: int, top_px: int) -> str:
@@ -168,8 +168,8 @@ def _shape(event: Event, begin_ns: int, top_px: int) -> str:
     title = f"<title>{escape(event.name)}{tile}{took}{size}, at {begin_us:.1f} us</title>"
     colour, _ = _KINDS[event.name]
     if length_us:
-        place = f'x="{begin_us:.3f}" y="{top_px + 4}" width="{length_us:.3f}" height="{_LANE_PX - 8}"'
+        place = f'x="{begin_us:.3f}" y="{top_px + 4}" width="{length_us:.3f}" height="{_TRACK_PX - 8}"'
         return f'<rect {place} fill="{colour}">{title}</rect>'
     # With non-scaling-stroke, a line keeps its width at every zoom.
-    place = f'x1="{begin_us:.3f}" x2="{begin_us:.3f}" y1="{top_px + 2}" y2="{top_px + _LANE_PX - 2}"'
+    place = f'x1="{begin_us:.3f}" x2="{begin_us:.3f}" y1="{top_px + 2}" y2="{top_px + _TRACK_PX - 2}"'
     return f'<line {place} stroke="{colour}" vector-effect="non-scaling-stroke">{title}</line>'

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from longshore.errors import LongshoreError
-from longshore.host import Ranges, Recorder
-from longshore.host.events import COPY_TO_HOST, DROPPED, KEPT, NORM, PUBLISH, REDONE, STEP_AHEAD, STEP_IN_PLACE
-from longshore.optim.host_optimizer import HostOptimizer
+from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.tiles import Ranges, Recorder
+from longshore.tiles.events import COPY_TO_HOST, DROPPED, KEPT, NORM, PUBLISH, REDONE, STEP_AHEAD, STEP_IN_PLACE
 from longshore.tracing.events import STEP, Event, EventRecorder, exposed_spans, in_order
 from longshore.tracing.export import chrome_events, html_page
 
@@ -138,7 +138,7 @@ class Trace:
         return self._spares
 
     def save_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON for ui.perfetto.dev or chrome://tracing: a process for the rank, a thread for each lane.
+        """Write JSON for ui.perfetto.dev or chrome://tracing: a process for the rank, a thread for each track.
 
         Raises:
             LongshoreError: the block is not over.
@@ -148,7 +148,7 @@ class Trace:
         Path(path).write_text(json.dumps(document), encoding="utf-8")
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a self-contained HTML page that shows the lanes over time, with the exposed time marked.
+        """Write a self-contained HTML page that shows the tracks over time, with the exposed time marked.
 
         Raises:
             LongshoreError: the block is not over.
@@ -223,16 +223,16 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
         result._spares = 0 if speculation is None else speculation.spares
 
 
-def _record(optimizer: HostOptimizer, recorder: Recorder, begin: bool) -> None:
+def _record(optimizer: TiledOptimizer, recorder: Recorder, begin: bool) -> None:
     """Begin or end to tell ``recorder`` of the events of an optimizer, whose store may change meanwhile."""
     store = optimizer._core.store
     others = [each for each in store.recorders if each is not recorder]
     store.set_recorders([*others, recorder] if begin else others)
 
 
-def _optimizer_of(engine_or_optimizer: Any, caller: str) -> HostOptimizer:
+def _optimizer_of(engine_or_optimizer: Any, caller: str) -> TiledOptimizer:
     optimizer = getattr(engine_or_optimizer, "optimizer", engine_or_optimizer)
-    if not isinstance(optimizer, HostOptimizer):
+    if not isinstance(optimizer, TiledOptimizer):
         found = type(engine_or_optimizer)
         raise TypeError(
             f"longshore.{caller} takes an engine of longshore.initialize or a longshore optimizer, not "

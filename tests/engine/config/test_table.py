@@ -1,4 +1,4 @@
-"""The table, its page, and the tests that it names."""
+"""The table, its buffer, and the tests that it names."""
 
 from __future__ import annotations
 

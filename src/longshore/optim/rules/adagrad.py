@@ -17,8 +17,8 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, divide, fma, root, scalar
 from longshore.optim.family import RuleFamily, flag, not_negative
-from longshore.optim.host_optimizer import RuleOptimizer
-from longshore.optim.offload import Placement
+from longshore.optim.offload import StoreFactory
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def adagrad(scalars: Scalars, g: Tensor, p: Tensor, total: Tensor) -> tuple[Tensor, ...]:
@@ -103,6 +103,6 @@ class Adagrad(RuleOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         release_gradients: bool = False,
-        offload: Placement | None = None,
+        offload: StoreFactory | None = None,
     ) -> None:
         super().__init__(locals())

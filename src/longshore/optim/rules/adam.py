@@ -20,8 +20,8 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, divide, fma, root, scalar, where
 from longshore.optim.family import History, RuleFamily, betas, flag, not_negative
-from longshore.optim.host_optimizer import RuleOptimizer
-from longshore.optim.offload import Placement
+from longshore.optim.offload import StoreFactory
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def adam(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -147,7 +147,7 @@ class AdamW(RuleOptimizer):
         fused: bool | None = None,
         bias_correction: bool = True,
         release_gradients: bool = False,
-        offload: Placement | None = None,
+        offload: StoreFactory | None = None,
     ) -> None:
         super().__init__({**locals(), "decoupled_weight_decay": True})
 
@@ -189,6 +189,6 @@ class Adam(RuleOptimizer):
         decoupled_weight_decay: bool = False,
         bias_correction: bool = True,
         release_gradients: bool = False,
-        offload: Placement | None = None,
+        offload: StoreFactory | None = None,
     ) -> None:
         super().__init__(locals())

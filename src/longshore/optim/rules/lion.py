@@ -15,8 +15,8 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar, where
 from longshore.optim.family import RuleFamily, betas, flag, not_negative
-from longshore.optim.host_optimizer import RuleOptimizer
-from longshore.optim.offload import Placement
+from longshore.optim.offload import StoreFactory
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def lion(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
@@ -90,6 +90,6 @@ class Lion(RuleOptimizer):
         *,
         maximize: bool = False,
         release_gradients: bool = False,
-        offload: Placement | None = None,
+        offload: StoreFactory | None = None,
     ) -> None:
         super().__init__(locals())

@@ -19,8 +19,8 @@ from torch.optim.optimizer import ParamsT
 from longshore.kernels import Rule
 from longshore.kernels.reference import Scalars, fma, scalar
 from longshore.optim.family import History, RuleFamily, flag, not_negative, number
-from longshore.optim.host_optimizer import RuleOptimizer
-from longshore.optim.offload import Placement
+from longshore.optim.offload import StoreFactory
+from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def sgd(scalars: Scalars, g: Tensor, p: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ def sgd(scalars: Scalars, g: Tensor, p: Tensor, buffer: Tensor) -> tuple[Tensor,
 class SGDRule(Rule):
     """The hyper-parameters of one group, for parameters with or without a momentum buffer.
 
-    Without momentum a page may do without the buffer; one that is there is
+    Without momentum a state buffer may do without the momentum; one that is there is
     not changed.
     """
 
@@ -74,7 +74,7 @@ class SGDRule(Rule):
 
     @property
     def optional_states(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return int(self.momentum == 0)  # groups with and without momentum may share a page
+        return int(self.momentum == 0)  # groups with and without momentum may share a buffer
 
 
 class SGDFamily(RuleFamily):
@@ -142,6 +142,6 @@ class SGD(RuleOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         release_gradients: bool = False,
-        offload: Placement | None = None,
+        offload: StoreFactory | None = None,
     ) -> None:
         super().__init__(locals())

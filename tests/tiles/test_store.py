@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError
-from longshore.host import MASTER, BackendSettings, HostStore, ParameterStep, TileState
-from longshore.host.events import PIPELINE_DEPTH
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.kernels.reference import rule_step
 from longshore.layout import align
 from longshore.optim.rules.adam import AdamRule
+from longshore.tiles import MASTER, BackendSettings, ParameterStep, TileState, TileStore
+from longshore.tiles.events import PIPELINE_DEPTH
 from longshore.transfer import CudaTransfer, DirectTransfer, SimulatedTransfer, Transfer
 
 BF16 = torch.bfloat16
@@ -50,7 +50,7 @@ class Training:
         self.transfer = transfer
         self.gradient_dtype = gradient_dtype
         self.hold = hold
-        self.store = HostStore(BackendSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
+        self.store = TileStore(BackendSettings(transfer, HostKernels(threads=2), tile_numel, hold), gradient_dtype)
         self.store.set_states((EXP_AVG, EXP_AVG_SQ))
         self.dtypes = [dtypes[index % len(dtypes)] for index in range(len(numels))]
         self.device = "cuda" if isinstance(transfer, CudaTransfer) else "cpu"
@@ -307,9 +307,9 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
     failures: list[BaseException] = []
     take = training.store.backend.accumulators.take
 
-    def slowly(page_numel: int) -> Tensor:
+    def slowly(buffer_numel: int) -> Tensor:
         time.sleep(0.005)  # the others find that the tile has none
-        return take(page_numel)
+        return take(buffer_numel)
 
     monkeypatch.setattr(training.store.backend.accumulators, "take", slowly)
 
@@ -333,7 +333,7 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
         sys.setswitchinterval(switch)
     assert failures == []
     assert [sum(each.arrivals for each in tile.segments.values()) for tile in tiles] == [32 * 3] * 2
-    assert training.store.host_bytes()["accumulators"] == sum(4 * tile.layout.page_numel for tile in tiles)
+    assert training.store.host_bytes()["accumulators"] == sum(4 * tile.layout.buffer_numel for tile in tiles)
     training.commit(gradients)
     training.check()
 
@@ -415,7 +415,7 @@ def test_discard_reuses_the_accumulators(train) -> None:
             training.arrive(4, training.gradient(4))
         training.store.discard()
     tiles = [tile for tile, _ in training.store.backend.parts[4]]
-    assert training.store.host_bytes()["accumulators"] == sum(4 * tile.layout.page_numel for tile in tiles)
+    assert training.store.host_bytes()["accumulators"] == sum(4 * tile.layout.buffer_numel for tile in tiles)
 
 
 # -- failure ------------------------------------------------------------------
@@ -575,10 +575,10 @@ def test_a_copy_that_fails_on_its_way(train) -> None:
 def test_host_bytes_are_counted_exactly(train, transfer, dtype: torch.dtype) -> None:
     training = train(transfer(), numels=(40, 25, 20), dtypes=(dtype,), tile_numel=40)
     # Tiles: 40 | 25 + 15 | 5, each segment aligned to 16 elements.
-    pages = [48, 32 + 16, 16]
-    assert [tile.layout.page_numel for tile in training.store.tiles] == pages
-    slots = sum(-(-numel * dtype.itemsize // 64) * 64 for numel in pages) if training.transfer.staged else 0
-    none = {"pages": 12 * sum(pages), "gradients": slots, "spares": 0, "staging": 0, "accumulators": 0}
+    buffers = [48, 32 + 16, 16]
+    assert [tile.layout.buffer_numel for tile in training.store.tiles] == buffers
+    slots = sum(-(-numel * dtype.itemsize // 64) * 64 for numel in buffers) if training.transfer.staged else 0
+    none = {"state": 12 * sum(buffers), "gradients": slots, "spares": 0, "staging": 0, "accumulators": 0}
     assert training.store.host_bytes() == none
     gradients = training.gradients({0: 2, 2: 1})
     training.arrive(0, gradients[0][0])
@@ -605,30 +605,30 @@ def test_gradients_of_another_dtype_than_the_parameters(train, transfer, dtype: 
     training = train(
         transfer(), numels=numels, dtypes=(dtype, torch.float32), tile_numel=40, gradient_dtype=torch.float32
     )
-    numel = {tile.layout.page_numel for tile in training.store.tiles}
+    numel = {tile.layout.buffer_numel for tile in training.store.tiles}
     # Slots of the ring are used again within a step, while what they held is on its way.
     assert sum(tile.dtype is dtype for tile in training.store.tiles) > 2 * PIPELINE_DEPTH
     for arrivals in ({0: 1, 3: 1}, {0: 2, 1: 1, 2: 3}, {2: 1}, {0: 1, 1: 1, 2: 1, 3: 1}):
         training.window(arrivals)
         training.check()
     if training.transfer.staged:
-        slots = sum(4 * tile.layout.page_numel for tile in training.store.tiles)
+        slots = sum(4 * tile.layout.buffer_numel for tile in training.store.tiles)
         # The new parameters of low-precision tiles go out through a ring.
         assert training.store.host_bytes()["gradients"] == slots
         assert training.store.host_bytes()["staging"] == PIPELINE_DEPTH * -(-2 * max(numel) // 64) * 64
 
 
-def test_pages_come_with_the_first_values() -> None:
-    store = HostStore(BackendSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False))
+def test_buffers_come_with_the_first_values() -> None:
+    store = TileStore(BackendSettings(SimulatedTransfer(), HostKernels(threads=2), 16, hold_gradients=False))
     store.set_states((EXP_AVG, EXP_AVG_SQ))
     store.add_parameters([(0, 16, BF16), (1, 16, BF16)])
-    assert store.host_bytes()["pages"] == 0
+    assert store.host_bytes()["state"] == 0
     store.adopt(0, torch.ones(16, dtype=BF16), keep_matching=False)
-    assert store.host_bytes()["pages"] == 12 * 16
+    assert store.host_bytes()["state"] == 12 * 16
     store.clear_state(1)
-    assert store.host_bytes()["pages"] == 12 * 16
+    assert store.host_bytes()["state"] == 12 * 16
     store.write_state(1, EXP_AVG, torch.zeros(16))
-    assert store.host_bytes()["pages"] == 2 * 12 * 16
+    assert store.host_bytes()["state"] == 2 * 12 * 16
     store.close()
 
 
@@ -749,10 +749,10 @@ def test_state_is_read_as_a_copy_and_written_as_given(train) -> None:
 def test_states_may_be_added_later_and_begin_at_zero(train) -> None:
     training = train(SimulatedTransfer(1))
     training.window({0: 1, 4: 1})
-    store, pages = training.store, training.store.host_bytes()["pages"]
+    store, buffers = training.store, training.store.host_bytes()["state"]
     store.set_states((EXP_AVG, "between", EXP_AVG_SQ))
     assert store.arrays == (MASTER, EXP_AVG, "between", EXP_AVG_SQ)
-    assert store.host_bytes()["pages"] * 3 == pages * 4
+    assert store.host_bytes()["state"] * 3 == buffers * 4
     training.check()  # the others moved along
     assert not store.read_state(4, "between").any()
     store.write_state(4, "between", torch.ones(130))
@@ -774,7 +774,7 @@ def test_close_leaves_no_thread_and_neither_does_garbage() -> None:
         training = Training(SimulatedTransfer(1))
         training.window(all_parameters(training, 2))
         mine = set(threading.enumerate()) - before
-        assert len(mine) == 3  # two lanes and the worker
+        assert len(mine) == 3  # two streams and the worker
         if close:
             training.store.close()
         del training

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError
-from longshore.host.backend import commit_tile
-from longshore.host.memory import PagePool
-from longshore.host.speculation import Pass
-from longshore.host.tile import IllegalTransitionError, SegmentStep, Tile, TileEvent, TileState
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.kernels.reference import rule_step
 from longshore.layout import plan_tiles
 from longshore.optim.rules.adam import AdamRule
+from longshore.tiles.backend import commit_tile
+from longshore.tiles.memory import BufferPool
+from longshore.tiles.speculation import Pass
+from longshore.tiles.tile import IllegalTransitionError, SegmentStep, Tile, TileEvent, TileState
 from longshore.transfer import CopyHandle
 
 NUMELS = {0: 37, 1: 5, 2: 20}
@@ -53,13 +53,13 @@ class Late(CopyHandle):
         self.target.copy_(self._source)
 
 
-def make_tile(spares: PagePool, dtype: torch.dtype = torch.float32) -> Tile:
-    """Three parameters of three groups, in mid-training; the page comes from the pool."""
+def make_tile(spares: BufferPool, dtype: torch.dtype = torch.float32) -> Tile:
+    """Three parameters of three groups, in mid-training; the buffer comes from the pool."""
     (layout,) = plan_tiles(NUMELS.items(), 1000)
     tile = Tile(layout, dtype, dtype)
-    tile.page = spares.take(layout.page_numel)
-    tile.page.copy_(torch.randn(tile.page.shape))
-    tile.page[2].abs_()
+    tile.buffer = spares.take(layout.buffer_numel)
+    tile.buffer.copy_(torch.randn(tile.buffer.shape))
+    tile.buffer[2].abs_()
     return tile
 
 
@@ -89,10 +89,10 @@ def steps_for(tile: Tile) -> list[SegmentStep]:
 
 
 def state_of(tile: Tile) -> dict[int, tuple[Tensor, ...]]:
-    page = tile.page
-    assert page is not None
+    buffer = tile.buffer
+    assert buffer is not None
     return {
-        parameter: tuple(page[which, segment.layout.in_page].clone() for which in range(3))
+        parameter: tuple(buffer[which, segment.layout.in_buffer].clone() for which in range(3))
         for parameter, segment in tile.segments.items()
     }
 
@@ -110,10 +110,10 @@ def same(left: Mapping[int, tuple[Tensor, ...]], right: Mapping[int, tuple[Tenso
 
 
 def speculate(
-    tile: Tile, spares: PagePool, kernels: HostKernels, scale: Scale = UNSCALED
+    tile: Tile, spares: BufferPool, kernels: HostKernels, scale: Scale = UNSCALED
 ) -> tuple[Pass, list[SegmentStep]]:
     steps = steps_for(tile)
-    speculation = Pass(tile, steps, spares.take(tile.layout.page_numel), scale)
+    speculation = Pass(tile, steps, spares.take(tile.layout.buffer_numel), scale)
     speculation.run(kernels)
     return speculation, steps
 
@@ -124,7 +124,7 @@ def speculate(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("active", [(0, 1, 2), (1,), (0, 2)])
 def test_in_place(dtype: torch.dtype, active: tuple[int, ...], kernels: HostKernels) -> None:
-    tile = make_tile(PagePool(3), dtype)
+    tile = make_tile(BufferPool(3), dtype)
     gradients = gradients_for(*active, dtype=dtype)
     expected = expected_of(tile, gradients, HALVED)
     arrive(tile, gradients)
@@ -137,7 +137,7 @@ def test_in_place(dtype: torch.dtype, active: tuple[int, ...], kernels: HostKern
 
 
 def test_the_output_may_take_the_gradients_memory(kernels: HostKernels) -> None:
-    tile = make_tile(PagePool(3), torch.bfloat16)
+    tile = make_tile(BufferPool(3), torch.bfloat16)
     gradients = gradients_for(0, 1, 2, dtype=torch.bfloat16)
     expected = expected_of(tile, gradients)
     arrive(tile, gradients)
@@ -148,7 +148,7 @@ def test_the_output_may_take_the_gradients_memory(kernels: HostKernels) -> None:
 
 
 def test_a_kernel_that_fails_in_place_leaves_the_tile_broken(kernels: HostKernels) -> None:
-    tile = make_tile(PagePool(3))
+    tile = make_tile(BufferPool(3))
     arrive(tile, gradients_for(0))
     with pytest.raises(RuntimeError, match="the kernel failed"):
         commit_tile(tile, steps_for(tile), UNSCALED, Broken(threads=1))
@@ -160,12 +160,12 @@ def test_a_kernel_that_fails_in_place_leaves_the_tile_broken(kernels: HostKernel
 
 
 def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
-    tile = make_tile(PagePool(3))
+    tile = make_tile(BufferPool(3))
     before = state_of(tile)
     with pytest.raises(IllegalTransitionError):
         commit_tile(tile, [], UNSCALED, kernels)
     with pytest.raises(IllegalTransitionError):
-        Pass(tile, [], PagePool(3).take(tile.layout.page_numel), UNSCALED)
+        Pass(tile, [], BufferPool(3).take(tile.layout.buffer_numel), UNSCALED)
     assert same(state_of(tile), before)
 
 
@@ -177,38 +177,38 @@ def test_an_empty_tile_is_not_stepped(kernels: HostKernels) -> None:
 def test_kept_is_what_in_place_would_have_given(
     dtype: torch.dtype, active: tuple[int, ...], kernels: HostKernels
 ) -> None:
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile, twin = make_tile(spares, dtype), make_tile(spares, dtype)
-    assert tile.page is not None and twin.page is not None
-    twin.page.copy_(tile.page)
+    assert tile.buffer is not None and twin.buffer is not None
+    twin.buffer.copy_(tile.buffer)
     gradients = gradients_for(*active, dtype=dtype)
     arrive(twin, gradients)
     twin_steps = steps_for(twin)
     commit_tile(twin, twin_steps, HALVED, kernels)
 
-    before, old_page = state_of(tile), tile.page
+    before, old_buffer = state_of(tile), tile.buffer
     complete(tile, gradients)
-    # A page that another tile used comes back dirty.
-    spares.give_back(torch.full_like(old_page, float("nan")))
+    # A buffer that another tile used comes back dirty.
+    spares.give_back(torch.full_like(old_buffer, float("nan")))
     speculation, steps = speculate(tile, spares, kernels, HALVED)
     assert tile.state is TileState.STEPPING
-    assert same(state_of(tile), before)  # page A is only read
+    assert same(state_of(tile), before)  # buffer A is only read
     assert speculation.end(spares)
     assert tile.state is TileState.STEPPED
     assert same(state_of(tile), before)
 
     tile.keep_spare(spares)
     assert tile.state is TileState.COMMITTED
-    assert tile.page is speculation.target is not old_page
+    assert tile.buffer is speculation.target is not old_buffer
     assert tile.spare is None
     assert same(state_of(tile), state_of(twin))  # with the idle segments carried over
     for step, twin_step in zip(steps, twin_steps, strict=True):
         assert torch.equal(step.output, twin_step.output)
-    assert spares.take(old_page.shape[1]) is old_page
+    assert spares.take(old_buffer.shape[1]) is old_buffer
 
 
 def test_a_pass_begins_when_its_gradients_are_here(kernels: HostKernels) -> None:
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile = make_tile(spares)
     gradients = gradients_for(0, 2)
     expected = expected_of(tile, gradients)
@@ -222,13 +222,13 @@ def test_a_pass_begins_when_its_gradients_are_here(kernels: HostKernels) -> None
     assert same(state_of(tile), expected)
 
 
-def test_pages_go_round(kernels: HostKernels) -> None:
-    """Window after window, a tile and one spare: two pages, and the bits of stepping in place."""
-    spares = PagePool(3)
-    tile, twin = make_tile(spares), make_tile(PagePool(3))
-    assert tile.page is not None and twin.page is not None
-    twin.page.copy_(tile.page)
-    page_bytes = spares.allocated_bytes
+def test_buffers_go_round(kernels: HostKernels) -> None:
+    """Window after window, a tile and one spare: two buffers, and the bits of stepping in place."""
+    spares = BufferPool(3)
+    tile, twin = make_tile(spares), make_tile(BufferPool(3))
+    assert tile.buffer is not None and twin.buffer is not None
+    twin.buffer.copy_(tile.buffer)
+    buffer_bytes = spares.allocated_bytes
     for window in range(5):
         gradients = gradients_for(*[(0, 1, 2), (1,), (2,), (0, 2), (0,)][window])
         complete(tile, gradients)
@@ -241,14 +241,14 @@ def test_pages_go_round(kernels: HostKernels) -> None:
         for each in (tile, twin):
             each.move(TileEvent.PUBLISHED)
             each.end_window(stepped=True)
-    assert spares.allocated_bytes == 2 * page_bytes
+    assert spares.allocated_bytes == 2 * buffer_bytes
 
 
 # -- speculation that is not --------------------------------------------------
 
 
 def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels) -> None:
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile = make_tile(spares)
     gradients = gradients_for(0, 2)
     expected, before = expected_of(tile, gradients, HALVED), state_of(tile)
@@ -264,7 +264,7 @@ def test_redo_restores_bytes_and_steps_with_the_true_scale(kernels: HostKernels)
 
 
 def test_an_arrival_while_stepping_changes_the_version(kernels: HostKernels) -> None:
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile = make_tile(spares)
     early, late = gradients_for(0, 1), gradients_for(2)
     before = state_of(tile)
@@ -283,7 +283,7 @@ def test_an_arrival_while_stepping_changes_the_version(kernels: HostKernels) -> 
 
 
 def test_a_gradient_that_is_taken_out_while_stepping_changes_the_version(kernels: HostKernels) -> None:
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile = make_tile(spares)
     gradients = gradients_for(0, 1)
     complete(tile, gradients)
@@ -299,15 +299,15 @@ def test_a_gradient_that_is_taken_out_while_stepping_changes_the_version(kernels
 
 def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKernels) -> None:
     """The tile was completed and speculated on again before the first pass came home."""
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile = make_tile(spares)
     early, late = gradients_for(0, 1), gradients_for(2)
     complete(tile, early)
     old_steps = steps_for(tile)
-    old = Pass(tile, old_steps, spares.take(tile.layout.page_numel), UNSCALED)
+    old = Pass(tile, old_steps, spares.take(tile.layout.buffer_numel), UNSCALED)
     complete(tile, late)
     expected = expected_of(tile, {**early, **late})
-    new = Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
+    new = Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
     assert new.target is not old.target
     new.run(kernels)
     old.run(kernels)
@@ -321,7 +321,7 @@ def test_an_old_pass_that_ends_during_a_new_one_harms_nothing(kernels: HostKerne
 
 @pytest.mark.parametrize("again", [False, True], ids=["idle", "begun again"])
 def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) -> None:
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile = make_tile(spares)
     before = state_of(tile)
     complete(tile, gradients_for(0, 1))
@@ -331,7 +331,7 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
     if again:
         # As many arrivals as before, so that only the end of the window tells the versions apart.
         complete(tile, gradients_for(1, 2))
-        Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
+        Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
         assert tile.window == 1 and sum(segment.arrivals for segment in tile.segments.values()) == 2
     assert not speculation.end(spares)
     assert tile.state is (TileState.STEPPING if again else TileState.EMPTY)
@@ -339,8 +339,8 @@ def test_a_window_discarded_while_stepping(again: bool, kernels: HostKernels) ->
     assert same(state_of(tile), before)
 
 
-def test_an_arrival_after_stepping_drops_the_spare_page(kernels: HostKernels) -> None:
-    spares = PagePool(3)
+def test_an_arrival_after_stepping_drops_the_spare_buffer(kernels: HostKernels) -> None:
+    spares = BufferPool(3)
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
     speculation, _ = speculate(tile, spares, kernels)
@@ -354,12 +354,12 @@ def test_an_arrival_after_stepping_drops_the_spare_page(kernels: HostKernels) ->
 
 
 def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) -> None:
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile = make_tile(spares)
     gradients = gradients_for(0, 1)
     before, expected = state_of(tile), expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
+    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
     with pytest.raises(RuntimeError, match="the kernel failed"):
         speculation.run(Broken(threads=1))
     if speculation.end(spares):
@@ -374,10 +374,10 @@ def test_a_kernel_that_fails_out_of_place_harms_nothing(kernels: HostKernels) ->
 
 
 def test_a_failed_pass_with_an_old_version(kernels: HostKernels) -> None:
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile = make_tile(spares)
     complete(tile, gradients_for(0))
-    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
+    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
     arrive(tile, gradients_for(1))
     if speculation.end(spares):
         tile.redo(spares)
@@ -387,17 +387,17 @@ def test_a_failed_pass_with_an_old_version(kernels: HostKernels) -> None:
 
 def test_a_speculation_owns_what_it_reads(kernels: HostKernels) -> None:
     """The window is discarded, and its gradients freed, while the pass runs."""
-    spares = PagePool(3)
+    spares = BufferPool(3)
     tile = make_tile(spares)
     gradients = gradients_for(0)
     expected = expected_of(tile, gradients)
     complete(tile, gradients)
-    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.page_numel), UNSCALED)
+    speculation = Pass(tile, steps_for(tile), spares.take(tile.layout.buffer_numel), UNSCALED)
     layout = tile.segments[0].layout
     tile.move(TileEvent.DISCARD)
     tile.end_window(stepped=True)
     del gradients, tile
     [torch.full((NUMELS[0],), float("nan")) for _ in range(100)]
     speculation.run(kernels)
-    part = slice(layout.page_offset, layout.page_offset + layout.numel)
+    part = slice(layout.buffer_offset, layout.buffer_offset + layout.numel)
     assert torch.equal(speculation.target[0, part], expected[0][0])

@@ -55,10 +55,10 @@ def allocator_on(device: torch.device) -> Callable[[int], Tensor]:
     return lambda numel: torch.zeros(numel, dtype=torch.float32, device=device)
 
 
-class PageHolds:
-    """The pages that have to stay as they are, because a snapshot has not read them yet.
+class PendingReads:
+    """The buffers that have to stay as they are, because a snapshot has not read them yet.
 
-    The thread that trains adds pages, and takes tiles away from them; the thread that reads releases them.
+    The thread that trains adds buffers, and takes tiles away from them; the thread that reads releases them.
     """
 
     def __init__(self) -> None:
@@ -66,22 +66,22 @@ class PageHolds:
         self._unread: set[int] = set()
         """By address."""
         self.released = 0
-        """Pages that were ever released."""
+        """Buffers that were ever released."""
 
-    def __contains__(self, page: Tensor) -> bool:
-        return page.data_ptr() in self._unread
+    def __contains__(self, buffer: Tensor) -> bool:
+        return buffer.data_ptr() in self._unread
 
     def __bool__(self) -> bool:
         return bool(self._unread)
 
-    def hold(self, pages: Iterable[Tensor]) -> None:
+    def add(self, buffers: Iterable[Tensor]) -> None:
         with self._changed:
-            self._unread.update(page.data_ptr() for page in pages)
+            self._unread.update(buffer.data_ptr() for buffer in buffers)
 
-    def release(self, page: Tensor) -> None:
-        """The page has been read. May be called from any thread."""
+    def release(self, buffer: Tensor) -> None:
+        """The buffer has been read. May be called from any thread."""
         with self._changed:
-            self._unread.discard(page.data_ptr())
+            self._unread.discard(buffer.data_ptr())
             self.released += 1
             self._changed.notify_all()
 
@@ -91,82 +91,87 @@ class PageHolds:
             self._changed.wait_for(lambda: self.released != released)
 
 
-class PagePool:
-    """Pages by size: float32 ``[page_arrays, page_numel]``, the master and the states of the rule.
+class BufferPool:
+    """Buffers by size: float32 ``[buffer_arrays, buffer_numel]``, the master and the states of the rule.
 
-    A page that comes back is handed out again as it is: the caller writes all elements that it will read, or asks for
-    zeros. Accumulators, the float32 sums of tiles with several gradients in a window, are pages of one array.
+    A buffer that comes back is handed out again as it is: the caller writes all elements that it will read, or asks for
+    zeros. Accumulators, the float32 sums of tiles with several gradients in a window, are buffers of one array.
 
     Args:
-        page_arrays: number of arrays in each page.
+        buffer_arrays: number of arrays in each buffer.
         allocate: makes flat zeros; see :func:`allocator_on`.
-        holds: pages in it are handed out again only after they have been read; None: there are none.
+        pending_reads: buffers in it are handed out again only after they have been read; None: there are none.
     """
 
     def __init__(
-        self, page_arrays: int, allocate: Callable[[int], Tensor] = allocate_zeros, holds: PageHolds | None = None
+        self,
+        buffer_arrays: int,
+        allocate: Callable[[int], Tensor] = allocate_zeros,
+        pending_reads: PendingReads | None = None,
     ) -> None:
         self.allocated_bytes = 0
-        self._page_arrays = page_arrays
+        self._buffer_arrays = buffer_arrays
         self._allocate = allocate
-        self._holds = holds
+        self._pending_reads = pending_reads
         self._free: dict[int, list[Tensor]] = {}
         self._idle: dict[int, list[Tensor]] = {}
-        """Pages that were free before the last :meth:`trim`."""
+        """Buffers that were free before the last :meth:`trim`."""
         self.unread: list[Tensor] = []
-        """Pages that came back before a snapshot had read them."""
+        """Buffers that came back before a snapshot had read them."""
 
-    def page_bytes(self, page_numel: int) -> int:
-        return 4 * self._page_arrays * page_numel
+    def buffer_bytes(self, buffer_numel: int) -> int:
+        return 4 * self._buffer_arrays * buffer_numel
 
-    def take(self, page_numel: int) -> Tensor:
-        page = self.take_within(page_numel, sys.maxsize)
-        assert page is not None
-        return page
+    def take(self, buffer_numel: int) -> Tensor:
+        buffer = self.take_within(buffer_numel, sys.maxsize)
+        assert buffer is not None
+        return buffer
 
-    def take_zeros(self, page_numel: int) -> Tensor:
+    def take_zeros(self, buffer_numel: int) -> Tensor:
         before = self.allocated_bytes
-        page = self.take(page_numel)
-        return page.zero_() if self.allocated_bytes == before else page  # a new one takes memory only as it is touched
+        buffer = self.take(buffer_numel)
+        return (
+            buffer.zero_() if self.allocated_bytes == before else buffer
+        )  # a new one takes memory only as it is touched
 
-    def take_within(self, page_numel: int, most_bytes: int) -> Tensor | None:
-        """A free page, or a new one if the pool has at most ``most_bytes`` with it; otherwise None."""
-        if free := self._idle.get(page_numel) or self._free.get(page_numel):
+    def take_within(self, buffer_numel: int, most_bytes: int) -> Tensor | None:
+        """A free buffer, or a new one if the pool has at most ``most_bytes`` with it; otherwise None."""
+        if free := self._idle.get(buffer_numel) or self._free.get(buffer_numel):
             return free.pop()
-        if self.allocated_bytes + self.page_bytes(page_numel) > most_bytes:
+        if self.allocated_bytes + self.buffer_bytes(buffer_numel) > most_bytes:
             return None
-        self.allocated_bytes += self.page_bytes(page_numel)
-        return self._allocate(self._page_arrays * page_numel).view(self._page_arrays, page_numel)
+        self.allocated_bytes += self.buffer_bytes(buffer_numel)
+        return self._allocate(self._buffer_arrays * buffer_numel).view(self._buffer_arrays, buffer_numel)
 
-    def give_back(self, page: Tensor) -> None:
-        if self._holds is not None and page in self._holds:
-            self.unread.append(page)
-        elif page.shape[0] == self._page_arrays:
-            self._free.setdefault(page.shape[1], []).append(page)
+    def give_back(self, buffer: Tensor) -> None:
+        if self._pending_reads is not None and buffer in self._pending_reads:
+            self.unread.append(buffer)
+        elif buffer.shape[0] == self._buffer_arrays:
+            self._free.setdefault(buffer.shape[1], []).append(buffer)
         else:
-            self.allocated_bytes -= page.nbytes
+            self.allocated_bytes -= buffer.nbytes
 
     def collect(self) -> None:
-        """Make pages free that have been read since they came back."""
-        pages, self.unread = self.unread, []
-        for page in pages:
-            self.give_back(page)
+        """Make buffers free that have been read since they came back."""
+        buffers, self.unread = self.unread, []
+        for buffer in buffers:
+            self.give_back(buffer)
 
     def trim(self) -> None:
-        """Let go of the pages that were free since the last call."""
-        self.allocated_bytes -= sum(page.nbytes for pages in self._idle.values() for page in pages)
+        """Let go of the buffers that were free since the last call."""
+        self.allocated_bytes -= sum(buffer.nbytes for buffers in self._idle.values() for buffer in buffers)
         self._idle, self._free = self._free, {}
 
     def clear(self) -> None:
-        """Let go of all free pages."""
+        """Let go of all free buffers."""
         self.trim()
         self.trim()
 
-    def set_arrays(self, page_arrays: int) -> None:
-        """Make pages with this number of arrays from now on; those of the old shape are freed as they come back."""
-        if page_arrays != self._page_arrays:
+    def set_arrays(self, buffer_arrays: int) -> None:
+        """Make buffers with this number of arrays from now on; those of the old shape are freed as they come back."""
+        if buffer_arrays != self._buffer_arrays:
             self.clear()
-            self._page_arrays = page_arrays
+            self._buffer_arrays = buffer_arrays
 
 
 class Slot:
@@ -179,7 +184,7 @@ class Slot:
 
     def view(self, dtype: torch.dtype, segment: SegmentLayout) -> Tensor:
         """The elements of a tile's segment as ``dtype``."""
-        return self._buffer.view(dtype)[segment.page_offset : segment.page_offset + segment.numel]
+        return self._buffer.view(dtype)[segment.buffer_offset : segment.buffer_offset + segment.numel]
 
 
 def padded_bytes(size: int) -> int:

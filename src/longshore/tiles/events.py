@@ -26,7 +26,7 @@ ARRIVE = "arrive"
 ARRIVE_AGAIN = "arrive again"
 COPY_TO_HOST = "copy to host"
 STEP_AHEAD = "step ahead"
-"""A pass into a spare page, on the worker."""
+"""A pass into a spare buffer, on the worker."""
 KEPT = "kept"
 REDONE = "redone"
 DROPPED = "dropped"
@@ -54,11 +54,11 @@ class Recorder(ABC):
         """Report what this thread did from ``begin_ns`` until now."""
 
     @abstractmethod
-    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
-        """Report a pass over ``rows`` of a tile's page, ``[page_arrays, page_numel]``, from ``begin_ns`` until now."""
+    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+        """Report a pass over ``rows`` of a tile's buffer, ``[arrays, buffer_numel]``, from ``begin_ns`` until now."""
 
-    def working(self, lane: str) -> AbstractContextManager[None]:
-        """A context in which this thread, whose name is ``lane``, runs one job."""
+    def working(self, track: str) -> AbstractContextManager[None]:
+        """A context in which this thread, whose name is ``track``, runs one job."""
         return nullcontext()
 
     @abstractmethod
@@ -85,15 +85,15 @@ class Recorders(Recorder):
         for each in self.recorders:
             each.span(name, tile, begin_ns)
 
-    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         for each in self.recorders:
-            each.passed(name, tile, page, rows, begin_ns)
+            each.passed(name, tile, buffer, rows, begin_ns)
 
     @contextmanager
-    def working(self, lane: str) -> Iterator[None]:
+    def working(self, track: str) -> Iterator[None]:
         with ExitStack() as stack:
             for each in self.recorders:
-                stack.enter_context(each.working(lane))
+                stack.enter_context(each.working(track))
             yield
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
@@ -144,19 +144,19 @@ class Ranges(Recorder):
             if open_name == name:
                 return
 
-    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         self.span(name, tile, begin_ns)
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
         self.span(name, tile, begin_ns)
 
     @contextmanager
-    def working(self, lane: str) -> Iterator[None]:
-        begin_ns = self.begin(lane, None)
+    def working(self, track: str) -> Iterator[None]:
+        begin_ns = self.begin(track, None)
         try:
             yield
         finally:
-            self.span(lane, None, begin_ns)
+            self.span(track, None, begin_ns)
 
     def _stack(self) -> list[tuple[str, Any]]:
         if not hasattr(self._open, "stack"):
@@ -172,7 +172,7 @@ PIPELINE_DEPTH = 4
 """Tiles under way at once: one copied to the host, one stepped, one copied back, and one more against jitter."""
 
 
-class Lane(Enum):
+class Track(Enum):
     """Threads and streams, each of which does one thing at a time."""
 
     COMPUTE = "compute"
@@ -192,20 +192,20 @@ class Which(Enum):
 
 
 class Row(NamedTuple):
-    """One kind of event: its lane, and what has to end before it begins."""
+    """One kind of event: its track, and what has to end before it begins."""
 
-    lane: Lane
+    track: Track
     after: tuple[tuple[str, Which], ...] = ()
 
 
 SCHEDULE: Mapping[str, Row] = {
-    ARRIVE: Row(Lane.COMPUTE),
-    COPY_TO_HOST: Row(Lane.TO_HOST, ((ARRIVE, Which.SAME),)),
-    STEP_AHEAD: Row(Lane.HOST, ((COPY_TO_HOST, Which.SAME),)),
-    NORM: Row(Lane.HOST, ((ARRIVE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
+    ARRIVE: Row(Track.COMPUTE),
+    COPY_TO_HOST: Row(Track.TO_HOST, ((ARRIVE, Which.SAME),)),
+    STEP_AHEAD: Row(Track.HOST, ((COPY_TO_HOST, Which.SAME),)),
+    NORM: Row(Track.HOST, ((ARRIVE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
     # In place only after the verdict: there is no way back.
-    STEP_IN_PLACE: Row(Lane.HOST, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (COPY_TO_HOST, Which.SAME))),
-    PUBLISH: Row(Lane.TO_DEVICE, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (STEP_IN_PLACE, Which.SAME))),
+    STEP_IN_PLACE: Row(Track.HOST, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (COPY_TO_HOST, Which.SAME))),
+    PUBLISH: Row(Track.TO_DEVICE, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (STEP_IN_PLACE, Which.SAME))),
 }
 
 

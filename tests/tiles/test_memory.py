@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.host.memory import PagePool, allocate_zeros, allocator_on, cut_slots
 from longshore.layout import SegmentLayout
+from longshore.tiles.memory import BufferPool, allocate_zeros, allocator_on, cut_slots
 from longshore.transfer import DirectTransfer
 
 HUGE_NUMEL = (2 << 20) // 4
@@ -46,11 +46,11 @@ def test_a_kernel_without_huge_pages_is_only_slower(monkeypatch: pytest.MonkeyPa
     assert not allocate_zeros(HUGE_NUMEL).any()
 
 
-# -- pages --------------------------------------------------------------------
+# -- buffers --------------------------------------------------------------------
 
 
-def test_pages_are_counted_and_come_back() -> None:
-    pool = PagePool(3)
+def test_buffers_are_counted_and_come_back() -> None:
+    pool = BufferPool(3)
     first = pool.take(32)
     assert first.shape == (3, 32) and first.dtype == torch.float32 and first.is_contiguous()
     assert not first.any()
@@ -63,8 +63,8 @@ def test_pages_are_counted_and_come_back() -> None:
     assert pool.allocated_bytes == 12 * 80
 
 
-def test_a_page_comes_back_as_it_is_unless_zeros_are_asked_for() -> None:
-    pool = PagePool(3)
+def test_a_buffer_comes_back_as_it_is_unless_zeros_are_asked_for() -> None:
+    pool = BufferPool(3)
     pool.give_back(pool.take(32).fill_(7.0))
     dirty = pool.take(32)
     assert bool((dirty == 7).all())
@@ -74,8 +74,8 @@ def test_a_page_comes_back_as_it_is_unless_zeros_are_asked_for() -> None:
     assert pool.allocated_bytes == 2 * 12 * 32
 
 
-def test_pages_of_the_old_shape_are_let_go_of() -> None:
-    pool = PagePool(1)
+def test_buffers_of_the_old_shape_are_let_go_of() -> None:
+    pool = BufferPool(1)
     kept, free = pool.take(32), pool.take(32)
     pool.give_back(free)
     pool.set_arrays(2)
@@ -88,20 +88,20 @@ def test_pages_of_the_old_shape_are_let_go_of() -> None:
     assert pool.take(32) is wide
 
 
-def test_a_limit_is_for_new_pages_only() -> None:
-    pool = PagePool(3)
-    page = pool.take_within(32, 12 * 32)
-    assert page is not None
+def test_a_limit_is_for_new_buffers_only() -> None:
+    pool = BufferPool(3)
+    buffer = pool.take_within(32, 12 * 32)
+    assert buffer is not None
     assert pool.take_within(32, 12 * 63) is None
-    pool.give_back(page)
+    pool.give_back(buffer)
     assert pool.take_within(16, 12 * 47) is None
-    assert pool.take_within(32, 0) is page
+    assert pool.take_within(32, 0) is buffer
     assert pool.take_within(32, 12 * 64) is not None
     assert pool.allocated_bytes == 12 * 64
 
 
 def test_what_is_free_can_be_let_go_of() -> None:
-    pool = PagePool(3)
+    pool = BufferPool(3)
     kept, free = pool.take(32), pool.take(16)
     pool.give_back(free)
     pool.clear()
@@ -115,7 +115,7 @@ def test_what_is_free_can_be_let_go_of() -> None:
 
 
 def test_accumulators_are_kept_while_windows_use_them() -> None:
-    pool = PagePool(1)
+    pool = BufferPool(1)
     for _ in range(3):
         accumulator = pool.take(32)
         pool.give_back(accumulator)
@@ -127,7 +127,7 @@ def test_accumulators_are_kept_while_windows_use_them() -> None:
 
 
 def test_trim_frees_what_the_window_did_not_use() -> None:
-    pool = PagePool(1)
+    pool = BufferPool(1)
     accumulators = [pool.take(32), pool.take(32), pool.take(48)]
     assert pool.allocated_bytes == 4 * (32 + 32 + 48)
     for accumulator in accumulators:
@@ -144,7 +144,7 @@ def test_trim_frees_what_the_window_did_not_use() -> None:
 
 def test_one_accumulator_serves_two_tiles_of_a_window() -> None:
     """Discarded and begun again within a window: no second one is made."""
-    pool = PagePool(1)
+    pool = BufferPool(1)
     accumulator = pool.take(32)
     pool.give_back(accumulator)
     assert pool.take(32) is accumulator
@@ -152,7 +152,7 @@ def test_one_accumulator_serves_two_tiles_of_a_window() -> None:
 
 
 def test_what_is_out_during_a_trim_still_counts() -> None:
-    pool = PagePool(1)
+    pool = BufferPool(1)
     accumulator = pool.take(32)
     pool.trim()
     pool.trim()
@@ -166,12 +166,12 @@ def test_what_is_out_during_a_trim_still_counts() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memory_is_where_the_kernels_step(device: str) -> None:
     allocate = allocator_on(torch.device(device))
-    pages, accumulators = PagePool(3, allocate), PagePool(1, allocate)
-    page, accumulator = pages.take_zeros(32), accumulators.take(32)
-    assert page.device.type == accumulator.device.type == device
-    assert page.shape == (3, 32) and accumulator.shape == (1, 32)
-    assert page.dtype == accumulator.dtype == torch.float32
-    assert (pages.allocated_bytes, accumulators.allocated_bytes) == (12 * 32, 4 * 32)
+    buffers, accumulators = BufferPool(3, allocate), BufferPool(1, allocate)
+    buffer, accumulator = buffers.take_zeros(32), accumulators.take(32)
+    assert buffer.device.type == accumulator.device.type == device
+    assert buffer.shape == (3, 32) and accumulator.shape == (1, 32)
+    assert buffer.dtype == accumulator.dtype == torch.float32
+    assert (buffers.allocated_bytes, accumulators.allocated_bytes) == (12 * 32, 4 * 32)
 
 
 # -- slots --------------------------------------------------------------------

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from longshore.host.worker import InlineRunner, Worker, runner_for
 from longshore.kernels import HostKernels
+from longshore.tiles.worker import InlineRunner, Worker, runner_for
 
 
 def worker_threads() -> list[threading.Thread]:

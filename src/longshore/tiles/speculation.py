@@ -1,7 +1,7 @@
 """Stepping tiles while backward still runs, on the bet that neither gradients nor scale will change.
 
-A pass reads the tile's page and gradients and writes a spare page and spare outputs. At the verdict the spare becomes
-the tile's, or is dropped: undoing a step restores bytes because nothing of it was ever overwritten (law 5).
+A pass reads the tile's buffer and gradients and writes a spare buffer and spare outputs. At the verdict the spare
+becomes the tile's, or is dropped: undoing a step restores bytes because nothing was ever overwritten (law 5).
 
 Passes run on the worker, behind the additions that were queued before them. The worker never moves a tile: the threads
 that bring gradients and the caller do, in :meth:`Speculator.harvest` for passes that have ended.
@@ -16,13 +16,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longshore.byte_sizes import parse_memory_budget
-from longshore.host.early_norms import Due, EarlyNorms
-from longshore.host.events import DROPPED, KEPT, REDONE, STEP_AHEAD
-from longshore.host.memory import PagePool, Slot, available_bytes, cut_slots
-from longshore.host.parameter_store import Forecast, ParameterStep
-from longshore.host.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
-from longshore.host.worker import JobRunner
 from longshore.kernels import HostRule, Kernels, Scale
+from longshore.tiles.early_norms import Due, EarlyNorms
+from longshore.tiles.events import DROPPED, KEPT, REDONE, STEP_AHEAD
+from longshore.tiles.memory import BufferPool, Slot, available_bytes, cut_slots
+from longshore.tiles.parameter_store import Forecast, ParameterStep
+from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
+from longshore.tiles.worker import JobRunner
 from longshore.transfer import Transfer
 
 SpeculationMemory = int | str
@@ -86,9 +86,9 @@ class Predictor:
 
 
 class Pass:
-    """The step of one tile into a spare page; it owns all that it reads and writes, whatever becomes of the window.
+    """The step of one tile into a spare buffer; it owns all that it reads and writes, whatever becomes of the window.
 
-    Making it moves the tile from READY to STEPPING. The tile's page and gradients will only be read, so the outputs
+    Making it moves the tile from READY to STEPPING. The tile's buffer and gradients will only be read, so the outputs
     must be neither the gradients' own memory nor the parameters. Gradients may still be on their way.
     ``slot`` has the outputs; the copy that was published from it last is waited for.
     """
@@ -96,9 +96,9 @@ class Pass:
     def __init__(
         self, tile: Tile, steps: Sequence[SegmentStep], into: Tensor, scale: Scale, slot: Slot | None = None
     ) -> None:
-        assert tile.page is not None
+        assert tile.buffer is not None
         self.tile = tile
-        self.source, self.target = tile.page, into
+        self.source, self.target = tile.buffer, into
         self.scale = scale
         self.slot = slot
         self.rules = {step.segment.layout.parameter: step.rule for step in steps}
@@ -119,7 +119,7 @@ class Pass:
         return self.tile.version == self._version
 
     def run(self, kernels: Kernels) -> None:
-        """Wait for the gradients, and write the step's results into the spare page. Touches no tile."""
+        """Wait for the gradients, and write the step's results into the spare buffer. Touches no tile."""
         if self.slot is not None and self.slot.last_publish is not None:
             self.slot.last_publish.wait()
         for copy in self._copies:  # before it begins, so that a recorder is told of the pass alone
@@ -127,16 +127,16 @@ class Pass:
         recorder, index = self.tile.recorder, self.tile.layout.index
         begin_ns = recorder.begin(STEP_AHEAD, index)
         try:
-            for part in self._idle:  # idle means untouched, in either page
+            for part in self._idle:  # idle means untouched, in either buffer
                 self.target[:, part] = self.source[:, part]
             kernels.step_tile(self.source, self.target, self._rows, self._row_rules, self.scale)
         finally:
             recorder.passed(STEP_AHEAD, index, self.source, self._rows, begin_ns)
 
-    def end(self, spares: PagePool) -> bool:
+    def end(self, spares: BufferPool) -> bool:
         """STEPPING -> STEPPED, one call at a time with everything else that moves the tile.
 
-        If the pass is not :attr:`current`, gives the spare page back and returns False; the tile stays as it is.
+        If the pass is not :attr:`current`, gives the spare buffer back and returns False; the tile stays as it is.
         """
         if not self.current:
             spares.give_back(self.target)
@@ -150,8 +150,8 @@ class Speculator:
     """Steps tiles of one backend ahead, each as soon as it has the gradients that its last window brought.
 
     Args:
-        memory: limit of spare pages, which come from ``spares``, and of outputs; 0: every tile waits for the verdict.
-        spares: a pool for spare pages alone.
+        memory: limit of spare buffers, which come from ``spares``, and of outputs; 0: every tile waits for the verdict.
+        spares: a pool for spare buffers alone.
         transfer: makes memory for outputs.
         kernels: run the passes, on ``runner`` and behind what was queued before.
         runner: the worker that adds later arrivals.
@@ -161,7 +161,7 @@ class Speculator:
     def __init__(
         self,
         memory: SpeculationMemory,
-        spares: PagePool,
+        spares: BufferPool,
         transfer: Transfer,
         kernels: Kernels,
         runner: JobRunner,
@@ -172,15 +172,15 @@ class Speculator:
         self._memory = memory
         self._pool = spares
         self.spares = spares if memory else None
-        """Pages to step into ahead of the verdict; None: there are none."""
+        """Buffers to step into ahead of the verdict; None: there are none."""
         self._transfer = transfer
         self._kernels = kernels
         self._runner = runner
         self._norms = EarlyNorms(kernels, parts_of)
         # Grow with tiles.
-        self._reserved_for = self._spare_count = self._spare_page_bytes = self.spare_bytes = 0
+        self._reserved_for = self._spare_count = self._spare_buffer_bytes = self.spare_bytes = 0
         self._slots: dict[tuple[int, int], list[Slot]] = {}
-        """By elements of a page and bytes of an output; each stands for a page in the pool, too."""
+        """By elements of a buffer and bytes of an output; each stands for a buffer in the pool, too."""
         # Change with each window.
         self._predictor = Predictor()
         self._paused = False
@@ -197,16 +197,16 @@ class Speculator:
             return None
         return SpeculationRecord(self._predictor.score, self._predictor.bets, self._spare_count, **self._last)
 
-    def lend(self, page_numel: int) -> Tensor | None:
-        """A spare page, to be given back to :attr:`spares`, as it is or another one; None: all are in use."""
-        return self._pool.take_within(page_numel, self._spare_page_bytes)
+    def lend(self, buffer_numel: int) -> Tensor | None:
+        """A spare buffer, to be given back to :attr:`spares`, as it is or another one; None: all are in use."""
+        return self._pool.take_within(buffer_numel, self._spare_buffer_bytes)
 
     # -- during backward ------------------------------------------------------
 
     def consider(self, tile: Tile) -> None:
         """A gradient arrived, perhaps the last that the tile will get. One caller at a time."""
         forecast = self.forecast if self._memory else None
-        if forecast is None or not tile.complete or tile.page is None or tile.layout.index in self._considered:
+        if forecast is None or not tile.complete or tile.buffer is None or tile.layout.index in self._considered:
             return
         # Once a window: where more comes after all, each arrival would walk the whole tile again.
         self._considered.add(tile.layout.index)
@@ -218,7 +218,7 @@ class Speculator:
             self._bet_on(tile, forecast)
 
     def _bet_on(self, tile: Tile, forecast: Forecast) -> None:
-        free = self._slots.get((tile.layout.page_numel, tile.output_bytes))
+        free = self._slots.get((tile.layout.buffer_numel, tile.output_bytes))
         if not free:
             self._counts["waited"] += 1
             return
@@ -229,8 +229,8 @@ class Speculator:
         rules, active = self._rules, [segment for segment in tile.segments.values() if segment.arrivals > 0]
         if any(segment.layout.parameter not in rules for segment in active):
             return
-        page = self.lend(tile.layout.page_numel)
-        if page is None:  # a snapshot still reads what was a tile's before
+        buffer = self.lend(tile.layout.buffer_numel)
+        if buffer is None:  # a snapshot still reads what was a tile's before
             self._counts["waited"] += 1
             return
         slot = free.pop()
@@ -238,7 +238,7 @@ class Speculator:
             SegmentStep(segment, rules[segment.layout.parameter], slot.view(tile.dtype, segment.layout))
             for segment in active
         ]
-        bet = self._passes[tile.layout.index] = Pass(tile, steps, page, forecast.scale(), slot)
+        bet = self._passes[tile.layout.index] = Pass(tile, steps, buffer, forecast.scale(), slot)
         self._counts["begun"] += 1
         self._runner.submit(lambda: self._run(bet), 0)
 
@@ -304,13 +304,13 @@ class Speculator:
         self._counts[event] += 1
         tile.recorder.mark(event, tile.layout.index)
 
-    def set_arrays(self, page_arrays: int) -> None:
-        """Pages have another number of arrays from here on; no tile is STEPPING or STEPPED."""
+    def set_arrays(self, buffer_arrays: int) -> None:
+        """Buffers have another number of arrays from here on; no tile is STEPPING or STEPPED."""
         # Spares are made anew, those of passes that are out too.
-        self._pool.set_arrays(page_arrays)
+        self._pool.set_arrays(buffer_arrays)
         self._passes.clear()
         self._slots.clear()
-        self._reserved_for = self._spare_count = self._spare_page_bytes = self.spare_bytes = 0
+        self._reserved_for = self._spare_count = self._spare_buffer_bytes = self.spare_bytes = 0
 
     def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
         """Where the new parameters are, if the tile was stepped ahead as it is to be stepped; it is COMMITTED then."""
@@ -331,7 +331,7 @@ class Speculator:
             return
         for bet in self._passes.values():
             assert bet.slot is not None
-            self._slots[bet.tile.layout.page_numel, bet.tile.output_bytes].append(bet.slot)
+            self._slots[bet.tile.layout.buffer_numel, bet.tile.output_bytes].append(bet.slot)
         self._passes.clear()
         self._considered.clear()
         self._rules = None
@@ -341,33 +341,33 @@ class Speculator:
         if self.forecast is not None:
             self._predictor.observe(scale == self.forecast.scale())
         self._last, self._counts = self._counts, dict.fromkeys(self._counts, 0)
-        with_pages = [tile for tile in tiles if tile.page is not None]
-        if len(with_pages) != self._reserved_for:
-            self._reserve(with_pages)
+        with_buffers = [tile for tile in tiles if tile.buffer is not None]
+        if len(with_buffers) != self._reserved_for:
+            self._reserve(with_buffers)
 
     def _reserve(self, tiles: Sequence[Tile]) -> None:
         """Make the spares: the tiles of the last parameters come first in backward, and in the budget."""
         self._reserved_for = len(tiles)
         have = {key: len(slots) for key, slots in self._slots.items()}
-        most = sum(self._pool.page_bytes(tile.layout.page_numel) + tile.output_bytes for tile in tiles)
+        most = sum(self._pool.buffer_bytes(tile.layout.buffer_numel) + tile.output_bytes for tile in tiles)
         budget = speculation_budget(self._memory, most) - self.spare_bytes
         wanted = []
         for tile in reversed(tiles):
-            key = (tile.layout.page_numel, tile.output_bytes)
+            key = (tile.layout.buffer_numel, tile.output_bytes)
             if have.get(key, 0) > 0:
                 have[key] -= 1
                 continue
-            budget -= self._pool.page_bytes(tile.layout.page_numel) + tile.output_bytes
+            budget -= self._pool.buffer_bytes(tile.layout.buffer_numel) + tile.output_bytes
             if budget < 0:
                 break
             wanted.append(tile)
         slots, output_bytes = cut_slots(self._transfer, [tile.output_bytes for tile in wanted])
         for tile, slot in zip(wanted, slots, strict=True):
-            self._slots.setdefault((tile.layout.page_numel, tile.output_bytes), []).append(slot)
-        page_bytes = sum(self._pool.page_bytes(tile.layout.page_numel) for tile in wanted)
-        self._spare_page_bytes += page_bytes
-        self.spare_bytes += page_bytes + output_bytes
+            self._slots.setdefault((tile.layout.buffer_numel, tile.output_bytes), []).append(slot)
+        buffer_bytes = sum(self._pool.buffer_bytes(tile.layout.buffer_numel) for tile in wanted)
+        self._spare_buffer_bytes += buffer_bytes
+        self.spare_bytes += buffer_bytes + output_bytes
         # Touched now, not in backward.
-        for page in [self._pool.take(tile.layout.page_numel).zero_() for tile in wanted]:
-            self._pool.give_back(page)
+        for buffer in [self._pool.take(tile.layout.buffer_numel).zero_() for tile in wanted]:
+            self._pool.give_back(buffer)
         self._spare_count += len(wanted)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import longshore
-from longshore.host import Recorder
-from longshore.host.events import (
+from longshore.kernels import TileSegment
+from longshore.tiles import Recorder
+from longshore.tiles.events import (
     ARRIVE,
     COPY_TO_HOST,
     DROPPED,
@@ -24,12 +25,11 @@ from longshore.host.events import (
     SCHEDULE,
     STEP_AHEAD,
     STEP_IN_PLACE,
-    Lane,
     Move,
+    Track,
     Which,
     commit_moves,
 )
-from longshore.kernels import TileSegment
 from longshore.transfer import CopyHandle
 
 
@@ -62,7 +62,7 @@ class Witness(Recorder):
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
         self._see(name, tile)
 
-    def passed(self, name: str, tile: int, page: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
+    def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         self._see(name, tile)
 
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
@@ -71,7 +71,7 @@ class Witness(Recorder):
 
 
 def trained(seed: int, share: int | str, clip: bool = True) -> Witness:
-    """Two windows on a device whose lanes are late, the second of which is witnessed."""
+    """Two windows on a device whose tracks are late, the second of which is witnessed."""
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(6)))
     transfer = longshore.SimulatedTransfer(seed=seed, max_delay_s=0.004)
@@ -128,7 +128,7 @@ def test_without_a_norm_each_pass_waits_for_its_own_copies(share: int | str, nam
 
 def test_the_table_is_closed() -> None:
     for row in SCHEDULE.values():
-        assert isinstance(row.lane, Lane)
+        assert isinstance(row.track, Track)
         assert all(before in SCHEDULE for before, _ in row.after)
 
 

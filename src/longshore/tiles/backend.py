@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from longshore.host.events import (
+from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels, Scale
+from longshore.tiles.events import (
     ARRIVE,
     ARRIVE_AGAIN,
     COPY_TO_HOST,
@@ -21,13 +22,12 @@ from longshore.host.events import (
     Move,
     commit_moves,
 )
-from longshore.host.memory import PageHolds, PagePool, SlotRing, allocator_on, cut_slots
-from longshore.host.parameter_store import ParameterStep
-from longshore.host.snapshot import Snapshots
-from longshore.host.speculation import SpeculationMemory, Speculator
-from longshore.host.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
-from longshore.host.worker import runner_for
-from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels, Scale
+from longshore.tiles.memory import BufferPool, PendingReads, SlotRing, allocator_on, cut_slots
+from longshore.tiles.parameter_store import ParameterStep
+from longshore.tiles.snapshot import Snapshots
+from longshore.tiles.speculation import SpeculationMemory, Speculator
+from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
+from longshore.tiles.worker import runner_for
 from longshore.transfer import CopyHandle, Transfer
 
 Active = list[tuple[Segment, ParameterStep]]
@@ -63,11 +63,11 @@ class Backend:
 
     Args:
         settings: its settings.
-        page_arrays: number of arrays in each page.
-        holds: the store's pages that a snapshot has still to read.
+        buffer_arrays: number of arrays in each buffer.
+        pending_reads: the store's buffers that a snapshot has still to read.
     """
 
-    def __init__(self, settings: BackendSettings, page_arrays: int, holds: PageHolds) -> None:
+    def __init__(self, settings: BackendSettings, buffer_arrays: int, pending_reads: PendingReads) -> None:
         transfer, kernels, tile_numel, self._hold_gradients, speculation_memory = settings
         assert not transfer.staged or kernels.device.type == "cpu"
         self.transfer = transfer
@@ -82,15 +82,15 @@ class Backend:
         self._ring = SlotRing(transfer)
         """For gradients that do not stay, or for new parameters whose gradients have another dtype."""
         memory = allocator_on(kernels.device)
-        self.pages = PagePool(page_arrays, memory, holds)
+        self.buffers = BufferPool(buffer_arrays, memory, pending_reads)
         # Change with each window. The worker's jobs never take the store's lock.
-        self.accumulators = PagePool(1, memory)
+        self.accumulators = BufferPool(1, memory)
         self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
         """Adds later arrivals, and steps ahead."""
         ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0
-        spares = PagePool(page_arrays, memory, holds)
+        spares = BufferPool(buffer_arrays, memory, pending_reads)
         self.speculator = Speculator(ahead, spares, transfer, kernels, self.worker, self.parts.__getitem__)
-        self.snapshots = Snapshots(self.pages, holds, self.speculator, kernels.device)
+        self.snapshots = Snapshots(self.buffers, pending_reads, self.speculator, kernels.device)
 
     def add(self, added: Sequence[Tile]) -> None:
         """Take up new tiles, and make the staging memory that they need."""
@@ -102,7 +102,7 @@ class Backend:
             return
         passing = [tile.output_bytes for tile in added if not (self._hold_gradients and tile.outputs_fit)]
         if self._hold_gradients:
-            sizes = [tile.layout.page_numel * tile.gradient_dtype.itemsize for tile in added]
+            sizes = [tile.layout.buffer_numel * tile.gradient_dtype.itemsize for tile in added]
             slots, slot_bytes = cut_slots(self.transfer, sizes)
             self._slot_bytes += slot_bytes
             for tile, slot in zip(added, slots, strict=True):
@@ -114,7 +114,7 @@ class Backend:
             self._ring.grow(max(passing), min(PIPELINE_DEPTH, len(self.tiles)))
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by kind: pages, gradients (slots, or tensors that arrived), spares, staging, accumulators."""
+        """Bytes by kind: buffers, gradients (slots, or tensors that arrived), spares, staging, accumulators."""
         arrived = 0
         for tile in self.tiles if not self.transfer.staged else ():
             for segment in tile.segments.values():
@@ -122,7 +122,7 @@ class Backend:
                 if gradient is not None and not segment.summed:
                     arrived += gradient.nbytes
         return {
-            "pages": self.pages.allocated_bytes,
+            "state": self.buffers.allocated_bytes,
             "gradients": self._slot_bytes + arrived,
             "spares": self.speculator.spare_bytes,
             "staging": self._ring.allocated_bytes,
@@ -156,14 +156,14 @@ class Backend:
 
     def _queue_addition(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         if tile.accumulator is None:
-            tile.accumulator = self.accumulators.take(tile.layout.page_numel)
+            tile.accumulator = self.accumulators.take(tile.layout.buffer_numel)
         window = tile.window
 
         def add() -> None:
             if tile.window != window:
                 return
             assert tile.accumulator is not None
-            total = tile.accumulator[0, segment.layout.in_page]
+            total = tile.accumulator[0, segment.layout.in_buffer]
             if not segment.summed:
                 self.kernels.accumulate(total, segment.wait(), add=False)
                 segment.summed, segment.gradient, segment.handle = True, total, None
@@ -217,7 +217,7 @@ class Backend:
                 continue
             if self.transfer.staged and not self._hold_gradients:
                 tile.slot = self._ring.next()
-            active.sort(key=lambda pair: pair[0].layout.page_offset)
+            active.sort(key=lambda pair: pair[0].layout.buffer_offset)
             for segment, step in active:
                 if step.gradient is not None:
                     assert segment.arrivals == 0  # a second one would still be on its way to the worker
@@ -228,7 +228,7 @@ class Backend:
         slot = self.speculator.verdict(tile, active, scale)
         if slot is None:
             return False
-        stepped.append(tile)  # its page is the new one: from here on there is no way back
+        stepped.append(tile)  # its buffer is the new one: from here on there is no way back
         for segment, step in active:
             output = slot.view(tile.dtype, segment.layout)
             slot.last_publish = self._publish(tile, output, segment.part_of(step.target))
@@ -252,7 +252,7 @@ class Backend:
             output = self.transfer.output_for(segment.part_of(step.target), staged)
             segment_steps.append(SegmentStep(segment, step.rule, output))
         if self.snapshots.active:
-            with self.snapshots.page_for(tile) as into:
+            with self.snapshots.buffer_for(tile) as into:
                 commit_tile(tile, segment_steps, scale, self.kernels, into)
         else:
             commit_tile(tile, segment_steps, scale, self.kernels)
@@ -286,29 +286,29 @@ class Backend:
 def commit_tile(
     tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels, into: Tensor | None = None
 ) -> None:
-    """FILLING or READY -> COMMITTED: write the new values to the tile's page and the outputs; BROKEN if that fails.
+    """FILLING or READY -> COMMITTED: write the new values to the tile's buffer and the outputs; BROKEN if that fails.
 
-    With ``into`` that becomes the tile's page, and the one before is only read; otherwise it is stepped in place.
+    With ``into`` that becomes the tile's buffer, and the one before is only read; otherwise it is stepped in place.
     """
     for step in steps:
         if step.segment.handle is not None:
             step.segment.handle.wait()
     rows, rules = step_table(steps, [step.segment.gradient for step in steps])
-    page = tile.page
-    assert page is not None
-    target = page if into is None else into
+    buffer = tile.buffer
+    assert buffer is not None
+    target = buffer if into is None else into
     tile.move(TileEvent.COMMIT)
     recorder = tile.recorder
     begin_ns = recorder.begin(STEP_IN_PLACE, tile.layout.index)
     try:
         if into is not None:
-            for part in tile.idle_parts(steps):  # idle means untouched, in either page
-                into[:, part] = page[:, part]
-        kernels.step_tile(page, target, rows, rules, scale)
+            for part in tile.idle_parts(steps):  # idle means untouched, in either buffer
+                into[:, part] = buffer[:, part]
+        kernels.step_tile(buffer, target, rows, rules, scale)
     except BaseException:
         tile.move(TileEvent.COMMIT_FAILED)
         raise
     finally:
-        recorder.passed(STEP_IN_PLACE, tile.layout.index, page, rows, begin_ns)
-    tile.page = target
+        recorder.passed(STEP_IN_PLACE, tile.layout.index, buffer, rows, begin_ns)
+    tile.buffer = target
     tile.move(TileEvent.COMMIT_DONE)

@@ -1,6 +1,6 @@
 """The interface of the store that has an optimizer's state and the gradients of the accumulation window.
 
-Parameters are known by index, as flat tensors. :class:`~longshore.host.HostStore` has all of it in this process; a
+Parameters are known by index, as flat tensors. :class:`~longshore.tiles.TileStore` has all of it in this process; a
 sharded store has one rank's part there and asks the other ranks for the rest.
 """
 
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, CheckpointError
-from longshore.host.events import Recorder
 from longshore.kernels import HostRule, Scale
-from longshore.layout import Slab
+from longshore.layout import DimRange
+from longshore.tiles.events import Recorder
 
 if TYPE_CHECKING:
-    from longshore.host.store import HostStore
+    from longshore.tiles.store import TileStore
 
 MASTER = "master"
-"""The first array of every page."""
+"""The first array of every buffer."""
 
 GRADIENT = "gradient"
 """Stands for the window's gradient of a parameter where arrays of its state are read and written by name."""
@@ -66,7 +66,7 @@ class Forecast(ABC):
         """By parameter: how each of them would be stepped now."""
 
 
-class OwnedRun(NamedTuple):
+class OwnedRange(NamedTuple):
     """Elements ``[offset, offset + numel)`` of a parameter, flat, whose state this process keeps."""
 
     key: int
@@ -75,7 +75,7 @@ class OwnedRun(NamedTuple):
     numel: int
     tells: bool = True
     """Whether this process writes them to checkpoints, if several keep the same."""
-    slab: Slab | None = None
+    within: DimRange | None = None
     """The part of the parameter in which elements are counted, if tensor parallelism split it before it was sharded."""
 
 
@@ -89,7 +89,7 @@ class ParameterStore(ABC):
         recorders: are told of the events of the tiles.
     """
 
-    local: HostStore
+    local: TileStore
     broken: BaseException | None = None
     recorders: tuple[Recorder, ...] = ()
 
@@ -218,10 +218,10 @@ class ParameterStore(ABC):
     def clear_state(self, parameter: int) -> None:
         """Zero all arrays of the parameter."""
 
-    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRun]:
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRange]:
         """The ranges of the parameter, which has this shape, whose state this process keeps."""
         numel = math.prod(shape)
-        return [OwnedRun(parameter, 0, numel)] if numel > 0 else []
+        return [OwnedRange(parameter, 0, numel)] if numel > 0 else []
 
     @abstractmethod
     def close(self) -> None:

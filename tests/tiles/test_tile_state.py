@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longshore.errors import BrokenStateError, LongshoreError
-from longshore.host.tile import IllegalTransitionError, Tile, TileEvent, TileState
 from longshore.layout import TileLayout
+from longshore.tiles.tile import IllegalTransitionError, Tile, TileEvent, TileState
 
 # Written out once more, row by row, and not read from the table that is tested.
 TABLE = """
@@ -31,7 +31,7 @@ READY       DISCARD        EMPTY
 STEPPING    DISCARD        EMPTY
 STEPPED     DISCARD        EMPTY
 """
-# Not in the page's table: discarding nothing is allowed, or one gradient of several, which makes what was stepped
+# Not in the buffer's table: discarding nothing is allowed, or one gradient of several, which makes what was stepped
 # with it void; and loading a state mends everything ("every later call says so until state is loaded").
 BESIDES = """
 FILLING     FORGET         FILLING

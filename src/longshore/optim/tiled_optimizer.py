@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from longshore.host import SpeculationRecord
 from longshore.optim.clipping import gradient_norm
 from longshore.optim.core import OptimizerCore
 from longshore.optim.family import RuleFamily
-from longshore.optim.offload import Offload, Placement
+from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import group_members
 from longshore.optim.state import StateMap, clear_state, loadable_state, merged_group, write_state
+from longshore.tiles import SpeculationRecord
 
 
-class HostOptimizer(torch.optim.Optimizer):
+class TiledOptimizer(torch.optim.Optimizer):
     """Base of all optimizers here, with everything but the signature and the rule (its ``family``)."""
 
     def __init__(
@@ -30,10 +30,10 @@ class HostOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         family: RuleFamily,
         release_gradients: bool,
-        offload: Placement | None,
+        offload: StoreFactory | None,
     ) -> None:
         offload = offload or Offload()
-        if not isinstance(offload, Placement):
+        if not isinstance(offload, StoreFactory):
             raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
         me = weakref.proxy(self)  # alive whenever its core is used
         # The base class calls add_param_group, which needs these.
@@ -200,7 +200,7 @@ class HostOptimizer(torch.optim.Optimizer):
         """
         # The base class would cast every tensor to the parameter's dtype, so it gets the groups only, from a hook that
         # runs after all of the user's.
-        handle = self.register_load_state_dict_pre_hook(HostOptimizer._take_state)
+        handle = self.register_load_state_dict_pre_hook(TiledOptimizer._take_state)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -209,7 +209,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _take_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        assert isinstance(optimizer, HostOptimizer)
+        assert isinstance(optimizer, TiledOptimizer)
         core, groups = optimizer._core, optimizer.param_groups
         records = [record for group in groups for record in core.records_of(group)]
         optimizer._loading = loadable_state(state_dict, groups, optimizer.defaults, records, core.family)
@@ -253,7 +253,7 @@ class HostOptimizer(torch.optim.Optimizer):
         return self._core.store.local.speculation
 
     def host_bytes(self) -> dict[str, int]:
-        """Counted host memory by kind, in bytes: ``pages`` (masters and states), ``gradients``, ``accumulators``."""
+        """Counted host memory by kind, in bytes: ``state`` (masters and states), ``gradients``, ``accumulators``."""
         return self._core.store.local.host_bytes()
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ OPTIMIZERS: dict[str, type[RuleOptimizer]] = {}
 _NO_GROUP_OPTIONS = frozenset({"self", "__class__", "params", "release_gradients", "offload"})
 
 
-class RuleOptimizer(HostOptimizer):
+class RuleOptimizer(TiledOptimizer):
     """Base of the optimizers that have kernels, one for each name that a configuration may give.
 
     The constructor of a subclass has the signature of torch's, and passes ``locals()`` on: its signature is the only

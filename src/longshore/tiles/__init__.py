@@ -1,21 +1,21 @@
 """Tiles and their state machine, the backends that keep and step them, and the store of one process."""
 
-from longshore.host.backend import Backend, BackendSettings
-from longshore.host.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
-from longshore.host.parameter_store import (
+from longshore.tiles.backend import Backend, BackendSettings
+from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
+from longshore.tiles.parameter_store import (
     GRADIENT,
     MASTER,
     Forecast,
-    OwnedRun,
+    OwnedRange,
     ParameterStep,
     ParameterStore,
     broken_state_error,
 )
-from longshore.host.snapshot import PageSnapshot
-from longshore.host.speculation import SpeculationMemory, SpeculationRecord, memory_for_speculation
-from longshore.host.store import HostStore
-from longshore.host.tile import TileState
-from longshore.host.worker import Worker
+from longshore.tiles.snapshot import StateSnapshot
+from longshore.tiles.speculation import SpeculationMemory, SpeculationRecord, memory_for_speculation
+from longshore.tiles.store import TileStore
+from longshore.tiles.tile import TileState
+from longshore.tiles.worker import Worker
 
 __all__ = [
     "GRADIENT",
@@ -24,16 +24,16 @@ __all__ = [
     "Backend",
     "BackendSettings",
     "Forecast",
-    "HostStore",
-    "OwnedRun",
-    "PageSnapshot",
+    "OwnedRange",
     "ParameterStep",
     "ParameterStore",
     "Ranges",
     "Recorder",
     "SpeculationMemory",
     "SpeculationRecord",
+    "StateSnapshot",
     "TileState",
+    "TileStore",
     "Worker",
     "annotating",
     "broken_state_error",

@@ -1,4 +1,4 @@
-"""The state of one optimizer in this process: tiles, their pages, and the gradients of the accumulation window.
+"""The state of one optimizer in this process: tiles, their buffers, and the gradients of the accumulation window.
 
 The store knows parameters by index, as flat tensors; its caller knows groups, names and ``.grad``.
 """
@@ -14,18 +14,25 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
-from longshore.host.backend import Active, Backend, BackendSettings, kept_on_device
-from longshore.host.events import DISCARD, NO_RECORDER, NORM, Recorder, Recorders
-from longshore.host.memory import PageHolds
-from longshore.host.parameter_store import GRADIENT, MASTER, Forecast, ParameterStep, ParameterStore, broken_state_error
-from longshore.host.snapshot import PageSnapshot, Read
-from longshore.host.speculation import SpeculationRecord
-from longshore.host.tile import Segment, Tile, TileEvent, TileState
 from longshore.kernels import Scale, total_of_blocks
 from longshore.layout import plan_tiles
+from longshore.tiles.backend import Active, Backend, BackendSettings, kept_on_device
+from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder, Recorders
+from longshore.tiles.memory import PendingReads
+from longshore.tiles.parameter_store import (
+    GRADIENT,
+    MASTER,
+    Forecast,
+    ParameterStep,
+    ParameterStore,
+    broken_state_error,
+)
+from longshore.tiles.snapshot import Read, StateSnapshot
+from longshore.tiles.speculation import SpeculationRecord
+from longshore.tiles.tile import Segment, Tile, TileEvent, TileState
 
 
-class HostStore(ParameterStore):
+class TileStore(ParameterStore):
     """Tiles, and the backends that keep and step them.
 
     Args:
@@ -49,14 +56,14 @@ class HostStore(ParameterStore):
         self._ratio = ratio
         # Grow with parameters.
         self.arrays: tuple[str, ...] = (MASTER,)
-        """The names of a page's arrays: ``"master"``, then the states of the optimizer's rule."""
+        """The names of a buffer's arrays: ``"master"``, then the states of the optimizer's rule."""
         self.tiles: list[Tile] = []
-        self._holds = PageHolds()
-        self.backend = Backend(settings, len(self.arrays), self._holds)
+        self._pending_reads = PendingReads()
+        self.backend = Backend(settings, len(self.arrays), self._pending_reads)
         """The only one that recorders are told of: the kernels of the other are seen by a profiler of the device."""
         self.backends: tuple[Backend, ...] = (self.backend,)
         if on_device is not None:
-            self.backends = (Backend(on_device, len(self.arrays), self._holds), self.backend)
+            self.backends = (Backend(on_device, len(self.arrays), self._pending_reads), self.backend)
         self.transfer = settings.transfer
         self.kernels = settings.kernels
         # Changes when somebody traces.
@@ -86,9 +93,9 @@ class HostStore(ParameterStore):
             for tile in backend.tiles:
                 backend.speculator.void(tile)
             backend.speculator.set_arrays(len(arrays))
-            backend.pages.set_arrays(len(arrays))
+            backend.buffers.set_arrays(len(arrays))
             for tile in backend.tiles:
-                tile.widen_page(rows, backend.pages)
+                tile.widen_buffer(rows, backend.buffers)
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         entries = list(parameters)
@@ -292,18 +299,18 @@ class HostStore(ParameterStore):
             self._failure = self.broken = None
 
     def _void(self, parameter: int) -> None:
-        # The parameter's pages or gradient are about to be written.
+        # The parameter's buffers or gradient are about to be written.
         self._drain()
         for backend, tile, _ in self._placed(parameter):
             backend.speculator.void(tile)
             backend.snapshots.make_writable(tile)
 
-    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> PageSnapshot:
+    def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> StateSnapshot:
         """The state as it is now, for another thread to read while this one goes on.
 
         Args:
             reads: everything that will be read: indices of parameters, and names of arrays.
-            memory_bytes: memory of further pages, if there are no spare ones for steps ahead. Beyond it a step waits.
+            memory_bytes: memory of further buffers, if there are no spare ones for steps ahead. Beyond it a step waits.
 
         Raises:
             BrokenStateError: see :meth:`check_usable`.
@@ -313,19 +320,20 @@ class HostStore(ParameterStore):
         self._drain()
         for backend in self.backends:
             backend.snapshots.prepare(memory_bytes)
-        pages = {
+        buffers = {
             parameter: [
-                (tile.have_page(backend.pages), segment.layout) for backend, tile, segment in self._placed(parameter)
+                (tile.have_buffer(backend.buffers), segment.layout)
+                for backend, tile, segment in self._placed(parameter)
             ]
             for parameter in {parameter for parameter, _ in reads}
         }
-        return PageSnapshot(self._holds, {name: row for row, name in enumerate(self.arrays)}, pages, reads)
+        return StateSnapshot(self._pending_reads, {name: row for row, name in enumerate(self.arrays)}, buffers, reads)
 
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()
         self._void(parameter)
         for backend, tile, segment in self._placed(parameter):
-            master = tile.have_page(backend.pages)[0, segment.layout.in_page]
+            master = tile.have_buffer(backend.buffers)[0, segment.layout.in_buffer]
             host = backend.transfer.read(segment.part_of(values))
             if keep_matching:
                 backend.kernels.reconcile(master, host, adopt=True)
@@ -336,7 +344,7 @@ class HostStore(ParameterStore):
         self.check_usable()
         differing = 0
         for backend, tile, segment in self._placed(parameter):
-            master = tile.have_page(backend.pages)[0, segment.layout.in_page]
+            master = tile.have_buffer(backend.buffers)[0, segment.layout.in_buffer]
             host = backend.transfer.read(segment.part_of(values))
             differing += backend.kernels.reconcile(master, host, adopt=False)
         return differing
@@ -350,7 +358,7 @@ class HostStore(ParameterStore):
             row = self.arrays.index(which)
             # States may have been set by their numbers alone, before the first step.
             found = [
-                tile.have_page(backend.pages)[row, segment.layout.in_page].cpu()
+                tile.have_buffer(backend.buffers)[row, segment.layout.in_buffer].cpu()
                 for backend, tile, segment in self._placed(parameter)
             ]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
@@ -364,7 +372,7 @@ class HostStore(ParameterStore):
             if which == GRADIENT:
                 target = segment.wait()
             else:
-                target = tile.have_page(backend.pages)[self.arrays.index(which), segment.layout.in_page]
+                target = tile.have_buffer(backend.buffers)[self.arrays.index(which), segment.layout.in_buffer]
             target.copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:
@@ -372,8 +380,8 @@ class HostStore(ParameterStore):
             return
         self._void(parameter)
         for _, tile, segment in self._placed(parameter):
-            if tile.page is not None:  # one that never was is zero already
-                tile.page[:, segment.layout.in_page].zero_()
+            if tile.buffer is not None:  # one that never was is zero already
+                tile.buffer[:, segment.layout.in_buffer].zero_()
 
     def close(self) -> None:
         for backend in self.backends:

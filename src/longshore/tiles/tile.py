@@ -1,4 +1,4 @@
-"""One tile: its states and the moves between them, its page, its slot, and the gradients of its segments."""
+"""One tile: its states and the moves between them, its buffer, its slot, and the gradients of its segments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, LongshoreError
-from longshore.host.events import NO_RECORDER, Recorder
-from longshore.host.memory import PagePool, Slot
 from longshore.kernels import HostRule, TileSegment
 from longshore.layout import SegmentLayout, TileLayout
+from longshore.tiles.events import NO_RECORDER, Recorder
+from longshore.tiles.memory import BufferPool, Slot
 from longshore.transfer import CopyHandle
 
 
@@ -31,13 +31,13 @@ class TileState(Enum):
     READY = auto()
     """Every gradient that the window is expected to bring is here, or queued ahead of any pass."""
     STEPPING = auto()
-    """A speculative pass writes a spare page; the tile's own page is only read."""
+    """A speculative pass writes a spare buffer; the tile's own buffer is only read."""
     STEPPED = auto()
-    """The spare page holds the step; the tile's own page is untouched."""
+    """The spare buffer holds the step; the tile's own buffer is untouched."""
     COMMITTING = auto()
-    """Stepped in place with the true scale; the page is neither old nor new."""
+    """Stepped in place with the true scale; the buffer is neither old nor new."""
     COMMITTED = auto()
-    """The page is the new one; the parameters on the device are still old."""
+    """The buffer is the new one; the parameters on the device are still old."""
     BROKEN = auto()
     """A pass failed while it wrote in place. Only loading a state leaves this."""
 
@@ -136,7 +136,7 @@ def step_table(
     for (segment, rule, output), gradient in zip(steps, gradients, strict=True):
         index, _ = rules.setdefault(id(rule), (len(rules), rule))
         assert gradient is not None
-        rows.append(TileSegment(segment.layout.page_offset, gradient, output, index))
+        rows.append(TileSegment(segment.layout.buffer_offset, gradient, output, index))
     return rows, [rule for _, rule in rules.values()]
 
 
@@ -149,7 +149,7 @@ class Tile:
         self.gradient_dtype = gradient_dtype
         self.recorder: Recorder = NO_RECORDER
         self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
-        self.output_bytes = layout.page_numel * dtype.itemsize
+        self.output_bytes = layout.buffer_numel * dtype.itemsize
         self.outputs_fit = gradient_dtype == dtype
         """Whether new parameters can take their gradients' place, element by element."""
         self.slot: Slot | None = None
@@ -157,7 +157,7 @@ class Tile:
         self.output_slot: Slot | None = None
         """Where new parameters go out otherwise."""
         # From the first gradient on.
-        self.page: Tensor | None = None
+        self.buffer: Tensor | None = None
         # Of one window.
         self.state = TileState.EMPTY
         self.window = 0
@@ -172,7 +172,7 @@ class Tile:
         """Whether any segment expects gradients, or did."""
         self.accumulator: Tensor | None = None
         self.spare: Tensor | None = None
-        """The page that a step ahead of the verdict has written."""
+        """The buffer that a step ahead of the verdict has written."""
 
     def move(self, event: TileEvent) -> None:
         """Go to the state after ``event``.
@@ -229,43 +229,43 @@ class Tile:
     def queued_gradient(self, segment: Segment) -> Tensor:
         """The segment's gradient, or the sum of several, once what was queued for it is done."""
         if segment.arrivals > 1 and self.accumulator is not None:
-            return self.accumulator[0, segment.layout.in_page]
+            return self.accumulator[0, segment.layout.in_buffer]
         assert segment.gradient is not None
         return segment.gradient
 
-    def have_page(self, pages: PagePool) -> Tensor:
-        """The page; one of zeros is taken if there is none yet."""
-        if self.page is None:
-            self.page = pages.take_zeros(self.layout.page_numel)
-        return self.page
+    def have_buffer(self, buffers: BufferPool) -> Tensor:
+        """The buffer; one of zeros is taken if there is none yet."""
+        if self.buffer is None:
+            self.buffer = buffers.take_zeros(self.layout.buffer_numel)
+        return self.buffer
 
-    def widen_page(self, rows: Sequence[int], pages: PagePool) -> None:
-        """Move to a page with more arrays; ``rows`` are the new rows of the present arrays, and other rows are zero."""
+    def widen_buffer(self, rows: Sequence[int], buffers: BufferPool) -> None:
+        """Move to a buffer with more arrays; ``rows`` are the new rows of the present arrays. Others are zero."""
         assert self.spare is None  # it would have the old shape
-        page = self.page
-        if page is not None:
-            self.page = pages.take_zeros(page.shape[1])
-            self.page[list(rows)] = page
-            pages.give_back(page)
+        buffer = self.buffer
+        if buffer is not None:
+            self.buffer = buffers.take_zeros(buffer.shape[1])
+            self.buffer[list(rows)] = buffer
+            buffers.give_back(buffer)
 
     def idle_parts(self, steps: Sequence[SegmentStep]) -> list[slice]:
-        """The parts of the page that ``steps`` leave as they are."""
+        """The parts of the buffer that ``steps`` leave as they are."""
         stepped = {step.segment.layout.parameter for step in steps}
-        return [segment.in_page for segment in self.layout.segments if segment.parameter not in stepped]
+        return [segment.in_buffer for segment in self.layout.segments if segment.parameter not in stepped]
 
-    def keep_spare(self, spares: PagePool) -> None:
-        """STEPPED -> COMMITTED: the spare becomes the page, and the old page goes to the pool."""
+    def keep_spare(self, spares: BufferPool) -> None:
+        """STEPPED -> COMMITTED: the spare becomes the buffer, and the old buffer goes to the pool."""
         self.move(TileEvent.KEEP)
-        old, self.page, self.spare = self.page, self.spare, None
+        old, self.buffer, self.spare = self.buffer, self.spare, None
         assert old is not None
         spares.give_back(old)
 
-    def redo(self, spares: PagePool) -> None:
-        """STEPPED -> READY: the scale was another; every bit of the page is as it was."""
+    def redo(self, spares: BufferPool) -> None:
+        """STEPPED -> READY: the scale was another; every bit of the buffer is as it was."""
         self.move(TileEvent.REDO)
         self.drop_spare(spares)
 
-    def drop_spare(self, spares: PagePool) -> None:
+    def drop_spare(self, spares: BufferPool) -> None:
         """Give the spare back to the pool, if there is one."""
         if self.spare is not None:
             spares.give_back(self.spare)

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longshore.host import BackendSettings, HostStore
-from longshore.host.early_norms import EarlyNorms
-from longshore.host.tile import Tile, TileEvent
 from longshore.kernels import UNSCALED, HostKernels, Scale
 from longshore.layout import plan_tiles
+from longshore.tiles import BackendSettings, TileStore
+from longshore.tiles.early_norms import EarlyNorms
+from longshore.tiles.tile import Tile, TileEvent
 from longshore.transfer import DirectTransfer
 
 HALVED = Scale(0.5)
@@ -77,7 +77,7 @@ def test_squares_are_added_in_the_order_of_the_parameters(
 ) -> None:
     """Whatever was measured before. One 2**-54 after the other is lost beside 1; all of them before it are not."""
     values = {index: torch.tensor([2.0**-27 if index else 1.0]) for index in range(5)}
-    store = HostStore(BackendSettings(DirectTransfer(), kernels, 40, hold_gradients=True))
+    store = TileStore(BackendSettings(DirectTransfer(), kernels, 40, hold_gradients=True))
     store.add_parameters((index, 1, torch.float32) for index in values)
     blocks = {index: [float(values[index].double() ** 2)] for index in known}
     monkeypatch.setattr(store.backend.speculator, "known_squares", lambda scale: blocks)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longshore.host.tile import Segment, Tile
 from longshore.kernels import Kernels, Scale
+from longshore.tiles.tile import Segment, Tile
 from longshore.transfer import CopyHandle
 
 
