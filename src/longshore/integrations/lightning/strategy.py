@@ -93,7 +93,7 @@ class EngineStrategy:
         return self.num_processes * self.num_nodes > 1
 
     @property
-    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self: Any) -> dict[str, Any] | None:
         """Arguments of a ``DistributedSampler`` for the ranks of all machines."""
         return {"num_replicas": self.num_processes * self.num_nodes, "rank": self.global_rank}
 

@@ -55,7 +55,7 @@ class EngineAccelerator(Accelerator):
         self._pending_norm = torch.full((), math.nan)
         return self._pending_norm
 
-    def step(self) -> None:
+    def step_engine(self) -> None:
         """Step the engine, and fill in the norm. Raises ValueError if it would clip although nobody asked for it."""
         clip = self._engine.config.gradient_clipping
         if clip is not None and self._pending_norm is None:
@@ -99,7 +99,7 @@ class EngineOptimizer(AcceleratedOptimizer):
         if closure is not None:
             raise ValueError("the engine's step() takes no closure; evaluate the model before it")
         if self.gradient_state.sync_gradients:
-            self._accelerator.step()
+            self._accelerator.step_engine()
             self._is_overflow = not self._engine.was_step_applied()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
