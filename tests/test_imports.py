@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "longshore"
 LEVELS = [
     {"errors", "byte_sizes", "layout", "machine"},
     {"kernels", "transfer"},
-    {"host"},
+    {"tiles"},
     {"optim"},
     {"sharding"},
     {"checkpoint"},
@@ -88,7 +88,7 @@ def wrong_imports(room: str, tree: ast.AST) -> list[str]:
 
 def test_every_file_is_in_a_known_room() -> None:
     assert {room_of(file) for file in FILES} <= {*LEVEL_OF, "__init__", "__main__"}
-    assert {"errors", "layout", "kernels", "transfer", "host", "optim"} <= {room_of(file) for file in FILES}
+    assert {"errors", "layout", "kernels", "transfer", "tiles", "optim"} <= {room_of(file) for file in FILES}
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in LEVEL_OF], ids=identity)
@@ -99,13 +99,13 @@ def test_imports_run_one_way(file: Path) -> None:
 @pytest.mark.parametrize(
     ("room", "source", "allowed"),
     [
-        ("host", "from longshore.transfer import Transfer", True),
-        ("host", "from longshore.tiles.tile import Tile", True),
-        ("host", "from longshore.optim import AdamW", False),
-        ("host", "from longshore import optim", False),
-        ("host", "import longshore.engine", False),
-        ("host", "import longshore", False),
-        ("host", "def f():\n    import longshore.cli", False),
+        ("tiles", "from longshore.transfer import Transfer", True),
+        ("tiles", "from longshore.tiles.tile import Tile", True),
+        ("tiles", "from longshore.optim import AdamW", False),
+        ("tiles", "from longshore import optim", False),
+        ("tiles", "import longshore.engine", False),
+        ("tiles", "import longshore", False),
+        ("tiles", "def f():\n    import longshore.cli", False),
         ("kernels", "from longshore.transfer import Transfer", False),
         ("cli", "import longshore", True),
         ("cli", "from longshore.optim import AdamW", True),

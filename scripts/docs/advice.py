@@ -171,8 +171,8 @@ SECTIONS = (
             "tiles/store.py",
             "tiles/tile.py",
             "tiles/parameter_store.py",
-            "host/: BrokenStateError",
-            "host/: forked",
+            "tiles/: BrokenStateError",
+            "tiles/: forked",
             "kernels/: Triton",
             "engine/engine.py",
             "engine/window.py: LongshoreError",
@@ -244,7 +244,7 @@ SECTIONS = (
     Section(
         "Checkpoints",
         "Saving, loading, exporting. Nothing was loaded, and what was there before still is, unless it says otherwise.",
-        ("checkpoint/", "engine/checkpoints.py", "engine/random_states.py", "host/: checkpoint"),
+        ("checkpoint/", "engine/checkpoints.py", "engine/random_states.py", "tiles/: checkpoint"),
         _DAMAGED,
     ),
     Section(
@@ -275,7 +275,7 @@ SECTIONS = (
         "Inside",
         "Nobody meets these who does not call `longshore.kernels` and its like directly. Otherwise it is a bug in "
         "longshore: please report it.",
-        ("kernels/", "transfer/", "host/", "layout.py", "errors.py"),
+        ("kernels/", "transfer/", "tiles/", "layout.py", "errors.py"),
         "Report it.",
     ),
 )

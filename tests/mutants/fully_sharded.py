@@ -200,7 +200,7 @@ MUTANTS = [
     ),
     Mutant(
         "the norm has one rank's part of what is sharded",
-        "optim/clipping.py",
+        "optim/shards.py",
         "Replicate() if alike else Partial() for alike in replicated",
         "Replicate() for alike in replicated",
         (FSDP,),

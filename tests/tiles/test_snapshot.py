@@ -26,7 +26,7 @@ class Buffers:
     """Two tiles of one parameter and a half, and what snapshots them."""
 
     def __init__(self) -> None:
-        self.holds = PendingReads()
+        self.pending_reads = PendingReads()
         self.pool = BufferPool(2, pending_reads=self.pending_reads)
         kernels, transfer = HostKernels(threads=1), DirectTransfer()
         runner, parts = runner_for(kernels, 1, transfer.worker_delay), {}
@@ -79,7 +79,7 @@ def test_a_buffer_is_held_until_its_last_read() -> None:
     assert torch.equal(snapshot.read_run(1, "master"), torch.ones(16))
     assert buffers.pool.allocated_bytes == 4 * 2 * 4 * 32
     buffers.snapshots.collect()
-    assert not buffers.holds and not buffers.snapshots.active
+    assert not buffers.pending_reads and not buffers.snapshots.active
     assert buffers.pool.allocated_bytes == 2 * 2 * 4 * 32
 
 

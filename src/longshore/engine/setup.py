@@ -122,9 +122,8 @@ def initialize(
         client, groups = client_optimizer(model, optimizer, model_parameters, settings)
         sharded = shard_model(model, wrap_policy, settings, ranks, first, client, groups)
         first.close()
-        made = make_optimizer(
-            model, client, groups, settings, _store_factory(settings, ranks, offload, sharded, binding)
-        )
+        factory = _store_factory(settings, ranks, offload, sharded, binding)
+        made = make_optimizer(model, client, groups, settings, factory)
         undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
         engine = Engine(model, made, settings, ranks, binding)

@@ -68,8 +68,8 @@ class HostKernels:
         """Step the segments of one tile in one pass.
 
         Args:
-            source_buffer: float32 ``[buffer_arrays, buffer_numel]``: the master, then the rule's states (SGD: none if no
-                rule has momentum; a :class:`~longshore.kernels.TorchRule` names its rows).
+            source_buffer: float32 ``[buffer_arrays, buffer_numel]``: the master, then the rule's states (SGD: none if
+                no rule has momentum; a :class:`~longshore.kernels.TorchRule` names its rows).
             target_buffer: the same tensor (in place), or another that does not overlap it; elements outside the
                 segments are not written.
             segments: in order of ``buffer_offset``, not overlapping.

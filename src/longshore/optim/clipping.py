@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.kernels import Scale
+from longshore.optim.shards import over_ranks
 from longshore.tiles import ParameterStore
 
 
@@ -117,26 +118,5 @@ def gradient_norm(
             on_host[parameter] = gradient
         else:
             total += squares(parameter, gradient)
-    total += store.sum_of_squares(on_host, scale) + _over_ranks(shards, elsewhere)
+    total += store.sum_of_squares(on_host, scale) + (over_ranks(shards, elsewhere) if elsewhere else 0.0)
     return torch.tensor(math.sqrt(total) if total >= 0 else total, dtype=torch.float32, device="cpu")
-
-
-def _over_ranks(parameters: Mapping[int, Tensor], sums: Mapping[int, float]) -> float:
-    """``sums`` over the shards of parameters, each of this process, added up over all ranks; all have to call.
-
-    What several ranks have alike counts once.
-    """
-    by_placing: dict[Any, float] = {}
-    for index, value in sums.items():
-        parameter: Any = parameters[index]
-        key = (parameter.device_mesh, tuple(placement.is_replicate() for placement in parameter.placements))
-        by_placing[key] = by_placing.get(key, 0.0) + value
-    total = 0.0
-    if by_placing:
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
-        for (mesh, replicated), value in by_placing.items():
-            placements = [Replicate() if alike else Partial() for alike in replicated]
-            mine = torch.tensor(value, dtype=torch.float64, device=mesh.device_type)
-            total += DTensor.from_local(mine, mesh, placements, run_check=False).full_tensor().item()
-    return total

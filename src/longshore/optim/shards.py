@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -50,6 +52,27 @@ def part_of(parameter: Tensor, value: Tensor) -> Tensor | None:
         # No rank sends anything: each has all of it.
         return held_part(distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None))
     return held_part(value) if _placing(value) == (mesh, placements) else None
+
+
+def over_ranks(parameters: Mapping[int, Tensor], sums: Mapping[int, float]) -> float:
+    """``sums`` over the shards of parameters, each of this process, added up over all ranks; all have to call.
+
+    What several ranks have alike counts once.
+    """
+    by_placing: dict[Any, float] = {}
+    for index, value in sums.items():
+        parameter: Any = parameters[index]
+        key = (parameter.device_mesh, tuple(placement.is_replicate() for placement in parameter.placements))
+        by_placing[key] = by_placing.get(key, 0.0) + value
+    total = 0.0
+    if by_placing:
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        for (mesh, replicated), value in by_placing.items():
+            placements = [Replicate() if alike else Partial() for alike in replicated]
+            mine = torch.tensor(value, dtype=torch.float64, device=mesh.device_type)
+            total += DTensor.from_local(mine, mesh, placements, run_check=False).full_tensor().item()
+    return total
 
 
 def _placing(tensor: Any) -> tuple[Any, Any]:

@@ -130,9 +130,8 @@ class BufferPool:
     def take_zeros(self, buffer_numel: int) -> Tensor:
         before = self.allocated_bytes
         buffer = self.take(buffer_numel)
-        return (
-            buffer.zero_() if self.allocated_bytes == before else buffer
-        )  # a new one takes memory only as it is touched
+        # A new one is zero, and takes memory only as it is touched.
+        return buffer.zero_() if self.allocated_bytes == before else buffer
 
     def take_within(self, buffer_numel: int, most_bytes: int) -> Tensor | None:
         """A free buffer, or a new one if the pool has at most ``most_bytes`` with it; otherwise None."""
