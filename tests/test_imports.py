@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,22 @@ def test_every_public_name_is_there() -> None:
         assert getattr(longshore, name).__name__ == name
     with pytest.raises(AttributeError, match="AdamX"):
         _ = longshore.AdamX
+
+
+def module_of(file: Path) -> str:
+    return ".".join(["longshore", *file.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def test_no_module_imports_itself_by_way_of_another() -> None:
+    """Imports inside functions, and for annotations only, count too."""
+    modules = {module_of(file) for file in FILES}
+    sorter = TopologicalSorter[str]()
+    for file in FILES:
+        for name, _ in imports_of(parsed(file)):
+            found = name if name in modules else name.rpartition(".")[0]
+            if found in modules and found != "longshore.kernels":  # the package has the native module, too
+                sorter.add(module_of(file), found)
+    sorter.prepare()  # raises CycleError, which names the modules
 
 
 @pytest.mark.parametrize("file", FILES, ids=identity)

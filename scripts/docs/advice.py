@@ -170,7 +170,7 @@ SECTIONS = (
             "optim/core.py: LongshoreError",
             "tiles/store.py",
             "tiles/tile.py",
-            "tiles/parameter_store.py",
+            "tiles/steps.py",
             "tiles/: BrokenStateError",
             "tiles/: forked",
             "kernels/: Triton",

@@ -40,7 +40,7 @@ class Writer(NamedTuple):
 def slow_writer(memory_bytes: int = PLENTY) -> Iterator[Writer]:
     """It reads nothing before it is told to, or training waits for it."""
     writer = Writer(threading.Event(), [])
-    read, wait = StateSnapshot.read_run, PendingReads.wait_for
+    read, wait = StateSnapshot.read_range, PendingReads.wait_for
 
     def reading(snapshot: StateSnapshot, key: int, which: str) -> Tensor:
         assert writer.go_on.wait(60)
@@ -52,7 +52,7 @@ def slow_writer(memory_bytes: int = PLENTY) -> Iterator[Writer]:
         wait(pending_reads, released)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StateSnapshot, "read_run", reading)
+        patch.setattr(StateSnapshot, "read_range", reading)
         patch.setattr(PendingReads, "wait_for", waiting)
         patch.setattr(saving, "memory_for_speculation", lambda: memory_bytes)
         try:

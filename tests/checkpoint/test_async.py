@@ -73,7 +73,7 @@ def test_on_two_ranks(setting: Setting, two_ranks: Ranks, tmp_path: Path) -> Non
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("setting", [Setting(0), Setting(2, "split", tile_numel=7), Setting(0, ahead=True)])
-@pytest.mark.parametrize("state", [0, 1, 2])
+@pytest.mark.parametrize("buffers", [0, 1, 2])
 def test_no_more_memory_than_granted(setting: Setting, buffers: int, tmp_path: Path) -> None:
     """Beyond it a step waits for buffers that have been written."""
     buffer_bytes = 3 * 4 * 48  # the largest: 40 elements, and what aligns them
@@ -177,8 +177,8 @@ optimizer = longshore.AdamW(model.parameters())
 for _ in range(2):
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
-read, ended = StateSnapshot.read_run, threading.main_thread().join
-StateSnapshot.read_run = lambda *arguments: (ended(), read(*arguments))[1]  # only then
+read, ended = StateSnapshot.read_range, threading.main_thread().join
+StateSnapshot.read_range = lambda *arguments: (ended(), read(*arguments))[1]  # only then
 longshore.save(sys.argv[1], model, optimizer, "one", async_save=True)
 if len(sys.argv) > 2:
     raise RuntimeError("training failed")

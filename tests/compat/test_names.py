@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import longshore
+from longshore.compat.absent import REFUSED, advice
 from longshore.compat.finder import stand_aside, stand_in_for_deepspeed
-from longshore.compat.names import PROVIDED, REFUSED, advice
+from longshore.compat.names import PROVIDED
 
 PACKAGE = Path(longshore.__file__).parent / "compat"
 MODULES = sorted(f"deepspeed.{name}".removesuffix(".") for name in PROVIDED)

@@ -277,6 +277,18 @@ def test_init_refuses(arguments: Any, words: str) -> None:
         deepspeed.zero.Init(**arguments)
 
 
+def test_a_context_may_be_entered_again() -> None:
+    init, made = deepspeed.zero.Init(dtype=torch.bfloat16), []
+    for _ in range(2):
+        with init, init:
+            made.append(nn.Linear(2, 2))
+    assert {each.weight.dtype for each in made} == {torch.bfloat16} and nn.Linear(2, 2).weight.dtype == torch.float32
+    gathered = deepspeed.zero.GatheredParameters(made[0].parameters())
+    for _ in range(2):
+        with gathered:
+            assert made[0].weight.shape == (2, 2)
+
+
 def test_dtype_of_init() -> None:
     with deepspeed.zero.Init(dtype=torch.bfloat16, remote_device="cpu"):
         made = nn.Linear(2, 2)

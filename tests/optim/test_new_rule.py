@@ -88,8 +88,8 @@ assert job.state_arrays == 2
 written = configuration(job, PlanChoice(stage=0, offload="cpu"))
 assert written["optimizer"] == {"type": "Signum", "params": {"lr": 1e-4}}
 from scripts.docs import config_page
-buffer = config_page.buffer()
-assert "### `Signum`" in buffer and "| `rate` | a number of at least 0 and below 1 | `0.9` |" in buffer
+page = config_page.page()
+assert "### `Signum`" in page and "| `rate` | a number of at least 0 and below 1 | `0.9` |" in page
 """,
 }
 

@@ -68,15 +68,15 @@ EXPECTED = torch.cat([torch.zeros(32), torch.ones(16)])
 def test_a_buffer_is_held_until_its_last_read() -> None:
     buffers = Buffers()
     snapshot = buffers.take((0, "master"), (0, "exp_avg"), (1, "master"))
-    assert torch.equal(snapshot.read_run(0, "master"), EXPECTED)
+    assert torch.equal(snapshot.read_range(0, "master"), EXPECTED)
     assert buffers.step(0) is not None and buffers.step(1) is not None
     assert buffers.step(0) is None  # that buffer is nobody's but the tile's
-    assert torch.equal(snapshot.read_run(0, "exp_avg"), EXPECTED)
+    assert torch.equal(snapshot.read_range(0, "exp_avg"), EXPECTED)
     buffers.snapshots.collect()
     assert (
         sum(buffer.nbytes for buffer in buffers.pool.unread) == 2 * 4 * 32
     )  # the second buffer has (1, "master") to be read
-    assert torch.equal(snapshot.read_run(1, "master"), torch.ones(16))
+    assert torch.equal(snapshot.read_range(1, "master"), torch.ones(16))
     assert buffers.pool.allocated_bytes == 4 * 2 * 4 * 32
     buffers.snapshots.collect()
     assert not buffers.pending_reads and not buffers.snapshots.active
@@ -93,7 +93,7 @@ def test_what_is_not_read_is_not_held() -> None:
 def test_a_copy_is_what_was_read() -> None:
     buffers = Buffers()
     snapshot = buffers.take((1, "master"))
-    values = snapshot.read_run(1, "master")
+    values = snapshot.read_range(1, "master")
     assert buffers.step(1) is None
     assert torch.equal(values, torch.ones(16))
 
@@ -107,7 +107,7 @@ def test_closed_before_everything_was_read() -> None:
     snapshot.close()
     snapshot.close()
     assert buffers.step(1) is None
-    assert torch.equal(buffers.take((0, "master")).read_run(0, "master"), torch.full((48,), 9.0))
+    assert torch.equal(buffers.take((0, "master")).read_range(0, "master"), torch.full((48,), 9.0))
 
 
 @pytest.mark.parametrize("free", [False, True])
@@ -122,15 +122,15 @@ def test_beyond_its_memory_a_step_waits(free: bool) -> None:
     stepping.start()
     stepping.join(0.05)
     assert stepping.is_alive()
-    assert torch.equal(snapshot.read_run(0, "master"), EXPECTED)
+    assert torch.equal(snapshot.read_range(0, "master"), EXPECTED)
     stepping.join(0.0 if free else 0.05)
     if free:
         stepping.join(10)
         assert taken[0] is not None  # the buffer that the first tile had before
-        assert torch.equal(snapshot.read_run(1, "exp_avg"), torch.ones(16))
+        assert torch.equal(snapshot.read_range(1, "exp_avg"), torch.ones(16))
     else:
         assert stepping.is_alive()  # the second buffer has one more to be read
-        snapshot.read_run(1, "exp_avg")
+        snapshot.read_range(1, "exp_avg")
         stepping.join(10)
         assert taken == [None]
     assert buffers.pool.allocated_bytes == (3 if free else 2) * 2 * 4 * 32
@@ -154,7 +154,7 @@ def test_the_last_buffer_is_read_while_its_tile_is_stepped() -> None:
     with buffers.snapshots.buffer_for(buffers.tiles[1]) as buffer:
         assert buffer is not None
         buffers.tiles[1].buffer = buffer
-        snapshot.read_run(0, "master")
-        snapshot.read_run(1, "master")
+        snapshot.read_range(0, "master")
+        snapshot.read_range(1, "master")
     buffers.snapshots.collect()
     assert buffers.pool.allocated_bytes == 2 * 2 * 4 * 32

@@ -96,7 +96,7 @@ class OptimizerState:
         ]
         keys = [(key, array) for _, array, _, key, _ in ranges]
         snapshot = None if memory_bytes is None else store.local.snapshot(keys, memory_bytes)
-        read = store.local.read_state if snapshot is None else snapshot.read_run
+        read = store.local.read_state if snapshot is None else snapshot.read_range
         found = [
             SavedBoxes(
                 array_name(array, name), torch.float32, tuple(record.shape), boxes, functools.partial(read, key, array)

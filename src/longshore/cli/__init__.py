@@ -15,7 +15,7 @@ from longshore.cli.launch import RAW_ARGUMENTS, launch
 from longshore.cli.plan import plan
 from longshore.cli.report import report
 from longshore.cli.run_deepspeed import AS_PYTHON, run, run_deepspeed
-from longshore.cli.settings import demo, train
+from longshore.cli.train import demo, train
 
 app = typer.Typer(
     add_completion=False,

@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from longshore.byte_sizes import parse_memory_budget
-from longshore.cli.options import CommandLine, CommandSettings, Option, takes
+from longshore.cli.options import CommandSettings, Option
 from longshore.cli.terminal import SettingsError
 
 if TYPE_CHECKING:  # it imports torch
@@ -273,40 +271,3 @@ class DemoSettings(CommandSettings):
         super().__post_init__()
         if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
             raise SettingsError(f"--seconds must be more than 0, not {self.seconds}")
-
-
-@takes(DataSettings, ShapeSettings, ModelSettings, LoopSettings, OptimizerSettings, TrainSettings)
-def train(line: CommandLine) -> None:
-    """Train a causal language model on plain text.
-
-    Ctrl-C ends training after the current step and writes the results; with --save-every a checkpoint too.
-    """
-    model, sizes = line.given.get("path"), line.flags_given(ShapeSettings)
-    if model is not None and sizes:
-        raise SettingsError(f"{sizes[0]} and --model exclude each other: the model in {model} has its own shape")
-    settings = line.settings(
-        TrainSettings,
-        data=line.settings(DataSettings),
-        model=line.settings(ModelSettings, shape=line.settings(ShapeSettings).shape()),
-        optimizer=line.settings(OptimizerSettings),
-        loop=line.settings(LoopSettings),
-    )
-    if settings.optimizer.plain and line.given.get("offload"):
-        raise SettingsError("--plain keeps the optimizer state on the device, and --offload on the host: leave one out")
-    from longshore.cli.job import run
-
-    raise typer.Exit(run(settings, line.given))
-
-
-@takes(DemoSettings)
-def demo(line: CommandLine) -> None:
-    """Train with longshore and with plain PyTorch, in fp32, in bf16 and on two ranks, and compare.
-
-    One run on two ranks is killed half way and continued from its checkpoint.
-
-    The exit code is 1 if any weight differs in any bit.
-    """
-    settings = line.settings(DemoSettings)
-    from longshore.cli.comparison import run
-
-    raise typer.Exit(run(settings))

@@ -11,8 +11,9 @@ from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
+from longshore.compat.absent import NAME, VERSION, attribute_error, message
+
 HERE = "longshore.compat.deepspeed"
-NAME = "deepspeed"
 
 # longshore.compat.names is imported inside functions: it loads torch and the engine, and a program that only asks
 # whether there is a package named deepspeed should not wait for them.
@@ -37,17 +38,6 @@ def fill(module: ModuleType) -> None:
 
     vars(module)["__all__"] = sorted({name for name in PROVIDED[path] if not name.startswith("_")} | {*submodules})
     vars(module)["__getattr__"] = missing
-
-
-def attribute_error(path: str, name: str) -> AttributeError:
-    """The error for a name that ``deepspeed.<path>`` does not have here; ``hasattr`` is false."""
-    return AttributeError(_message(f"{path}.{name}" if path else name), name=name)
-
-
-def _message(name: str) -> str:
-    from longshore.compat.names import advice
-
-    return f"longshore has no {NAME}.{name}: {advice(name)}"
 
 
 def _imported() -> bool:
@@ -105,7 +95,7 @@ class DeepSpeedFinder(MetaPathFinder):
 
             if below not in PROVIDED:
                 if _imported():
-                    raise ModuleNotFoundError(_message(below), name=f"{NAME}.{below}")
+                    raise ModuleNotFoundError(message(below), name=f"{NAME}.{below}")
                 return None
         loader = _FromTable() if self.root == HERE else _SameModule(HERE + fullname.removeprefix(NAME))
         return ModuleSpec(fullname, loader, is_package=True)
@@ -121,7 +111,6 @@ class _Metadata(Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
             return None
-        from longshore.compat.names import VERSION
 
         return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\nSummary: longshore in its place\n"
 

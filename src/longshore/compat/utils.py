@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longshore.byte_sizes import parse_byte_size
-from longshore.compat.finder import attribute_error
+from longshore.compat.absent import attribute_error
 from longshore.utils import safe_get_full_grad, safe_set_full_grad
 
 _GIB = 2**30

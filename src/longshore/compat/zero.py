@@ -17,6 +17,22 @@ from longshore.engine.model_sharding import units_of
 from longshore.sharding import gather
 
 
+class _Reusable(AbstractContextManager[None]):
+    """A context that may be entered again, as DeepSpeed's may; ``make`` makes one for each time."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
 def zero_init(
     module: Any = None,
     data_parallel_group: Any = None,
@@ -79,7 +95,7 @@ def zero_init(
                 f"zero.Init(): data_parallel_group has {members} of {world_size} ranks; longshore shards over all of "
                 "them"
             )
-    return _creation(dtype)
+    return _Reusable(lambda: _creation(dtype))
 
 
 _creations: list[object] = []
@@ -123,7 +139,8 @@ def gathered_parameters(
         return contextlib.nullcontext()
     if fwd_module is not None:
         raise ValueError("GatheredParameters(): longshore does not register external parameters; leave fwd_module out")
-    return _gathered([params] if isinstance(params, Tensor) else list(params), modifier_rank)
+    several = [params] if isinstance(params, Tensor) else list(params)
+    return _Reusable(lambda: _gathered(several, modifier_rank))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,9 @@ import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+from torch import nn
 
 from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.files import checked
@@ -17,23 +19,44 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.checkpoint.values import read_values
+from longshore.engine.loss_scale import DynamicLossScale, FixedLossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
+from longshore.engine.ranks import Ranks
+from longshore.engine.window import Window
 from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError
+from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
 from longshore.sharding.collective_thread import twin_of
-
-if TYPE_CHECKING:
-    from longshore.engine.engine import Engine
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
 
 
-class Checkpoints:
-    """Saves and loads the checkpoints of an engine."""
+class Resumable(Protocol):
+    """What of an engine is saved and restored. The engine imports this module, and not the other way round."""
 
-    def __init__(self, engine: Engine) -> None:
+    module: nn.Module
+    optimizer: TiledOptimizer
+    ranks: Ranks
+    loss_scaling: DynamicLossScale | FixedLossScale
+    lr_scheduler: Any
+    training_dataloader: Any
+    global_steps: int
+    micro_steps: int
+    skipped_steps: int
+
+    @property
+    def in_window(self) -> bool: ...
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None: ...
+
+
+class Checkpoints:
+    """Saves and loads the checkpoints of an engine, which has this accumulation window."""
+
+    def __init__(self, engine: Resumable, window: Window) -> None:
         self._engine = engine
+        self._window = window
         self._group: RankGroup | None = None  # set when the first checkpoint is saved or loaded
         self._background = Background()
         self._run = secrets.token_hex(8)
@@ -102,7 +125,7 @@ class Checkpoints:
         content = prepare(
             lambda: state.content(
                 {"engine": self._state(), CLIENT_STATE: client_state},
-                {"random": random_states(engine.device), "loader": _state_of(engine.training_dataloader)},
+                {"random": random_states(engine.ranks.device), "loader": _state_of(engine.training_dataloader)},
                 engine.global_steps,
                 self._run,
                 exclude_frozen,
@@ -136,7 +159,7 @@ class Checkpoints:
         return {
             "run": self._run,
             **{name: getattr(engine, name) for name in _COUNTERS},
-            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "gradient_accumulation_steps": self._window.sizes.accumulation_steps,
             "loss_scale": engine.loss_scaling.state_dict(),
             "lr_scheduler": _state_of(engine.lr_scheduler),
         }
@@ -221,7 +244,7 @@ class Checkpoints:
         scaling = checked(state.get("loss_scale"), dict, f"{where}: loss_scale")
         try:
             copy.copy(self._engine.loss_scaling).load_state_dict(scaling)
-            self._engine._window.sizes.with_accumulation_steps(state["gradient_accumulation_steps"])
+            self._window.sizes.with_accumulation_steps(state["gradient_accumulation_steps"])
         except (ValueError, TypeError, LongshoreError) as error:
             raise CheckpointError(f"{where}: {error}") from error
         saved = f"{rank_file(group.rank)}.json" in whole.files
@@ -230,7 +253,7 @@ class Checkpoints:
         if not saved:
             own["random"] = None
         if own.get("random") is not None:
-            check_random_states(checked(own["random"], dict, f"{where}: random"), self._engine.device)
+            check_random_states(checked(own["random"], dict, f"{where}: random"), self._engine.ranks.device)
         return own
 
     def _restore(
@@ -252,7 +275,7 @@ class Checkpoints:
             _load_state(engine.lr_scheduler, state.get("lr_scheduler"), "lr_scheduler", whole)
         _load_state(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)
         if own.get("random") is not None:
-            restore_random_states(own["random"], engine.device)
+            restore_random_states(own["random"], engine.ranks.device)
         ranks = whole.manifest.get("world_size")
         if ranks != group.world_size and group.rank == 0:
             warnings.warn(

@@ -7,6 +7,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from longshore.engine.config import Config
 from longshore.engine.deepspeed_names import INSTEAD, PASSED_ON, DeepSpeedNames
 from longshore.engine.explain import Explanation, explain
 from longshore.engine.loss_scale import make_loss_scale
-from longshore.engine.monitoring import Reports
+from longshore.engine.monitoring import StepFigures, reports_of
 from longshore.engine.precision import DTYPES, cast
 from longshore.engine.ranks import Ranks
 from longshore.engine.window import BatchSizes, Window
@@ -65,8 +66,8 @@ class Engine(nn.Module):
         self._destroyed = False
         # Parts of the engine.
         self._deepspeed = DeepSpeedNames(module, optimizer, config, ranks, self.loss_scaling, self._window)
-        self._reports = Reports(config, ranks, optimizer)
-        self._checkpoints = Checkpoints(self)
+        self._reports = reports_of(config, ranks, optimizer)
+        self._checkpoints = Checkpoints(self, self._window)
         self.save_checkpoint = self._checkpoints.save
         self.load_checkpoint = self._checkpoints.load
         self.wait_for_checkpoint = self._checkpoints.wait
@@ -95,7 +96,7 @@ class Engine(nn.Module):
         """Run the model's forward, under the configured autocast."""
         dtype, autocast = self.config.dtype, self.config.autocast
         context = contextlib.nullcontext() if autocast is None else torch.autocast(self.device.type, DTYPES[autocast])
-        with self._reports.timing("forward"), context:
+        with self._timing("forward"), context:
             if dtype is not None and self.config.cast_inputs:
                 inputs, kwargs = cast((inputs, kwargs), DTYPES[dtype])
             try:
@@ -136,7 +137,7 @@ class Engine(nn.Module):
         optimizer._core.store.begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
         try:
-            with self._reports.timing("backward"):
+            with self._timing("backward"):
                 self._times_scale(divided).backward(retain_graph=retain_graph)
         except BaseException as error:
             window.failed = True
@@ -149,7 +150,8 @@ class Engine(nn.Module):
         finally:
             optimizer._core.store.end_backward(failure)
             window.end_backward(optimizer._core.gradients_arrived, succeeded=failure is None)
-        self._reports.add_loss(loss)
+        if self._reports is not None:
+            self._reports.add_loss(loss)
         self.micro_steps += 1
         return divided
 
@@ -191,15 +193,25 @@ class Engine(nn.Module):
         began = time.perf_counter()
         self._stepping = True
         try:
-            with self._reports.timing("step"):
+            with self._timing("step"):
                 self._applied = self._apply_window()
         finally:
             self._stepping = False
         self.global_steps += 1
         window.discards = 0
-        self._reports.step(self, time.perf_counter() - began)
+        self._report(time.perf_counter() - began)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def _timing(self, part: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._reports is None else self._reports.timing(part)
+
+    def _report(self, exposed_s: float) -> None:
+        """Report the step, before the schedule changes the learning rates; training waited ``exposed_s`` in it."""
+        if self._reports is not None:
+            counts = self.global_steps, self.skipped_steps, self.global_samples
+            norm, scale = self.get_global_grad_norm(), self.loss_scaling.value
+            self._reports.step(StepFigures(*counts, self.get_lr(), norm, scale, exposed_s))
 
     def _anything(self) -> bool:
         """Whether there was a backward. Raw ones may have been on other ranks, so that they have to agree."""
@@ -244,7 +256,7 @@ class Engine(nn.Module):
         if discarded:
             self._window.discard()
         self._window.begin()
-        if not self._stepping:  # otherwise they are written when the step is over
+        if self._reports is not None and not self._stepping:  # otherwise they are written when the step is over
             self._reports.discard()
 
     # -- the window -----------------------------------------------------------
@@ -293,7 +305,7 @@ class Engine(nn.Module):
 
     def explain(self, print_it: bool = True) -> Explanation:
         """Buckets, tiles, owners, bytes, and what became of every gradient of the last window."""
-        explanation = explain(self)
+        explanation = explain(self.config, self.ranks, self.optimizer, self.binding)
         if print_it and self.ranks.rank == 0:
             explanation.print()
         return explanation
@@ -360,7 +372,8 @@ class Engine(nn.Module):
         try:
             self._checkpoints.close()
         finally:
-            self._reports.close()
+            if self._reports is not None:
+                self._reports.close()
             self.optimizer.close()
             self.ranks.close()
             self.binding.release()

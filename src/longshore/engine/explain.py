@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from longshore.byte_sizes import format_byte_size
+from longshore.engine.binding import Binding
+from longshore.engine.config import Config
+from longshore.engine.ranks import Ranks
 from longshore.optim.gradients import is_released
 from longshore.optim.shards import held_part
+from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ShardedStore
 from longshore.tiles import SpeculationRecord
-
-if TYPE_CHECKING:
-    from longshore.engine.engine import Engine
 
 _MOST_ROWS = 60
 
@@ -114,9 +114,9 @@ class Explanation:
             console.print(f"and {len(self.parameters) - _MOST_ROWS} more parameters")
 
 
-def explain(engine: Engine) -> Explanation:
-    """Describe an engine; no rank waits for another."""
-    core = engine.optimizer._core
+def explain(config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Binding) -> Explanation:
+    """Describe an engine by its parts; no rank waits for another."""
+    core = optimizer._core
     store, local, records = core.store, core.store.local, core.records
     ownership = store.ownership if isinstance(store, ShardedStore) else None
     names = {record.index: record.name for record in records}
@@ -147,17 +147,17 @@ def explain(engine: Engine) -> Explanation:
     )
     device_bytes.update(local.device_bytes())
     return Explanation(
-        stage=engine.config.stage,
-        rank=engine.ranks.rank,
-        world_size=engine.ranks.world_size,
-        offload=engine.config.offload_device,
-        ratio=engine.config.offload_ratio if len(local.backends) > 1 else 1.0,
+        stage=config.stage,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        offload=config.offload_device,
+        ratio=config.offload_ratio if len(local.backends) > 1 else 1.0,
         buckets=tuple(buckets),
         tiles=len(local.tiles),
         tile_numel=max((tile.layout.numel for tile in local.tiles), default=0),
         host_bytes=local.host_bytes(),
         device_bytes=dict(device_bytes),
         parameters=tuple(rows),
-        speculation=engine.optimizer.speculation,
-        cpus=f"{engine.binding.text}; torch threads: {torch.get_num_threads()}",
+        speculation=optimizer.speculation,
+        cpus=f"{binding.text}; torch threads: {torch.get_num_threads()}",
     )

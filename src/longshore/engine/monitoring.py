@@ -17,7 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -31,27 +31,42 @@ from longshore.tiles import Recorder
 from longshore.tiles.events import COPY_TO_HOST, DROPPED, KEPT, PUBLISH, REDONE
 from longshore.transfer import CopyHandle
 
-if TYPE_CHECKING:
-    from longshore.engine.engine import Engine
-
 _log = logging.getLogger(__name__)
 
 
+class StepFigures(NamedTuple):
+    """Figures of a step that was applied or skipped.
+
+    Attributes:
+        number: of the step.
+        rates: the learning rates of the step, one for each parameter group, and not those of the next one.
+        norm: of the gradients, before clipping; None if none was measured.
+        exposed_s: the time that training waited in ``step()``.
+    """
+
+    number: int
+    skipped: int
+    samples: int
+    rates: list[float]
+    norm: float | None
+    loss_scale: float
+    exposed_s: float
+
+
 class Reports:
-    """Reports the steps of rank 0, as a printed line and as numbers for writers. On other ranks it does nothing.
+    """Reports steps on rank 0, as a printed line and as numbers for writers; see :func:`reports_of`.
 
     A writer that fails is left out from then on, with a warning: training goes on. With ``wall_clock_breakdown`` the
     line has the times of forward, backward and step; on CUDA they wait for the device, which slows training.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, optimizer: TiledOptimizer) -> None:
-        first = ranks.rank == 0
-        self._every = config.steps_per_print if first else None
+    def __init__(self, config: Config, optimizer: TiledOptimizer, device: torch.device) -> None:
+        self._every = config.steps_per_print
         self._timed = config.wall_clock_breakdown and self._every is not None
-        sections = {name: getattr(config, name) for name in _WRITERS} if first else {}
+        sections = {name: getattr(config, name) for name in _WRITERS}
         self._writers = {name: _WRITERS[name](section) for name, section in sections.items() if section is not None}
         self._optimizer = optimizer
-        self._device = ranks.device
+        self._device = device
         self._meter = Meter()
         if self._writers:
             store = optimizer._core.store
@@ -86,49 +101,46 @@ class Reports:
         """Forget the losses of a window that the engine did not step."""
         self._losses.clear()
 
-    def step(self, engine: Engine, exposed_s: float) -> None:
-        """Report a step that was applied or skipped, before the schedule changes the learning rates. Training waited
-        ``exposed_s`` seconds in it."""
-        if self._every is not None and engine.global_steps % self._every == 0:
-            self._print(engine, self._every)
-        values = self._values(engine, exposed_s) if self._writers else {}
+    def step(self, figures: StepFigures) -> None:
+        """Report a step."""
+        if self._every is not None and figures.number % self._every == 0:
+            self._print(figures, self._every)
+        values = self._values(figures) if self._writers else {}
         for name, writer in list(self._writers.items()):
             try:
-                writer.write(engine.global_samples, values)
+                writer.write(figures.samples, values)
             except Exception as error:
                 del self._writers[name]
                 what = f"{name} failed ({type(error).__name__}: {error})"
                 _log.warning("%s and gets no more numbers; training goes on", what)
 
-    def _print(self, engine: Engine, every: int) -> None:
-        rates = ", ".join(f"{rate:.4g}" for rate in engine.get_lr())
-        line = f"step {engine.global_steps}, skipped {engine.skipped_steps}, lr {rates}"
-        norm = engine.get_global_grad_norm()
-        if norm is not None:
-            line += f", gradient norm {norm:.4g}"
-        if engine.loss_scaling.value != 1.0:
-            line += f", loss scale {engine.loss_scaling.value:g}"
+    def _print(self, figures: StepFigures, every: int) -> None:
+        rates = ", ".join(f"{rate:.4g}" for rate in figures.rates)
+        line = f"step {figures.number}, skipped {figures.skipped}, lr {rates}"
+        if figures.norm is not None:
+            line += f", gradient norm {figures.norm:.4g}"
+        if figures.loss_scale != 1.0:
+            line += f", loss scale {figures.loss_scale:g}"
         for part, seconds in self._seconds.items():
             line += f", {part} {1e3 * seconds / every:.1f} ms"
         self._seconds.clear()
         print(line, flush=True)
 
-    def _values(self, engine: Engine, exposed_s: float) -> dict[str, float | None]:
+    def _values(self, figures: StepFigures) -> dict[str, float | None]:
         """Name the numbers, the first three as DeepSpeed does; None stands for a number that does not exist."""
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
         loss = float(torch.stack([each.float().reshape(()) for each in self._losses]).mean()) if self._losses else None
         self._losses.clear()
-        rates = engine.get_lr()
         cuda = self._device.type == "cuda"
         return {
             "Train/Samples/train_loss": loss,
-            "Train/Samples/lr": rates[0] if rates else None,
-            "Train/Samples/loss_scale": engine.loss_scaling.value,
-            "Train/Samples/grad_norm": engine.get_global_grad_norm(),
-            "Train/Samples/skipped_steps": engine.skipped_steps,
+            "Train/Samples/lr": figures.rates[0] if figures.rates else None,
+            "Train/Samples/loss_scale": figures.loss_scale,
+            "Train/Samples/grad_norm": figures.norm,
+            "Train/Samples/skipped_steps": figures.skipped,
             "Time/step_s": step_s,
-            "Time/exposed_s": exposed_s,
+            "Time/exposed_s": figures.exposed_s,
             **self._meter.take(step_s),
             "Memory/host_bytes": sum(self._optimizer.host_bytes().values()),
             "Memory/process_bytes": _process_bytes(),
@@ -291,3 +303,9 @@ def check_installed(config: Config) -> None:
                 f"the configuration enables {name}, and {name} is not installed: pip install {name}, or set "
                 f"{name}.enabled to false"
             )
+
+
+def reports_of(config: Config, ranks: Ranks, optimizer: TiledOptimizer) -> Reports | None:
+    """The reports that the configuration asks for, on rank 0."""
+    wanted = config.steps_per_print is not None or any(getattr(config, name) is not None for name in _WRITERS)
+    return Reports(config, optimizer, ranks.device) if wanted and ranks.rank == 0 else None

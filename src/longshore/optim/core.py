@@ -188,10 +188,11 @@ class OptimizerCore:
 
     def _collect(self) -> dict[int, Tensor | None]:
         """The gradients that this process found, after every check that could end the step."""
+        source = self.source  # first: parameters may have been replaced
         for group in self._groups():
             self.family.check_group(group)
             self.records_of(group)
-        gradients = self.source.collect()
+        gradients = source.collect()
         for record in self.records:
             if record.parameter.requires_grad or record.index in gradients:
                 record.check()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
-from longshore.optim.shards import is_sharded
 from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 
@@ -43,10 +42,6 @@ class StoreFactory(ABC):
     ) -> ParameterStore:
         """Make a store for parameters on ``device``; ``hold_gradients``: their gradients arrive during backward;
         ``parameters``: a dictionary by index, to which later parameters will be added."""
-
-    def shards_among(self, parameters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """The parameters of which the store knows a shard only."""
-        return {index: each for index, each in parameters.items() if self.keeps_shards and is_sharded(each)}
 
 
 @dataclass(frozen=True)

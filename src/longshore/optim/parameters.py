@@ -63,7 +63,7 @@ class ParameterRecord:
         self.parameter = parameter
         self._leaf_of = store_factory.leaf_of
         self._is_sharded = is_sharded(parameter)
-        self.keeps_shard = bool(store_factory.shards_among({index: parameter}))
+        self.keeps_shard = store_factory.keeps_shards and is_sharded(parameter)
         """Whether state is kept, read and written for this process's shard of the parameter, not for all of it."""
         self.device = parameter.device
         self.dtype = parameter.dtype

@@ -127,7 +127,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         """
         core, gradients = self._core, self._core.window_gradients()
         scale = core.clipping.scale_for(core.source.fingerprint)
-        return gradient_norm(core.store, gradients, scale, core.offload.shards_among(core.parameters))
+        shards = {record.index: record.parameter for record in core.records if record.keeps_shard}
+        return gradient_norm(core.store, gradients, scale, shards)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

@@ -99,6 +99,8 @@ class ShardedStore(ParameterStore):
 
     def __init__(self, local: TileStore, ownership: Ownership, settings: ReductionSettings) -> None:
         self.local = local
+        self.broken: BaseException | None = None
+        self.recorders: tuple[Recorder, ...] = ()
         self.ownership = ownership
         self.transfer = local.transfer
         self.collectives = ownership.collectives

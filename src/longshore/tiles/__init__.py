@@ -2,17 +2,10 @@
 
 from longshore.tiles.backend import Backend, BackendSettings
 from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
-from longshore.tiles.parameter_store import (
-    GRADIENT,
-    MASTER,
-    Forecast,
-    OwnedRange,
-    ParameterStep,
-    ParameterStore,
-    broken_state_error,
-)
+from longshore.tiles.parameter_store import ParameterStore
 from longshore.tiles.snapshot import StateSnapshot
 from longshore.tiles.speculation import SpeculationMemory, SpeculationRecord, memory_for_speculation
+from longshore.tiles.steps import GRADIENT, MASTER, Forecast, OwnedRange, ParameterStep, broken_state_error
 from longshore.tiles.store import TileStore
 from longshore.tiles.tile import TileState
 from longshore.tiles.worker import Worker

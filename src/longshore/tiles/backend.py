@@ -23,9 +23,9 @@ from longshore.tiles.events import (
     commit_moves,
 )
 from longshore.tiles.memory import BufferPool, PendingReads, SlotRing, allocator_on, cut_slots
-from longshore.tiles.parameter_store import ParameterStep
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import SpeculationMemory, Speculator
+from longshore.tiles.steps import ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.tiles.worker import runner_for
 from longshore.transfer import CopyHandle, Transfer

@@ -6,80 +6,21 @@ sharded store has one rank's part there and asks the other ranks for the rest.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from longshore.errors import BrokenStateError, CheckpointError
-from longshore.kernels import HostRule, Scale
-from longshore.layout import DimRange
+from longshore.kernels import Scale
 from longshore.tiles.events import Recorder
-
-if TYPE_CHECKING:
-    from longshore.tiles.store import TileStore
-
-MASTER = "master"
-"""The first array of every buffer."""
-
-GRADIENT = "gradient"
-"""Stands for the window's gradient of a parameter where arrays of its state are read and written by name."""
+from longshore.tiles.steps import Forecast, OwnedRange, ParameterStep
+from longshore.tiles.store import TileStore
 
 
-def broken_state_error(failure: BaseException, where: str = "", on: str = "") -> BrokenStateError:
-    """The error of a store whose last commit, or loading of a checkpoint, ended half way with ``failure``."""
-    said = (
-        f"an earlier step failed half way{where}, so some weights were stepped and others were not "
-        f"({type(failure).__name__}: {failure}); load the model's weights and the optimizer's state "
-        f"(load_state_dict){on} before going on"
-    )
-    if isinstance(failure, CheckpointError):
-        said = f"a checkpoint was loaded in part only ({failure}); load a whole one{on} before going on"
-    error = BrokenStateError(said)
-    error.__cause__ = failure
-    return error
-
-
-class ParameterStep(NamedTuple):
-    """One parameter that has a gradient in this window."""
-
-    rule: HostRule
-    target: Tensor
-    """Takes the new values; flat, contiguous, on the device."""
-    gradient: Tensor | None
-    """Flat, contiguous, on the device; None: the store has it already."""
-
-
-class Forecast(ABC):
-    """What the next commit will be given, as far as is known during backward. A wrong one costs time, never bits."""
-
-    @abstractmethod
-    def scale(self) -> Scale:
-        """What gradients will be multiplied by if they are not clipped."""
-
-    @abstractmethod
-    def rules(self) -> Mapping[int, HostRule]:
-        """By parameter: how each of them would be stepped now."""
-
-
-class OwnedRange(NamedTuple):
-    """Elements ``[offset, offset + numel)`` of a parameter, flat, whose state this process keeps."""
-
-    key: int
-    """Their index in :attr:`ParameterStore.local`."""
-    offset: int
-    numel: int
-    tells: bool = True
-    """Whether this process writes them to checkpoints, if several keep the same."""
-    within: DimRange | None = None
-    """The part of the parameter in which elements are counted, if tensor parallelism split it before it was sharded."""
-
-
-class ParameterStore(ABC):
+class ParameterStore(Protocol):
     """Optimizer state and gradients by parameter.
 
     Attributes:
@@ -90,8 +31,8 @@ class ParameterStore(ABC):
     """
 
     local: TileStore
-    broken: BaseException | None = None
-    recorders: tuple[Recorder, ...] = ()
+    broken: BaseException | None
+    recorders: tuple[Recorder, ...]
 
     @abstractmethod
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
@@ -106,14 +47,13 @@ class ParameterStore(ABC):
 
     # -- the accumulation window ----------------------------------------------
 
+    @abstractmethod
     def begin_backward(self, reduce: bool, last: bool) -> None:
         """A backward begins, as far as known the ``last`` of its window; without ``reduce`` gradients stay on ranks."""
-        return
 
+    @abstractmethod
     def end_backward(self, failure: BaseException | None) -> None:
         """The backward that began is over; ``failure`` is what it raised."""
-        if failure is not None:
-            self.fail(failure)
 
     @abstractmethod
     def fail(self, failure: BaseException) -> None:
@@ -218,10 +158,9 @@ class ParameterStore(ABC):
     def clear_state(self, parameter: int) -> None:
         """Zero all arrays of the parameter."""
 
+    @abstractmethod
     def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRange]:
         """The ranges of the parameter, which has this shape, whose state this process keeps."""
-        numel = math.prod(shape)
-        return [OwnedRange(parameter, 0, numel)] if numel > 0 else []
 
     @abstractmethod
     def close(self) -> None:

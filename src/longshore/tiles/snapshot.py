@@ -49,7 +49,7 @@ class StateSnapshot:
         self._missing = Counter(buffer.data_ptr() for buffer in buffers)
         pending_reads.add(buffers)
 
-    def read_run(self, key: int, which: str) -> Tensor:
+    def read_range(self, key: int, which: str) -> Tensor:
         """One array of a parameter of the store: float32, flat, on the CPU."""
         row = self._rows[which]
         parts = [buffer[row, segment.in_buffer] for buffer, segment in self._parts[key]]
@@ -123,9 +123,8 @@ class Snapshots:
             raise
         finally:
             if buffer is not None and unused is not None:
-                (self._speculator.spares or self._buffers).give_back(
-                    unused
-                )  # an old buffer is free when it has been read
+                # An old buffer is free when it has been read.
+                (self._speculator.spares or self._buffers).give_back(unused)
 
     def make_writable(self, tile: Tile) -> None:
         """Prepare for a write to the tile's buffer that is no step."""

@@ -20,7 +20,7 @@ from longshore.kernels import HostRule, Kernels, Scale
 from longshore.tiles.early_norms import Due, EarlyNorms
 from longshore.tiles.events import DROPPED, KEPT, REDONE, STEP_AHEAD
 from longshore.tiles.memory import BufferPool, Slot, available_bytes, cut_slots
-from longshore.tiles.parameter_store import Forecast, ParameterStep
+from longshore.tiles.steps import Forecast, ParameterStep
 from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.tiles.worker import JobRunner
 from longshore.transfer import Transfer

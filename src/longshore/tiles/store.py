@@ -6,6 +6,7 @@ The store knows parameters by index, as flat tensors; its caller knows groups, n
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,21 +20,14 @@ from longshore.layout import plan_tiles
 from longshore.tiles.backend import Active, Backend, BackendSettings, kept_on_device
 from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder, Recorders
 from longshore.tiles.memory import PendingReads
-from longshore.tiles.parameter_store import (
-    GRADIENT,
-    MASTER,
-    Forecast,
-    ParameterStep,
-    ParameterStore,
-    broken_state_error,
-)
 from longshore.tiles.snapshot import Read, StateSnapshot
 from longshore.tiles.speculation import SpeculationRecord
+from longshore.tiles.steps import GRADIENT, MASTER, Forecast, OwnedRange, ParameterStep, broken_state_error
 from longshore.tiles.tile import Segment, Tile, TileEvent, TileState
 
 
-class TileStore(ParameterStore):
-    """Tiles, and the backends that keep and step them.
+class TileStore:
+    """Tiles, and the backends that keep and step them: the :class:`ParameterStore` of one process.
 
     Args:
         settings: of the backend that keeps the state.
@@ -66,8 +60,11 @@ class TileStore(ParameterStore):
             self.backends = (Backend(on_device, len(self.arrays), self._pending_reads), self.backend)
         self.transfer = settings.transfer
         self.kernels = settings.kernels
-        # Changes when somebody traces.
-        self.recorder = NO_RECORDER
+        # Change when somebody traces.
+        self.recorder: Recorder = NO_RECORDER
+        self.recorders: tuple[Recorder, ...] = ()
+        # Changes when a commit, or the loading of a checkpoint, ends half way.
+        self.broken: BaseException | None = None
         # Change with each window. Several autograd threads may bring gradients of one tile.
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -187,6 +184,13 @@ class TileStore(ParameterStore):
 
     def reduced(self, parameter: int) -> int:
         return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)
+
+    def begin_backward(self, reduce: bool, last: bool) -> None:
+        return
+
+    def end_backward(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            self.fail(failure)
 
     def fail(self, failure: BaseException) -> None:
         self._failure = self._failure or failure
@@ -382,6 +386,10 @@ class TileStore(ParameterStore):
         for _, tile, segment in self._placed(parameter):
             if tile.buffer is not None:  # one that never was is zero already
                 tile.buffer[:, segment.layout.in_buffer].zero_()
+
+    def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRange]:
+        numel = math.prod(shape)
+        return [OwnedRange(parameter, 0, numel)] if numel > 0 else []
 
     def close(self) -> None:
         for backend in self.backends:

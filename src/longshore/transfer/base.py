@@ -179,6 +179,10 @@ class StagedTransfer(Transfer, Generic[Stream]):
     def copy_to_device(self, output: Tensor, parameter: Tensor) -> CopyHandle:
         return self.to_device.enqueue(output, parameter, None, None)
 
+    def end_publish(self) -> None:
+        # Where the host is its own current stream, waiting in stream order is waiting.
+        self.to_device.drain()
+
     def synchronize(self) -> None:
         self.to_host.drain()
         self.to_device.drain()

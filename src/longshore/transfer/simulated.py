@@ -119,10 +119,6 @@ class SimulatedTransfer(StagedTransfer[SimulatedCopyStream]):
         self._worker_random = random.Random(f"worker {seed}")
         self._max_delay_s = max_delay_s
 
-    def end_publish(self) -> None:
-        # The CPU is its own current stream: waiting in stream order is waiting.
-        self.to_device.drain()
-
     def read(self, source: Tensor) -> Tensor:
         return source.clone()
 

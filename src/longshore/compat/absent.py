@@ -1,0 +1,108 @@
+"""What DeepSpeed's package has and longshore does not, with what to use instead; the version that it stands in for.
+
+This module loads neither torch nor the engine: a program may only ask whether there is a package named deepspeed.
+"""
+
+from __future__ import annotations
+
+NAME = "deepspeed"
+VERSION = "0.19.0+longshore"
+"""The version of DeepSpeed that scripts may compare with; the part after the plus says that it is longshore."""
+
+_DATA_PARALLEL = "longshore shards over data-parallel ranks only"
+_LAMB = "LAMB and 1-bit optimizers look at more than one element at a time; use AdamW"
+
+
+def _for(advice: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), advice)
+
+
+REFUSED = {
+    **_for(_DATA_PARALLEL + "; use torch's context parallelism in the model", "sequence"),
+    **_for(f"{_DATA_PARALLEL}; apply torch's parallelize_module and fully_shard before initialize()", "tp_model_init"),
+    **_for(
+        f"{_DATA_PARALLEL}, and has no pipelines; give the whole model to initialize()",
+        "PipelineEngine PipelineModule pipe runtime.pipe",
+    ),
+    **_for(f"{_DATA_PARALLEL}, and has no expert parallelism; a mixture of experts trains as any other model", "moe"),
+    **_for(
+        "longshore trains; for inference call the model under torch.no_grad(), or use an inference server",
+        "InferenceEngine default_inference_config inference init_inference model_implementations module_inject "
+        "replace_transformer_layer",
+    ),
+    **_for(
+        "use torch.nn and torch.nn.functional; the optimizer's kernels come compiled with longshore",
+        "DeepSpeedTransformerConfig DeepSpeedTransformerLayer ops.op_builder ops.transformer",
+    ),
+    **_for("longshore does not quantize or compress; leave it out", "compression linear runtime.quantize"),
+    **_for(
+        "use torch.utils.flop_counter, torch.profiler, or longshore.trace(engine)",
+        "comm.configure comm.log_summary profiling",
+    ),
+    **_for(
+        "use the safe_*_full_* functions, which give and take whole tensors at every stage",
+        "utils.safe_get_local_fp32_param utils.safe_get_local_grad utils.safe_get_local_optimizer_state "
+        "utils.safe_set_local_fp32_param utils.safe_set_local_grad utils.safe_set_local_optimizer_state",
+    ),
+    **_for(
+        "use torch.cuda's streams and events in your script; longshore does not expose its own",
+        "accelerator.Event accelerator.Stream accelerator.current_stream accelerator.default_stream accelerator.stream",
+    ),
+    **_for(
+        "use longshore.Config, or give the file or the dictionary to initialize()",
+        "DeepSpeedConfig runtime.config.DeepSpeedConfig",
+    ),
+    **_for("generate with engine.module", "DeepSpeedHybridEngine runtime.hybrid_engine"),
+    **_for('use torch.device("meta") as a context, or zero.Init', "OnDevice utils.OnDevice"),
+    **_for(
+        "stale updates change results; use super_offload, which does not",
+        "ops.adam.ZenFlowCPUAdam runtime.zenflow",
+    ),
+    **_for("there is no NVMe offload; use offload_optimizer.device cpu", "ops.aio runtime.swap_tensor"),
+    **_for("optimizers are made by initialize()", "runtime.zero.stage3 runtime.zero.stage_1_and_2"),
+    **_for("use torch.cuda.nvtx.range", "utils.instrument_w_nvtx utils.nvtx"),
+    "autotuning": "choose batch and bucket sizes yourself",
+    "checkpoint": "longshore export, inspect and import-deepspeed read checkpoints",
+    "launcher": "start ranks with torchrun: torchrun --nproc-per-node=N -m longshore run --as-deepspeed SCRIPT",
+    "monitor": "write figures with the logger of your choice after engine.step()",
+    "nebula": "save with engine.save_checkpoint(async_save=True)",
+    "ops.lamb": _LAMB,
+    "ops.sparse_attention": "use torch's flex_attention",
+    "runtime.data_pipeline": "order the samples in your loader",
+    "runtime.fp16": f"fp16 belongs in the configuration. {_LAMB}",
+    "runtime.zero.partition_parameters.ZeroParamStatus": "parameters at stage 3 are DTensors; test with torch's "
+    "isinstance(param, torch.distributed.tensor.DTensor)",
+    "utils.timer": "use time.perf_counter(), or longshore.trace(engine), which also says what training waited for",
+    "zero.TiledLinear": "split the layer in the model",
+    "zero.register_external_parameter": "leave it out where the parameter's module runs in the same block; else name "
+    "the module that holds both in longshore.wrap_policy of the file",
+    "zero.unwrap_model_for_generation": "use zero.GatheredParameters(model.parameters())",
+}
+"""What to use instead, by the name after ``deepspeed.``; an entry also covers the names below it."""
+_SAME = {"runtime.zero.": "zero.", "runtime.zero.partition_parameters.": "zero."}
+_ELSE = (
+    "longshore does not stand in for it (docs/from_deepspeed.md lists what there is); leave it out, or run the script "
+    "with DeepSpeed itself"
+)
+
+
+def advice(name: str) -> str:
+    """What to use in place of ``deepspeed.<name>``."""
+    names = [name, *(name.replace(prefix, same, 1) for prefix, same in _SAME.items() if name.startswith(prefix))]
+    for each in names:
+        parts = each.split(".")
+        for count in range(len(parts), 0, -1):
+            found = REFUSED.get(".".join(parts[:count]))
+            if found is not None:
+                return found
+    return _ELSE
+
+
+def attribute_error(path: str, name: str) -> AttributeError:
+    """The error for a name that ``deepspeed.<path>`` does not have here; ``hasattr`` is false."""
+    return AttributeError(message(f"{path}.{name}" if path else name), name=name)
+
+
+def message(name: str) -> str:
+    """The error's text for ``deepspeed.<name>``, with what to use instead."""
+    return f"longshore has no {NAME}.{name}: {advice(name)}"
