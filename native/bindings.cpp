@@ -25,7 +25,7 @@ using Address = std::uintptr_t;
 // buffer_offset, numel, gradient, output, row of scalars, gradient dtype, output dtype
 using SegmentRow = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t, std::int32_t>;
 // address, dtype, numel
-using PieceRow = std::tuple<Address, std::int32_t, std::int64_t>;
+using RangeRow = std::tuple<Address, std::int32_t, std::int64_t>;
 using ScalePair = std::tuple<double, double>;
 
 template <class T>
@@ -79,24 +79,24 @@ std::int64_t py_reconcile(ThreadPool& pool, Address master, Address parameter, s
                      pool, isa);
 }
 
-std::vector<std::vector<GradientPiece>> pieces_of(const std::vector<std::vector<PieceRow>>& parameters) {
-    std::vector<std::vector<GradientPiece>> pieces;
-    pieces.reserve(parameters.size());
+std::vector<std::vector<GradientRange>> ranges_of(const std::vector<std::vector<RangeRow>>& parameters) {
+    std::vector<std::vector<GradientRange>> ranges;
+    ranges.reserve(parameters.size());
     for (const auto& parameter : parameters) {
-        auto& row = pieces.emplace_back();
+        auto& row = ranges.emplace_back();
         row.reserve(parameter.size());
         for (const auto& [address, dtype, numel] : parameter) {
             row.push_back({pointer<const void>(address), static_cast<DType>(dtype), numel});
         }
     }
-    return pieces;
+    return ranges;
 }
 
-std::vector<std::vector<double>> py_block_sums(ThreadPool& pool, const std::vector<std::vector<PieceRow>>& parameters,
+std::vector<std::vector<double>> py_block_sums(ThreadPool& pool, const std::vector<std::vector<RangeRow>>& parameters,
                                                ScalePair scale, InstructionSet isa) {
-    const auto pieces = pieces_of(parameters);
+    const auto ranges = ranges_of(parameters);
     nb::gil_scoped_release release;
-    return block_sums(pieces, scale_of(scale), pool, isa);
+    return block_sums(ranges, scale_of(scale), pool, isa);
 }
 
 }  // namespace

@@ -78,7 +78,7 @@ std::int64_t reconcile(float* master, const void* parameter, DType dtype, std::i
 // little time that starting at another place in memory shows.
 constexpr std::size_t kNormRun = 4;
 
-std::vector<std::vector<double>> block_sums(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale,
+std::vector<std::vector<double>> block_sums(const std::vector<std::vector<GradientRange>>& parameters, Scale scale,
                                             ThreadPool& pool, InstructionSet isa) {
     // One block: elements [begin, begin + count) of one parameter.
     struct Block {
@@ -89,10 +89,10 @@ std::vector<std::vector<double>> block_sums(const std::vector<std::vector<Gradie
     std::vector<std::vector<double>> sums(parameters.size());
     for (std::size_t index = 0; index < parameters.size(); ++index) {
         std::int64_t numel = 0;
-        for (const GradientPiece& piece : parameters[index]) {
-            check_numel(piece.numel);
-            if (piece.numel > 0) check_address(piece.address, piece.dtype, "the gradient");
-            numel += piece.numel;
+        for (const GradientRange& range : parameters[index]) {
+            check_numel(range.numel);
+            if (range.numel > 0) check_address(range.address, range.dtype, "the gradient");
+            numel += range.numel;
         }
         for (std::int64_t begin = 0; begin < numel; begin += kPieceNumel) {
             blocks.push_back({index, begin, std::min(kPieceNumel, numel - begin)});
@@ -105,16 +105,16 @@ std::vector<std::vector<double>> block_sums(const std::vector<std::vector<Gradie
         // Rounded here, in the standard float mode that a piece runs in.
         const float factors[2] = {static_cast<float>(scale.first), static_cast<float>(scale.second)};
         std::array<double, kNormLanes> lanes{};
-        std::int64_t piece_begin = 0;
-        for (const GradientPiece& piece : parameters[block.parameter]) {
-            const std::int64_t from = std::max(block.begin, piece_begin);
-            const std::int64_t to = std::min(block.begin + block.count, piece_begin + piece.numel);
+        std::int64_t range_begin = 0;
+        for (const GradientRange& range : parameters[block.parameter]) {
+            const std::int64_t from = std::max(block.begin, range_begin);
+            const std::int64_t to = std::min(block.begin + block.count, range_begin + range.numel);
             if (from < to) {
-                kernels.squares(lanes.data(), advance(piece.address, piece.dtype, from - piece_begin), piece.dtype,
+                kernels.squares(lanes.data(), advance(range.address, range.dtype, from - range_begin), range.dtype,
                                 static_cast<std::size_t>(from) % kNormLanes, static_cast<std::size_t>(to - from),
                                 factors);
             }
-            piece_begin += piece.numel;
+            range_begin += range.numel;
         }
         double sum = 0.0;
         for (double lane : lanes) sum += lane;

@@ -31,7 +31,7 @@ struct Scale {
 };
 
 // Consecutive elements of one parameter's gradient, somewhere in host memory.
-struct GradientPiece {
+struct GradientRange {
     const void* address;
     DType dtype;
     std::int64_t numel;
@@ -50,7 +50,7 @@ std::int64_t reconcile(float* master, const void* parameter, DType dtype, std::i
 // for each of its blocks of kPieceNumel elements. The order of addition depends
 // on offsets in the parameters alone, so the bits do not depend on how they are
 // cut into pieces, on the number of threads or on the instruction set.
-std::vector<std::vector<double>> block_sums(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale,
+std::vector<std::vector<double>> block_sums(const std::vector<std::vector<GradientRange>>& parameters, Scale scale,
                                             ThreadPool& pool, InstructionSet isa);
 
 }  // namespace longshore

@@ -141,7 +141,7 @@ double naive_sum_of_squares(const std::vector<std::vector<float>>& parameters, S
     return total;
 }
 
-double sum_of_squares(const std::vector<std::vector<GradientPiece>>& parameters, Scale scale, ThreadPool& pool,
+double sum_of_squares(const std::vector<std::vector<GradientRange>>& parameters, Scale scale, ThreadPool& pool,
                       InstructionSet isa) {
     double total = 0.0;
     for (const auto& sums : block_sums(parameters, scale, pool, isa)) {
@@ -165,8 +165,8 @@ struct Gradients {
     }
 
     // Each parameter in consecutive pieces of 0 to `longest` elements.
-    std::vector<std::vector<GradientPiece>> cut(std::int64_t longest, Random& random) const {
-        std::vector<std::vector<GradientPiece>> parameters;
+    std::vector<std::vector<GradientRange>> cut(std::int64_t longest, Random& random) const {
+        std::vector<std::vector<GradientRange>> parameters;
         for (const Buffer& buffer : buffers) {
             auto& pieces = parameters.emplace_back();
             for (std::int64_t at = 0; at < static_cast<std::int64_t>(buffer.numel());) {

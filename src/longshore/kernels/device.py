@@ -105,8 +105,8 @@ class DeviceKernels:
 
     def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
         starts, spans, counts = [0], [], []
-        for pieces in parameters:
-            blocks = self._norm_blocks(pieces)
+        for ranges in parameters:
+            blocks = self._norm_blocks(ranges)
             counts.append(len(blocks))
             for block in blocks:
                 spans += block
@@ -127,13 +127,13 @@ class DeviceKernels:
         of_blocks = iter(numpy.add.accumulate(sums.cpu().numpy(), axis=1)[:, -1].tolist())
         return [list(itertools.islice(of_blocks, count)) for count in counts]
 
-    def _norm_blocks(self, pieces: Sequence[Tensor]) -> list[list[tuple[int, ...]]]:
+    def _norm_blocks(self, ranges: Sequence[Tensor]) -> list[list[tuple[int, ...]]]:
         """The spans of each block of one parameter: the address of element 0, the dtype, begin and end."""
-        begins = [0, *itertools.accumulate(piece.numel() for piece in pieces)]
+        begins = [0, *itertools.accumulate(part.numel() for part in ranges)]
         blocks: list[list[tuple[int, ...]]] = [[] for _ in range(0, begins[-1], NORM_BLOCK_NUMEL)]
-        for piece, begin in zip(pieces, begins, strict=False):
-            code, first = dtype_code(piece), self._address(piece) - begin * piece.element_size()
-            end = begin + piece.numel()
+        for part, begin in zip(ranges, begins, strict=False):
+            code, first = dtype_code(part), self._address(part) - begin * part.element_size()
+            end = begin + part.numel()
             for index in range(begin // NORM_BLOCK_NUMEL, -(-end // NORM_BLOCK_NUMEL)):
                 start, stop = max(begin, index * NORM_BLOCK_NUMEL), min(end, (index + 1) * NORM_BLOCK_NUMEL)
                 if start < stop:

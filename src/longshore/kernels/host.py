@@ -102,7 +102,7 @@ class HostKernels:
 
         ``parameters`` has the flat gradient of each parameter in consecutive ranges, on which no bit depends.
         """
-        rows = [[(_address(piece), dtype_code(piece), piece.numel()) for piece in pieces] for pieces in parameters]
+        rows = [[(_address(part), dtype_code(part), part.numel()) for part in ranges] for ranges in parameters]
         return _native.block_sums(self._pool, rows, scale, self.instruction_set)
 
 
