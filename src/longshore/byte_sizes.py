@@ -14,7 +14,7 @@ _PREFIXES = {
 _NUMBER = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*(.*?)\s*", re.IGNORECASE)
 _MOST = (1 << 63) - 1
 LEAST_BUDGET = 1024
-"""Bytes; the smallest memory budget other than 0."""
+"""Smallest memory budget other than 0, in bytes."""
 _BUDGET = (
     'must be "auto", a percentage such as "25%", a size such as "8GiB", or an integer number of bytes (at least '
     f"{LEAST_BUDGET}, or 0 for none)"
@@ -22,9 +22,9 @@ _BUDGET = (
 
 
 def parse_byte_size(size: str | int) -> int:
-    """Return the bytes of ``2TB``, ``64GiB``, ``1.5 GB``, ``1e9`` or a plain integer: 1 to 2**63 - 1.
+    """Return the bytes, 1 to 2**63 - 1, of a size such as ``2TB``, ``64GiB``, ``1.5 GB``, ``1e9`` or an integer.
 
-    ``K``, ``M``, ``G``, ``T`` and ``P`` are powers of 1000, and of 1024 with an ``i`` behind them.
+    ``K``, ``M``, ``G``, ``T`` and ``P`` are powers of 1000, or of 1024 if an ``i`` follows.
 
     Raises:
         ValueError: ``size`` is anything else; the message says what to write.
@@ -32,7 +32,7 @@ def parse_byte_size(size: str | int) -> int:
     what = "a size in bytes as 80GB, 64GiB or 2TB"
     if isinstance(size, str):
         count = parse_scaled(size, ("B", "BYTES", "BYTE", ""), what)
-        # Doubles round integers from 2**53 on.
+        # float64 cannot represent every integer above 2**53.
         whole = int(size) if size.strip().isdecimal() else round(count)
     elif isinstance(size, int) and not isinstance(size, bool):
         whole = size
@@ -48,7 +48,7 @@ def parse_scaled(text: str, units: tuple[str, ...], what: str) -> float:
     """Return the number in ``text``, which may have a decimal or binary prefix and one of ``units`` (upper case).
 
     Raises:
-        ValueError: ``text`` is not such a number, or not above zero; ``what`` is what it has to be.
+        ValueError: ``text`` is not such a number, or not above zero; the message says that it must be ``what``.
     """
     found = _NUMBER.fullmatch(text)
     suffix = found[2].upper().replace(" ", "") if found else ""
@@ -72,13 +72,13 @@ def format_byte_size(count: int) -> str:
     size = float(count)
     for unit in ("KiB", "MiB"):
         size /= 1024
-        if size < 1023.95:  # what rounds to 1024.0 is 1 of the next unit
+        if size < 1023.95:  # a larger size would be printed as 1024.0 of this unit
             return f"{size:.1f} {unit}"
     return f"{size / 1024:,.1f} GiB"
 
 
 class MemoryBudget(NamedTuple):
-    """How much memory a setting grants: bytes or a share; neither for ``"auto"``."""
+    """Memory that a setting grants: a number of bytes or a share; both are None for ``"auto"``."""
 
     byte_count: int | None = None
     share: float | None = None
@@ -87,8 +87,8 @@ class MemoryBudget(NamedTuple):
 def parse_memory_budget(value: object) -> MemoryBudget:
     """Parse ``"auto"``, a percentage (``"25%"``), a size (``"8GiB"``), or an integer number of bytes; 0 grants none.
 
-    Floats are refused, since they could be a share or bytes. So are 1 to 1023 bytes: who writes 1 or 25 means a share,
-    and so few bytes are of no use.
+    Floats are refused, since they could mean a share or bytes. Integers from 1 to 1023 are refused, too: so few bytes
+    are of no use, and 1 or 25 is probably meant as a share.
 
     Raises:
         ValueError: ``value`` is anything else; the message ("must be ...") says what to write.

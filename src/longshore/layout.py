@@ -1,7 +1,6 @@
-"""Offsets of every element: parameters -> segments -> tiles, as frozen numbers without tensors or devices.
+"""Layout of parameters in segments and tiles, as frozen dataclasses of numbers, without tensors or devices.
 
-A tile is ``tile_numel`` consecutive elements of the parameters that it is given; a segment is one parameter's range of
-one tile.
+A tile is ``tile_numel`` consecutive elements of parameters; a segment is one parameter's range of one tile.
 
 In a buffer, each segment begins at a multiple of :data:`SEGMENT_ALIGNMENT` elements, so that no two segments share a
 cache line and streaming stores find whole lines. The gaps are never read or written, and are not counted in
@@ -15,18 +14,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SEGMENT_ALIGNMENT = 16
-"""Elements: 64 bytes of float32, 32 of bfloat16."""
+"""Alignment of segments, in elements: 64 bytes of float32, or 32 bytes of bfloat16."""
 
 
 class DimRange(NamedTuple):
-    """``[start, start + numel)`` along one dimension of a tensor, and all of the others."""
+    """Range ``[start, start + numel)`` of one dimension of a tensor; the other dimensions are whole."""
 
     dim: int
     start: int
     numel: int
 
     def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return its shape in a tensor of this shape."""
+        """Return the shape of this part of a tensor whose shape is ``shape``."""
         return (*shape[: self.dim], self.numel, *shape[self.dim + 1 :])
 
 
@@ -41,7 +40,7 @@ class SegmentLayout:
 
     @property
     def in_buffer(self) -> slice:
-        """Its elements in each of a buffer's arrays."""
+        """Elements of the segment in each array of a buffer."""
         return slice(self.buffer_offset, self.buffer_offset + self.numel)
 
 
@@ -52,7 +51,7 @@ class TileLayout:
     index: int
     segments: tuple[SegmentLayout, ...]
     buffer_numel: int
-    """Length of each of a buffer's arrays, gaps included."""
+    """Length of each array of the tile's buffer, gaps included."""
 
     @property
     def numel(self) -> int:
@@ -65,13 +64,13 @@ def align(numel: int) -> int:
 
 
 class TileCount(NamedTuple):
-    """Consecutive tiles of one size."""
+    """Number and layout of consecutive tiles of one size."""
 
     tiles: int
     numel: int
     buffer_numel: int
     segments: tuple[SegmentLayout, ...]
-    """Segments of the first tile; in each of the others they are ``numel`` elements further in their parameter."""
+    """Segments of the first tile; from tile to tile, their ``parameter_offset`` grows by ``numel``."""
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -80,8 +79,8 @@ class TileCount(NamedTuple):
 
 
 def count_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple[TileCount, ...]:
-    """Count the tiles of :func:`plan_tiles` without making each: there are at most about two runs for each parameter,
-    however large it is. Arguments and errors are those of :func:`plan_tiles`."""
+    """Count the tiles of :func:`plan_tiles` without creating each: a parameter of any size adds about two entries at
+    most. Arguments and errors are those of :func:`plan_tiles`."""
     if tile_numel < 1:
         raise ValueError(f"a tile has at least one element, not {tile_numel}")
     runs: list[TileCount] = []
@@ -111,11 +110,11 @@ def count_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int) -> tuple
 
 
 def plan_tiles(parameters: Iterable[tuple[int, int]], tile_numel: int, first_index: int = 0) -> tuple[TileLayout, ...]:
-    """Divide parameters into tiles of ``tile_numel`` elements; the last may be smaller.
+    """Divide parameters into tiles of ``tile_numel`` elements; the last tile may be smaller.
 
     Args:
-        parameters: ``(parameter index, numel)`` in the order in which they are laid out. One without elements has no
-            segment.
+        parameters: ``(parameter index, numel)`` in the order in which they are laid out. A parameter without
+            elements has no segment.
         tile_numel: elements of a tile, at least 1.
         first_index: the index of the first tile.
 

@@ -279,6 +279,7 @@ def test_init_refuses(arguments: Any, words: str) -> None:
 
 def test_a_context_may_be_entered_again() -> None:
     init, made = deepspeed.zero.Init(dtype=torch.bfloat16), []
+    assert isinstance(init, deepspeed.zero.Init) and issubclass(deepspeed.zero.GatheredParameters, object)
     for _ in range(2):
         with init, init:
             made.append(nn.Linear(2, 2))

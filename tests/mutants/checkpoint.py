@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         "random numbers are not restored",
         "engine/checkpoints.py",
-        '            restore_random_states(own["random"], engine.device)\n',
+        '            restore_random_states(own["random"], engine.ranks.device)\n',
         "            pass\n",
         (RESUME,),
     ),

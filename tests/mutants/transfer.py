@@ -54,9 +54,9 @@ MUTANTS = [
     Mutant("what is read is the device's own memory", FILE, "return source.clone()", "return source", (SIMULATED,)),
     Mutant(
         "publishing is not waited for",
-        FILE,
-        "is waiting.\n        self.to_device.drain()\n",
-        "is waiting.\n        return\n",
+        "transfer/base.py",
+        "the host waits.\n        self.to_device.drain()\n",
+        "the host waits.\n        return\n",
         ("tests/tiles/test_store.py",),
     ),
     Mutant(
@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "a stream at rest keeps its last copy alive",
         FILE,
-        "        del job  # it refers to the stream, which may be garbage before the next job comes\n",
+        "        del job  # the job refers to the stream, which may become garbage before the next job comes\n",
         "",
         (SIMULATED,),
     ),

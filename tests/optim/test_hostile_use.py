@@ -248,6 +248,16 @@ def test_transposed_in_place_is_the_master() -> None:
     assert torch.equal(wanted, parameter)
 
 
+def test_a_parameter_that_is_put_into_two_groups_is_refused() -> None:
+    a, b, c, d = (nn.Parameter(torch.ones(4)) for _ in range(4))
+    optimizer = longshore.SGD([{"params": [a], "lr": 1.0}, {"params": [b], "lr": 10.0}], lr=1.0, offload=OFF)
+    optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [c, d], [c]
+    c.grad = d.grad = torch.ones(4)
+    with pytest.raises(ValueError, match=r"parameter 1\.0 is in the parameter groups twice"):
+        optimizer.step()
+    assert torch.equal(c, torch.ones(4))
+
+
 def test_the_same_memory_in_two_parameters_is_refused_and_columns_of_one_matrix_are_not() -> None:
     encoder = nn.Parameter(torch.randn(4, 6))
     decoder = nn.Parameter(encoder.data.t())

@@ -1,8 +1,8 @@
-"""Boxes, in which tensors are saved and loaded: which boxes a range has, where each is in the files, and their values.
+"""Boxes of tensors: convert ranges to boxes, locate boxes in the files of a checkpoint, and write and read them.
 
 A rank often has the state of a range of a parameter's elements in memory order. A box has offsets and sizes in the
-dimensions of the tensor, so that a checkpoint can be read with any other sharding. The metadata, which says in which
-file each box is, is JSON; the values are in safetensors files.
+dimensions of the tensor, so that a checkpoint can be read with any other sharding. The metadata is JSON and names the
+file of each box; the values are in safetensors files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METADATA = "metadata.json"
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 62
 _MOST_COMPARISONS = 1 << 10
-"""Comparisons for each box of a tensor, to check that no two overlap. Real checkpoints need fewer."""
+"""Largest number of comparisons for each box when checking for overlaps. Real checkpoints need fewer."""
 
 
 class Box(NamedTuple):
@@ -50,7 +50,7 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that is all of a tensor."""
+        """Return the box that is all of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -58,22 +58,22 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def common(self, other: Box) -> Box | None:
-        """The elements that both boxes have; None if there are none."""
+        """Return the box of the elements that both boxes have; None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = [min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True)]
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def slices_in(self, larger: Box) -> tuple[slice, ...]:
-        """The indices of this box in the values of a box that contains it."""
+        """Return the indices of this box in the values of a box that contains it."""
         starts = [start - first for start, first in zip(self.offsets, larger.offsets, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
 
 def boxes_of_range(shape: Sequence[int], start: int, numel: int) -> list[Box]:
-    """Elements ``[start, start + numel)`` of a tensor in memory order, as the fewest boxes that follow each other.
+    """Return elements ``[start, start + numel)`` of a tensor in memory order, as the fewest consecutive boxes.
 
-    At most ``2 * len(shape) - 1``; each is contiguous in the tensor. ``numel`` 0: none.
+    There are at most ``2 * len(shape) - 1`` boxes, each contiguous in the tensor; none if ``numel`` is 0.
 
     Raises:
         ValueError: the tensor does not have these elements.
@@ -107,7 +107,7 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def boxes_in(shape: tuple[int, ...], within: DimRange | None, start: int, numel: int) -> list[Box]:
-    """A range of elements, in memory order, of a tensor or of a slice of it, as boxes of the tensor."""
+    """Convert a range of elements, in memory order, of a tensor or of its slice ``within`` to boxes of the tensor."""
     if within is None:
         return boxes_of_range(shape, start, numel)
     first = [within.start if dim == within.dim else 0 for dim in range(len(shape))]
@@ -118,11 +118,11 @@ def boxes_in(shape: tuple[int, ...], within: DimRange | None, start: int, numel:
 
 
 class SavedBoxes(NamedTuple):
-    """Boxes of a tensor that this process writes; their values follow each other in memory.
+    """Boxes of a tensor that this process writes; their values are consecutive in memory.
 
     Attributes:
-        name: of the tensor in the checkpoint.
-        shape: of the whole tensor.
+        name: the name of the tensor in the checkpoint.
+        shape: the shape of the whole tensor.
         read: returns the values: flat, or in any shape if there is one box; called once, when they are written.
     """
 
@@ -133,12 +133,12 @@ class SavedBoxes(NamedTuple):
     read: Callable[[], Tensor]
 
     def copied(self) -> SavedBoxes:
-        """A copy of the current values on the CPU, kept until they are read."""
+        """Copy the current values to the CPU, where they are kept until they are read."""
         values = [self.read().detach().to("cpu", copy=True)]
         return self._replace(read=values.pop)
 
     def heads(self) -> list[TensorHead]:
-        """The boxes as tensors of a file."""
+        """Return the header entries of the boxes, each of which is a tensor of the file."""
         suffixes = ["" if box.sizes == self.shape else f"@{','.join(map(str, box.offsets))}" for box in self.boxes]
         named = zip(suffixes, self.boxes, strict=True)
         return [TensorHead(self.name + suffix, self.dtype, box.sizes) for suffix, box in named]
@@ -148,9 +148,9 @@ class WantedBoxes(NamedTuple):
     """Boxes of a tensor that this process loads.
 
     Attributes:
-        name: of the tensor in the checkpoint.
-        shape: of the whole tensor.
-        take: called once with the values of all boxes, one after the other: flat, in the checkpoint's dtype.
+        name: the name of the tensor in the checkpoint.
+        shape: the shape of the whole tensor.
+        take: called once with the concatenated values of all boxes, flat and in the checkpoint's dtype.
     """
 
     name: str
@@ -162,7 +162,7 @@ class WantedBoxes(NamedTuple):
 def write_boxes(
     folder: Path, saved: Iterable[SavedBoxes], rank: int, world_size: int
 ) -> tuple[list[WrittenFile], dict[str, Any]]:
-    """Write this rank's boxes, into one file for each kind of tensor: the part of its name before the first dot.
+    """Write this rank's boxes into one file for each kind of tensor (the part of its name before the first dot).
 
     Returns:
         The files, and the metadata of the boxes.
@@ -180,7 +180,7 @@ def write_boxes(
         ]
     written = []
     for name, group in kinds.items():
-        group.sort(key=lambda each: -each.dtype.itemsize)  # as TensorFile does
+        group.sort(key=lambda each: -each.dtype.itemsize)  # the order in which TensorFile writes
         with TensorFile(folder / name, [head for each in group for head in each.heads()]) as file:
             for each in group:
                 values = each.read()
@@ -191,7 +191,7 @@ def write_boxes(
 
 
 class StoredBox(NamedTuple):
-    """Where a box is: a file, and the name of a tensor in it."""
+    """The location of a box: a file, and the name of a tensor in it."""
 
     box: Box
     file: str
@@ -207,7 +207,7 @@ class StoredTensor(NamedTuple):
 
 
 class BoxReader:
-    """Reads boxes of a checkpoint's tensors; of each file only what is asked for.
+    """Reads boxes of a checkpoint's tensors. Only the requested part of each file is read.
 
     Args:
         path: the checkpoint's folder.
@@ -222,18 +222,18 @@ class BoxReader:
         return parsed_metadata(read_json(self.path / METADATA), str(self.path / METADATA))
 
     def tensor(self, name: str) -> StoredTensor:
-        """The metadata of a tensor. Raises CheckpointError if the checkpoint does not have it."""
+        """Return the metadata of a tensor. Raises CheckpointError if the checkpoint does not have it."""
         if name not in self.tensors:
             raise CheckpointError(f"the checkpoint has no {name}")
         return self.tensors[name]
 
     def of_kind(self, kind: str) -> dict[str, StoredTensor]:
-        """The metadata of the tensors whose names begin with ``kind`` and a dot, by the rest of the name."""
+        """Return the metadata of the tensors whose names begin with ``kind`` and a dot, by the rest of the name."""
         prefix = f"{kind}."
         return {name.removeprefix(prefix): about for name, about in self.tensors.items() if name.startswith(prefix)}
 
     def files(self) -> set[str]:
-        """The names of all files with boxes."""
+        """Return the names of all files with boxes."""
         return {source.file for about in self.tensors.values() for source in about.boxes}
 
     def check(self, wanted: Iterable[WantedBoxes]) -> None:
@@ -262,7 +262,7 @@ class BoxReader:
                     self._checked_slice(file, about, source)
 
     def read(self, wanted: Iterable[WantedBoxes]) -> None:
-        """Read boxes, after :meth:`check`. Raises CheckpointError if a file was changed, or OSError."""
+        """Read boxes, after :meth:`check`. Raises CheckpointError if a file was changed, OSError if the disk fails."""
         with contextlib.ExitStack() as stack:
             files: dict[str, Any] = {}
             for each in wanted:
@@ -279,7 +279,7 @@ class BoxReader:
 
     @staticmethod
     def _sources(about: StoredTensor, box: Box) -> list[tuple[StoredBox, Box]]:
-        """The stored boxes that have elements of ``box``, each with the elements in common."""
+        """Return the stored boxes that have elements of ``box``, each with the elements in common."""
         found = [(source, source.box.common(box)) for source in about.boxes]
         return [(source, common) for source, common in found if common is not None]
 
@@ -289,7 +289,7 @@ class BoxReader:
         return file[0].get_tensor(source.tensor) if common == source.box else found[common.slices_in(source.box)]
 
     def _checked_slice(self, file: tuple[Any, frozenset[str]], about: StoredTensor, source: StoredBox) -> Any:
-        """A box in a file, of which parts can be read, after checking its shape and dtype."""
+        """Return a slice object that reads parts of a stored box, after checking the box's shape and dtype."""
         handle, names = file
         where = self.path / source.file
         if source.tensor not in names:
@@ -302,7 +302,7 @@ class BoxReader:
 
 
 def parsed_metadata(content: Any, where: str) -> dict[str, StoredTensor]:
-    """Parse metadata from untrusted JSON. Raises CheckpointError with the tensor, and what is wrong with it."""
+    """Parse metadata from untrusted JSON. Raises CheckpointError, which names the tensor and its fault."""
     tensors: dict[str, StoredTensor] = {}
     for name, about in checked_entry(content, "tensors", dict, where).items():
         at = f"{where}: {name}"
@@ -313,7 +313,8 @@ def parsed_metadata(content: Any, where: str) -> dict[str, StoredTensor]:
         if math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:
             raise CheckpointError(f"{at} has more elements than fit into any memory")
         boxes = []
-        for found in checked_entry(about, "chunks", list, at):
+        for entry in checked_entry(about, "chunks", list, at):
+            found = checked(entry, dict, f"{at}: chunks")
             box = Box(_numbers(found, "offsets", at), _numbers(found, "sizes", at))
             file = checked_entry(found, "file", str, at)
             if not is_file_name(file):
@@ -332,7 +333,7 @@ def _numbers(content: Any, key: str, where: str) -> tuple[int, ...]:
 
 
 def _check_boxes(shape: Sequence[int], boxes: Sequence[Box], where: str) -> None:
-    """Check that boxes cover the tensor, and no two overlap."""
+    """Check that boxes cover the tensor and that no two overlap."""
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
             raise CheckpointError(f"{where} has a box of other dimensions than its shape {list(shape)}")
@@ -347,14 +348,14 @@ def _check_boxes(shape: Sequence[int], boxes: Sequence[Box], where: str) -> None
 
 
 def _some_overlap(shape: Sequence[int], boxes: Sequence[Box], where: str) -> bool:
-    """Whether boxes overlap that have as many elements as the shape, and are all within it."""
+    """Return whether any boxes overlap. All are within the shape, and have as many elements as it in total."""
     divided = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] < size for box in boxes)]
     if len(boxes) <= min(1 << len(divided), _MOST_COMPARISONS):
         return any(one.common(other) for one, other in itertools.combinations(boxes, 2))
     if 1 << len(divided) > _MOST_COMPARISONS:
         raise CheckpointError(f"{where} has {len(boxes)} boxes, divided in {len(divided)} dimensions")
-    # Each element is in exactly one box if the mixed differences of the number of boxes at each element are those of
-    # the whole tensor: summed with signs at the corners, touching boxes cancel. That is one pass over all boxes.
+    # Sum the corners of all boxes with alternating signs. Where boxes touch, their corners cancel; every element is in
+    # exactly one box if only the corners of the whole tensor remain. This needs one pass over all boxes.
     corners: Counter[tuple[int, ...]] = Counter()
     for box in boxes:
         ends = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in divided]

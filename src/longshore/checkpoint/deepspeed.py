@@ -1,7 +1,7 @@
 """Import of a checkpoint that DeepSpeed's ``engine.save_checkpoint`` wrote.
 
-DeepSpeed need not be installed, and no code that the files name is run. Each tensor is read when it is written, one
-parameter at a time.
+DeepSpeed need not be installed, and no code that the files name is run. Each tensor is read only when it is written to
+the new checkpoint, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ _EXTRA = "_extra_state"
 def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
     """Convert DeepSpeed's checkpoint into one that ``engine.load_checkpoint(out)`` reads at any stage.
 
-    It has weights, masters, Adam's moments and step counts, the options of parameter groups, the scheduler, the loss
-    scale, the counters and the client state. Values that our format does not have are left out, with a warning that
-    names the key. Random states and the position in the data are in no file of DeepSpeed's: both start again.
+    The result has weights, masters, Adam's moments and step counts, the options of parameter groups, the scheduler, the
+    loss scale, the counters and the client state. Values that longshore's format does not have are left out, with a
+    warning that names the key. DeepSpeed saves neither random states nor the position in the data, so both start again.
 
     Args:
         source: the folder that was given to DeepSpeed's ``save_checkpoint``, from ZeRO stage 1, 2 or 3.
         out: the folder for the checkpoint, which has the same tag.
-        tag: which one; None: the one that ``latest`` names.
+        tag: the checkpoint's tag; None: the tag that ``latest`` names.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: files that are damaged, missing, of another format, or need code to be run; ``out`` has that
-            tag already. Nothing was written.
+        CheckpointError: files are damaged, missing, of another format, or need code to be run; or ``out`` has that tag
+            already. Nothing was written.
         ValueError: ``tag`` is not a valid tag.
     """
     files = read_files(Path(source), tag)
@@ -112,7 +112,7 @@ def import_deepspeed(source: Path, out: Path, tag: str | None = None) -> Path:
 def _read_model(
     files: SavedFiles, stepped: Mapping[str, SavedParameter]
 ) -> tuple[dict[str, Any], list[SavedBoxes], dict[str, torch.dtype]]:
-    """The model as in a checkpoint's shared values, its boxes, and the dtype of each of its tensors."""
+    """Return the model's entry in a checkpoint's shared values, its boxes, and the dtype of each of its tensors."""
     first = files.models[0]
     module = checked_entry(first.content, "module", dict, str(first.path))
     buffers = set(checked(first.content.get("buffer_names") or [], list, f"{first.path}: buffer_names"))
@@ -151,7 +151,7 @@ def _read_model(
 
 
 def _aliases(first: Shard, module: Mapping[str, Any], own: set[str]) -> dict[str, str]:
-    """Further names of tied tensors: those that DeepSpeed lists, and tensors that share memory."""
+    """Return the further names of tied tensors: those that DeepSpeed lists, and those of tensors that share memory."""
     found: dict[str, str] = {}
     for name, source in checked(first.content.get("shared_params") or {}, dict, f"{first.path}: shared_params").items():
         if name in module and source in module and name != source:
@@ -167,7 +167,7 @@ def _aliases(first: Shard, module: Mapping[str, Any], own: set[str]) -> dict[str
 
 
 def _fragments(files: SavedFiles, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShardedTensor]:
-    """Frozen parameters, which are sharded over the ranks at stage 3."""
+    """Return the frozen parameters, which are sharded over the ranks at stage 3."""
     key = "frozen_param_fragments"
     ranks = [checked(shard.content.get(key) or {}, dict, f"{shard.path}: {key}") for shard in files.models]
     found = {}
@@ -192,7 +192,7 @@ def _about(
     arrays: Mapping[str, Iterable[str]],
     first: Shard,
 ) -> dict[str, Any]:
-    """The optimizer, as in :meth:`longshore.checkpoint.optimizer_state.OptimizerState.about`."""
+    """Describe the optimizer in the form of :meth:`longshore.checkpoint.optimizer_state.OptimizerState.about`."""
     for name, stepped in parameters.items():
         if sorted(stepped.arrays) != _ARRAYS and (stepped.arrays or stepped.step > 0):
             raise CheckpointError(
@@ -213,7 +213,7 @@ def _about(
 
 
 def _kind(groups: Sequence[SavedGroup], first: Shard) -> str:
-    """Whether weight decay is decoupled: DeepSpeed's ``Adam`` means AdamW unless its options say otherwise."""
+    """Return "AdamW" or "Adam": DeepSpeed's ``Adam`` means AdamW unless its options say otherwise."""
     section = _config(first).get("optimizer")
     named = section.get("type") if isinstance(section, dict) else None
     if isinstance(section, dict) and isinstance(named, str):
@@ -237,13 +237,14 @@ def _kind(groups: Sequence[SavedGroup], first: Shard) -> str:
 
 
 def _config(first: Shard) -> dict[str, Any]:
-    """The saved configuration; empty if it cannot be read."""
+    """Return the saved configuration; empty if it cannot be read."""
     content = first.content.get("ds_config")
     return content if isinstance(content, dict) else {}
 
 
 def _engine_state(files: SavedFiles) -> dict[str, Any]:
-    """The state as in the engine's ``save_checkpoint``. ``micro_steps``, which DeepSpeed does not save, is computed."""
+    """Return the state that the engine's ``save_checkpoint`` writes. ``micro_steps``, which DeepSpeed does not save, is
+    computed."""
     first = files.models[0]
     steps = checked_entry(first.content, "global_steps", int, str(first.path))
     config = _config(first)
@@ -272,7 +273,7 @@ def _engine_state(files: SavedFiles) -> dict[str, Any]:
 
 
 def _loss_scale(state: Shard) -> dict[str, Any]:
-    """The state of a dynamic loss scale; empty if there is none, or a static one, which the configuration gives."""
+    """Return the state of a dynamic loss scale; empty without one (the configuration gives a static one)."""
     scaler = state.content["optimizer_state_dict"].get("loss_scaler")
     saved = scaler.state if isinstance(scaler, Inert) else None
     if not isinstance(saved, dict) or "cur_hysteresis" not in saved:
@@ -290,7 +291,7 @@ def _loss_scale(state: Shard) -> dict[str, Any]:
 
 
 def _fits(value: Any, where: str) -> bool:
-    """Whether our format has such values; warns if not."""
+    """Return whether longshore's format can contain the value; warn if it cannot."""
     try:
         encode(value, where, {})
     except CheckpointError as error:

@@ -1,6 +1,6 @@
-"""Reads files of DeepSpeed's ``save_checkpoint`` without DeepSpeed, and without running code that they name.
+"""Read files of DeepSpeed's ``save_checkpoint`` without DeepSpeed, and without running code that they name.
 
-They are pickles. torch's restricted unpickler reads tensors, numbers, text and containers; the few objects of
+The files are pickles. torch's restricted unpickler reads tensors, numbers, text and containers; the few objects of
 DeepSpeed's own classes are replaced by :class:`Inert`. A file that needs anything else is rejected.
 """
 
@@ -23,7 +23,7 @@ _LONGEST_LATEST = 4096
 _MOST_VALUES = 3_000_000
 _LARGEST_EXPANDED_BYTES = 1 << 26
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
-# Files of long ago lack the underscore.
+# Old versions of DeepSpeed wrote no underscore before "optim_states".
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_?optim_states\.pt")
 _OTHER = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|.*_expert_.*\.pt")
 
@@ -35,7 +35,7 @@ _INERT_NAMES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
-    # In the client state of many.
+    # Many scripts have these in their client state.
     "argparse.Namespace",
     "numpy.core.multiarray.scalar",
     "numpy._core.multiarray.scalar",
@@ -45,7 +45,7 @@ _INERT_NAMES = (
 
 
 class Inert:
-    """Replaces an object whose class is not loaded. ``state``: what the file gives as its state, or None."""
+    """Replaces an object whose class is not loaded. ``state`` is the object's state in the file, or None."""
 
     state: Any = None
 
@@ -64,7 +64,7 @@ class Shard(NamedTuple):
 
 
 class SavedFiles(NamedTuple):
-    """All files of a checkpoint: the model's (at stage 3 each rank's), and each rank's optimizer's."""
+    """All files of a checkpoint: the model's file (at stage 3 one for each rank), and each rank's optimizer file."""
 
     folder: Path
     models: Sequence[Shard]
@@ -72,7 +72,7 @@ class SavedFiles(NamedTuple):
 
 
 def is_deepspeed(source: Path, tag: str | None) -> bool:
-    """Whether the checkpoint with that tag (None: the one that ``latest`` names) is DeepSpeed's."""
+    """Return whether DeepSpeed wrote the checkpoint with that tag (None: the one that ``latest`` names)."""
     try:
         folder = source / (_tag_in(source) if tag is None else check_tag(tag))
         names = [path.name for path in folder.iterdir()]
@@ -85,7 +85,7 @@ def read_files(source: Path, tag: str | None) -> SavedFiles:
     """Read a checkpoint by its tag; None: the one that ``latest`` names. Tensors stay in the files until used.
 
     Raises:
-        CheckpointError: it is missing, incomplete, of a kind that cannot be read, or needs code to be run.
+        CheckpointError: the checkpoint is missing, incomplete, of a kind that cannot be read, or needs code to be run.
         ValueError: ``tag`` is not a valid tag.
     """
     tag = _tag_in(source) if tag is None else check_tag(tag)
@@ -148,7 +148,7 @@ def _others(source: Path) -> str:
 
 
 def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> list[Path]:
-    """Files of a kind, in the order of their ranks; :func:`_check_ranks` finds missing ones."""
+    """Return the files of one kind in the order of their ranks; :func:`_check_ranks` finds missing ones."""
     found: dict[int, Path] = {}
     for name in names:
         match = pattern.fullmatch(name)
@@ -176,7 +176,7 @@ def _check_ranks(folder: Path, what: str, files: Sequence[Path], ranks: int) -> 
 
 
 def _read(path: Path) -> Shard:
-    """Read one file. Raises CheckpointError if it is damaged, or needs more than values."""
+    """Read one file. Raises CheckpointError if it is damaged, or contains anything but values."""
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
     stand_ins: list[Any] = [(Inert, name) for name in _INERT_NAMES]
@@ -205,7 +205,7 @@ def _read(path: Path) -> Shard:
 
 
 def _check_size(content: Any, path: Path) -> None:
-    """Raise CheckpointError for a short file that refers to a value many times, or expands one element to many."""
+    """Raise CheckpointError for a short file that expands to much data: repeated references, or expanded tensors."""
     left, count = [content], 0
     while left:
         value = left.pop()

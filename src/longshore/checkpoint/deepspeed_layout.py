@@ -1,8 +1,8 @@
 """The layout of parameters' state in DeepSpeed's files.
 
 DeepSpeed's optimizers step flat groups, in which the elements of several parameters follow each other, and which are
-sharded over the ranks. At stages 1 and 2 the group as a whole is divided among the ranks; at stage 3 each parameter is,
-and a rank's group has its shard of each of them.
+sharded over the ranks. At stages 1 and 2 the group as a whole is divided among the ranks; at stage 3 each parameter is
+divided, and a rank's group has its shard of each parameter.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _STATE = "optimizer_state_dict"
 _FLAT, _FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _BASE, _BASE_3 = "base_optimizer_state", "optimizer_state_dict"
 _ALIGNMENT = 2
-"""Flat groups are padded to a multiple of this times the number of ranks, in elements."""
+"""Flat groups are padded to a multiple of this number of elements times the number of ranks."""
 _LARGEST = 1 << 62
 
 
 class ShardedTensor(NamedTuple):
-    """A tensor whose elements are in ``ranges``: flat tensors, in the order of its elements."""
+    """A tensor whose elements are in ``ranges``, flat tensors in the order of the elements."""
 
     shape: tuple[int, ...]
     ranges: Sequence[Tensor]
 
     def saved(self, name: str, dtype: torch.dtype) -> SavedBoxes:
-        """The whole tensor, to be written under that name."""
+        """Return the whole tensor as boxes to write under the name ``name``."""
         read = functools.partial(self._read, dtype)
         return SavedBoxes(name, dtype, self.shape, [Box.whole(self.shape)], read)
 
@@ -63,8 +63,8 @@ class _FlatGroup(NamedTuple):
 
     Attributes:
         where: its name in errors.
-        shapes: of its parameters, in their order.
-        paddings: elements after each of them; at stages 1 and 2.
+        shapes: the shapes of its parameters, in order.
+        paddings: number of padding elements after each parameter, at stages 1 and 2.
         by_parameter: whether each parameter is sharded over the ranks by itself, as at stage 3.
     """
 
@@ -74,7 +74,7 @@ class _FlatGroup(NamedTuple):
     by_parameter: bool
 
     def parameters(self, shards: Sequence[Tensor], what: str) -> dict[str, ShardedTensor]:
-        """Its parameters, from each rank's shard of it.
+        """Return the group's parameters, given each rank's shard of the group.
 
         Raises:
             CheckpointError: the shards do not have as many elements as the parameters.
@@ -113,7 +113,7 @@ class _FlatGroup(NamedTuple):
 
 
 def range_of(shards: Sequence[Tensor], start: int, numel: int) -> list[Tensor]:
-    """Elements ``[start, start + numel)``, or as many of them as there are, of flat tensors that follow each other."""
+    """Return elements ``[start, start + numel)``, or as many of them as there are, of consecutive flat tensors."""
     found = []
     for shard in shards:
         values = shard[max(start, 0) : max(start + numel, 0)]
@@ -124,7 +124,7 @@ def range_of(shards: Sequence[Tensor], start: int, numel: int) -> list[Tensor]:
 
 
 def shapes_of(content: Any, where: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes, from an untrusted file. Raises CheckpointError."""
+    """Return shapes by name, from an untrusted file. Raises CheckpointError if they are invalid."""
     found = {}
     for name, shape in checked(content, dict, where).items():
         if not isinstance(name, str) or not isinstance(shape, (tuple, list)):
@@ -136,7 +136,7 @@ def shapes_of(content: Any, where: str) -> dict[str, tuple[int, ...]]:
 
 
 def read_optimizer(files: SavedFiles) -> tuple[list[SavedGroup], dict[str, SavedParameter]]:
-    """Read groups and each parameter's state. Raises CheckpointError if the files do not fit each other."""
+    """Read groups and each parameter's state. Raises CheckpointError if the files contradict each other."""
     model = files.models[0]
     states = [Shard(path, checked_entry(content, _STATE, dict, str(path))) for path, content in files.optimizers]
     _check_partitions(states)
@@ -195,10 +195,10 @@ def _entries(state: Shard, key: str, length: int) -> list[Any]:
 
 
 def _base_of(state: Shard, key: str, length: int) -> list[Mapping[str, Any]]:
-    """The inner optimizer's state of each flat group on one rank, with ``step``."""
+    """Return the inner optimizer's state of each flat group on one rank, including ``step``."""
     base: Any = state.content.get(key)
     where = f"{state.path}: {key}"
-    if isinstance(base, list):  # an "elastic" checkpoint: without the groups
+    if isinstance(base, list):  # an "elastic" checkpoint, which has no groups
         steps = [state.content.get("base_optimizer_state_step")] * length
         inner = dict(enumerate(base))
     else:
@@ -207,7 +207,7 @@ def _base_of(state: Shard, key: str, length: int) -> list[Mapping[str, Any]]:
         for group in _listed(base, where):
             for number in group["params"]:
                 if number < length:
-                    # Older versions of its fused Adam counted steps here.
+                    # Older versions of DeepSpeed's fused Adam counted steps here.
                     steps[number] = group.get("step")
     if {*inner} - {*range(length)}:
         raise CheckpointError(f"{where} has the state of groups {sorted(map(str, inner))}, and there are {length}")
@@ -223,7 +223,7 @@ def _listed(base: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _moments(flat: _FlatGroup, states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[Tensor]]]:
-    """A flat group's step count, and each rank's shard of each array, by name."""
+    """Return a flat group's step count, and each rank's shard of each array, by the array's name."""
     steps = {_step(state["step"], flat.where) for state in states}
     if len(steps) > 1:
         raise CheckpointError(f"{flat.where} has made {sorted(steps)} steps on different ranks: a mixture of files")
@@ -235,7 +235,7 @@ def _moments(flat: _FlatGroup, states: Sequence[Mapping[str, Any]]) -> tuple[int
 
 
 def plain(value: Any) -> Any:
-    """The value with numbers in place of tensors of one element, also in lists and tuples."""
+    """Replace tensors of one element by numbers, also inside lists and tuples."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value

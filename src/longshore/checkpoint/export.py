@@ -1,4 +1,4 @@
-"""Exports a checkpoint's model as safetensors files for ``from_pretrained``, or as a state dict."""
+"""Export a checkpoint's model as safetensors files for ``from_pretrained``, or as a state dict."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from longshore.errors import CheckpointError
 from longshore.tiles import MASTER
 
 EXPORT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that weights can be cast to and from; those of fewer bits need their scales."""
+"""Dtypes that weights can be cast to and from. Dtypes of fewer bits are left out, since they need scales."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|config\.json")
@@ -42,7 +42,7 @@ _COMPARED_NUMEL = 1 << 20
 
 
 class Exported(NamedTuple):
-    """The result of :func:`export`; ``num_bytes``: of the tensors."""
+    """The result of :func:`export`; ``num_bytes`` is the size of the tensors."""
 
     path: Path
     tag: str
@@ -72,20 +72,22 @@ def export(
     """Write the weights of a checkpoint as one model, whatever number of ranks and stage it was saved with.
 
     Parameters and persistent buffers are written whole, and tied ones once, under their first name. ``config.json`` and
-    ``generation_config.json`` are written if the checkpoint has them; the former gets the dtype that most of the
-    weights have, in which they are loaded. At most one tensor is in memory, with its mapped source, its cast, and up to
-    64 MiB of smaller ones that wait for their checksum. The files are written into a hidden folder beside ``out``,
-    which is renamed when all of them are on the disk; a killed process may leave one, which can be removed.
+    ``generation_config.json`` are written if the checkpoint has them; ``config.json`` gets the dtype of most weights,
+    in which transformers loads them. At most one tensor is in memory, with its mapped source, its cast, and up to 64
+    MiB of smaller tensors that wait for their checksum. The files are written into a hidden folder beside ``out``,
+    which is renamed when all of them are on the disk. A killed process may leave such a folder, which can be removed.
 
     Args:
-        checkpoint: its folder, or the one that was given to ``save_checkpoint``. All of its files are verified.
+        checkpoint: the checkpoint's folder, or the folder that was given to ``save_checkpoint``. All files are
+            verified.
         out: a folder that does not exist or is empty.
-        max_shard_bytes: bytes of the tensors in a file; a larger tensor gets its own file.
-        dtype: for floating-point tensors, one of :data:`EXPORT_DTYPES`; None: as they are. ``float32``, for weights in
-            fewer bits: their masters if the checkpoint has them, with training's full precision.
-        tag: in the folder; None: as ``load_checkpoint`` chooses, with a warning for damaged ones that it skips.
-        overwrite: replace ``out`` if it has nothing but a former export.
-        progress: called with the number of bytes written, and of all bytes.
+        max_shard_bytes: maximum bytes of the tensors in a file; a larger tensor gets its own file.
+        dtype: for floating-point tensors, one of :data:`EXPORT_DTYPES`; None: as they are. With ``float32``, weights in
+            fewer bits are replaced by their masters, which have training's full precision, if the checkpoint has them.
+        tag: the checkpoint's tag in the folder; None: ``load_checkpoint``'s choice, with a warning for each damaged
+            checkpoint that is skipped.
+        overwrite: replace ``out`` if it contains only a former export.
+        progress: called with the number of bytes written and the total number of bytes.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or does not have the whole model, or has values outside of
@@ -116,7 +118,7 @@ def export(
 
 
 def chosen(path: Path, tag: str | None) -> WholeCheckpoint:
-    """The checkpoint to export, verified; ``path``: its folder, or the folder of checkpoints.
+    """Find and verify the checkpoint to export; ``path`` is its folder, or the folder of checkpoints.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -139,7 +141,7 @@ def weights_of(
     dtype: torch.dtype | None,
     all_of_it: bool = True,
 ) -> list[Weight]:
-    """The weights in a checkpoint, in the model's order: parameters, then buffers.
+    """Return the weights in a checkpoint, in the model's order: parameters, then buffers.
 
     Raises:
         CheckpointError: it is damaged; or, with ``all_of_it``, frozen parameters were left out.
@@ -156,7 +158,7 @@ def weights_of(
     lost = [name for name in parameters if name not in saved]
     if lost:
         raise CheckpointError(f"{whole.path} is damaged: {METADATA} has no {MODEL}.{lost[0]}, which {STATE}.json names")
-    # A master is exported if the parameter is its rounded values.
+    # A master is exported if the parameter equals the rounded master.
     masters = {
         name
         for name, entry in (values.get(OPTIMIZER) or {"parameters": {}})["parameters"].items()
@@ -226,7 +228,7 @@ def _cast(values: Tensor, head: TensorHead) -> Tensor:
     cast = values.to(head.dtype)
     most = torch.finfo(head.dtype).max
     if most < torch.finfo(values.dtype).max:
-        # In blocks: such a comparison needs more memory than the tensor.
+        # Compare in blocks, since a comparison needs more memory than the tensor.
         for given, found in zip(values.split(_COMPARED_NUMEL), cast.split(_COMPARED_NUMEL), strict=True):
             lost = given[found.isinf() & given.isfinite()]
             if lost.numel() > 0:
@@ -238,8 +240,8 @@ def _cast(values: Tensor, head: TensorHead) -> Tensor:
 
 
 def _with_dtype(config: Mapping[str, Any], weights: Sequence[Weight]) -> dict[str, Any]:
-    """The configuration with the dtype that most of the weights have, to which transformers casts them when loading.
-    The saved one may differ from it."""
+    """Return the configuration with the dtype of most weights, to which transformers casts them when loading. The saved
+    dtype may differ from it."""
     numels: Counter[torch.dtype] = Counter()
     for _, head in weights:
         if head.dtype in EXPORT_DTYPES:
@@ -247,14 +249,14 @@ def _with_dtype(config: Mapping[str, Any], weights: Sequence[Weight]) -> dict[st
     if not numels:
         return dict(config)
     name = str(numels.most_common(1)[0][0]).removeprefix("torch.")
-    # Versions before 5 write the second, and all versions read it.
+    # Versions of transformers before 5 write "torch_dtype", and all versions read it.
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     return {**config, **dict.fromkeys(keys, name)}
 
 
 def _check_target(out: Path, overwrite: bool, written: Collection[str] = (GENERATION_CONFIG,)) -> None:
-    """Raise ValueError if files would be lost. A ``generation_config.json`` counts as a former export's only if it is
-    written again: for older checkpoints, which have none, users add one."""
+    """Raise ValueError if files would be lost. A ``generation_config.json`` counts as part of a former export only if
+    it is written again: users add one themselves for older checkpoints, which have none."""
     if not os.path.lexists(out):
         return
     if not out.is_dir():
@@ -273,7 +275,7 @@ def _check_target(out: Path, overwrite: bool, written: Collection[str] = (GENERA
 
 @contextlib.contextmanager
 def _written_beside(out: Path, overwrite: bool, written: Collection[str]) -> Iterator[Path]:
-    """A new folder, which is renamed to ``out`` at the end, and removed after an exception."""
+    """Yield a new folder, which is renamed to ``out`` at the end, or removed after an exception."""
     folder = out.with_name(f".{out.name}.writing-{secrets.token_hex(4)}")
     try:
         try:
@@ -297,12 +299,12 @@ def _written_beside(out: Path, overwrite: bool, written: Collection[str]) -> Ite
 def whole_state_dict(
     checkpoint: str | os.PathLike[str], tag: str | None = None, exclude_frozen: bool = False
 ) -> dict[str, Tensor]:
-    """Float32 weights on the CPU under all names that the model has for them, tied ones as one tensor.
+    """Return float32 weights on the CPU, under all names that the model has for them; tied weights are one tensor.
 
     Args:
         checkpoint: the folder that was given to ``save_checkpoint``, longshore's or DeepSpeed's (ZeRO 1, 2 and 3); or
             the folder of one checkpoint of longshore.
-        tag: in the folder; None: the latest.
+        tag: the checkpoint's tag; None: the latest.
         exclude_frozen: leave out parameters that were not trained.
 
     Returns:
@@ -316,7 +318,7 @@ def whole_state_dict(
     if not is_deepspeed(root, tag):
         return _tensors(chosen(root, tag), exclude_frozen)
     with tempfile.TemporaryDirectory(prefix="longshore-") as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about values that are not weights
+        warnings.simplefilter("ignore", UserWarning)  # they are about values that are not weights
         return _tensors(chosen(import_deepspeed(root, Path(folder), tag), None), exclude_frozen)
 
 
@@ -331,7 +333,7 @@ def _tensors(whole: WholeCheckpoint, exclude_frozen: bool) -> dict[str, Tensor]:
             continue
         weight = read_weight(reader, source, head)
         if source != master and master in reader.tensors:
-            # The master's digits in elements where the weight is the rounded master, as resumed training has them.
+            # Where a weight is its rounded master, take the master's value, which resumed training would have.
             digits = read_weight(reader, master, head)
             weight = torch.where(digits.to(reader.tensor(source).dtype).float() == weight, digits, weight)
         found[head.name] = weight

@@ -1,4 +1,4 @@
-"""Reads untrusted files, and writes JSON and safetensors files with their checksums."""
+"""Read untrusted files, and write JSON and safetensors files with their checksums."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names in the format."""
+"""Names of dtypes in the safetensors format."""
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 _MOST_JSON_BYTES = 1 << 31
-"""A larger file has holes: it would fill the memory before it turned out not to be JSON."""
+"""Largest JSON file. A larger file is sparse, and would fill the memory before parsing shows that it is not JSON."""
 _CHUNK_BYTES = 1 << 24
 """Bytes written and hashed at a time, so that hashing finds them in the cache."""
 _BEHIND_BYTES = 1 << 26
-"""Bytes by which the checksum may be behind the file."""
+"""Bytes that may be written before they are hashed."""
 
 
 class WrittenFile(NamedTuple):
@@ -63,10 +63,10 @@ def open_regular(path: Path, writable: bool = False) -> io.FileIO:
     """Open an existing file, unbuffered.
 
     Raises:
-        CheckpointError: it is not a regular file.
-        OSError: it cannot be opened.
+        CheckpointError: the path is not a regular file.
+        OSError: the file cannot be opened.
     """
-    # Opening a pipe would block, and a device never ends.
+    # Opening a pipe would block, and reading a device would never end.
     handle = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -78,7 +78,7 @@ def open_regular(path: Path, writable: bool = False) -> io.FileIO:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether it is the name of a file in a folder: not a path, and accepted by the operating system."""
+    """Return whether ``name`` can be a file's name in a folder: not a path, and accepted by the operating system."""
     if not name or name in (".", "..") or any(letter in "/\\\0" for letter in name):
         return False
     try:
@@ -88,7 +88,7 @@ def is_file_name(name: str) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises CheckpointError if it is not a regular file, or not JSON."""
+    """Return the content of a JSON file. Raises CheckpointError if it is not a regular file, or not JSON."""
     try:
         with open_regular(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -106,7 +106,7 @@ def read_json(path: Path) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object without repeated names: some readers would take the first, and others the last."""
+    """Return a JSON object. Raises for repeated names: some readers would take the first, and others the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has two entries of one name")
@@ -144,7 +144,7 @@ def checked_entry(content: Any, key: str, kind: type[T], where: str) -> T:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal. Raises CheckpointError if it cannot be read."""
+    """Return the SHA-256 of a file's content, in hexadecimal. Raises CheckpointError if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with open_regular(path) as file:
@@ -167,7 +167,7 @@ def write_json(path: Path, content: object) -> WrittenFile:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to the disk."""
+    """Sync the directory entries of a folder to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -191,7 +191,7 @@ class TensorHead(NamedTuple):
 
 
 def dtype_name(dtype: torch.dtype, of: str) -> str:
-    """The format's name of a dtype. Raises CheckpointError if it has none."""
+    """Return the format's name of a dtype. Raises CheckpointError if the format does not have the dtype."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
         raise CheckpointError(f"{of} is {dtype}, and safetensors files have {', '.join(DTYPE_NAMES.values())}")
@@ -201,17 +201,17 @@ def dtype_name(dtype: torch.dtype, of: str) -> str:
 class TensorFile:
     """A file that is written one tensor at a time, each of which can be freed once it is written.
 
-    Use it in ``with``; after an exception the file stays as far as it was written.
+    Use it as a context manager. After an exception, the incomplete file is left behind.
 
     Args:
-        path: must not exist.
-        heads: all tensors. They are written in the order of :attr:`heads`: larger elements first, so that each is
-            aligned to its element's size.
+        path: the new file, which must not exist.
+        heads: entries of all tensors. They are written in the order of :attr:`heads`: larger elements first, so that
+            each tensor is aligned to its element's size.
         about: the header's ``__metadata__``, which some readers require; None: no such entry.
 
     Raises:
-        CheckpointError: a dtype that the format does not have, by name.
-        OSError: the file cannot be made.
+        CheckpointError: the format does not have the dtype of a tensor, which the message names.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path, heads: Iterable[TensorHead], about: Mapping[str, str] | None = None) -> None:
@@ -232,9 +232,9 @@ class TensorFile:
         text += b" " * (-len(text) % 8)
         self._next = self._num_bytes = self._unhashed_bytes = 0
         self._hash = hashlib.sha256()
-        # Unbuffered: writes are large.
+        # Unbuffered, since writes are large.
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in __exit__
-        # A thread: an executor accepts no more work once the main thread has ended.
+        # A plain thread, since an executor accepts no more work once the main thread has ended.
         self._chunks: queue.Queue[memoryview | None] = queue.Queue()
         self._hasher = threading.Thread(target=self._hash_chunks, name="longshore-sha256", daemon=True)
         self._hasher.start()
@@ -245,7 +245,7 @@ class TensorFile:
             raise
 
     def write(self, tensor: Tensor) -> None:
-        """Write the values of the next one of :attr:`heads`, from any device and in any shape."""
+        """Write the values of the next tensor in :attr:`heads`, from any device and in any shape."""
         head = self.heads[self._next]
         assert tensor.dtype == head.dtype and tensor.nbytes == head.num_bytes, (head, tensor.dtype, tensor.shape)
         self._next += 1
@@ -255,7 +255,7 @@ class TensorFile:
             self._write(memoryview(content))
 
     def _write(self, content: memoryview) -> None:
-        # Hashed while these bytes and the next ones are written; both release the GIL.
+        # The thread hashes these bytes while they and the next ones are written; both release the GIL.
         for start in range(0, len(content), _CHUNK_BYTES):
             self._chunks.put(content[start : start + _CHUNK_BYTES])
         self._num_bytes += len(content)
@@ -290,7 +290,7 @@ class TensorFile:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Map a safetensors file; yields it, and the names of its tensors. Raises CheckpointError if it is not one."""
+    """Map a safetensors file; yield it and the names of its tensors. Raises CheckpointError for another file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""A folder of checkpoints by tag, each of which is written atomically.
+"""A folder of checkpoints, each of which has a tag and is written atomically.
 
 A checkpoint is written and synced under another name, and then renamed. Its manifest, the list of its files with their
 sizes and checksums, is written last. ``latest`` names the newest tag.
@@ -46,7 +46,7 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _MOST_ATTEMPTS = 100
 
 Candidate = tuple[Path, CheckpointError | None]
-"""The folder of a checkpoint, and why it cannot be loaded."""
+"""The folder of a checkpoint, and the reason why it cannot be loaded, if there is one."""
 
 
 def check_tag(tag: object) -> str:
@@ -67,7 +67,7 @@ def check_tag(tag: object) -> str:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint (possibly damaged) rather than a folder of checkpoints."""
+    """Return whether a folder is a checkpoint (possibly damaged) rather than a folder of checkpoints."""
     return any((path / name).is_file() for name in (MANIFEST, METADATA))
 
 
@@ -78,7 +78,7 @@ class WholeCheckpoint:
         path: its folder.
 
     Raises:
-        CheckpointError: it is incomplete; names the file.
+        CheckpointError: the checkpoint is incomplete; the message names the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,12 +118,13 @@ class WholeCheckpoint:
             raise CheckpointError(f"{file} has {found.st_size} bytes, and its manifest says {num_bytes}: it is damaged")
 
     def entry(self, key: str, kind: type, otherwise: Any = None) -> Any:
-        """An entry of the manifest; ``otherwise`` if there is none of ``kind``."""
+        """Return an entry of the manifest; ``otherwise`` if there is no entry of type ``kind``."""
         value = self.manifest.get(key)
         return value if type(value) is kind else otherwise
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Read files (None: all) and compare their checksums. Raises CheckpointError for the first damaged one."""
+        """Read files (None: all) and compare their checksums. Raises CheckpointError for the first damaged
+        one."""
         for name in self.files if names is None else names:
             written = self.files[name]
             if digest_of(self.path / name) != written.sha256:
@@ -133,7 +134,7 @@ class WholeCheckpoint:
         """Check that files read since :meth:`verify` belong to this checkpoint.
 
         Raises:
-            CheckpointError: it was replaced or removed.
+            CheckpointError: the checkpoint was replaced or removed.
         """
         try:
             same = read_json(self.path / MANIFEST) == self.manifest
@@ -148,7 +149,8 @@ class WholeCheckpoint:
 class Draft:
     """A checkpoint that is being written, in a folder of another name.
 
-    One process makes it, all write into it, and the first one ends it with :meth:`commit` or :meth:`discard`.
+    One process makes the draft, all processes write into it, and the one that made it calls :meth:`commit` or
+    :meth:`discard`.
 
     Args:
         root: the folder of checkpoints, made if it does not exist.
@@ -168,23 +170,23 @@ class Draft:
         _remove_stale(root)
         self.path.mkdir()
         try:
-            # Locked while this process lives: others that find the folder can tell whether it is abandoned.
+            # The lock lasts as long as this process, so that others can tell whether the folder is abandoned.
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Last: a process that reads this host's name may take the lock, and remove the folder.
+            # Written last: a process that reads its own host's name takes a lock that is free, and removes the folder.
             os.write(self._lock, socket.gethostname().encode())
         except BaseException:
             self.discard()
             raise
 
     def commit(self, files: Iterable[WrittenFile], about: Mapping[str, Any], latest: bool) -> None:
-        """Rename the checkpoint to its tag, once all files are written. It replaces a former one of that tag.
+        """Rename the checkpoint to its tag, once all files are written. A former checkpoint of that tag is replaced.
 
         Args:
             files: all files.
             about: more entries of the manifest.
-            latest: let ``latest`` name it.
+            latest: whether the file ``latest`` is to name the checkpoint.
 
         Raises:
             CheckpointError: a file is missing, or has another size.
@@ -193,7 +195,7 @@ class Draft:
         listed = {written.name: {"bytes": written.num_bytes, "sha256": written.sha256} for written in files}
         head = {"format": FORMAT, "version": VERSION, "created_ns": time.time_ns(), "latest": latest}
         write_json(self.path / MANIFEST, {**head, **about, "files": listed})
-        # Still locked: a process that opened it before could take the lock now, and remove the folder.
+        # Removed while locked: a process that had opened it could otherwise take the lock, and remove the folder.
         (self.path / _LOCK).unlink()
         WholeCheckpoint(self.path)  # raises, for example, if a rank wrote into the folder of another machine
         sync_folder(self.path)
@@ -219,13 +221,13 @@ class Draft:
 
 
 def take_name(folder: Path, target: Path, prefix: str) -> list[Path]:
-    """Rename a folder to ``target``, also if another folder or a file has that name.
+    """Rename a folder to ``target``, even if another folder or a file has that name.
 
     Returns:
-        What had that name before, renamed to names that begin with ``prefix``.
+        The folders or files that had that name, which now have names that begin with ``prefix``.
 
     Raises:
-        OSError: it failed; the former folder has its name again.
+        OSError: renaming failed; the former folder has its name again.
     """
     asides: list[Path] = []
     try:
@@ -250,7 +252,7 @@ def take_name(folder: Path, target: Path, prefix: str) -> list[Path]:
 
 
 def write_latest(root: Path, tag: str) -> None:
-    """Let ``latest`` name ``tag``, atomically. Raises OSError."""
+    """Write ``tag`` into the file ``latest``, atomically. Raises OSError if the disk fails."""
     beside = root / f".{LATEST}-{secrets.token_hex(4)}"
     try:
         with open(beside, "x") as file:
@@ -265,7 +267,7 @@ def write_latest(root: Path, tag: str) -> None:
 
 
 def read_latest(root: Path) -> str | None:
-    """The tag that ``latest`` names; None: the file is missing, or has no valid tag."""
+    """Return the tag that ``latest`` names; None: the file is missing, or has no valid tag."""
     try:
         with open_regular(root / LATEST) as file:
             text = file.read(4 * _LONGEST_TAG)
@@ -275,8 +277,8 @@ def read_latest(root: Path) -> str | None:
 
 
 def candidates(root: Path) -> list[Candidate]:
-    """Checkpoints of a folder in the order in which to resume from them, each with an error if it is incomplete: the
-    one that ``latest`` names, then the newest first. Checksums are not verified."""
+    """Return a folder's checkpoints in the order in which to resume from them: the one that ``latest`` names, then the
+    newest first. An incomplete one comes with its error. Checksums are not verified."""
     latest = read_latest(root)
     found = []
     for path in _folders(root):
@@ -295,7 +297,7 @@ def candidates(root: Path) -> list[Candidate]:
 
 
 def of_tag(found: Sequence[Candidate], root: Path, tag: str) -> list[Candidate]:
-    """The candidates with a tag. Raises CheckpointError if there are none; it says which complete ones there are."""
+    """Return the candidates with a tag. If there are none, raise CheckpointError with the complete checkpoints."""
     mine = [each for each in found if tag_of(each[0]) == tag]
     if not mine:
         others = ", ".join([tag_of(path) for path, error in found if error is None][:5])
@@ -304,13 +306,13 @@ def of_tag(found: Sequence[Candidate], root: Path, tag: str) -> list[Candidate]:
 
 
 def tag_of(path: Path) -> str:
-    """The tag of a checkpoint's folder, also of one that was being replaced."""
+    """Return the tag of a checkpoint's folder, also of one that was being replaced."""
     name = path.name
     return name[len(_REPLACED) :].rpartition("-")[0] if name.startswith(_REPLACED) else name
 
 
 def _folders(root: Path) -> list[Path]:
-    """Folders of checkpoints: those with a tag, and those that were being replaced when the process ended."""
+    """Return the folders of checkpoints: those with a tag, and those being replaced when the process ended."""
     try:
         entries = sorted(root.iterdir())
     except OSError:
@@ -336,7 +338,7 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
     for tag in gone:
         # Rename first: a partly removed folder must not look like a checkpoint.
         aside = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
-        with contextlib.suppress(FileNotFoundError):  # another process did it
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed it
             os.rename(root / tag, aside)
         _remove(aside)
     return gone
@@ -366,7 +368,7 @@ def _abandoned(path: Path) -> bool:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
     except FileNotFoundError:
-        pass  # about to be locked, or being pruned or renamed
+        pass  # the folder is about to be locked, or is being pruned or renamed
     except (OSError, CheckpointError):
         return False
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Describes a folder of checkpoints, and one of them, without loading it."""
+"""Describe a folder of checkpoints, and one of its checkpoints, without loading tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from longshore.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TagSummary:
-    """A checkpoint of a folder; ``problem``: why it is damaged, so that ``step`` and ``created_ns`` are None."""
+    """A checkpoint of a folder. ``problem`` says why it is damaged; then ``step`` and ``created_ns`` are None."""
 
     tag: str
     step: int | None
@@ -43,7 +43,7 @@ class TagSummary:
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """A tensor; ``dtype``: as safetensors names it, ``chunks``: number of boxes in which it is saved."""
+    """A tensor; ``dtype`` is its name in safetensors, ``chunks`` the number of boxes in which it is saved."""
 
     name: str
     dtype: str
@@ -62,7 +62,7 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """An optimizer; ``first_step``, ``last_step``: fewest and most steps of a parameter with state, or None."""
+    """An optimizer; ``first_step``, ``last_step``: least and most steps of parameters with state, or None."""
 
     kind: str
     groups: list[GroupSummary]
@@ -76,9 +76,9 @@ class CheckpointSummary:
     """The contents of one checkpoint.
 
     Attributes:
-        longshore, torch: versions that wrote it.
+        longshore, torch: versions that wrote the checkpoint.
         files: sizes in bytes, by name.
-        aliases: further names of tied parameters, with the first.
+        aliases: further names of tied parameters, each with the first name.
         left_out: frozen parameters that were not saved.
         client_state: its keys.
     """
@@ -108,8 +108,8 @@ class Inspection:
     """The result of :func:`inspect`.
 
     Attributes:
-        tags: in the order in which to resume from them; empty if ``path`` is a checkpoint itself.
-        checkpoint: the requested one, or the first complete one; None: there is none.
+        tags: checkpoints in the order in which to resume from them; empty if ``path`` is a checkpoint itself.
+        checkpoint: the requested checkpoint, or the first complete one; None: there is none.
     """
 
     path: str
@@ -118,7 +118,7 @@ class Inspection:
     checkpoint: CheckpointSummary | None
 
     def to_json(self) -> str:
-        """The result as a JSON object; numbers that JSON does not have are text."""
+        """Return the result as a JSON object; numbers that JSON does not have become strings."""
         return json.dumps(_plain(asdict(self)), indent=2, allow_nan=False)
 
 
@@ -197,7 +197,7 @@ def _optimizer(about: Mapping[str, Any]) -> OptimizerSummary:
 
 
 def _size_of(path: Path) -> int:
-    """The size of all files in a folder, which may be damaged or missing."""
+    """Return the size of all files in a folder, which may be damaged or missing."""
     try:
         return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
     except OSError:

@@ -15,19 +15,19 @@ from longshore.optim.parameters import flat
 from longshore.optim.shards import held_part, is_sharded
 
 MODEL = "model"
-"""The first part of the names of its tensors in a checkpoint, and its key among the shared values."""
+"""First part of the names of the model's tensors in a checkpoint, and the model's key among the shared values."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Parts of names that torch.compile and other wrappers insert."""
 _LEAST_NUMEL = 1 << 16
-"""Smaller tensors are written by one process."""
+"""Elements for each process; a tensor with fewer is written by one process."""
 
 
 class ModelState:
     """Saves and restores a model.
 
     Args:
-        model: after its parameters were moved, converted and sharded.
-        rank, world_size: this process's, among those that have the same model.
+        model: the model, after its parameters were moved, converted and sharded.
+        rank, world_size: this process's rank, and the number of processes that have the same model.
     """
 
     def __init__(self, model: nn.Module, rank: int = 0, world_size: int = 1) -> None:
@@ -39,7 +39,7 @@ class ModelState:
         self.tensors: dict[str, Tensor] = {}
         """Parameters and persistent buffers, each once."""
         self.aliases: dict[str, str] = {}
-        """Further names of tied tensors, with the first name."""
+        """First names of tied tensors, by their further names."""
         self._names: dict[int, str] = {}
         for name, tensor in _named_tensors(model):
             first = self._names.setdefault(id(tensor), name)
@@ -49,11 +49,11 @@ class ModelState:
                 self.aliases[name] = first
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The first name of a parameter; None if the model does not have it."""
+        """Return the first name of a parameter; None if the model does not have it."""
         return self._names.get(id(parameter))
 
     def extra_state(self) -> dict[str, Any]:
-        """What modules' ``get_extra_state()`` returns, by the modules' names."""
+        """Return the results of the modules' ``get_extra_state()``, by the modules' names."""
         return {
             _clean(name): module.get_extra_state()
             for name, module in self.model.named_modules()
@@ -66,7 +66,7 @@ class ModelState:
                 module.set_extra_state(state[_clean(name)])
 
     def saved(self, names: Sequence[str]) -> list[SavedBoxes]:
-        """The boxes that this process writes of these tensors."""
+        """Return the boxes of these tensors that this process writes."""
         found = [self._saved(f"{MODEL}.{name}", self.tensors[name], place) for place, name in enumerate(names)]
         return [each for each in found if each.boxes]
 
@@ -83,11 +83,11 @@ class ModelState:
         return SavedBoxes(name, tensor.dtype, shape, boxes, lambda: flat(tensor)[start : start + numel])
 
     def _share(self, tensor: Tensor, place: int) -> tuple[int, int]:
-        """The range (start, numel) that this process writes of a tensor that all processes have."""
+        """Return the range (start, numel) that this process writes, for a tensor that all processes have."""
         numel = tensor.numel()
         if not isinstance(tensor, nn.Parameter):
-            # Values of a buffer may differ between processes, such as statistics of the batches that each one saw. The
-            # mean of one process would not fit the variance of another.
+            # A buffer's values may differ between processes, such as statistics of the batches that each one saw. One
+            # process writes them, since the mean of one would not fit the variance of another.
             return (0, numel) if self._rank == 0 else (0, 0)
         if numel < _LEAST_NUMEL * self._world_size:
             return (0, numel) if place % self._world_size == self._rank else (0, 0)
@@ -95,7 +95,7 @@ class ModelState:
         return first, last - first
 
     def wanted(self, name: str, source: str) -> WantedBoxes:
-        """The boxes of a tensor that this process loads; ``source``: its name in the checkpoint."""
+        """Return the boxes of a tensor that this process loads; ``source`` is the tensor's name in the checkpoint."""
         tensor = self.tensors[name]
         shape = tuple(tensor.shape)
         box = box_of_shard(tensor, name)[0] if is_sharded(tensor) else Box.whole(shape)
@@ -109,7 +109,7 @@ class ModelState:
 
 
 def box_of_shard(tensor: Any, name: str) -> tuple[Box, bool]:
-    """The box of a ``DTensor`` that this process has, and whether it is the first process that has it.
+    """Return the box of a ``DTensor`` that this process has, and whether it is the first process that has the box.
 
     Raises:
         CheckpointError: the local shard is not a box.

@@ -26,7 +26,7 @@ from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.collective_thread import twin_of
 
 _RUNS: dict[Path, str] = {}
-"""The run that saves in each folder; loading from a folder resumes its run."""
+"""Name of the run that saves in each folder. Loading from a folder continues that folder's run."""
 _BACKGROUND = Background()
 
 
@@ -42,25 +42,25 @@ def save(
 ) -> Path:
     """Save a model and its longshore optimizer, between two steps, in the format of ``engine.save_checkpoint``.
 
-    With parameters that are ``DTensor`` (FSDP2) all ranks have to call. Otherwise all ranks have the same, and rank 0
-    writes it; calls of others do nothing.
+    If parameters are ``DTensor`` (FSDP2), all ranks have to call it. Otherwise all ranks have the same values: rank 0
+    writes them, and calls on other ranks do nothing.
 
     Args:
         save_dir: a folder, made if it does not exist.
-        model: with the parameters that ``optimizer`` steps.
-        optimizer: ``longshore.AdamW`` or another of ours; None: weights only.
+        model: the model, with the parameters that ``optimizer`` steps.
+        optimizer: ``longshore.AdamW`` or another optimizer of longshore; None: save weights only.
         tag: the checkpoint's name in the folder. An existing one is replaced once the new one is complete.
         state: your own values (schedulers, counters, random states): JSON values and tensors.
         keep_last: number of checkpoints to keep; older ones of this process, or of the run that it resumed, are
             removed.
-        async_save: return at once, and write while training continues; as for an engine's ``save_checkpoint``.
+        async_save: return at once, and write while training continues, as in an engine's ``save_checkpoint``.
 
     Returns:
         The checkpoint's folder; with ``async_save`` it exists after :func:`wait_for_checkpoint`.
 
     Raises:
-        CheckpointError: a value that cannot be saved, by its key; gradients on the host, which would be lost; a disk
-            error. Existing checkpoints are unchanged. With ``async_save`` the next call of this function, of
+        CheckpointError: a value cannot be saved (the message has its key), gradients on the host would be lost, or the
+            disk failed. Existing checkpoints are unchanged. With ``async_save`` the next call of this function, of
             :func:`load` or of :func:`wait_for_checkpoint` raises it.
         ValueError: ``tag`` is not a valid tag.
     """
@@ -95,7 +95,7 @@ def wait_for_checkpoint() -> None:
     """Wait until the checkpoint of ``longshore.save(async_save=True)`` is on the disk.
 
     Raises:
-        CheckpointError, RankError: it could not be written; see :func:`save`.
+        CheckpointError, RankError: the checkpoint could not be written; see :func:`save`.
     """
     _BACKGROUND.wait()
 
@@ -108,20 +108,21 @@ def load(
     *,
     strict: bool = True,
 ) -> dict[str, Any] | None:
-    """Load a checkpoint of :func:`save` or of an engine; all ranks have to call.
+    """Load a checkpoint of :func:`save` or of an engine; all ranks have to call it.
 
     Args:
-        load_dir: the folder.
-        model: with the same parameters, sharded in any way.
-        optimizer: of the same kind; None: weights only.
-        tag: which one; None: the latest, or if that is damaged, the newest complete one, with a warning.
+        load_dir: the folder of checkpoints.
+        model: a model with the same parameters, sharded in any way.
+        optimizer: an optimizer of the same kind; None: load weights only.
+        tag: the checkpoint's tag; None: the latest or, if that is damaged, the newest complete one, with a warning.
         strict: raise if something does not fit; False: skip it, with a warning.
 
     Returns:
         The ``state`` that was saved; None, with a warning, if the folder has no checkpoint.
 
     Raises:
-        CheckpointError: damaged, or from another model or optimizer, with the differences. Nothing was loaded.
+        CheckpointError: the checkpoint is damaged, or from another model or optimizer (the message lists the
+            differences). Nothing was loaded.
     """
     wait_for_checkpoint()
     ours = _checked(optimizer)
@@ -149,7 +150,7 @@ def _check_no_gradients(optimizer: TiledOptimizer | None, why: str) -> None:
 
 
 def _group_of(model: nn.Module) -> contextlib.closing[RankGroup]:
-    """The group of all ranks if the model is sharded over them, otherwise of this one only."""
+    """Return the group of all ranks if the model is sharded over them, otherwise a group of this rank only."""
     sharded = _world_size() > 1 and any(map(is_sharded, model.parameters()))
     return contextlib.closing(RankGroup(twin_of(None, torch.device("cpu"), backend="gloo") if sharded else None))
 

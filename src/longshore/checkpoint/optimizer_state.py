@@ -19,7 +19,7 @@ from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.tiles import MASTER, StateSnapshot
 
 OPTIMIZER = "optimizer"
-"""The first part of the names of its arrays in a checkpoint, and its key among the shared values."""
+"""First part of the names of the optimizer's arrays in a checkpoint, and its key among the shared values."""
 
 
 def array_name(state: str, parameter: str) -> str:
@@ -30,8 +30,8 @@ class OptimizerState:
     """Saves and restores an optimizer.
 
     Args:
-        optimizer: this process's.
-        model: has the parameters that it steps.
+        optimizer: the optimizer of this process.
+        model: the model whose parameters it steps.
 
     Raises:
         CheckpointError: the optimizer steps a parameter that the model does not have.
@@ -59,7 +59,7 @@ class OptimizerState:
     # -- saving ---------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
-        """Everything but the arrays, as nested values."""
+        """Return everything but the arrays, as nested values."""
         groups = [
             {
                 "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -80,7 +80,7 @@ class OptimizerState:
         return {"kind": self.kind, "groups": groups, "parameters": parameters}
 
     def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBoxes], StateSnapshot | None]:
-        """The boxes that this process writes, and with ``memory_bytes`` the snapshot that they are read from.
+        """Return the boxes that this process writes and, with ``memory_bytes``, the snapshot from which they are read.
 
         Raises:
             BrokenStateError: a step, or the loading of a checkpoint, was interrupted.
@@ -106,23 +106,23 @@ class OptimizerState:
         return found, snapshot
 
     def _ranges(self, record: ParameterRecord, name: str) -> list[tuple[int, list[Box], bool]]:
-        """The ranges whose state this process has: the store's key, boxes of the parameter, whether it writes them."""
+        """Return the ranges whose state this process has: store key, boxes of the parameter, whether it writes them."""
         shape = tuple(record.shape)
         if record.keeps_shard:
             box, first = box_of_shard(record.parameter, name)
             return [(record.index, [box], first)] if box.numel > 0 else []
         return [
-            (owned.key, boxes_in(shape, owned.within, owned.offset, owned.numel), owned.tells)
+            (owned.key, boxes_in(shape, owned.within, owned.offset, owned.numel), owned.writes)
             for owned in self._store.owned(record.index, shape)
         ]
 
     # -- loading --------------------------------------------------------------
 
     def differences(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[str]:
-        """Describe how a saved optimizer differs from this one, so that it cannot be loaded.
+        """Describe the differences from a saved optimizer that prevent loading it.
 
         Args:
-            about: checked.
+            about: the saved optimizer, as :func:`checked_about` returns it.
             among: the parameters to load, by name, with their names in the checkpoint.
         """
         if about["kind"] != self.kind:
@@ -164,7 +164,7 @@ class OptimizerState:
         for group in self.optimizer.param_groups:
             theirs = next((options[among[name]] for name in self._names(group) if name in among), None)
             if theirs is not None:
-                # In place: schedulers may have a reference to the group.
+                # Updated in place, since schedulers may have a reference to the group.
                 group.update({**self._merged(theirs, group), "params": group["params"]})
 
     def _merged(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,11 +177,11 @@ class OptimizerState:
             clear_state(record, self._store)
 
     def abandon(self, failure: BaseException) -> None:
-        """Mark the state as broken after a failed load: the optimizer does not step until a complete one is loaded."""
+        """Mark the state as broken after a failed load: the optimizer does not step until a load succeeds."""
         self._store.broken = CheckpointError(f"{type(failure).__name__}: {failure}")
 
     def wanted(self, about: Mapping[str, Any], among: Mapping[str, str]) -> list[WantedBoxes]:
-        """The boxes that this process loads, after allocating state; arguments as for :meth:`differences`."""
+        """Allocate the state, and return the boxes that this process loads; arguments as in :meth:`differences`."""
         core = self.optimizer._core
         entries = {name: about["parameters"][source] for name, source in among.items() if source in about["parameters"]}
         core.have_states(self._store, {array for entry in entries.values() for array in entry["arrays"]})
@@ -212,14 +212,14 @@ class OptimizerState:
             record.has_master = MASTER in arrays
             record.published = None  # so that the parameter is compared before the next step
             if record.has_master and entry.get("published") is True:
-                record.mark_published()  # the parameter is its rounded master
+                record.mark_published()  # the parameter equals its rounded master
 
 
 def checked_about(content: Any, where: str) -> dict[str, Any]:
     """Check the content of :meth:`OptimizerState.about`, from an untrusted file.
 
     Raises:
-        CheckpointError: it is damaged; says where.
+        CheckpointError: the content is damaged; the message says where.
     """
     checked_entry(content, "kind", str, where)
     for group in checked_entry(content, "groups", list, where):

@@ -15,7 +15,7 @@ _KINDS = {
     kind.__name__: kind
     for kind in (BrokenStateError, CheckpointError, ValueError, TypeError, OSError, FileNotFoundError, PermissionError)
 }
-"""Exceptions that are raised as the same kind on the other ranks; others are a RankError there."""
+"""Exceptions that the other ranks raise as the same type. For all others they raise RankError."""
 
 
 class RankGroup:
@@ -31,14 +31,14 @@ class RankGroup:
         self.world_size: int = 1 if group is None else dist.get_world_size(group)
 
     def gather(self, value: T) -> list[T]:
-        """Return each rank's value, by rank; all ranks have to call.
+        """Return each rank's value, by rank; all ranks have to call it.
 
         Raises:
             RankError: another rank has ended.
         """
         if self.world_size == 1:
             return [value]
-        assert self.process_group is not None  # closed: None would be the default group
+        assert self.process_group is not None  # not closed: torch would take None as the default group
         found: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(found, value, group=self.process_group)
@@ -50,7 +50,7 @@ class RankGroup:
         return found
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on each rank; if it raises on one, all raise, also for Ctrl-C."""
+        """Run ``work`` on each rank. If it raises on one rank, also because of Ctrl-C, all ranks raise."""
         try:
             result = work()
         except BaseException as problem:
@@ -78,7 +78,7 @@ class RankGroup:
 
 
 def reason_of(error: Exception) -> str:
-    """An exception's message, without the number of an OSError."""
+    """Return an exception's message, without the number of an OSError."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error)

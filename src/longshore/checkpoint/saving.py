@@ -1,4 +1,4 @@
-"""Writes a checkpoint: every rank its files into a draft, which the first rank then commits."""
+"""Write a checkpoint: every rank writes its files into a draft, which the first rank then commits."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def rank_file(rank: int) -> str:
-    """Stem of a rank's private files."""
+    """Return the stem of a rank's private files."""
     return f"rank-{rank:05d}"
 
 
 def configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The configurations of a model that has them as in transformers, by the names of their files."""
+    """Return the configurations of a model, if it has them as in transformers, by the names of their files."""
     content = _content_of(getattr(model, "config", None), CONFIG)
     if content is None:
         return {}
     if "model_type" in content and not content.get("architectures"):
         name = type(getattr(model, "_orig_mod", model)).__name__
-        # fully_shard gives the model a class with this prefix.
+        # fully_shard gives the model a class whose name has this prefix.
         content["architectures"] = [name.removeprefix("FSDP") if hasattr(model, "unshard") else name]
     generation = _content_of(getattr(model, "generation_config", None), GENERATION_CONFIG)
     return {CONFIG: content} if generation is None else {CONFIG: content, GENERATION_CONFIG: generation}
 
 
 def _content_of(config: Any, file: str) -> dict[str, Any] | None:
-    """The content of the file; None, with a warning, if it is not valid JSON: a checkpoint is complete without it."""
+    """Return the content of the file; None, with a warning, if it is not valid JSON. A checkpoint can do without."""
     to_json = getattr(config, "to_json_string", None)
     if config is None or isinstance(config, (dict, torch.Tensor)) or not callable(to_json):
         return None
@@ -70,16 +70,16 @@ def _content_of(config: Any, file: str) -> dict[str, Any] | None:
 
 
 class Content(NamedTuple):
-    """What a rank writes into a checkpoint.
+    """The content that a rank writes into a checkpoint.
 
     Attributes:
-        boxes: this rank's.
+        boxes: the boxes that this rank writes.
         shared: values that are the same on all ranks; the first rank's are written.
         own: values of this rank.
-        configs: the model's JSON files by name: its configuration, and that of generation.
-        step: steps of the run.
-        run: its name.
-        snapshot: where optimizer state is read from; None: from the optimizer, which waits.
+        configs: the model's JSON files by name: its configuration and its generation configuration.
+        step: the number of steps of the run.
+        run: the name of the run.
+        snapshot: the source of optimizer state; None: the optimizer itself, while training waits.
     """
 
     boxes: list[SavedBoxes]
@@ -91,14 +91,14 @@ class Content(NamedTuple):
     snapshot: StateSnapshot | None = None
 
     def close(self) -> None:
-        """Free copies, after writing or giving up."""
+        """Free copies, after writing has ended or was abandoned."""
         if self.snapshot is not None:
             self.snapshot.close()
-            self.boxes.clear()  # they have copies of weights, and an exception's frames may refer to this
+            self.boxes.clear()  # boxes have copies of weights, and an exception's frames may refer to this object
 
 
 def prepare(make: Callable[[], Content], group: RankGroup) -> Content:
-    """Make the content on each rank; if that fails on one, all raise."""
+    """Make the content on each rank; if that fails on one rank, all ranks raise."""
     made: list[Content] = []
     try:
         group.together(lambda: made.append(make()))
@@ -110,13 +110,13 @@ def prepare(make: Callable[[], Content], group: RankGroup) -> Content:
 
 
 def memory_for_snapshot(group: RankGroup) -> int:
-    """Bytes of host memory for a snapshot, divided among the machine's ranks; all ranks have to call."""
+    """Return bytes of host memory for a snapshot, divided among the machine's ranks; all ranks have to call it."""
     machines = group.gather(platform.node())
     return memory_for_speculation() // machines.count(machines[group.rank])
 
 
 class Target(NamedTuple):
-    """Where a checkpoint is written."""
+    """The place where a checkpoint is written."""
 
     root: Path
     tag: str
@@ -125,10 +125,10 @@ class Target(NamedTuple):
 
 
 def write(content: Content, target: Target, group: RankGroup) -> Path:
-    """Write a checkpoint, atomically; all ranks of ``group`` have to call. Returns its folder.
+    """Write a checkpoint atomically, and return its folder; all ranks of ``group`` have to call it.
 
     Raises:
-        CheckpointError: it could not be written; existing checkpoints are unchanged.
+        CheckpointError: the checkpoint could not be written; existing checkpoints are unchanged.
         RankError: another rank has ended.
     """
     draft: list[Draft] = []
@@ -189,7 +189,7 @@ def _commit(draft: Draft, ranks: list[_Written], content: Content, target: Targe
         return
     try:
         prune(target.root, target.keep_last, content.run)
-    except OSError as error:  # the new one is complete
+    except OSError as error:  # the new checkpoint is complete all the same
         warnings.warn(
             f"older checkpoints in {target.root} could not be removed ({reason_of(error)}): remove them yourself",
             stacklevel=2,
@@ -220,10 +220,10 @@ class Background:
         return self._done is not None and not self._done.is_set()
 
     def start(self, work: Callable[[], object], what: str, give_up: Callable[[], None]) -> None:
-        """Start a task, after :meth:`wait` for the last one.
+        """Start a task; call :meth:`wait` for the previous task first.
 
         Args:
-            work: the task; a process that ends waits for it.
+            work: the task; the process does not end before it.
             what: its description, for the log.
             give_up: called instead, if no thread can be started.
         """
@@ -234,7 +234,7 @@ class Background:
             try:
                 work()
             except BaseException as failure:
-                # Its frames refer to the content.
+                # The exception's frames refer to the content, which would not be freed.
                 traceback.clear_frames(failure.__traceback__)
                 self._failure = failure
                 _LOGGER.error("%s failed: %s", what, failure)
@@ -246,7 +246,7 @@ class Background:
         try:
             thread.start()
         except BaseException:
-            if thread.ident is None:  # otherwise it runs, and Ctrl-C interrupted start()
+            if thread.ident is None:  # otherwise the thread runs, and Ctrl-C interrupted start()
                 self._done = None
                 give_up()
             raise

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizer: content for a checkpoint, and finding and loading one."""
+"""The state of a model and its optimizer: make the content of a checkpoint; find and load a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from longshore.errors import CheckpointError
 from longshore.optim.tiled_optimizer import TiledOptimizer
 
 CLIENT_STATE = "client_state"
-"""The key of the user's values among the shared ones. The caller may have others."""
+"""Key of the user's values among the shared values. The caller may add other keys."""
 _SHOWN = 20
 
 
 def find(root: Path, tag: str | None, group: RankGroup) -> WholeCheckpoint | None:
-    """The checkpoint to load, verified; all ranks of ``group`` have to call, and each reads some of the files.
+    """Find and verify the checkpoint to load. All ranks of ``group`` have to call it; each verifies some of the files.
 
     Without a tag, damaged checkpoints are skipped, with a warning.
 
     Returns:
-        None if the folder has no checkpoints, and no tag was given.
+        The checkpoint; None if the folder has no checkpoints, and no tag was given.
 
     Raises:
-        CheckpointError: the tag's checkpoint is missing or damaged, or all are.
+        CheckpointError: the tag's checkpoint is missing or damaged, or all checkpoints are.
         ValueError: ``tag`` is not a valid tag.
     """
     if tag is not None:
@@ -94,7 +94,7 @@ def _verified(path: Path, group: RankGroup) -> WholeCheckpoint:
     manifest = str(whole.path / MANIFEST)
     ranks = checked_entry(whole.manifest, "world_size", int, manifest)
     needed = {METADATA, f"{STATE}.json"}
-    # A rank that did not exist when it was saved reads the first rank's file.
+    # A rank that did not exist when the checkpoint was saved reads the first rank's file.
     own = rank_file(group.rank if group.rank < ranks else 0)
     if ranks > 0:
         needed.add(f"{own}.json")
@@ -111,7 +111,7 @@ def _verified(path: Path, group: RankGroup) -> WholeCheckpoint:
 
 
 class Selection(NamedTuple):
-    """What to load. ``strict``: raise if something does not fit; otherwise it is skipped, with a warning."""
+    """The parts to load. ``strict``: raise if something does not fit; otherwise it is skipped, with a warning."""
 
     strict: bool = True
     optimizer: bool = True
@@ -122,9 +122,9 @@ class _Fit(NamedTuple):
 
     Attributes:
         values: the shared values in the checkpoint.
-        sources: tensors of the model to load by name, with their names in the checkpoint.
-        among: those of them that the optimizer steps.
-        about: the optimizer in the checkpoint; None: it is not loaded.
+        sources: names in the checkpoint of the tensors to load, by their names in the model.
+        among: the part of ``sources`` that the optimizer steps.
+        about: the saved optimizer's description; None: the optimizer is not loaded.
         differences: what does not fit.
     """
 
@@ -139,8 +139,8 @@ class TrainingState:
     """A model and its optimizer, as this rank saves and loads them.
 
     Args:
-        model: after its parameters were moved, converted and sharded.
-        optimizer: steps them; None: only the model.
+        model: the model, after its parameters were moved, converted and sharded.
+        optimizer: the optimizer of these parameters; None: only the model is saved and loaded.
         group: the ranks that save and load together.
 
     Raises:
@@ -163,19 +163,19 @@ class TrainingState:
         exclude_frozen: bool = False,
         memory_bytes: int | None = None,
     ) -> Content:
-        """The content of a checkpoint of the current state.
+        """Return the content of a checkpoint of the current state.
 
         Args:
-            shared: nested values of the caller, the same on all ranks.
+            shared: nested values of the caller, which are the same on all ranks.
             own: nested values of this rank.
-            step: steps of the run.
-            run: its name.
+            step: the number of steps of the run.
+            run: the name of the run.
             exclude_frozen: leave frozen parameters out.
             memory_bytes: host memory that may be used so that training can continue before the checkpoint is written:
                 weights are copied, and the optimizer's state is copied when it is stepped. None: training waits.
 
         Raises:
-            CheckpointError: a value that a checkpoint cannot contain, by its key.
+            CheckpointError: a checkpoint cannot contain a value; the message has its key.
         """
         model = self._model
         parameters = [name for name, tensor in model.tensors.items() if isinstance(tensor, nn.Parameter)]
@@ -207,12 +207,12 @@ class TrainingState:
         selection: Selection,
         look: Callable[[Mapping[str, Any]], None] = lambda values: None,
     ) -> dict[str, Any]:
-        """Load a checkpoint; all ranks have to call. Returns the values that :meth:`content` was given as shared.
+        """Load a checkpoint, and return the shared values given to :meth:`content`; all ranks have to call it.
 
         Args:
-            whole: verified.
+            whole: the checkpoint, verified.
             selection: what to load.
-            look: checks those values before anything changes.
+            look: checks the shared values before anything changes.
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit, with all differences; nothing was loaded.
@@ -258,7 +258,7 @@ class TrainingState:
         return _Fit(values, sources, among, about, differences)
 
     def _fit(self, reader: BoxReader, about: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-        """The tensors to load by name, with their names in the checkpoint; and what does not fit."""
+        """Return the tensors to load by name, with their names in the checkpoint; and what does not fit."""
         saved = reader.of_kind(MODEL)
         sources: dict[str, str] = {}
         differences: list[str] = []

@@ -32,14 +32,14 @@ _DEEPEST = 64
 
 
 class Values(NamedTuple):
-    """Nested values as they are written: JSON, and tensors by the names that replace them in it."""
+    """Nested values in their written form: JSON, and tensors by the names that replace them in the JSON."""
 
     content: Any
     tensors: dict[str, Tensor]
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Values:
-        """Copy values, which may change afterwards; see :func:`encode`."""
+        """Encode a copy of values, so that they may change afterwards; see :func:`encode`."""
         tensors: dict[str, Tensor] = {}
         content = {key: encode(value, key, tensors) for key, value in values.items()}
         return cls(content, {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
@@ -57,20 +57,20 @@ class Values(NamedTuple):
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """Encode a value as what ``json`` takes.
+    """Encode a value in the types that ``json`` writes.
 
     Args:
         value: numbers, text, None, lists, tuples, dictionaries with names or integers as keys, and tensors.
-        where: what the value is, as errors name it.
-        tensors: gets the tensors, which are not copied.
-        depth: levels above the value.
+        where: the name of the value in errors.
+        tensors: a dictionary to which the tensors are added, without copying.
+        depth: the number of levels above the value.
 
     Raises:
-        CheckpointError: anything else, by its key.
+        CheckpointError: the value has another type; the message has its key.
     """
     if depth > _DEEPEST:
         raise CheckpointError(f"{where[:60]}... is nested deeper than {_DEEPEST} levels, or contains itself")
-    # Subclasses (enums, NumPy's numbers) would be loaded as another type.
+    # Subclasses (enums, NumPy's numbers) are rejected, since they would be loaded as another type.
     kind = type(value)
     if kind in (type(None), bool, int, str):
         return value
@@ -123,7 +123,7 @@ def read_values(folder: Path, stem: str) -> dict[str, Any]:
                 left.update(names)
             if name not in left:
                 raise CheckpointError(f"{tensor_file} has no {name}, which {file} names, or names twice")
-            # Only once: otherwise a short file could ask for any number of copies.
+            # Each tensor may be used only once: otherwise a short file could ask for any number of copies.
             left.remove(name)
             return sources[0].get_tensor(name).clone()
 
@@ -131,7 +131,7 @@ def read_values(folder: Path, stem: str) -> dict[str, Any]:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 0) -> Any:
-    """Decode a value of :func:`encode`; ``tensor`` returns one by its name.
+    """Decode a value of :func:`encode`; ``tensor`` returns a tensor by its name.
 
     Raises:
         CheckpointError: it is not a valid value; ``where`` names it.

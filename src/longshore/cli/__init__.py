@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    # Not app(): its handling of interrupts and errors differs between versions of typer.
+    # app() is not called: its handling of interrupts and errors differs between versions of typer.
     command = typer.main.get_command(app)
     try:
         with command.make_context("longshore", arguments) as context:
@@ -100,17 +100,17 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _is_usage(error: Exception) -> bool:
-    return hasattr(error, "format_message")  # typer has its own copy of click's class, or click's
+    return hasattr(error, "format_message")  # typer uses click's class or a copy of it
 
 
 def _fail(message: str, exit_code: int, everywhere: bool = False) -> int:
-    """Print ``message`` on each rank; if it is the same ``everywhere``, on one rank of each machine."""
+    """Print ``message`` on each rank or, if it is the same ``everywhere``, on one rank of each machine."""
     rank, world_size, speaks = terminal.launched_rank()
     if not everywhere:
         terminal.warn(message if world_size == 1 else f"rank {rank}: {message}")
     elif speaks:
         terminal.warn(message)
     else:
-        # A launcher ends all ranks as soon as one has ended, and the first one would not come to print its line.
+        # A launcher ends all ranks as soon as one has ended: the first rank might not yet have printed its line.
         time.sleep(terminal.GRACE_S)
     return exit_code

@@ -115,7 +115,7 @@ def import_deepspeed(
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar, on a terminal only; yield a function of the bytes that are written, and of all bytes."""
+    """Show a progress bar, on a terminal only; yield a function that takes the bytes written and the total bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn(), TimeRemainingColumn()
@@ -125,7 +125,7 @@ def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
 
 
 def _folder_of(path: Path) -> Path:
-    """Return the folder of the checkpoints, also if ``path`` is the folder of a run of ``longshore train``."""
+    """Return the folder of the checkpoints, even if ``path`` is the folder of a run of ``longshore train``."""
     if not path.is_dir():
         raise SettingsError(f"there is no folder {path}")
     return path / CHECKPOINTS if (path / RUN).is_file() and (path / CHECKPOINTS).is_dir() else path
@@ -202,7 +202,7 @@ def _date(created_ns: int) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], *headers: str) -> Table:
-    """Return a table of cells without markup, in which what is not printable is a question mark."""
+    """Return a table of cells without markup. Characters that are not printable become question marks."""
     from rich.table import Table
     from rich.text import Text
 

@@ -37,8 +37,8 @@ _DTYPES = ("fp32", "bf16")
 _STAGES = (1, 2, 3)
 _KILLED = (2,)
 """Stages with a second run, which is killed and resumed."""
-# The time of all runs on ranks, in units of the plain run on half the threads: that run itself, and half of its time
-# for each run that has the same tokens on all threads.
+# The time of all runs on ranks, in units of the plain run on half the threads: 1 for that run itself, and 0.5 for
+# each run that trains on the same tokens with all threads.
 _RANKS_SHARE = 1.0 + 0.5 * len((*_STAGES, *_KILLED))
 _POLL_S = 0.1
 _END_S = 40.0  # torchrun itself grants its ranks 30
@@ -107,10 +107,10 @@ class RanksContestant(Contestant):
 
     Args:
         stage: the stage of ZeRO.
-        settings: have the size of the model, and the data.
+        settings: the size of the model, and the data.
         loop: the loop of one process with ``RANKS`` backwards in a step.
         threads: torch's threads in each rank. Sums in backward depend on their number.
-        killed: the run has checkpoints. One rank is killed half way, and the same command with ``--resume`` continues.
+        killed: whether to save checkpoints, kill one rank half way, and continue with ``--resume``.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class RanksContestant(Contestant):
                 if not self._killed_by:
                     raise
                 seen, self.steps = self.steps, []
-                (out / METRICS).unlink()  # of the run that was killed
+                (out / METRICS).unlink()  # metrics of the run that was killed
                 yield from self._train(out, "--resume")
-                # Its own steps tell: a checkpoint may be whole, and used, before "latest" names it.
+                # The resumed run's steps say where it began: it may use a checkpoint that "latest" does not name.
                 behind = self.steps[0].step - 1 if self.steps else len(seen)
                 self.steps[:0] = seen[:behind]
                 self.story = f"{self._killed_by} after step {len(seen)}, and --resume continued after step {behind}"
@@ -182,7 +182,7 @@ class RanksContestant(Contestant):
                 process.kill()
                 process.wait()
         if process.returncode != 0:
-            # The line that longshore printed, or else the last line.
+            # Report the line that longshore printed, or else the last line.
             lines = errors.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
             ours = [line.removeprefix("longshore: ") for line in lines if line.startswith("longshore: ")]
             raise CommandError(f"the run on {RANKS} ranks failed: {[*ours, lines[-1]][0]}")
@@ -266,7 +266,7 @@ class _Demo:
         self._console.print(text, markup=False)
 
     def choose_steps(self, seconds: float) -> None:
-        """Choose the steps with which all runs take ``seconds``, from a few steps of each."""
+        """Choose the number of steps with which all runs together take ``seconds``, by timing a few steps."""
 
         def trial(contestant: Contestant) -> float:
             list(contestant.run())
@@ -280,15 +280,16 @@ class _Demo:
         self.steps = max(1, int(seconds / taken))
 
     def race(self, dtype: str) -> Pair:
-        """Do both runs of a dtype, a step of one and a step of the other in turn, so that both have the same load."""
+        """Do both runs of a dtype, with their steps alternating, so that both have the same load of the machine."""
         pair = Pair(f"in {dtype}", *(self._local(dtype, plain) for plain in (False, True)))
         self._show((step for step, _ in zip(pair.ours.run(), pair.plain.run(), strict=True)), *pair[1:])
         return pair
 
     def race_of_ranks(self) -> list[Pair]:
-        """Do the runs on two ranks, at each stage and once more with a kill, then one process with their batches.
+        """Do the runs on two ranks, at each stage and once more with a kill; then of one process on their batches.
 
-        It has two backwards in a step. All have the same number of threads in a backward, on which its sums depend.
+        That process does two backwards in a step. All runs use the same number of threads in a backward, since the sums
+        depend on it.
         """
         with _fewer_threads() as threads:
             plain = self._local("fp32", plain=True, exact_norm=True)

@@ -23,12 +23,12 @@ END_OF_DOCUMENT = 0
 _READ_BYTES = 1 << 20
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 _VALIDATION_SHARE = 20
-"""One sequence in so many is for validation."""
+"""One sequence in this many is for validation."""
 
 
 @dataclass(frozen=True)
 class TextDocuments:
-    """``documents``: the UTF-8 text of each file, none empty. ``skipped``: files in folders that are not text."""
+    """The UTF-8 text of each file, none empty, and the number of ``skipped`` files in folders, which are not text."""
 
     documents: list[bytes]
     skipped: int
@@ -42,8 +42,8 @@ class _NotText(Exception):
 def read_text(paths: tuple[Path, ...], max_bytes: int | None) -> TextDocuments:
     """Read ``paths``, in the order given and folders sorted by name, until ``max_bytes`` bytes are read.
 
-    A file that is named must be UTF-8 text. Other files in a folder are counted and skipped; hidden ones are ignored.
-    Without ``paths``: the Python sources of the standard library, without its tests.
+    A file that is named must be UTF-8 text. In a folder, files that are not text are counted and skipped, and hidden
+    files are ignored. Without ``paths``, the Python sources of the standard library are read, without its tests.
     """
     documents: list[bytes] = []
     skipped = 0
@@ -125,7 +125,7 @@ def _read_document(path: Path, max_bytes: int | None) -> tuple[bytes, int]:
 
 
 class TokenBatch(NamedTuple):
-    """``inputs`` and ``targets``: int64, (sequences, seq_len); the targets are the inputs one token later."""
+    """A batch. ``inputs`` and ``targets`` are int64, (sequences, seq_len); targets are inputs one token later."""
 
     inputs: Tensor
     targets: Tensor
@@ -133,7 +133,7 @@ class TokenBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """``tokens``: one dimension, uint8 or int32."""
+    """Training data. ``tokens`` is a tensor of one dimension, uint8 or int32."""
 
     tokens: Tensor
     vocabulary: int
@@ -153,9 +153,9 @@ def byte_corpus(documents: list[bytes], vocabulary: int) -> Corpus:
 
 
 class Sequences:
-    """A corpus as sequences of ``seq_len`` predictions, of which each two neighbours share one token.
+    """A corpus as sequences of ``seq_len`` predictions. Neighbouring sequences share one token.
 
-    Every 20th sequence (or the last, where there are fewer) is for validation. Training draws all others once in a
+    Every 20th sequence (or the last, if there are fewer) is for validation. Training draws all others once in a
     random order, then again in another order, and so on.
     """
 
@@ -177,7 +177,7 @@ class Sequences:
         self._order = self.training
 
     def training_batch(self, index: int, size: int) -> TokenBatch:
-        """Return batch ``index`` of ``size`` sequences, which depends on nothing else."""
+        """Return batch ``index`` of ``size`` sequences. It does not depend on the batches that were returned before."""
         return self._gather(torch.stack([self._drawn(index * size + row) for row in range(size)]))
 
     def validation_batches(self, count: int, size: int) -> list[TokenBatch]:

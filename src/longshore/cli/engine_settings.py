@@ -1,7 +1,7 @@
 """``--stage`` and ``--config``: the command line and a DeepSpeed file as one configuration.
 
 A value that only one of the two gives is used; values that both give have to be equal. A value that neither gives has
-the file's default if there is a file (no clipping given means 1.0, no offload means none), and otherwise ``train``'s.
+the file's default if there is a file (1.0 if it has no clipping, none if no offload), and otherwise ``train``'s.
 The optimizer and the schedule have ``train``'s defaults in both cases.
 """
 
@@ -21,7 +21,7 @@ from longshore.engine.config.reading import Reading, read_file
 from longshore.engine.ranks import expected_world_size
 
 _SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
-"""Whether tiles are stepped ahead at all; the memory for it is another key."""
+"""The key that says whether tiles are stepped ahead; another key gives the memory for it."""
 
 _SCHEDULES = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
 """The names in a file for the values of ``--schedule``."""
@@ -86,7 +86,7 @@ def _check_without_engine(settings: TrainSettings, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class _CommandLine:
-    """The command line, in the words of a DeepSpeed file."""
+    """The command line, expressed in the keys of a DeepSpeed file."""
 
     settings: TrainSettings
     given: Mapping[str, Any]
@@ -118,11 +118,11 @@ class _CommandLine:
         return ArgumentValue(path, value, option, "change one, or leave the option out", fills)
 
     def statements(self, data: Mapping[str, Any], defaults: bool) -> Iterator[ArgumentValue]:
-        """Yield what each option that was given says; with ``defaults`` what all options say."""
+        """Yield the statement of each option that was given or, with ``defaults``, of every option."""
         autocast = Reading(data, {}).values.get("torch_autocast.enabled")
         for path, (name, value) in self.values().items():
             if defaults or name in self.given:
-                # Batch numbers have to multiply out: _resolved checks that by the names that the user wrote.
+                # Batch numbers do not fill gaps: _resolved checks their product, by the names that the user wrote.
                 fills = name not in ("batch_size", "accumulation") and not (name == "dtype" and autocast)
                 yield self._says(name, path, value, fills)
         if "dtype" in self.given and self.settings.model.dtype != "fp32":
@@ -147,7 +147,7 @@ class _CommandLine:
         if all(data.get(name) in (None, "auto") for name in (DEEPSPEED.train, DEEPSPEED.micro)):
             data[DEEPSPEED.micro] = loop.batch_size
         if isinstance(data.get("bf16"), dict):
-            # Otherwise a note would say what happens to a norm that is not finite. Training ends there in any case.
+            # Otherwise a note would explain what the engine does if a norm is not finite. Training ends in any case.
             put(data, "bf16.check_grad_overflow", False)
         auto = {
             **{path: value for path, (_, value) in self.values().items()},
@@ -193,7 +193,7 @@ def _one_line(error: ConfigError) -> str:
 
 
 def _resolved(config: Config, options: Mapping[str, Any], ranks: int, source: str) -> Config:
-    """Return the configuration with all three batch numbers, and with what a training run adds."""
+    """Return the configuration with all three batch numbers, and with the values that a training run adds."""
     micro, steps = config.micro_batch_size, config.gradient_accumulation_steps
     names = Names(
         DEEPSPEED.train,
@@ -215,7 +215,7 @@ def _resolved(config: Config, options: Mapping[str, Any], ranks: int, source: st
         "gradient_accumulation_steps": steps,
     }
     if not config.wall_clock_breakdown:
-        # train prints its own line every so many steps; only the engine's has times.
+        # train prints lines of its own. The engine's line is needed only for its times.
         update["steps_per_print"] = None
     if config.loss_scaling is None and config.gradient_clipping is not None:
         # A scale of 1 changes no number; with it a step whose norm is not finite is skipped, and train reports it.

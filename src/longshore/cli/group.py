@@ -107,7 +107,7 @@ class RunGroup:
 
 
 def _is_lost_rank(error: BaseException | None) -> bool:
-    """Whether gloo or nccl reports that another process is gone. That error has no type of its own."""
+    """Return whether gloo or nccl reports that another process is gone. That error has no type of its own."""
     while error is not None:
         text = str(error)
         if isinstance(error, dist.DistError) or "gloo" in text or "Connection closed by peer" in text:
@@ -117,7 +117,8 @@ def _is_lost_rank(error: BaseException | None) -> bool:
 
 
 def _combined(messages: list[tuple[str, int] | None]) -> tuple[str, int]:
-    """Return one line and an exit code for the messages and exit codes of all ranks; one that all have stands once."""
+    """Return one line and an exit code for the messages and exit codes of all ranks; a message that all ranks have
+    appears once."""
     found = {rank: message for rank, message in enumerate(messages) if message is not None}
     different = {text for text, _ in found.values()}
     exit_code = max(code for _, code in found.values())
@@ -153,7 +154,7 @@ class StopSignals:
             raise StopNow(128 + number)
         self._received = number
         if self._group.leads:
-            # Not print(): the signal may have come during one.
+            # print() is not used, since the signal may have interrupted one.
             with contextlib.suppress(OSError):
                 os.write(_STDERR, b"\nlongshore: ending after this step; once more ends at once\n")
 

@@ -29,7 +29,7 @@ from longshore.cli.steppers import EngineStepper, MemoryUse, TrainStepper, make_
 
 @dataclass(frozen=True)
 class Prepared:
-    """What training needs besides a stepper; nothing is written yet. Only the rank that writes has a ``folder``."""
+    """The inputs of training besides a stepper; nothing is written yet. Only the rank that writes has a ``folder``."""
 
     text: TextDocuments
     corpus: Corpus
@@ -58,12 +58,13 @@ def run(settings: TrainSettings, given: Mapping[str, Any]) -> int:
     group = RunGroup(joins=settings.engine is not None)
     console = terminal.make_console(quiet=not group.leads)
     inputs = group.together(lambda: _read(settings, group.leads))
-    # Separately: ranks communicate while they make the model, so none may have failed before.
+    # A step of its own: ranks communicate while they make the model, so no rank may have failed before.
     prepared = group.together(lambda: _prepare(settings, *inputs))
     stepper = group.guarded(lambda: _make_stepper(settings, prepared.model))
     console.print(_headline(settings, prepared), markup=False)
     exit_code, diverged = _train(settings, prepared, stepper, group, console)
-    # Not after an error, when other ranks may be gone and nothing can be waited for: the end of the process does this.
+    # After an error these are not called, since other ranks may be gone and waiting for them would not end. The end
+    # of the process closes both.
     stepper.close()
     group.close()
     if diverged is not None:
@@ -125,7 +126,7 @@ def choose_device(settings: ModelSettings) -> torch.device:
 class RunLog:
     """Makes lines, metrics and a curve from the loop's events, and writes the results at the end.
 
-    On leaving this context, files are closed. An error while closing is dropped in favour of the one under way.
+    On leaving this context, files are closed. An error while closing is dropped if another exception is being raised.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ def _read(settings: TrainSettings, leads: bool) -> tuple[TextDocuments, Corpus, 
         for note in settings.engine.notes if settings.engine is not None else ():
             terminal.warn(f"{settings.config}: {note}")
     text = read_text(settings.data.paths, settings.data.max_bytes)
-    choose_device(settings.model)  # raises if it is missing
+    choose_device(settings.model)  # raises if the device is missing
     model.load_transformers()
     if folder is not None:
         load_figure()

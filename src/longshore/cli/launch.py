@@ -34,7 +34,7 @@ LONGSHORE_BIND=0 turns binding off."""
 def launch(context: typer.Context) -> None:
     """Run a script on several ranks: torchrun, with CPUs and threads chosen for each rank."""
     arguments = _parsed(context.args)
-    # The words of the command before the script, as in torchrun.
+    # The part of the command before the script, as in torchrun.
     program = [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else [])]
     program = [] if arguments.no_python else program
     bindings = _bindings(arguments.nproc_per_node, os.environ)
@@ -133,12 +133,12 @@ def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBi
 
     from longshore.machine import start
 
-    # Otherwise torchrun sets it to 1, and prints that; each rank sets its own.
+    # Otherwise torchrun sets the variable to 1, and prints that; each rank sets its own value.
     os.environ.setdefault("OMP_NUM_THREADS", str(bindings[0].torch_threads))
     content = {"program": list(program), "bindings": [json.loads(each.to_json()) for each in bindings]}
     os.environ["LONGSHORE_LAUNCH"] = json.dumps(content)
     folder = str(Path(start.__file__).parent)
-    # Attached to -c: torchrun's reports are named after the first argument without a dash, which is then the script.
+    # Attached to -c, so that the script is the first argument without a dash, after which torchrun names its reports.
     code = f"-cimport sys; sys.path.append({folder!r}); import start; start.main(sys.argv[1:])"
     script = [arguments.training_script, *arguments.training_script_args]
     arguments.training_script = sys.executable
@@ -147,7 +147,7 @@ def _run(arguments: Namespace, program: Sequence[str], bindings: Sequence[RankBi
     try:
         record(run)(arguments)
     except ChildFailedError as failure:
-        # What torchrun prints below a traceback through itself, and its exit code.
+        # Print what torchrun prints below its own traceback, and end with its exit code.
         print(failure, file=sys.stderr, flush=True)
         raise typer.Exit(1) from None
     except SignalException as ended:

@@ -35,9 +35,9 @@ class Step:
         step: its number, from 1.
         loss: over all its backwards and ranks, before the step.
         lr: the learning rate.
-        grad_norm: before clipping; None without clipping, and if the loss scale skipped the step.
+        grad_norm: the norm before clipping; None without clipping, and if the loss scale skipped the step.
         seconds: spent training so far, without validations.
-        memory: of this rank.
+        memory: memory use of this rank.
         skipped: steps so far that an overflow under a dynamic loss scale skipped.
     """
 
@@ -236,7 +236,7 @@ def traced_steps(loop: LoopSettings) -> range:
 
 
 def check_trace(page: Path, folder: RunFolder | None) -> None:
-    """Raise now what :meth:`StepTrace.save` would raise at the end; ``folder`` is that of ``--out``."""
+    """Raise now the error that :meth:`StepTrace.save` would raise at the end; ``folder`` is that of ``--out``."""
     check_writable(page, _OPTION)
     beside = page.with_suffix(".json")
     if beside == page:
@@ -266,7 +266,7 @@ class StepTrace:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Do a step, whose number begins at 1, in this context."""
+        """Trace a step, if it is among the traced ones, while this context lasts; steps are counted from 1."""
         if step == self._steps[0]:
             self._trace = self._block.enter_context(longshore.trace(self._optimizer))
         try:
@@ -283,7 +283,7 @@ class StepTrace:
         Raises:
             CommandError: a file cannot be written.
         """
-        self._block.close()  # a signal ended the run in the middle
+        self._block.close()  # in case a signal ended the run within a traced step
         if self._trace is None:
             return f"nothing was traced: the run ended before step {self._steps[0]}"
         beside = self._page.with_suffix(".json")

@@ -65,7 +65,7 @@ def build_model(
     (the rotary frequencies) stay in fp32, as they do when the exported model is loaded.
 
     Args:
-        shared: only rank 0 has weights, since a machine may have no room for a copy for each of its ranks.
+        shared: whether only rank 0 has weights, since a machine may have no room for a copy for each of its ranks.
     """
     torch.manual_seed(seed)
     with Init(enabled=shared):

@@ -31,11 +31,11 @@ class Option:
     Attributes:
         help: what ``--help`` says about it.
         panel: the heading under which ``--help`` lists it.
-        flag: its name, where that is not the field's: ``--data``, or ``--offload/--no-offload``.
+        flag: the option's name, if it differs from the field's: ``--data``, or ``--offload/--no-offload``.
         at_least, at_most: inclusive bounds of a number. A bounded float also has to be finite.
         multiple_of: a divisor of the number.
         choices: the texts that are accepted.
-        parse: makes the value from the text; the message of its ``ValueError`` is shown behind the option's name.
+        parse: makes the value from the text; the message of its ``ValueError`` is shown after the option's name.
         metavar: what ``--help`` shows in place of the type.
     """
 
@@ -60,7 +60,7 @@ class OptionField(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The name that errors use: ``--seq-len``; of a pair the first."""
+        """The name that errors use: ``--seq-len``; for a pair, the first name."""
         return (self.option.flag or f"--{self.name.replace('_', '-')}").partition("/")[0]
 
     def parameter(self) -> inspect.Parameter:
@@ -73,7 +73,7 @@ class OptionField(NamedTuple):
         metavar, text = option.metavar, option.help
         if option.choices:
             joined = "|".join(option.choices)
-            # A longer one would leave the column of the help no room.
+            # A longer metavar would leave no room for the help text.
             is_short = len(joined) <= _METAVAR_LETTERS
             metavar = f"<{joined}>" if is_short else "<name>"
             text = text if is_short else f"{text} One of {', '.join(option.choices)}."
@@ -117,9 +117,9 @@ class CommandLine(NamedTuple):
     """The options of one command, from which :meth:`settings` makes the dataclasses that describe them."""
 
     values: Mapping[str, Any]
-    """By field name, defaults included."""
+    """All values by field name, including defaults."""
     given: Mapping[str, Any]
-    """Those that the user gave."""
+    """The values that the user gave, by field name."""
 
     def settings(self, kind: type[T], **others: Any) -> T:
         """Return a ``kind`` with the values of its options; ``others`` are its other fields."""
@@ -145,7 +145,7 @@ class CommandSettings:
     """A dataclass with options, which are checked when it is made.
 
     Raises:
-        SettingsError: a value is out of its bounds; names the option.
+        SettingsError: a value is out of its bounds; the message names the option.
     """
 
     def __post_init__(self) -> None:

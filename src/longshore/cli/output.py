@@ -1,4 +1,4 @@
-"""What a run writes: its folder, metrics and loss curves.
+"""The output of a run: its folder, metrics and loss curves.
 
 Files are written atomically: under another name in the same folder, synced to the disk, and renamed.
 """
@@ -37,7 +37,7 @@ _OURS = (METRICS, CURVE, WEIGHTS, *_MODEL_FILES.split())
 
 
 class RunFolder:
-    """The folder ``--out``, which must be new or empty, or, with ``overwrite`` or ``resume``, have a run."""
+    """The folder ``--out``, which must be new or empty, or, with ``overwrite`` or ``resume``, contain a run."""
 
     def __init__(self, path: Path, overwrite: bool, resume: bool = False) -> None:
         """Check the folder without changing it."""
@@ -62,7 +62,7 @@ class RunFolder:
             )
 
     def needs(self, path: Path) -> bool:
-        """Whether ``path`` is this folder, one of its parents, or a file that a run writes here."""
+        """Return whether ``path`` is this folder, one of its parents, or a file that a run writes here."""
         own, path = self.path.resolve(), path.resolve()
         return path in (own, *own.parents) or (path.parent == own and path.name in (RUN, *_OURS))
 
@@ -151,7 +151,7 @@ class RunFolder:
         return json.loads((self.path / RUN).read_bytes())
 
     def metrics(self, until: int) -> MetricsFile:
-        """Return a new metrics file; with ``until`` of 0 or more the present one up to that step."""
+        """Return a new metrics file; with ``until`` of 0 or more, one that keeps the present lines up to that step."""
         try:
             return MetricsFile(self.path / METRICS, until)
         except OSError as error:
@@ -177,7 +177,7 @@ class MetricsFile:
         kept = _lines_until(path, until) if until >= 0 and path.is_file() else b""
         self._file = path.open("wb", buffering=0)
         self._path = path
-        self._whole = self._file.write(kept)  # bytes
+        self._whole = self._file.write(kept)  # bytes of complete lines
         self._pending = b""
         self.failure: OSError | None = None
 
@@ -222,7 +222,7 @@ class MetricsFile:
 
 
 def save_file(path: Path, save: Callable[[Path], object], option: str) -> None:
-    """Let ``save`` write one file anywhere, atomically. An error names ``option``."""
+    """Let ``save`` write the file ``path`` atomically, in any folder. An error names ``option``."""
     beside = path.with_name(f".{path.name}.writing")
     try:
         try:
@@ -236,7 +236,7 @@ def save_file(path: Path, save: Callable[[Path], object], option: str) -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise now what ``save_file`` would raise at the end."""
+    """Raise now the error that ``save_file`` would raise at the end."""
     if path.is_dir():
         raise CommandError(f"{option} {path} is a folder: give the name of a file", USAGE)
     if not path.parent.is_dir():
@@ -257,7 +257,7 @@ def _lines_until(path: Path, step: int) -> bytes:
             if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
-            continue  # an incomplete line, of a process that was killed
+            continue  # an incomplete line of a process that was killed
     return b"".join(kept)
 
 

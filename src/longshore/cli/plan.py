@@ -85,7 +85,7 @@ class PlanSettings(CommandSettings):
         return Job(**same, dtype=DTYPES.get(self.dtype), clipping=clipping, checkpointing=checkpointing)
 
     def allows(self, choice: PlanChoice, machine: PlanMachine) -> bool:
-        """Whether to plan ``choice``. Without GPUs there is one memory for the state, so ``offload`` does not count."""
+        """Return whether to plan ``choice``. Without GPUs ``offload`` is ignored, since there is only one memory."""
         is_place = self.offload is None or not machine.staged or (choice.offload == "cpu") == self.offload
         return is_place and self.stage in (None, choice.stage)
 
@@ -236,7 +236,7 @@ def _model_of(transformers: Any, content: dict[str, Any], config: Any) -> Any:
     for name in content.get("architectures") or ():
         kind = getattr(transformers, str(name), None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-            return kind._from_config(config)  # as the classes below do it, in the configuration's dtype
+            return kind._from_config(config)  # as the Auto classes below do it, in the configuration's dtype
     try:
         return transformers.AutoModelForCausalLM.from_config(config)
     except ValueError:  # it is not a causal language model

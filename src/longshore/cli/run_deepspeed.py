@@ -44,7 +44,7 @@ def run_deepspeed(script: _Script, module: _Module = False, local_rank: _LocalRa
     except SystemExit:
         raise  # python prints its message or exits with its code
     except BaseException as error:
-        # As python prints it, without the frames of longshore.
+        # Print the error as python does, without the frames of longshore.
         error.with_traceback(_script_frames(error))
         sys.excepthook(type(error), error, error.__traceback__)
         raise typer.Exit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
@@ -90,9 +90,9 @@ def _run(name: str, is_module: bool) -> None:
         runpy.run_path(name, run_name="__main__")
         return
     with io.open_code(str(path.absolute())) as file:
-        # Without the __future__ imports of this file, which compile() would apply too.
+        # dont_inherit: otherwise compile() would apply the __future__ imports of this file too.
         code = compile(file.read(), name, "exec", dont_inherit=True)
-    # It stays there to the end, as python's own __main__ does, for functions that run at exit.
+    # The module stays in sys.modules to the end, as python's own __main__ does, for functions that run at exit.
     main = ModuleType("__main__")
     main.__dict__.update(__file__=str(path.absolute()), __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main

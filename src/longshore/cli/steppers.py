@@ -20,7 +20,7 @@ _KEPT = 2  # checkpoints of a run
 
 class MemoryUse(NamedTuple):
     """Bytes of one rank. On CUDA ``device`` is the largest amount that was ever allocated. On the CPU, whose memory is
-    both host and device, the tensors are counted that exist between ``step`` and ``zero_grad``."""
+    both host and device, the tensors that exist between ``step`` and ``zero_grad`` are counted."""
 
     device: int
     host: int
@@ -60,8 +60,8 @@ class TrainStepper:
     A step accumulates some backwards and then calls ``step`` and ``zero_grad``.
 
     Attributes:
-        optimizer: whose groups have the learning rate.
-        forward: what to call for the forward pass: the model, or the engine around it.
+        optimizer: the optimizer, whose groups have the learning rate.
+        forward: the callable for the forward pass: the model, or the engine around it.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, offload: bool) -> None:
@@ -92,7 +92,7 @@ class TrainStepper:
         return StepOutcome(grad_norm)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients, and return their norm before: a tensor of zero dimensions."""
+        """Clip the gradients, and return their norm before clipping: a tensor of zero dimensions."""
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def apply(self) -> None:
@@ -120,7 +120,7 @@ class TrainStepper:
         longshore.save(folder, self._model, self.optimizer, tag, values, keep_last=_KEPT, async_save=True)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until what was saved is on the disk."""
+        """Wait until the checkpoint that was saved last is on the disk."""
         longshore.wait_for_checkpoint()
 
     def load(self, folder: Path) -> Mapping[str, Any] | None:
@@ -135,7 +135,7 @@ class TrainStepper:
 
 
 class LongshoreStepper(TrainStepper):
-    """``longshore.AdamW``. With ``release_gradients`` it has the gradients, and clips them."""
+    """``longshore.AdamW``. With ``release_gradients`` the optimizer keeps the gradients, and clips them."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         offload = longshore.Offload(
@@ -155,8 +155,8 @@ class LongshoreStepper(TrainStepper):
 
 
 class PlainStepper(TrainStepper):
-    """``torch.optim.AdamW(fused=True)``. Dtypes other than fp32 have the usual loop written by hand: it steps fp32
-    masters with fp32 gradients, and casts them back.
+    """``torch.optim.AdamW(fused=True)``. For dtypes other than fp32 it does what such loops usually do by hand: step
+    fp32 masters with fp32 gradients, and cast them back.
 
     Args:
         exact_norm: sum the norm in float64 and round it once, as longshore does; torch sums in float32.
@@ -207,8 +207,8 @@ class EngineStepper(TrainStepper):
     """``longshore.initialize``. Every rank makes one, and they broadcast the weights of rank 0.
 
     Args:
-        model: stays the same object.
-        settings: resolved for the ranks.
+        model: the model, which stays the same object.
+        settings: the engine's settings, resolved for the ranks.
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:

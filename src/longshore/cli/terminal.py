@@ -1,4 +1,4 @@
-"""What users see: lines on the terminal, progress, and errors that are one line on stderr with an exit code.
+"""Output for users: lines on the terminal, progress, and errors as one line on stderr with an exit code.
 
 Printing also works where standard output is a full disk, or a pipe whose reader has gone.
 """
@@ -20,7 +20,7 @@ USAGE = 2
 """The exit code of a command that was refused before it did anything."""
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 GRACE_S = 5.0
-"""The time in which the first rank of a machine prints what ended all of them."""
+"""Seconds in which the first rank of a machine can print the error that ended all of its ranks."""
 
 
 class CommandError(Exception):
@@ -43,7 +43,7 @@ class SharedError(CommandError):
 
 
 class StopNow(BaseException):
-    """The second signal. It is raised wherever the program is, so that a file that is half written is removed.
+    """Raised by the second signal, wherever the program is, so that a file that is half written is removed.
 
     Like KeyboardInterrupt it is not an Exception, so that no handler treats it as a failure to recover from.
     """
@@ -54,7 +54,7 @@ class StopNow(BaseException):
 
 
 class LaunchedRank(NamedTuple):
-    """One of the processes of a run; ``speaks``: it prints what all ranks of its machine would print."""
+    """One of the processes of a run; ``speaks``: whether it prints what all ranks of its machine would print."""
 
     rank: int
     world_size: int
@@ -81,7 +81,7 @@ def launched_rank() -> LaunchedRank:
 
 
 def os_reason(error: OSError) -> str:
-    """Return the system's words for ``error``, without Python's ``[Errno 28]`` and without the path."""
+    """Return the system's message for ``error``, without Python's ``[Errno 28]`` and without the path."""
     if error.errno == errno.ENOSPC:
         return "the disk is full"
     return error.strerror or os.strerror(error.errno or 0)
@@ -166,7 +166,7 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[[int, str], 
 
 
 def silence_stdout() -> None:
-    """Redirect standard output to nowhere, since Python flushes it at exit and would report the error again."""
+    """Redirect standard output to the null device, since Python flushes it at exit and would report the error again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -181,7 +181,7 @@ def warn(message: str) -> None:
 
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Print each ``UserWarning`` of a block as one line on stderr, at its end."""
+    """Print each ``UserWarning`` of a block as one line on stderr, at the end of the block."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
@@ -194,7 +194,7 @@ def warnings_as_lines() -> Iterator[None]:
 def quantity(count: float) -> str:
     """Return 1234567 as '1.23 M'."""
     for unit in ("", " k", " M"):
-        if abs(count) < 999.5:  # what rounds to 1000 is 1 of the next unit
+        if abs(count) < 999.5:  # a count that rounds to 1000 is 1 of the next unit
             return f"{count:.3g}{unit}"
         count /= 1000
     return f"{count:.3g} G"

@@ -1,4 +1,4 @@
-"""What DeepSpeed's package has and longshore does not, with what to use instead; the version that it stands in for.
+"""Names of DeepSpeed that longshore does not have, with what to use instead; and the version it stands in for.
 
 This module loads neither torch nor the engine: a program may only ask whether there is a package named deepspeed.
 """
@@ -87,7 +87,7 @@ _ELSE = (
 
 
 def advice(name: str) -> str:
-    """What to use in place of ``deepspeed.<name>``."""
+    """Return advice on what to use in place of ``deepspeed.<name>``."""
     names = [name, *(name.replace(prefix, same, 1) for prefix, same in _SAME.items() if name.startswith(prefix))]
     for each in names:
         parts = each.split(".")
@@ -99,10 +99,10 @@ def advice(name: str) -> str:
 
 
 def attribute_error(path: str, name: str) -> AttributeError:
-    """The error for a name that ``deepspeed.<path>`` does not have here; ``hasattr`` is false."""
+    """Return the error for a name that ``deepspeed.<path>`` does not have here; ``hasattr`` is then false."""
     return AttributeError(message(f"{path}.{name}" if path else name), name=name)
 
 
 def message(name: str) -> str:
-    """The error's text for ``deepspeed.<name>``, with what to use instead."""
+    """Return the error's text for ``deepspeed.<name>``, with what to use instead."""
     return f"longshore has no {NAME}.{name}: {advice(name)}"

@@ -20,7 +20,7 @@ HERE = "longshore.compat.deepspeed"
 
 
 def fill(module: ModuleType) -> None:
-    """Put the names that the table has for it into a module, and import its submodules."""
+    """Put a module's names from the table into it, and import its submodules."""
     from longshore.compat.names import PROVIDED
 
     path = module.__name__.removeprefix(HERE).removeprefix(".")
@@ -41,7 +41,7 @@ def fill(module: ModuleType) -> None:
 
 
 def _imported() -> bool:
-    """Whether an import statement is asking; :func:`importlib.util.find_spec` has to get None instead of an error."""
+    """Return whether an import statement is asking; :func:`importlib.util.find_spec` has to get None, not an error."""
     frame: Any = sys._getframe(2)  # the caller of find_spec()
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
         if frame.f_code.co_name in ("_find_and_load", "_gcd_import", "_handle_fromlist"):

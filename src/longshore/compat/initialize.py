@@ -36,11 +36,11 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> Initialized:
-    """:func:`longshore.initialize`, with DeepSpeed's choice where a script says something twice.
+    """Call :func:`longshore.initialize`, with DeepSpeed's choice if a script says something twice.
 
     An optimizer or a scheduler that is passed replaces the one that the configuration names, with a warning;
-    ``model_parameters`` are ignored where an optimizer is passed. Afterwards there is a process group, for one rank
-    too, since scripts use ``torch.distributed`` without asking.
+    ``model_parameters`` are ignored if an optimizer is passed. Afterwards there is a process group, for one rank too,
+    since scripts use ``torch.distributed`` without checking.
 
     Raises:
         ConfigError, ValueError, TypeError: as :func:`longshore.initialize`.
@@ -72,7 +72,7 @@ def initialize(
 
 
 def _without(config: Any, section: str, argument: str, given: Any) -> Any:
-    """The configuration without a section that the argument replaces."""
+    """Return the configuration without a section that the argument replaces."""
     if given is None or isinstance(config, Config) or not isinstance(config, Mapping) or not config.get(section):
         return config
     warnings.warn(
@@ -95,21 +95,21 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the ranks, however they were started. Does nothing if there is a process group already.
+    """Join the ranks, however they were started. Do nothing if there is a process group already.
 
     One rank without a launcher gets a process group of its own, as under DeepSpeed's launcher.
 
     Args:
-        dist_backend: default: nccl for CUDA, gloo for the CPU; nccl where there is no CUDA means gloo.
+        dist_backend: default: nccl for CUDA, gloo for the CPU; without CUDA, nccl means gloo.
         auto_mpi_discovery, verbose: accepted; launchers are always looked for, and nothing is printed.
-        distributed_port: of rank 0, where no launcher names one.
-        timeout: of each collective.
+        distributed_port: port of rank 0, if no launcher names one.
+        timeout: timeout of each collective.
         init_method, rank, world_size: as in ``torch.distributed.init_process_group``, in place of a launcher.
         dist_init_required: False: the script makes the group itself.
         config: refused; it switches on the logging of communication.
 
     Raises:
-        ValueError: variables that contradict each other, or ``config``.
+        ValueError: variables contradict each other, or ``config`` is given.
         RendezvousError: the other ranks did not come in time.
     """
     if config is not None:
@@ -128,10 +128,10 @@ def init_distributed(
 
 
 def get_world_group() -> dist.ProcessGroup | None:
-    """The process group of all ranks."""
+    """Return the process group of all ranks."""
     return dist.group.WORLD
 
 
 def get_local_rank() -> int:
-    """The rank's number on its machine."""
+    """Return the rank's number on its machine."""
     return join().local_rank

@@ -1,4 +1,4 @@
-"""The names of DeepSpeed's package, with what each is in longshore; those that are refused are in ``absent``."""
+"""The names of DeepSpeed's package, with what each is in longshore; ``absent.py`` has the names that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _of(source: Any, names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names.split()}
 
 
-_ZERO = {"GatheredParameters": zero.gathered_parameters, "Init": zero.zero_init}
+_ZERO = {"GatheredParameters": zero.GatheredParameters, "Init": zero.ZeroInit}
 _CHECKPOINTING = _of(checkpointing, "checkpoint configure is_configured reset")
 _ACCELERATOR = _of(utils, "DeepSpeedAccelerator get_accelerator")
 _COMM = _of(initialize, "get_local_rank get_world_group init_distributed")
@@ -114,4 +114,4 @@ PROVIDED: dict[str, dict[str, Any]] = {
     "version": {"VERSION": VERSION, "version": VERSION, "git_hash": None, "git_branch": None, "installed_ops": {}},
     "zero": _ZERO,
 }
-"""Modules by their name after ``deepspeed.``, with the names in them; submodules are added to them."""
+"""The names in each module, by the module's name after ``deepspeed.``; submodules are added to them."""

@@ -25,7 +25,7 @@ class _TorchStep:
         """Step without an engine: torch's fused step, on float32 parameters.
 
         Raises:
-            ValueError: other parameters, or ``bias_correction=False``.
+            ValueError: a parameter of another dtype, or ``bias_correction=False``.
         """
         name = type(self).__name__
         for group in self.param_groups:

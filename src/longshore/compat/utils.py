@@ -25,7 +25,7 @@ _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "w
 
 
 class _StdoutHandler(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]
-    """Writes to what ``sys.stdout`` is at the time of the call."""
+    """A handler that looks up ``sys.stdout`` at each call, since it may have been replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout
@@ -47,14 +47,14 @@ logger = _make_logger()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; None, or -1 among them: on all."""
+    """Log on these ranks; on all if ``ranks`` is None or contains -1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if ranks is None or rank in ranks or -1 in ranks:
         logger.log(level, f"[Rank {rank}] {message}")
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set ``"debug"``, ``"info"``, ``"warning"``, ``"error"`` or ``"critical"``; ValueError for others."""
+    """Set the level ``"debug"``, ``"info"``, ``"warning"``, ``"error"`` or ``"critical"``; ValueError for others."""
     level = _LEVELS.get(log_level_str.lower())
     if level is None:
         raise ValueError(f"{log_level_str!r} is not a valid level; use one of {', '.join(_LEVELS)}")
@@ -90,7 +90,7 @@ class RepeatingLoader:
         return self
 
     def __len__(self) -> int:
-        """Batches until it starts again."""
+        """Return the number of batches until the loader starts again."""
         return len(self.loader)  # pyright: ignore[reportArgumentType]
 
     def __next__(self) -> Any:
@@ -128,7 +128,7 @@ def _most_resident_bytes() -> int:
 
 
 def _method(name: str, on_cpu: Callable[[], Any]) -> Callable[..., Any]:
-    """A method that calls ``torch.cuda``'s function of that name, or ``on_cpu`` if there is no CUDA.
+    """Return a method that calls ``torch.cuda``'s function of that name, or ``on_cpu`` if there is no CUDA.
 
     Its argument is the number of the device; None: the current one.
     """
@@ -172,7 +172,7 @@ class DeepSpeedAccelerator:
         return True
 
     def device_name(self, device_index: int | None = None) -> str:
-        """``"cuda"``, or ``"cuda:1"``; ``"cpu"`` whatever the number."""
+        """Return ``"cuda"``, or ``"cuda:1"``; on the CPU ``"cpu"``, whatever the number."""
         if not self._cuda:
             return "cpu"
         return "cuda" if device_index is None else f"cuda:{device_index}"
@@ -181,7 +181,7 @@ class DeepSpeedAccelerator:
         return torch.device(self.device_name(device_index))
 
     def current_device_name(self) -> str:
-        """The current device's name, as ``Tensor.to()`` takes it."""
+        """Return the current device's name, as ``Tensor.to()`` takes it."""
         return self.device_name(self.current_device())
 
     def communication_backend_name(self) -> str:
@@ -191,7 +191,7 @@ class DeepSpeedAccelerator:
         return tensor.device.type == self.device_name()
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """Pin the tensor; returns it unchanged on the CPU, where nothing is copied to a device."""
+        """Pin the tensor; return it unchanged on the CPU, where nothing is copied to a device."""
         return tensor.pin_memory() if self._cuda else tensor
 
     def manual_seed(self, seed: int) -> None:
@@ -209,11 +209,11 @@ class DeepSpeedAccelerator:
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes that a model can train in."""
+        """Return the dtypes that a model can train in."""
         return [torch.float32, torch.float16] + [torch.bfloat16] * self.is_bf16_supported()
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of memory of the device, or on the CPU of the machine."""
+        """Return the bytes of memory of the device or, on the CPU, of the machine."""
         if self._cuda:
             return torch.cuda.get_device_properties(self.device(device_index)).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -221,7 +221,7 @@ class DeepSpeedAccelerator:
 
 @cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The accelerator of this process; the same object at every call."""
+    """Return the accelerator of this process; the same object at every call."""
     return DeepSpeedAccelerator()
 
 
@@ -234,7 +234,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """A state dict of whole float32 weights (masters) on the CPU; tied ones are one tensor under all their names.
+    """Return whole float32 weights (masters) on the CPU, by name; tied ones are one tensor under all their names.
 
     Args:
         checkpoint_dir, tag: as for ``save_checkpoint``; without a tag, the latest.
@@ -243,7 +243,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or does not have the whole model.
-        ValueError: ``lazy_mode``, or no tag.
+        ValueError: ``lazy_mode`` is set, or there is no tag.
     """
     from longshore.checkpoint.export import whole_state_dict
 
@@ -258,7 +258,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load the whole float32 weights into a model, moved to the CPU as in DeepSpeed; returns the model."""
+    """Load the whole float32 weights into a model, moved to the CPU as in DeepSpeed; return the model."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -279,7 +279,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         checkpoint_dir, tag, exclude_frozen_parameters: as in :func:`get_fp32_state_dict_from_zero_checkpoint`.
         output_dir: gets ``pytorch_model.bin``, or ``model.safetensors`` (several with an index, one tensor in memory
             at a time).
-        max_shard_size: of a safetensors file: bytes, or ``"5GB"``; None: one file. ``pytorch_model.bin`` is one file.
+        max_shard_size: maximum size of a safetensors file: bytes, or ``"5GB"``; None: one file. ``pytorch_model.bin``
+            is one file.
         safe_serialization: write safetensors.
 
     Raises:

@@ -18,40 +18,25 @@ from longshore.sharding import gather
 
 
 class _Reusable(AbstractContextManager[None]):
-    """A context that may be entered again, as DeepSpeed's may; ``make`` makes one for each time."""
+    """A context that may be entered again, as DeepSpeed's may; ``make`` returns a new context for each entry."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
         self._entered: list[AbstractContextManager[None]] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         context = self._make()
         context.__enter__()
         self._entered.append(context)
+        return self
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.pop().__exit__(*error)
 
 
-def zero_init(
-    module: Any = None,
-    data_parallel_group: Any = None,
-    mem_efficient_linear: bool = True,
-    remote_device: str | None = None,
-    pin_memory: bool = False,
-    config_dict_or_path: Any = None,
-    config: Any = None,
-    enabled: bool = True,
-    dtype: torch.dtype | None = None,
-    mpu: Any = None,
-    zero_param_parallel_group: Any = None,
-    zero_quantized_weights: bool = False,
-    zero_quantized_nontrainable_weights: bool = False,
-    sequence_data_parallel_group: Any = None,
-    param_swapper: Any = None,
-) -> AbstractContextManager[None]:
-    """:class:`longshore.Init` with DeepSpeed's arguments: parameters are made on rank 0, and ``initialize()`` gives
-    each rank its shard. Nested uses do nothing more.
+class ZeroInit(_Reusable):
+    """:class:`longshore.Init` with DeepSpeed's arguments: parameters are made on rank 0, and ``initialize()``
+    gives each rank its shard. Nested uses do nothing more.
 
     Args:
         module: refused; build the model inside.
@@ -66,40 +51,60 @@ def zero_init(
 
     Raises:
         ValueError: an argument that cannot be honoured, by name.
-        RankError: at the end, where another rank failed inside.
+        RankError: another rank failed inside the context; raised at its end.
     """
-    if not enabled:
-        return contextlib.nullcontext()
-    refused = {
-        "module": module,
-        "mpu": mpu,
-        "zero_param_parallel_group": zero_param_parallel_group,
-        "zero_quantized_weights": zero_quantized_weights or None,
-        "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights or None,
-        "sequence_data_parallel_group": sequence_data_parallel_group,
-        "param_swapper": param_swapper,
-    }
-    for name, value in refused.items():
-        if value is not None:
-            what = "build the model inside the with" if name == "module" else "leave it out"
-            raise ValueError(f"zero.Init(): longshore does not support {name}; {what}")
-    if str(remote_device or "none") not in ("none", "cpu"):
-        raise ValueError(
-            f"zero.Init(): remote_device must be None or 'cpu', not {remote_device!r}; parameters are in the "
-            "device's memory"
-        )
-    if data_parallel_group is not None and dist.is_initialized():
-        members, world_size = dist.get_world_size(data_parallel_group), dist.get_world_size()
-        if members != world_size:
+
+    def __init__(
+        self,
+        module: Any = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        if not enabled:
+            super().__init__(contextlib.nullcontext)
+            return
+        refused = {
+            "module": module,
+            "mpu": mpu,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights or None,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights or None,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "param_swapper": param_swapper,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                what = "build the model inside the with" if name == "module" else "leave it out"
+                raise ValueError(f"zero.Init(): longshore does not support {name}; {what}")
+        if str(remote_device or "none") not in ("none", "cpu"):
             raise ValueError(
-                f"zero.Init(): data_parallel_group has {members} of {world_size} ranks; longshore shards over all of "
-                "them"
+                f"zero.Init(): remote_device must be None or 'cpu', not {remote_device!r}; parameters are in the "
+                "device's memory"
             )
-    return _Reusable(lambda: _creation(dtype))
+        if data_parallel_group is not None and dist.is_initialized():
+            members, world_size = dist.get_world_size(data_parallel_group), dist.get_world_size()
+            if members != world_size:
+                raise ValueError(
+                    f"zero.Init(): data_parallel_group has {members} of {world_size} ranks; longshore shards over all "
+                    "of them"
+                )
+        super().__init__(lambda: _creation(dtype))
 
 
 _creations: list[object] = []
-"""The uses of ``zero.Init`` that the program is in."""
+"""The ``zero.Init`` contexts that the program is in."""
 
 
 @contextlib.contextmanager
@@ -115,16 +120,11 @@ def _creation(dtype: torch.dtype | None) -> Generator[None, None, None]:
         yield
 
 
-def gathered_parameters(
-    params: Iterable[Tensor] | Tensor,
-    modifier_rank: int | None = None,
-    fwd_module: Any = None,
-    enabled: bool = True,
-) -> AbstractContextManager[None]:
+class GatheredParameters(_Reusable):
     """:func:`longshore.gather` with DeepSpeed's arguments, also for parameters made in ``zero.Init``.
 
-    Before ``initialize()`` those exist on rank 0 only: rank 0 may write to them, and the other ranks have shapes
-    without values.
+    Before ``initialize()`` such parameters exist on rank 0 only: rank 0 may write to them, and the other ranks have
+    shapes without values.
 
     Args:
         params: a parameter, or several.
@@ -135,12 +135,23 @@ def gathered_parameters(
     Raises:
         ValueError: an argument that cannot be honoured, or a writer other than rank 0 before ``initialize()``.
     """
-    if not enabled:
-        return contextlib.nullcontext()
-    if fwd_module is not None:
-        raise ValueError("GatheredParameters(): longshore does not register external parameters; leave fwd_module out")
-    several = [params] if isinstance(params, Tensor) else list(params)
-    return _Reusable(lambda: _gathered(several, modifier_rank))
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Tensor,
+        modifier_rank: int | None = None,
+        fwd_module: Any = None,
+        enabled: bool = True,
+    ) -> None:
+        if not enabled:
+            super().__init__(contextlib.nullcontext)
+            return
+        if fwd_module is not None:
+            raise ValueError(
+                "GatheredParameters(): longshore does not register external parameters; leave fwd_module out"
+            )
+        several = [params] if isinstance(params, Tensor) else list(params)
+        super().__init__(lambda: _gathered(several, modifier_rank))
 
 
 @contextlib.contextmanager
@@ -209,12 +220,12 @@ def _of_classes(
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The model's modules that are set as leaves."""
+    """Return the model's modules that are set as leaves."""
     return [module for module in model.modules() if module in _LEAVES]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether the module was set as a leaf."""
+    """Return whether the module was set as a leaf."""
     return model in _LEAVES
 
 
@@ -227,8 +238,8 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def policy_for(model: Any, config: Any) -> Callable[[str, nn.Module], bool] | None:
-    """The wrap policy for a model with leaves: the leaves, and the configuration's units that are not inside one.
-    None if there are no leaves, or nothing is sharded."""
+    """Return the wrap policy for a model with leaves: the leaves, and the configuration's units that are not inside
+    one. None if there are no leaves, or nothing is sharded."""
     leaves = get_z3_leaf_modules(model) if isinstance(model, nn.Module) else []
     stage, policy = _stage_and_policy(config)
     if not leaves or stage != 3:

@@ -1,7 +1,7 @@
 """Functions that read and write full float32 values of a parameter, wherever its state is.
 
-With several ranks every function has to be called by all of them, in the same order, with the same parameter; each rank
-gets, or gives, the whole tensor.
+All ranks have to call each function, in the same order and with the same parameter; each rank gets, or passes, the
+whole tensor.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from longshore.sharding import sharded_store
 from longshore.tiles import GRADIENT, MASTER
 
 _OPTIMIZERS: list[weakref.ref[TiledOptimizer]] = []
-"""The optimizers of all engines, which are not kept alive here."""
+"""Weak references to the optimizers of all engines."""
 
 
 def register(optimizer: TiledOptimizer) -> None:
-    """Make the parameters of an engine's optimizer accessible here."""
+    """Register an engine's optimizer, so that the functions below find its parameters."""
     _OPTIMIZERS[:] = [reference for reference in _OPTIMIZERS if reference() is not None] + [weakref.ref(optimizer)]
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return the master: float32, on the CPU, in the parameter's shape; None for a parameter that no engine steps."""
+    """Return the master, float32 on the CPU in the parameter's shape, or None if no engine steps the parameter."""
     found = _find(param)
     if found is None:
         return None
@@ -38,10 +38,10 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Make ``value`` the master, and its rounded values the parameter.
+    """Set the master to ``value``, and the parameter to the rounded values.
 
     Raises:
-        ValueError: another shape, or a parameter that no engine steps.
+        ValueError: the shape differs, or no engine steps the parameter.
     """
     optimizer, record = _found(param, value)
     with torch.no_grad():
@@ -53,14 +53,14 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     if record.index in optimizer._core.store:
         optimizer._core.store.write_state(record.index, MASTER, flat(_copy(value)))
         record.has_master = True
-        record.mark_published()  # it is the rounded master
+        record.mark_published()  # the parameter is the rounded master now
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return ``exp_avg`` or the like: float32, on the CPU, in the parameter's shape; None before the first step.
+    """Return a state such as ``exp_avg``, float32 on the CPU in the parameter's shape, or None before the first step.
 
     Raises:
-        ValueError: a name that the optimizer does not have.
+        ValueError: the optimizer has no state of this name.
     """
     found = _find(param)
     if found is None:
@@ -70,10 +70,10 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set ``exp_avg``, ``exp_avg_sq``, ... from a tensor of the parameter's shape.
+    """Set a state such as ``exp_avg`` to a tensor of the parameter's shape.
 
     Raises:
-        ValueError: another shape or name, or a parameter that no engine steps.
+        ValueError: the shape or the name is wrong, or no engine steps the parameter.
     """
     optimizer, _ = _found(param, value)
     _check_key(optimizer, optim_state_key)
@@ -81,7 +81,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """Return the gradient of this window so far, reduced over the ranks: float32, on the CPU; None if there is none.
+    """Return the gradient of this window so far, reduced over the ranks, float32 on the CPU, or None if there is none.
 
     ``step()`` would use these values, after unscaling and clipping.
     """
@@ -102,7 +102,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Replace the parameter's reduced gradient of this window, in the dtype in which it is kept.
 
     Raises:
-        ValueError: another shape, or a parameter that no engine steps or that has no gradient in this window.
+        ValueError: the shape differs, no engine steps the parameter, or it has no gradient in this window.
     """
     optimizer, record = _found(param, value)
     if optimizer._core.window_gradients().get(record.index, value) is not None:
@@ -120,7 +120,7 @@ def _find(param: Tensor) -> tuple[TiledOptimizer, ParameterRecord] | None:
     for reference in reversed(_OPTIMIZERS):
         optimizer = reference()
         for record in optimizer._core.records if optimizer is not None else ():
-            # Between forward and backward FSDP2 puts what it gathered, the leaf, in the place of the parameter.
+            # Between forward and backward FSDP2 replaces the parameter by the gathered one, which is the leaf.
             if optimizer is not None and (param is record.parameter or param is record.leaf()):
                 optimizer._core.store.check_usable()
                 return optimizer, record
@@ -128,7 +128,7 @@ def _find(param: Tensor) -> tuple[TiledOptimizer, ParameterRecord] | None:
 
 
 def _found(param: Tensor, value: Tensor) -> tuple[TiledOptimizer, ParameterRecord]:
-    """Return the parameter's optimizer and record; ValueError if there is none, or ``value`` has another shape."""
+    """Return the parameter's optimizer and record; raise ValueError if there is none or the shapes differ."""
     found = _find(param)
     if found is None:
         raise ValueError("no engine steps this tensor: it is not a parameter that was passed to longshore.initialize()")

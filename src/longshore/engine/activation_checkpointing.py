@@ -1,9 +1,9 @@
 """Activation checkpointing on ``torch.utils.checkpoint``, with the calls of ``deepspeed.checkpointing``.
 
 Everything that a checkpointed function computes is dropped after forward and computed again in backward; only its
-inputs are kept, on their device or, with ``cpu_checkpointing``, in host memory. Gradients are the same bits either way,
-and the random state is that of the first run. An input comes back from the host with the values, the strides and the
-alignment that it had, so that the recomputation runs the same kernels on it and gives the same bits.
+inputs are kept, on their device or, with ``cpu_checkpointing``, in host memory. Gradients have the same bits either
+way, since the recomputation uses the random state of the first run. An input comes back from the host with its values,
+strides and alignment, so that the recomputation runs the same kernels on it and gives the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECTION = "activation_checkpointing"
 _KEYS = {name: key for (section, name), key in KEYS.items() if section == _SECTION}
 
 _ALIGNMENT_BYTES = 256
-"""Matrix libraries choose kernels by how well their operands are aligned, up to this."""
+"""The largest alignment of operands that matrix libraries consider when they choose kernels."""
 
 
 # -- settings ----------------------------------------------------------------------
@@ -40,19 +40,19 @@ _on_host: bool | None = None
 
 
 def install(cpu_checkpointing: bool | None) -> None:
-    """Set where every :func:`checkpoint` from now on keeps inputs; None: as if never configured."""
+    """Set whether later calls of :func:`checkpoint` keep inputs in host memory; None: as if never configured."""
     global _on_host
     _on_host = cpu_checkpointing
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure`, or the engine's configuration, set where inputs are kept."""
+    """Return whether :func:`configure`, or the engine's configuration, set where inputs are kept."""
     return _on_host is not None
 
 
 def reset() -> None:
-    """Do nothing: saved inputs live exactly as long as the graph that they belong to, so a forward that is not followed
-    by a backward frees them with its outputs. Settings stay."""
+    """Do nothing, and keep the settings. Saved inputs live exactly as long as the graph that they belong to, so a
+    forward without a backward frees them with its outputs."""
 
 
 def configure(
@@ -69,18 +69,18 @@ def configure(
 
     Args:
         mpu_: a model-parallel unit; accepted when it has one model-parallel rank.
-        deepspeed_config: a path or a dict, of which ``activation_checkpointing`` is read.
-        partition_activations: overrides its key there. Like ``contiguous_checkpointing``, ``num_checkpoints``,
-            ``synchronize`` and ``profile`` it is checked, and changes nothing (``docs/deepspeed_config.md`` says why).
+        deepspeed_config: a path or a dict, whose section ``activation_checkpointing`` is read.
+        partition_activations: overrides the key of this name. Like ``contiguous_checkpointing``, ``num_checkpoints``,
+            ``synchronize`` and ``profile`` it is checked and has no effect (``docs/deepspeed_config.md`` says why).
         contiguous_checkpointing: overrides ``contiguous_memory_optimization``.
         num_checkpoints: overrides ``number_checkpoints``.
         checkpoint_in_cpu: overrides ``cpu_checkpointing``.
         synchronize: overrides ``synchronize_checkpoint_boundary``.
-        profile: overrides its key there.
+        profile: overrides the key of this name.
 
     Raises:
-        ValueError: all that is wrong with the section and the arguments; a file that cannot be read or is not a JSON
-            object; several model-parallel ranks.
+        ValueError: the section or the arguments are wrong (the message lists all problems), the file cannot be read or
+            is not a JSON object, or there are several model-parallel ranks.
     """
     _check_model_parallel(mpu_)
     config = {} if deepspeed_config is None else deepspeed_config
@@ -132,13 +132,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function(*args, **kwargs)``, and compute it again in backward instead of keeping what it computes.
 
     With ``cpu_checkpointing`` the tensors among the arguments (not those inside containers) are copied to host memory,
-    once for each call, and brought back for backward. A checkpoint within a checkpointed function keeps nothing: it is
-    part of what the outer one computes again.
+    once for each call, and brought back for backward. A nested checkpoint keeps nothing, since the outer
+    one computes it again.
 
     Args:
-        function: gives the same outputs for the same inputs and random state.
+        function: a function that returns the same outputs for the same inputs and random state.
         *args: passed to ``function``; tensors among them may require gradients.
-        **kwargs: likewise.
+        **kwargs: passed to ``function`` likewise.
 
     Returns:
         What ``function`` returns.
@@ -157,11 +157,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finally:
             _nesting.inside = former
 
-    # CPU tensors are copied too, so that a CPU run does what a CUDA run does. Nested calls, in forward and in the
-    # recomputation, must be seen by the outer checkpoint's own hooks.
+    # CPU tensors are copied too, so that a CPU run does what a CUDA run does. Tensors that nested calls save, in
+    # forward and in the recomputation, must reach the outer checkpoint's own hooks.
     hooks = saved_tensors_hooks(HostInput, lambda saved: saved.restore())
     with hooks if _on_host and not _nesting.inside else contextlib.nullcontext():
-        # Keyword arguments go by position: torch saves only positional tensors as autograd does, with a version.
+        # Keyword arguments are passed by position: torch saves only positional tensors with versions, like autograd.
         return torch.utils.checkpoint.checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
 
@@ -179,8 +179,8 @@ class HostInput:
     """A copy of one tensor in host memory, which is pinned if the tensor was on a CUDA device.
 
     Args:
-        tensor: copied, and not kept. A dense tensor is copied as it lies in memory, an expanded one without its
-            repetitions, and one with gaps without them; a sparse tensor or a subclass as torch copies it.
+        tensor: the tensor to copy; it is not kept alive. A dense tensor keeps its memory layout, but neither the
+            repetitions of an expanded tensor nor gaps are copied; torch copies a sparse tensor or a subclass.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -203,7 +203,7 @@ class HostInput:
             source = source.as_strided((self._extent,), (1,), tensor.storage_offset())
         pinned = tensor.device.type == "cuda"
         host = torch.empty(source.size(), dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        # torch's pinned allocator does not hand the block out again before this copy is done.
+        # torch's pinned allocator does not reuse the block before this copy is done.
         return host.copy_(source, non_blocking=pinned)
 
     @property
@@ -216,7 +216,7 @@ class HostInput:
         with torch.no_grad():
             if self._stride is None:
                 return self._host.to(self._device, copy=True)
-            # The copy is enqueued on the current stream. Whoever may read the input there is ordered
+            # The copy is enqueued on the current stream. Every stream that may read the input is ordered
             # after the stream that was current when it was saved, and so after the copy to the host.
             memory = torch.empty(self._phase + self._extent, dtype=self._host.dtype, device=self._device)
             restored = memory.as_strided(self._size, self._stride, self._phase)
@@ -226,7 +226,7 @@ class HostInput:
 
 
 def _has_no_overlap(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether certainly no two elements share memory."""
+    """Return True only if it is certain that no two elements share memory."""
     end = 1
     for step, count in sorted((step, count) for count, step in zip(size, stride, strict=True) if count > 1):
         if step < end:

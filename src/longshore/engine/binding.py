@@ -1,8 +1,8 @@
-"""The CPUs of a rank: the engine binds it to some, unless ``longshore launch`` did, and chooses its host threads.
+"""Binding of a rank to CPUs, unless ``longshore launch`` did it, and the choice of its host threads.
 
-The ranks of a machine exchange what they may use, and each computes the same plan. Either all of them bind themselves
-or none does, and no rank takes a CPU that was given to another process. The number of torch's threads stays as it is,
-since sums computed by torch depend on it; so the ranks are not bound where one would get fewer CPUs than torch has
+The ranks of a machine exchange which CPUs they may use, and each computes the same plan. Either all of them bind
+themselves or none does, and no rank takes a CPU that was given to another process. The number of torch's threads stays
+as it is, since sums computed by torch depend on it; so no rank is bound if one would get fewer CPUs than torch has
 threads.
 """
 
@@ -41,13 +41,13 @@ _LEAST_CORES = 4
 
 
 class Neighbours(NamedTuple):
-    """Ranks of one machine, including this one."""
+    """Numbers of ranks on one machine, including this one."""
 
     on_machine: int
     on_cpus: int
     """Number of ranks that may use the same CPUs; a launcher may have given each its own."""
     place: int
-    """Index of this rank among the latter."""
+    """Index of this rank among those that may use the same CPUs."""
 
 
 @dataclass
@@ -56,11 +56,11 @@ class Binding:
 
     text: str  # one line with the CPUs and the reason
     host_threads: int | None  # number of threads of the host step; None: not chosen here
-    threads: BoundThreads | None  # what the engine bound; None: nothing
-    neighbours: Neighbours  # who shares the machine's memory and CPUs
+    threads: BoundThreads | None  # the threads that the engine bound; None: none
+    neighbours: Neighbours  # the ranks that share the machine's memory and CPUs
 
     def release(self) -> None:
-        """Move threads back to where they were before the engine bound them; a second call does nothing."""
+        """Undo the engine's binding, so that threads may use their former CPUs again; a second call does nothing."""
         if self.threads is not None:
             self.threads.release()
             self.threads = None
@@ -70,8 +70,8 @@ class Binding:
 class Situation:
     """Information that one rank gives the others about its machine.
 
-    ``cpus`` are logical CPUs that the rank may use, as a list in words; ``occupied`` are those to which ranks of other
-    runs were bound.
+    ``cpus`` are logical CPUs that the rank may use, as text; ``occupied`` are those to which ranks of other runs were
+    bound.
     """
 
     machine: str  # the same for all ranks of one machine
@@ -92,7 +92,7 @@ def bind(config: Config, ranks: Ranks, environ: Mapping[str, str], root: Path = 
         root: parent folder of ``proc`` and ``sys``.
 
     Raises:
-        ValueError: a variable of longshore's with a value that is not valid.
+        ValueError: a variable of longshore has an invalid value.
     """
     launched = binding_of(environ)
     topology = read_topology(root)
@@ -120,8 +120,8 @@ def bind(config: Config, ranks: Ranks, environ: Mapping[str, str], root: Path = 
 def plan_or_refusal(
     rows: Sequence[Situation], place: int, topology: Topology, root: Path = Path("/")
 ) -> RankBinding | str:
-    """Return the CPUs of one rank, or why it is not bound; each rank of a machine computes the same plan. ``rows`` are
-    of the machine's ranks, in order, and ``place`` is the index of this one."""
+    """Return the CPUs of one rank, or why it is not bound; each rank of a machine computes the same plan. ``rows``
+    describe the machine's ranks, in order, and ``place`` is the index of this rank."""
     mine = rows[place]
     if mine.refusal:
         return mine.refusal
@@ -172,7 +172,7 @@ def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology:
         return f"cpu_set names CPU {cpu_list(config.cpu_set)}"
     try:
         launcher = detect(environ).launcher
-    except ValueError:  # join() took the ranks of a process group that existed
+    except ValueError:  # join() took the ranks of an existing process group
         launcher = "none"
     if launcher == "none":
         return "no launcher started it, so other processes may need CPUs"
@@ -184,8 +184,8 @@ def _refusal(config: Config, ranks: Ranks, environ: Mapping[str, str], topology:
 def host_cpus(
     config: Config, neighbours: Neighbours, granted: int | None = None
 ) -> tuple[int | None, tuple[int, ...] | None]:
-    """Choose ``threads`` and ``cpu_set`` of :class:`longshore.Offload`: as configured; else as many threads as were
-    ``granted`` when this rank was bound; else an equal share for each rank that may use the same CPUs."""
+    """Choose ``threads`` and ``cpu_set`` of :class:`longshore.Offload`: the configured ones; otherwise as many threads
+    as were ``granted`` when this rank was bound; otherwise an equal share for each rank that may use the same CPUs."""
     if config.threads is not None or config.cpu_set is not None:
         return config.threads, config.cpu_set
     if config.cpu_share is None and granted is not None:
@@ -193,7 +193,7 @@ def host_cpus(
     cpus = usable_cpus()
     if config.cpu_share is None:
         return max(1, len(cpus) // neighbours.on_cpus), None
-    # With more ranks than CPUs some share one.
+    # If there are more ranks than CPUs, some ranks share a CPU.
     first = neighbours.place * len(cpus) // neighbours.on_cpus
     end = max(first + 1, (neighbours.place + 1) * len(cpus) // neighbours.on_cpus)
     count = max(1, round(config.cpu_share * (end - first)))

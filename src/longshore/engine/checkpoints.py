@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint`` of an engine, and its own part of a checkpoint."""
+"""``save_checkpoint`` and ``load_checkpoint`` of an engine, and the engine's own part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
 
 
 class Resumable(Protocol):
-    """What of an engine is saved and restored. The engine imports this module, and not the other way round."""
+    """The attributes of an engine that are saved and restored. A protocol, because the engine imports this module."""
 
     module: nn.Module
     optimizer: TiledOptimizer
@@ -52,7 +52,7 @@ class Resumable(Protocol):
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of an engine, which has this accumulation window."""
+    """Saves and loads the checkpoints of an engine, whose accumulation window is ``window``."""
 
     def __init__(self, engine: Resumable, window: Window) -> None:
         self._engine = engine
@@ -60,7 +60,7 @@ class Checkpoints:
         self._group: RankGroup | None = None  # set when the first checkpoint is saved or loaded
         self._background = Background()
         self._run = secrets.token_hex(8)
-        """Identifies the run, also after it was resumed: ``keep_last`` removes only its own checkpoints."""
+        """Identifier of the run, also after it is resumed: ``keep_last`` removes only its own checkpoints."""
 
     # -- saving ---------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Checkpoints:
     ) -> Path:
         """Save everything that a run needs to resume exactly; all ranks have to call, between two windows.
 
-        Saved are weights, masters, moments and step counts of each parameter, the schedule, the loss scale, counters,
+        It saves weights, masters, moments and step counts of each parameter, the schedule, the loss scale, counters,
         and each rank's random states and position in ``training_dataloader``. ``docs/checkpoint_format.md`` describes
         the files.
 
@@ -87,23 +87,23 @@ class Checkpoints:
                 checkpoint of that name is replaced when the new one is complete.
             client_state: values of your own: JSON, and tensors.
             save_latest: let ``load_checkpoint`` without a tag find this one.
-            exclude_frozen_parameters: leave those out (for adapters on weights that are stored elsewhere).
+            exclude_frozen_parameters: leave out frozen parameters (for adapters on weights that are stored elsewhere).
             keep_last: remove older checkpoints of this run beyond this number, except those saved with
                 ``save_latest=False``; None: remove none.
             async_save: return at once and write on another thread while training goes on. Weights are copied; masters
-                and moments are not: a step into a state buffer that is not written yet goes into another one, taken
-                from those for steps ahead (``speculation_memory``) or, without them, from at most a quarter of the
-                free memory. Beyond it a step waits.
+                and moments are not: a step of a tile whose state buffer is not written yet goes into another one,
+                taken from the spares (``speculation_memory``) or, without them, from at most a quarter of the free
+                memory. When these are used up, a step waits.
 
         Returns:
             The checkpoint's folder; with ``async_save`` it exists after :meth:`wait`.
 
         Raises:
-            CheckpointError: in the middle of a window; a value that cannot be saved, by its key; the disk failed. The
+            CheckpointError: a window is under way, a value (named by its key) cannot be saved, or the disk failed. The
                 former checkpoint is still there. With ``async_save`` the next call that saves, loads, waits or destroys
                 raises it, and it is logged at once.
-            ValueError: a tag that is not a valid folder name, or that differs between ranks.
-            RankError: another rank does something else, or is gone.
+            ValueError: the tag is not a valid folder name, or differs between ranks.
+            RankError: another rank makes a different call, or is gone.
         """
         self.wait()
         client_state = client_state or {}
@@ -140,10 +140,10 @@ class Checkpoints:
         return path
 
     def wait(self) -> None:
-        """Wait until what ``async_save=True`` began is on the disk.
+        """Wait until a save that ``async_save=True`` began is on the disk.
 
         Raises:
-            CheckpointError, RankError: it could not be written, as :meth:`save` says.
+            CheckpointError, RankError: the save failed, for the reasons that :meth:`save` lists.
         """
         self._background.wait()
 
@@ -196,8 +196,9 @@ class Checkpoints:
             checkpoint at all.
 
         Raises:
-            CheckpointError: damaged, or of another model or optimizer; lists the differences. Nothing was loaded.
-            RankError: another rank does something else, or is gone.
+            CheckpointError: the checkpoint is damaged, or of another model or optimizer; the message lists the
+                differences. Nothing was loaded.
+            RankError: another rank makes a different call, or is gone.
         """
         self.wait()
         strict = load_module_strict if strict is None else strict
@@ -211,7 +212,7 @@ class Checkpoints:
         engine, group = self._engine, self._met(loading=True)
         self._check_same(group, "load_dir", str(root))
         self._check_same(group, "tag", tag)
-        # Where a step failed half way, perhaps on this rank alone, its window is lost with it.
+        # If a step failed half way, perhaps on this rank alone, its window is lost in any case.
         gone = engine.optimizer._core.store.broken is not None and not module_only
         group.together(lambda: gone or self._check_no_window("{} would be stepped into what is loaded: load"))
         group.first(lambda: _check_ours(root, tag))
@@ -235,7 +236,7 @@ class Checkpoints:
         return whole.path, values[CLIENT_STATE]
 
     def _looked(self, whole: WholeCheckpoint, state: Any, group: RankGroup) -> dict[str, Any]:
-        """Check the engine's state, and read and check this rank's own. Raises CheckpointError."""
+        """Check the engine's state, and read and check this rank's own part. Raises CheckpointError."""
         where = str(whole.path)
         state = checked(state, dict, f"{where}: engine")
         for name in (*_COUNTERS, "gradient_accumulation_steps"):
@@ -287,7 +288,7 @@ class Checkpoints:
     # -- together -------------------------------------------------------------
 
     def _met(self, loading: bool) -> RankGroup:
-        """Wait for all ranks, and return the group in which they exchange what is not a tensor."""
+        """Wait for all ranks, and return the group in which they exchange Python objects."""
         ranks = self._engine.ranks
         if (sharded := sharded_store(self._engine.optimizer)) is not None:
             sharded.meet(loading)
@@ -307,14 +308,14 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            # After Ctrl-C the save may go on, and uses the group.
+            # After Ctrl-C the save may still run and use the group.
             if self._group is not None and not self._background.busy:
                 self._group.close()
                 self._group = None
 
 
 def _check_ours(root: Path, tag: str | None) -> None:
-    """Raise for a checkpoint of DeepSpeed, so that a run that was to resume from it does not start afresh."""
+    """Raise CheckpointError for a checkpoint of DeepSpeed, so that a run that should resume does not start afresh."""
     if is_deepspeed(root, tag):
         raise CheckpointError(
             f"the checkpoint in {root} is DeepSpeed's; convert it once with `longshore import-deepspeed {root} --out "
@@ -323,7 +324,7 @@ def _check_ours(root: Path, tag: str | None) -> None:
 
 
 def _state_of(holder: Any) -> dict[str, Any] | None:
-    """Return the state to save; None where there is none."""
+    """Return ``holder.state_dict()``, or None if it has none."""
     state_dict: Any = getattr(holder, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
     return None if state is None else dict(state)

@@ -1,4 +1,4 @@
-"""``longshore.Init``: models that are made without their weights on every rank but one."""
+"""``longshore.Init``: models whose weights are made on rank 0 only."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from longshore.errors import RankError
 class Init:
     """Context in which modules have parameters on rank 0 only; :func:`longshore.initialize` gives each rank its part.
 
-    On the other ranks parameters go to the meta device as soon as a module has them: shapes and dtypes without memory.
-    Buffers are made everywhere. So a machine has one copy of the weights and not one for each of its ranks. With
-    ``empty`` no rank has any; :func:`longshore.initialize` then takes ``weights``.
+    On the other ranks parameters move to the meta device as soon as a module registers them: they have shapes and
+    dtypes, but no memory. Buffers are made everywhere. So a machine has one copy of the weights and not one for each of
+    its ranks. With ``empty`` no rank has weights, and :func:`longshore.initialize` needs ``weights``.
 
-    Random initialization draws on rank 0 what it would have drawn without this context. If all ranks came with the same
-    state of torch's CPU generator, they leave with the same, so that what they draw next is also unchanged.
+    Random initialization draws the same numbers on rank 0 as without this context. If all ranks enter with the same
+    state of torch's CPU generator, they also leave with the same state, so that later draws are unchanged too.
 
     Args:
-        empty: rank 0 too makes no weights.
-        enabled: False: does nothing, for scripts that decide by a flag.
+        empty: rank 0 makes no weights either.
+        enabled: False makes the context do nothing, for scripts that decide by a flag.
 
     Raises:
-        ValueError, RendezvousError: as :func:`longshore.init_distributed`, which is called if it was not yet.
-        RuntimeError: one inside another.
-        RankError: at the end, where another rank failed inside.
+        ValueError, RendezvousError: as for :func:`longshore.init_distributed`, which is called if it was not yet.
+        RuntimeError: the context is inside another one.
+        RankError: another rank failed inside the context; raised at its end.
     """
 
     _active = False
@@ -56,7 +56,7 @@ class Init:
 
             def register_parameter(module: Any, name: str, param: nn.Parameter | None) -> None:
                 if isinstance(param, nn.Parameter) and not param.is_meta and not is_lazy(param):
-                    # The same object: a module may keep it elsewhere too, or be given it again.
+                    # The object stays the same: a module may keep it elsewhere too, or register it again.
                     put(on_meta(param), into=param)
                 former(module, name, param)
 
@@ -70,10 +70,10 @@ class Init:
         if self._former is not None:
             nn.Module.register_parameter, self._former = self._former, None
         if self._ranks is not None:
-            self._adopt_generator(self._ranks, error)  # also after an exception: the other ranks come here too
+            self._adopt_generator(self._ranks, error)  # also after an exception, since the other ranks gather here
 
     def _adopt_generator(self, ranks: Ranks, error: BaseException | None) -> None:
-        """Take rank 0's generator if all ranks came with the same state, and none of them failed."""
+        """Take the state of rank 0's generator if all ranks entered with the same state and none of them failed."""
         assert self._before is not None
         digest = hashlib.blake2b(bytes(self._before.tolist()), digest_size=16).hexdigest()
         drawn = torch.get_rng_state() if ranks.rank == 0 and not self._empty else None
@@ -87,18 +87,18 @@ class Init:
 
 
 def on_meta(param: nn.Parameter) -> nn.Parameter:
-    """Return the same parameter without memory, with its attributes."""
+    """Return a copy of a parameter on the meta device, with its attributes."""
     made = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
     vars(made).update(vars(param))
     return made
 
 
 def put(other: nn.Parameter, into: Tensor) -> None:
-    """Give ``into`` the shape, dtype and memory of ``other``, which is used up; ``into`` keeps its identity, class,
-    attributes and hooks."""
-    # torch.utils.swap_tensors refuses where there are weak references (nn.LSTM has some), which go on as well, and it
-    # leaves hooks behind.
+    """Give ``into`` the shape, dtype and memory of ``other``, which must not be used afterwards; ``into`` keeps its
+    identity, class, attributes and hooks."""
+    # torch.utils.swap_tensors refuses tensors with weak references (nn.LSTM has some), although these stay valid, and
+    # it does not keep hooks.
     torch._C._swap_tensor_impl(into, other)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(into, hooks) is not None:
-            setattr(into, hooks, getattr(into, hooks))  # as they were, on what it has now
+            setattr(into, hooks, getattr(into, hooks))  # registers the same hooks on the new memory

@@ -17,7 +17,7 @@ Batch = TypeVar("Batch")
 
 
 class _Order(DistributedSampler[Any]):
-    """The samples of one rank in an epoch; the next ``iter()`` leaves the first ``skipped`` ones out."""
+    """The samples of one rank in an epoch; the next ``iter()`` leaves out the first ``skipped`` ones."""
 
     skipped = 0
 
@@ -48,7 +48,7 @@ class TrainingLoader(Generic[Batch]):
             self._order.skipped = self._batches * self.batch_size
         batches = iter(self.loader)
         if self._batches > 0:
-            # torch draws a seed for the workers of an epoch; the run that is resumed here has drawn it.
+            # torch draws a seed for the workers of an epoch, which the run that is resumed here has drawn already.
             torch.set_rng_state(random_state)
         return self._counted(batches)
 
@@ -67,10 +67,10 @@ class TrainingLoader(Generic[Batch]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` continue after the batches that :meth:`state_dict` counted. If no batch begins there,
-        since batches have another size now, it starts with the batch before, with a warning.
+        since batches have another size now, ``iter()`` starts with the batch before, with a warning.
 
         Raises:
-            ValueError: not a state of a loader.
+            ValueError: ``state_dict`` is not the state of a loader.
         """
         if not state_dict:
             return
@@ -88,7 +88,7 @@ class TrainingLoader(Generic[Batch]):
         self._resumed = batches
 
     def __len__(self) -> int:
-        """Batches per epoch; ``TypeError`` for a stream of unknown length."""
+        """Return the number of batches per epoch. Raises TypeError for a stream of unknown length."""
         return len(self.loader)
 
     @property
@@ -107,18 +107,18 @@ class TrainingLoader(Generic[Batch]):
         return 0 if self._order is None else self._order.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle differently from the next ``iter()`` on; all ranks have to pass the same number.
+        """Set the epoch, and so the order from the next ``iter()`` on; all ranks have to pass the same number.
 
         Raises:
-            ValueError: a negative number, or not an integer.
-            TypeError: a stream, which has its own order.
+            ValueError: ``epoch`` is negative or not an integer.
+            TypeError: the dataset is a stream, which has its own order.
         """
         if not is_integer(epoch) or epoch < 0:
             raise ValueError(f"an epoch is an integer that is not negative, not {shown(epoch)}")
         if self._order is None:
             raise TypeError("an IterableDataset has its own order: tell the dataset about the epoch")
         if epoch != self.epoch:
-            self._resumed = None  # it was a position in another epoch
+            self._resumed = None  # which was a position in another epoch
         self._order.set_epoch(epoch)
 
 
@@ -133,20 +133,21 @@ def make_loader(
 ) -> TrainingLoader[Any]:
     """Make the loader of ``training_data`` for one rank.
 
-    The order does not depend on the number of ranks: rank r of n has its samples r, r + n, ... If they cannot be
+    The order does not depend on the number of ranks: rank r of n gets samples r, r + n, ... of it. If they cannot be
     divided evenly, the first ones are repeated, so that all ranks have equally many batches.
 
     Args:
-        training_data: with ``__getitem__`` and ``__len__``; or, for one rank, an ``IterableDataset``.
+        training_data: a dataset with ``__getitem__`` and ``__len__``; or, for one rank, an ``IterableDataset``.
         micro_batch_size: samples per batch and rank. Batches for a CUDA device are pinned.
-        collate_fn: list of samples -> batch; by default torch's.
+        collate_fn: a function from a list of samples to a batch; by default torch's.
         drop_last: leave out a last batch with fewer samples (the configuration's ``dataloader_drop_last``).
         num_workers: processes that read ahead.
-        seed: seed of the shuffled order; None: samples come in their order.
+        seed: seed of the shuffled order; None: samples are not shuffled.
 
     Raises:
-        TypeError: not a dataset, a stream with several ranks, or arguments of another type.
-        ValueError: sizes below 1, no samples, or no full batch where smaller ones are dropped.
+        TypeError: ``training_data`` is not a dataset, or is a stream and there are several ranks; or an argument has
+            another type.
+        ValueError: a size is too small, or there are no samples, or no full batch and smaller ones are dropped.
     """
     numbers = {"the micro batch size": (micro_batch_size, 1), "num_workers": (num_workers, 0), "seed": (seed, 0)}
     for name, (value, least) in numbers.items():

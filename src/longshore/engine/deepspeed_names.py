@@ -1,4 +1,4 @@
-"""Names that scripts know from DeepSpeed's engine: what longshore's engine answers to them, or what to use instead."""
+"""Names of DeepSpeed's engine: those that longshore's engine has too, and what to use in place of others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INSTEAD = {
 
 
 class BatchInfo(NamedTuple):
-    """Samples per step, samples per backward and rank, backwards per step."""
+    """Samples per step, samples per backward on one rank, and backwards per step."""
 
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
@@ -66,7 +66,7 @@ def _configured(read: Callable[[Config], T]) -> Callable[[Any], T]:
 
 @dataclass(frozen=True)
 class DeepSpeedNames:
-    """Attributes and methods of DeepSpeed's engine that :class:`longshore.Engine` passes on to here.
+    """Attributes and methods of DeepSpeed's engine that :class:`longshore.Engine` looks up here.
 
     They belong to the engine's interface: ``engine.save_16bit_model(...)``, ``engine.get_batch_info()``.
     """
@@ -86,12 +86,12 @@ class DeepSpeedNames:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write whole weights in the dtype that they train in, on rank 0; at stage 3 all ranks have to call.
+        """Write whole weights in the dtype in which they train, on rank 0; at stage 3 all ranks have to call.
 
         Args:
-            save_dir: created if it does not exist.
-            save_filename: written as safetensors if it ends with ``.safetensors``, else for ``torch.load``.
-            exclude_frozen_parameters: leave those out.
+            save_dir: the folder, which is created if it does not exist.
+            save_filename: written as safetensors if it ends with ``.safetensors``, otherwise for ``torch.load``.
+            exclude_frozen_parameters: leave out frozen parameters.
 
         Returns:
             True.
@@ -104,7 +104,7 @@ class DeepSpeedNames:
     save_fp16_model = save_16bit_model
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Whole weights on the CPU, on rank 0; None on the others. At stage 3 all ranks have to call.
+        """Return whole weights on the CPU on rank 0, and None on the others. At stage 3 all ranks have to call.
 
         Tied tensors are copied once for all of their names; each module's shards are gathered in turn.
         """
@@ -136,7 +136,7 @@ class DeepSpeedNames:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's own ``state_dict()``; at stage 3 on several ranks it has shards (``DTensor``)."""
+        """Return the model's own ``state_dict()``; at stage 3 on several ranks it has shards (``DTensor``)."""
         frozen = {id(each) for each in self._module.parameters() if not each.requires_grad}
         state = self._module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
         for name in list(state):
@@ -152,10 +152,10 @@ class DeepSpeedNames:
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> None:
-        """Load whole weights, the same on all ranks, at any stage; masters follow at the next step.
+        """Load whole weights, the same on all ranks, at any stage; masters are set from them at the next step.
 
         Args:
-            checkpoint: a state dict of the model, or a dictionary with one as ``"module"``.
+            checkpoint: a state dict of the model, or a dictionary with one under ``"module"``.
             strict: as in torch.
             custom_load_fn: called with ``src`` and ``dst``, the state dict and the model, in place of torch's loading.
         """
@@ -165,7 +165,7 @@ class DeepSpeedNames:
         elif not any(map(is_sharded, model.parameters())):
             model.load_state_dict(state, strict=strict)
         else:
-            # Imported here: only shards need it, and it takes a while.
+            # Imported here: the import takes a while, and only shards need it.
             from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
             set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True, strict=strict))
@@ -177,36 +177,36 @@ class DeepSpeedNames:
     # -- numbers --------------------------------------------------------------
 
     def get_batch_info(self) -> BatchInfo:
-        """The three batch numbers, which multiply out with the number of ranks."""
+        """Return the three batch numbers; the first is the product of the others and the number of ranks."""
         sizes = self._window.sizes
         return BatchInfo(sizes.train_batch_size, sizes.micro_batch_size, sizes.accumulation_steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Samples per backward and rank from now on, as the engine counts them; ``training_dataloader`` keeps its own.
+        """Set the samples per backward on one rank, as the engine counts them; ``training_dataloader`` keeps its own.
 
-        The accumulation steps stay, so the train batch changes with it.
+        The accumulation steps stay, so the train batch size changes.
         """
         self._window.sizes = self._window.sizes.with_micro_batch_size(micro_batch_size)
 
     def get_mom(self) -> list[Any]:
-        """Betas, or momentum, of each group."""
+        """Return the betas, or the momentum, of each group."""
         return [group.get("betas", group.get("momentum")) for group in self._optimizer.param_groups]
 
     @property
     def loss_scale(self) -> CallableFloat:
-        """The factor of losses before backward, 1.0 without a scaler; it may also be called."""
+        """Factor by which a loss is multiplied before backward, 1.0 without a scaler; it may also be called."""
         return CallableFloat(self._loss_scaling.value)
 
     cur_scale = loss_scale
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its machine."""
+        """Index of this rank on its machine."""
         return self._ranks.local_rank
 
     @property
     def global_rank(self) -> int:
-        """This rank among all."""
+        """Index of this rank in the run."""
         return self._ranks.rank
 
     @property
@@ -227,7 +227,7 @@ class DeepSpeedNames:
     # -- the configuration ----------------------------------------------------
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Dtypes of parameters, and of gradients as they are added."""
+        """Return the dtype of parameters, and the dtype in which gradients are accumulated."""
         parameters = DTYPES[self._config.dtype] if self._config.dtype else torch.float32
         return parameters, DTYPES[self._config.accumulation_dtype]
 
@@ -240,7 +240,7 @@ class DeepSpeedNames:
     def optimizer_name(self) -> str:
         return type(self._optimizer).__name__
 
-    # None where the optimizer was passed, or there is no schedule.
+    # None if the user passed the optimizer, or if there is no schedule.
     optimizer_params = _configured(lambda config: config.optimizer and config.optimizer.arguments())
     scheduler_name = _configured(lambda config: config.scheduler and config.scheduler.type)
     scheduler_params = _configured(lambda config: config.scheduler and config.scheduler.arguments())
@@ -278,10 +278,10 @@ class DeepSpeedNames:
             route: ``"train"`` shuffles, ``"eval"`` and ``"predict"`` keep the order.
             pin_memory: accepted; batches for a CUDA device are always pinned.
             data_sampler: rejected.
-            num_local_io_workers: processes that read ahead; None: none.
+            num_local_io_workers: number of processes that read ahead; None: 0.
 
         Raises:
-            ValueError: a sampler, or another route.
+            ValueError: a sampler is given, or the route is unknown.
         """
         if data_sampler is not None:
             raise ValueError(
@@ -302,11 +302,11 @@ class DeepSpeedNames:
 
 
 PASSED_ON = frozenset(name for name in vars(DeepSpeedNames) if not name.startswith("__"))
-"""Names of :class:`DeepSpeedNames` that are the engine's."""
+"""Names that the engine looks up in :class:`DeepSpeedNames`."""
 
 
 def save_weights(weights: Mapping[str, Any], path: Path) -> None:
-    """Write a state dict, as safetensors where the name ends so (tied tensors once), else for ``torch.load``.
+    """Write a state dict: as safetensors if ``path`` ends so (tied tensors once), otherwise for ``torch.load``.
 
     The file is written atomically: it gets its name when it is complete.
     """

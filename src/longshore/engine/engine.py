@@ -32,7 +32,7 @@ class Engine(nn.Module):
     """A model with its optimizer, as :func:`longshore.initialize` returns it.
 
     ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``: with several ranks, every rank makes the same calls
-    in the same order. Attributes that the engine lacks are those of :class:`DeepSpeedNames`, and then the model's.
+    in the same order. Other attributes are looked up in :class:`DeepSpeedNames`, and then in the model.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Engine(nn.Module):
         self.load_checkpoint = self._checkpoints.load
         self.wait_for_checkpoint = self._checkpoints.wait
         optimizer.set_loss_scale(self.loss_scaling.value)
-        # Whether the engine or its user calls the optimizer's step() or zero_grad(), the window ends with it.
+        # The window ends with the optimizer's step() or zero_grad(), whether the engine or its user calls them.
         optimizer.register_step_pre_hook(_weakly(self._check_step))
         optimizer.register_step_post_hook(_weakly(self._end_window))
         optimizer._core.when_discarded = _weakly(self._end_window, discarded=True)
@@ -120,7 +120,7 @@ class Engine(nn.Module):
         Args:
             loss: one element; divided by the number of accumulation steps.
             retain_graph: as in torch.
-            scale_wrt_gas: false leaves the division out.
+            scale_wrt_gas: False leaves out the division.
 
         Returns:
             The loss as it was differentiated, without the loss scale.
@@ -132,7 +132,7 @@ class Engine(nn.Module):
         window, optimizer = self._window, self.optimizer
         steps = window.sizes.accumulation_steps if scale_wrt_gas else 1
         divided = loss / steps if steps > 1 else loss
-        window.has_raw(optimizer._core.gradients_arrived)  # what a loss.backward() brought before this one
+        window.has_raw(optimizer._core.gradients_arrived)  # from a loss.backward() before this call
         optimizer._core.look_again()
         optimizer._core.store.begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
@@ -157,7 +157,7 @@ class Engine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up on this rank; they are reduced with the next one outside, or by ``step()``."""
+        """Accumulate the block's gradients on this rank; the next backward outside, or ``step()``, reduces them."""
         former, self._synchronize = self._synchronize, False
         try:
             yield
@@ -175,8 +175,8 @@ class Engine(nn.Module):
             lr_kwargs: arguments of the schedule's ``step()``.
 
         Raises:
-            GradientError: a gradient that cannot be counted, by name; nothing was stepped.
-            RankError: the ranks do different things.
+            GradientError: a gradient, named in the message, cannot be counted; nothing was stepped.
+            RankError: the ranks make different calls.
         """
         self._check_alive()
         self._applied = False
@@ -207,19 +207,19 @@ class Engine(nn.Module):
         return contextlib.nullcontext() if self._reports is None else self._reports.timing(part)
 
     def _report(self, exposed_s: float) -> None:
-        """Report the step, before the schedule changes the learning rates; training waited ``exposed_s`` in it."""
+        """Report a step before the schedule changes the learning rates; training waited ``exposed_s`` in ``step()``."""
         if self._reports is not None:
             counts = self.global_steps, self.skipped_steps, self.global_samples
             norm, scale = self.get_global_grad_norm(), self.loss_scaling.value
             self._reports.step(StepFigures(*counts, self.get_lr(), norm, scale, exposed_s))
 
     def _anything(self) -> bool:
-        """Whether there was a backward. Raw ones may have been on other ranks, so that they have to agree."""
+        """Return whether there was a backward; the ranks agree, since one of them may have called loss.backward()."""
         window = self._window
         return window.boundary is not None or window.backwards > 0 or bool(self.optimizer._core.window_gradients())
 
     def _apply_window(self) -> bool:
-        """Clip and step; return False where an overflow skipped the step."""
+        """Clip and step; return False if an overflow skipped the step."""
         scaling, clip = self.loss_scaling, self.config.gradient_clipping
         self._norm = None
         if clip is not None:
@@ -227,7 +227,7 @@ class Engine(nn.Module):
         if not scaling.skips_overflow:
             self.optimizer.step()
             return True
-        # The norm is the same number on all ranks, and so is what follows from it (law 6).
+        # The norm is the same number on all ranks, so they decide alike (law 6).
         self._norm = self.optimizer.grad_norm() if self._norm is None else self._norm
         overflow = not bool(torch.isfinite(self._norm))
         if overflow:
@@ -244,7 +244,7 @@ class Engine(nn.Module):
         self.optimizer.zero_grad(set_to_none)
 
     def _check_step(self) -> None:
-        """Raise where the optimizer's own step() would silently leave out what only the engine does."""
+        """Raise LongshoreError if the optimizer's own step() would leave out clipping or the overflow check."""
         clips, skips = self.config.gradient_clipping is not None, self.loss_scaling.skips_overflow
         if not self._stepping and (clips or skips):
             raise LongshoreError(
@@ -256,13 +256,13 @@ class Engine(nn.Module):
         if discarded:
             self._window.discard()
         self._window.begin()
-        if self._reports is not None and not self._stepping:  # otherwise they are written when the step is over
+        if self._reports is not None and not self._stepping:  # otherwise step() reports the losses
             self._reports.discard()
 
     # -- the window -----------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the backward that is under way, or has just ended, is the last of its window."""
+        """Return whether the backward that is under way, or has just ended, is the last of its window."""
         return self._window.at_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -272,28 +272,28 @@ class Engine(nn.Module):
         self._window.boundary = is_boundary
 
     def gradient_accumulation_steps(self) -> int:
-        """Backwards per step, from which ``step()`` knows when it is due."""
+        """Return the number of backwards per step, which decides when ``step()`` is due."""
         return self._window.sizes.accumulation_steps
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Set the backwards per step from the next window on; the micro batch stays, the train batch changes."""
+        """Set the backwards per step between two windows; the micro batch stays, the train batch changes."""
         self._window.set_accumulation_steps(steps)  # may raise
         self.optimizer.expect_backwards(steps)
 
     def train_batch_size(self) -> int:
-        """Samples per step, over all ranks."""
+        """Return the number of samples per step, over all ranks."""
         return self._window.sizes.train_batch_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples per step by changing the accumulation steps; the micro batch stays."""
+        """Set the samples per step by changing the accumulation steps; the micro batch size stays."""
         self.set_gradient_accumulation_steps(self._window.sizes.steps_for(train_batch_size))
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per backward, on one rank."""
+        """Return the number of samples per backward on one rank."""
         return self._window.sizes.micro_batch_size
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed the weights: it was due, and there was no overflow."""
+        """Return whether the last ``step()`` changed the weights: it was due, and there was no overflow."""
         return self._applied
 
     @property
@@ -304,18 +304,18 @@ class Engine(nn.Module):
     # -- looking --------------------------------------------------------------
 
     def explain(self, print_it: bool = True) -> Explanation:
-        """Buckets, tiles, owners, bytes, and what became of every gradient of the last window."""
+        """Describe buckets, tiles, owners and bytes, and what happened to every gradient of the last window."""
         explanation = explain(self.config, self.ranks, self.optimizer, self.binding)
         if print_it and self.ranks.rank == 0:
             explanation.print()
         return explanation
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm that the last applied or skipped step measured, before clipping; None where it measured none."""
+        """Return the norm before clipping of the last applied or skipped step; None if that step measured none."""
         return None if self._norm is None else float(self._norm)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     @property
@@ -330,7 +330,7 @@ class Engine(nn.Module):
 
     @property
     def global_samples(self) -> int:
-        """Samples that all ranks have run backward for."""
+        """Number of samples for which all ranks together have run backward."""
         sizes = self._window.sizes
         return self.micro_steps * sizes.micro_batch_size * sizes.world_size
 
@@ -345,7 +345,7 @@ class Engine(nn.Module):
         """Convert or move the model, as ``nn.Module.to()`` and the like do.
 
         Raises:
-            ParameterError: it would change a parameter that the optimizer steps; nothing was converted.
+            ParameterError: the call would change a parameter that the optimizer steps; nothing was converted.
         """
         if self._destroyed:
             return super()._apply(fn, recurse)
@@ -357,14 +357,14 @@ class Engine(nn.Module):
                     f"{found.dtype} on {found.device}; set fp16 or bf16 in the configuration, or convert and move the "
                     "model before initialize() (engine.destroy() ends this engine)"
                 )
-        # Where nothing changes torch would still put a new .data into every parameter, and into placeholders of .grad.
+        # Even if nothing changes, torch would set .data of every parameter, and of the placeholders in .grad.
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         return self if all(fn(tensor) is tensor for tensor in tensors) else super()._apply(fn, recurse)
 
     # -- the end --------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Wait for what is under way, leave the parameters as ordinary ones, and release threads and groups.
+        """Wait for pending work, turn the parameters into ordinary ones, and release threads and process groups.
 
         Raises the error of a checkpoint that was being written.
         """
@@ -384,7 +384,7 @@ class Engine(nn.Module):
 
 
 def _weakly(method: Callable[..., None], **kwargs: Any) -> Callable[..., None]:
-    """Return a function that calls a method of an engine that is still alive; the optimizer does not keep it alive."""
+    """Return a function that calls a method of an engine if the engine is alive, and does not keep it alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*_: Any) -> None:

@@ -74,7 +74,7 @@ class Explanation:
     """The CPUs and threads of this rank, with the reason."""
 
     def print(self, console: Console | None = None) -> None:
-        """Print tables, with at most 60 parameters; the rest is counted."""
+        """Print tables, with at most 60 parameters, and the number of the others."""
         if console is None:
             console = Console()
             if not console.is_terminal:  # a log has no width
@@ -115,7 +115,7 @@ class Explanation:
 
 
 def explain(config: Config, ranks: Ranks, optimizer: TiledOptimizer, binding: Binding) -> Explanation:
-    """Describe an engine by its parts; no rank waits for another."""
+    """Describe an engine, given its parts; no rank waits for another."""
     core = optimizer._core
     store, local, records = core.store, core.store.local, core.records
     ownership = store.ownership if isinstance(store, ShardedStore) else None

@@ -1,8 +1,8 @@
-"""Rank, world size and meeting point of this process, read from the environment. :mod:`longshore.engine.ranks` joins.
+"""Rank, world size and meeting point of this process, read from the environment for :mod:`longshore.engine.ranks`.
 
 Processes inherit the variables of every launcher above them, so several families may be set at once. The innermost
-launcher counts, in this order: RANK and its kin (torchrun, or set by hand), Open MPI, PMI (MPICH, Intel MPI), Slurm. A
-shell inside a Slurm allocation, which has ``SLURM_NTASKS`` but no ``SLURM_PROCID``, is one rank by itself.
+launcher counts, in this order: RANK and related variables (torchrun, or set by hand), Open MPI, PMI (MPICH, Intel MPI),
+Slurm. A shell inside a Slurm allocation, which has ``SLURM_NTASKS`` but no ``SLURM_PROCID``, is a single rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 DEFAULT_PORT = 29500
 _SLURM_PORTS = (20000, 12000)
-"""The first port of jobs, and how many there are; below those that systems use for outgoing connections."""
+"""The first port and the number of ports for jobs; they are below those for outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Launch:
 
     Attributes:
         launcher: the family of variables that was read, for error messages.
-        master_addr: host of rank 0; ``None`` where it is not set and not needed.
-        master_port: port of rank 0, with ``master_addr``.
+        master_addr: host of rank 0; ``None`` if it is neither set nor needed.
+        master_port: port of rank 0 on ``master_addr``.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Launch:
 
     @property
     def needs_group(self) -> bool:
-        """Whether there are several ranks, or one with a meeting point from its launcher, on which scripts may rely."""
+        """Whether there are several ranks, or one with a launcher's meeting point, on which scripts may rely."""
         return self.world_size > 1 or (self.launcher == "RANK" and self.master_addr is not None)
 
 
@@ -44,14 +44,14 @@ ALONE = Launch(rank=0, world_size=1, local_rank=0, launcher="none")
 
 
 class _Family(NamedTuple):
-    """Names of one launcher's variables; of several names the first that is set counts."""
+    """Names of one launcher's variables. If there are several names, the first that is set counts."""
 
     launcher: str
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
     local_rank: tuple[str, ...]
     claims: tuple[str, ...]
-    """Variables any of which shows that this launcher started the process."""
+    """Variables of which any one shows that this launcher started the process."""
 
 
 _RANK = _Family("RANK", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -83,7 +83,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         :data:`ALONE` if no launcher's variables are set.
 
     Raises:
-        ValueError: variables that are partly set, are not numbers, or contradict each other, all of them named.
+        ValueError: variables are only partly set, are not numbers, or contradict each other; the message names them.
     """
     claimed = [family for family in _FAMILIES if any(name in environ for name in family.claims)]
     if not claimed:
@@ -104,7 +104,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
 def _integer(
     name: str | None, environ: Mapping[str, str], problems: list[str], least: int, most: int | None = None
 ) -> int:
-    """Read a variable; without one ``least``. Where it is wrong, also ``least``, with an entry in ``problems``."""
+    """Read a variable. Return ``least`` if ``name`` is None, or if the value is wrong; ``problems`` then says so."""
     if name is None:
         return least
     text = environ[name].strip()
@@ -116,9 +116,9 @@ def _integer(
 
 
 def _numbers(family: _Family, environ: Mapping[str, str], problems: list[str]) -> tuple[int, int, int]:
-    """Read rank, world size and local rank; 0, 1 and 0 where they are wrong, with an entry in ``problems``."""
+    """Read rank, world size and local rank; a wrong one is 0, 1 or 0, and is added to ``problems``."""
     if family is _PMI and environ.get("SLURM_PROCID") != environ.get("PMI_RANK"):
-        # Inherited from the job, the same for all ranks.
+        # SLURM_LOCALID is inherited from the job, and is the same for all ranks.
         environ = {name: value for name, value in environ.items() if name != "SLURM_LOCALID"}
     wanted = (family.rank, family.world_size, family.local_rank)
     names = [next((name for name in each if name in environ), None) for each in wanted]
@@ -192,7 +192,7 @@ def _meeting_point(
         )
     job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if "MASTER_PORT" not in environ and job.isdigit():
-        # The same on all ranks, and mostly different for two jobs or steps that share a host.
+        # This port is the same on all ranks, and mostly differs between jobs or steps that share a host.
         first, count = _SLURM_PORTS
         port = first + (int(job) * 7 + (int(step) if step.isdigit() else 0)) % count
     return addr, port
@@ -202,7 +202,7 @@ def first_host(nodelist: str) -> str:
     """Return the first host of a Slurm node list: ``"rack2n07"`` for ``"rack[2-3]n[07-09,12],login"``.
 
     Raises:
-        ValueError: an empty list, or brackets that do not close.
+        ValueError: the list is empty, or a bracket is not closed.
     """
     first = re.fullmatch(r"((?:[^\[\],]|\[[^,\-\]][^\]]*\])+)(?:,.*)?", nodelist.strip())
     if first is None:
@@ -211,5 +211,5 @@ def first_host(nodelist: str) -> str:
 
 
 def _are(names: Sequence[str]) -> str:
-    """``"A is"``, ``"A and B are"``."""
+    """Return ``"A is"`` or ``"A and B are"``."""
     return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} are"

@@ -23,11 +23,11 @@ class LossScaleError(LongshoreError):
 
 
 class FixedLossScale:
-    """The same scale in every window.
+    """A loss scale that is the same in every window.
 
     Args:
-        scale: the scale, with which a step that overflows is skipped; None: 1, and NaN and infinity are applied, as
-            torch does.
+        scale: the scale; a step that overflows is skipped. None: the scale is 1, and NaN and infinity are applied, as
+            in torch.
     """
 
     def __init__(self, scale: float | None) -> None:
@@ -35,10 +35,10 @@ class FixedLossScale:
         self.skips_overflow = scale is not None
 
     def update(self, overflow: bool) -> None:
-        """Do nothing: the scale is the user's."""
+        """Do nothing, since the user chose the scale."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the scale comes from the configuration."""
+        """Return an empty dictionary: the scale comes from the configuration."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class FixedLossScale:
 
 
 class DynamicLossScale:
-    """A scale that doubles after ``window`` windows without overflow, and is halved after overflows.
+    """A loss scale that doubles after ``window`` windows without overflow, and is halved after overflows.
 
     Once the hysteresis is used up, every further overflow halves the scale, until the hysteresis is refilled.
     """
@@ -63,10 +63,10 @@ class DynamicLossScale:
         self._last_overflow = -1
 
     def update(self, overflow: bool) -> None:
-        """End a window, whose gradients had an infinity or a NaN on some rank if ``overflow``.
+        """End a window; ``overflow``: its gradients had an infinity or a NaN on some rank.
 
         Raises:
-            LossScaleError: the scale cannot go lower. It is as it was before the call.
+            LossScaleError: the scale is at its minimum and cannot be halved. It is unchanged.
         """
         scaling, clean = self._scaling, self._windows - self._last_overflow - 1
         if overflow and self._hysteresis_left > 1:
@@ -90,7 +90,7 @@ class DynamicLossScale:
         self._windows += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers to save."""
+        """Return the numbers to save."""
         return {
             "scale": self.value,
             "hysteresis_left": self._hysteresis_left,
@@ -103,7 +103,7 @@ class DynamicLossScale:
         brought to that bound.
 
         Raises:
-            ValueError: the state of a fixed scale, or numbers that no run leads to. Nothing was changed.
+            ValueError: the state is that of a fixed scale, or has numbers that no run leads to. Nothing was changed.
         """
         _check_keys(state_dict, set(self.state_dict()), "a dynamic loss scale")
         scale, left, windows, last = (state_dict[key] for key in self.state_dict())
@@ -130,7 +130,7 @@ def _check_keys(state: Mapping[str, Any], expected: set[str], of: str) -> None:
 
 
 def make_loss_scale(scaling: LossScaling | None) -> LossScale:
-    """Make the loss scale of a configuration; None: the loss is not scaled."""
+    """Make the loss scale of a configuration. None means that the loss is not scaled."""
     if scaling is None or scaling.scale is not None:
         return FixedLossScale(None if scaling is None else scaling.scale)
     return DynamicLossScale(scaling)

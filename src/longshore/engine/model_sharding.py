@@ -38,12 +38,12 @@ def shard_model(
 ) -> FullyShardedModel | None:
     """Apply FSDP2 at stage 3 on several ranks, and return None otherwise; all ranks have to call.
 
-    The model's parameters, on whichever device, become DTensors on this rank's device, with their first ``weights``.
-    They also take the former parameters' places in ``client``, the user's optimizer, and in ``groups`` of ``(name,
-    parameter)``. ``wrap_policy`` is as in :func:`units_of`; None: the configuration's.
+    The model's parameters, from any device, become DTensors on this rank's device, with their first ``weights``. They
+    also replace the former parameters in ``client``, the user's optimizer, and in ``groups`` of ``(name, parameter)``.
+    ``wrap_policy`` is as in :func:`units_of`; None: the configuration's.
 
     Raises:
-        ValueError: an older torch, or a parameter or policy that is not supported, by name.
+        ValueError: torch is too old, or a parameter (which is named) or the policy is not supported.
     """
     if config.stage < 3 or ranks.world_size == 1:
         if wrap_policy is not None and config.stage < 3:
@@ -69,7 +69,7 @@ def shard_model(
         for module in (*units, model):
             fully_shard(module, mesh=mesh)
         if callable(getattr(model, "generate", None)):
-            # transformers' generate() calls parts of the model, an encoder say, before the model itself: parameters
+            # transformers' generate() calls parts of the model, such as an encoder, before the model: parameters
             # that belong to no unit have to be gathered by then.
             register_fsdp_forward_method(model, "generate")
     with_memory(model, ranks.device)
@@ -94,7 +94,7 @@ def _check_parameters(parameters: Mapping[str, Tensor], scalars: bool) -> None:
 def _replace_parameters(
     present: Mapping[int, Tensor], client: Optimizer | None, groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Replace the parameters that a model had before it was sharded; ``present``: those of now, by the former's id."""
+    """Replace a model's former parameters by sharded ones; ``present`` has these by the ``id`` of the former."""
     for group in groups:
         group["params"] = [(name, present.get(id(each), each)) for name, each in group["params"]]
     if client is not None:
@@ -105,10 +105,10 @@ def _replace_parameters(
 
 
 def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, dtype: torch.dtype | None) -> bool:
-    """Whether the user applied ``fully_shard`` to the model.
+    """Return whether the user applied ``fully_shard`` to the model.
 
     Raises:
-        ValueError: the user did, and the configuration asks for something else, or for another dtype.
+        ValueError: parameters are sharded in a way that the engine, the number of ranks or the configuration rules out.
     """
     sharded = {name: parameter for name, parameter in model.named_parameters() if is_sharded(parameter)}
     if not sharded:
@@ -142,8 +142,8 @@ def check_already_sharded(model: nn.Module, config: Config, ranks: Ranks, dtype:
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to the model, or to a module in it."""
-    module = sys.modules.get("torch.distributed.fsdp")  # never imported: never applied
+    """Return whether ``fully_shard`` was applied to the model, or to a module in it."""
+    module = sys.modules.get("torch.distributed.fsdp")  # if it was never imported, it was never applied
     return module is not None and any(isinstance(each, module.FSDPModule) for each in model.modules())
 
 
@@ -157,7 +157,7 @@ def tensor_parallel_size(model: nn.Module) -> int:
 
 
 def data_parallel(ranks: Ranks, sharded: FullyShardedModel | None) -> Ranks:
-    """Return this rank among those that run different batches; with tensor parallelism several have one index."""
+    """Return ``ranks`` counted by the batches that they run; ranks that run a batch together have one index."""
     if sharded is None:
         return ranks
     grid = sharded.grid
@@ -167,19 +167,19 @@ def data_parallel(ranks: Ranks, sharded: FullyShardedModel | None) -> Ranks:
 def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
     """Return the units: modules that are gathered, each as a whole, for their forward and backward; inner ones first.
 
-    Parameters in no unit are gathered with the model itself, and stay until the end of backward.
+    Parameters in no unit are gathered with the model itself, and stay gathered until the end of backward.
 
     Args:
-        model: is never a unit itself.
-        policy: ``"auto"``: the model's transformer blocks, by ``_no_split_modules`` where it names them (as those of
+        model: the model, which is never a unit itself.
+        policy: ``"auto"``: the model's transformer blocks, by ``_no_split_modules`` if it names them (as models of
             transformers do), otherwise the modules that repeat in an ``nn.ModuleList`` or ``nn.Sequential``.
-            Names of classes. A number: modules that have at least so many elements outside of smaller units.
-            A function of name and module: whether it is a unit.
+            Names of classes. A number: modules that have at least that many elements outside of smaller units.
+            A function of name and module that returns whether the module is a unit.
 
     Raises:
-        ValueError: a class that no module has, or an invalid policy.
+        ValueError: no module has a named class, or the policy is invalid.
     """
-    # Children come after their parents, so in reverse order before them. The root is left out.
+    # Modules are named before their children, so the reverse order has children first. The root is left out.
     users = _users(model)
     inner = [(name, module) for name, module in list(model.named_modules())[:0:-1] if _stands_alone(module, users)]
     if callable(policy):
@@ -212,13 +212,13 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
 
 
 def _users(module: nn.Module) -> Counter[int]:
-    """Count the modules that have a parameter of their own, by the parameter's ``id``."""
+    """Count the modules that own each parameter directly, by the parameter's ``id``."""
     return Counter(id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False))
 
 
 def _stands_alone(module: nn.Module, users: Counter[int]) -> bool:
-    """Whether a module can be gathered as a whole: it has a forward, and parameters that no other module shares (tied
-    ones are gathered with the model itself)."""
+    """Return whether a module can be gathered as a whole: it has a forward, and parameters that no other module shares
+    (tied ones are gathered with the model itself)."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     mine = _users(module)
@@ -226,7 +226,7 @@ def _stands_alone(module: nn.Module, users: Counter[int]) -> bool:
 
 
 def _repeated(module: nn.Module, users: Counter[int]) -> list[nn.Module]:
-    """Return members of lists that have several of one class; of nested ones the outer members."""
+    """Return members of lists that have several of one class; of nested lists, those of the outer one."""
     units: list[nn.Module] = []
     kinds = [type(child) for child in module.children()] if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
     for child in module.children():

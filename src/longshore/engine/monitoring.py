@@ -1,6 +1,6 @@
-"""Reports of a run's steps: the line that rank 0 prints, and the numbers that it writes for TensorBoard and the like.
+"""Reports of a run's steps: the line that rank 0 prints, and the numbers that it writes for TensorBoard, wandb or CSV.
 
-Measuring changes no bit. Where the configuration asks for nothing, nothing is measured.
+Measuring does not change results. If the configuration asks for no report, nothing is measured.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StepFigures(NamedTuple):
     """Figures of a step that was applied or skipped.
 
     Attributes:
-        number: of the step.
-        rates: the learning rates of the step, one for each parameter group, and not those of the next one.
-        norm: of the gradients, before clipping; None if none was measured.
-        exposed_s: the time that training waited in ``step()``.
+        number: number of the step.
+        rates: learning rates of this step (not of the next one), one for each parameter group.
+        norm: norm of the gradients, before clipping; None if none was measured.
+        exposed_s: seconds that training waited in ``step()``.
     """
 
     number: int
@@ -56,8 +56,8 @@ class StepFigures(NamedTuple):
 class Reports:
     """Reports steps on rank 0, as a printed line and as numbers for writers; see :func:`reports_of`.
 
-    A writer that fails is left out from then on, with a warning: training goes on. With ``wall_clock_breakdown`` the
-    line has the times of forward, backward and step; on CUDA they wait for the device, which slows training.
+    A writer that fails is dropped with a warning, and training goes on. With ``wall_clock_breakdown`` the line has the
+    times of forward, backward and step; on CUDA, measuring them waits for the device, which slows training.
     """
 
     def __init__(self, config: Config, optimizer: TiledOptimizer, device: torch.device) -> None:
@@ -72,14 +72,14 @@ class Reports:
             store = optimizer._core.store
             store.set_recorders((*store.recorders, self._meter))
         self._seconds: dict[str, float] = defaultdict(float)
-        """Time of forward, backward and step since the last line."""
+        """Seconds in forward, in backward and in step since the last line."""
         self._losses: list[Tensor] = []
         """Losses of the window, as the user gave them."""
         self._last = time.perf_counter()
 
     @contextlib.contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        """Add the time of the block to ``part``."""
+        """Add the time of the block to the total of ``part``."""
         if not self._timed:
             yield
             return
@@ -93,7 +93,7 @@ class Reports:
             self._seconds[part] += time.perf_counter() - start
 
     def add_loss(self, loss: Tensor) -> None:
-        """Take a loss of the window, as the user gave it."""
+        """Keep a loss of the window, as the user gave it, for the mean."""
         if self._writers:
             self._losses.append(loss.detach())
 
@@ -127,7 +127,7 @@ class Reports:
         print(line, flush=True)
 
     def _values(self, figures: StepFigures) -> dict[str, float | None]:
-        """Name the numbers, the first three as DeepSpeed does; None stands for a number that does not exist."""
+        """Return the numbers by name (the first three names are DeepSpeed's); None for a number that does not exist."""
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
         loss = float(torch.stack([each.float().reshape(()) for each in self._losses]).mean()) if self._losses else None
@@ -148,7 +148,7 @@ class Reports:
         }
 
     def close(self) -> None:
-        """End the writers' files."""
+        """Close the writers' files."""
         writers, self._writers = self._writers, {}
         for name, writer in writers.items():
             try:
@@ -158,7 +158,7 @@ class Reports:
 
 
 class Meter(Recorder):
-    """Adds up what a store tells its recorder, from any thread."""
+    """A recorder that adds up a store's events, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -166,10 +166,10 @@ class Meter(Recorder):
         """Events and copied bytes by the event's name; time and bytes of passes over state on the host."""
 
     def take(self, step_s: float) -> dict[str, float | None]:
-        """Return what was counted since the last call, ``step_s`` seconds ago; None where nothing was.
+        """Return the figures since the last call, ``step_s`` seconds ago; None for a figure without events.
 
-        Bytes of state per second count the time in which a pass over it ran; the hit rate is the share of tiles
-        stepped ahead, and decided on, that were kept.
+        Bytes of state per second are over the time of passes alone; the hit rate is the share of tiles stepped ahead,
+        among those with a verdict, that were kept.
         """
         with self._lock:
             counts, self._counts = self._counts, Counter()
@@ -205,7 +205,7 @@ class Meter(Recorder):
 
 
 def _process_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the bytes of resident memory of this process."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -215,8 +215,8 @@ def _process_bytes() -> int:
 
 # -- writers -----------------------------------------------------------------------
 #
-# A writer's write(samples, values) gets the numbers of one step, after so many samples of training, in order. It may
-# raise whatever the library raises.
+# A writer's write(samples, values) receives the numbers of one step, after training on ``samples`` samples; steps come
+# in order. It may raise any error of its library.
 
 
 class TensorBoardWriter:
@@ -233,7 +233,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Logs to the active run of wandb; without one it starts, and ends, a run of its own."""
+    """Logs to the active run of wandb; if there is none, it starts a run and ends it."""
 
     def __init__(self, config: WandbConfig) -> None:
         import wandb
@@ -273,7 +273,7 @@ class CsvWriter:
         self._file.flush()
 
     def _opened(self, columns: list[str]) -> TextIO:
-        """Open the file for appending; one with other columns is renamed first, to a name with a number."""
+        """Open the file for appending; a file with other columns is first renamed to a numbered name."""
         begins = not self._path.exists()
         if not begins:
             with open(self._path, newline="") as former:
@@ -292,11 +292,11 @@ class CsvWriter:
 
 
 _WRITERS: dict[str, Any] = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "csv_monitor": CsvWriter}
-"""Classes of writers, by the section of the configuration that asks for them."""
+"""Classes of writers, by the section of the configuration that enables them."""
 
 
 def check_installed(config: Config) -> None:
-    """Raise ImportError where a library that the configuration asks for is not installed."""
+    """Raise ImportError if a library that the configuration asks for is not installed."""
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) is not None and importlib.util.find_spec(name) is None:
             raise ImportError(
@@ -306,6 +306,6 @@ def check_installed(config: Config) -> None:
 
 
 def reports_of(config: Config, ranks: Ranks, optimizer: TiledOptimizer) -> Reports | None:
-    """The reports that the configuration asks for, on rank 0."""
+    """Return the reports that the configuration asks for on rank 0; None if there are none, and on other ranks."""
     wanted = config.steps_per_print is not None or any(getattr(config, name) is not None for name in _WRITERS)
     return Reports(config, optimizer, ranks.device) if wanted and ranks.rank == 0 else None

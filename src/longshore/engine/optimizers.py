@@ -1,4 +1,4 @@
-"""Make the engine's optimizer: by name, or from the user's own."""
+"""Make the engine's optimizer, as the configuration names it or from the user's optimizer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def client_optimizer(
     model_parameters: Iterable[Any] | None,
     config: Config,
 ) -> tuple[Optimizer | None, list[dict[str, Any]]]:
-    """Return the optimizer that the user built, or that a function of theirs builds; None: the configuration names one.
-    Also return the groups for that one, of ``(FQN, parameter)``, so that errors can name parameters; without
-    ``model_parameters`` all that are trainable.
+    """Return the user's optimizer and no groups, or None and the groups for the optimizer that the configuration names.
+
+    ``given`` is the optimizer, or a function that makes it. Groups have ``(FQN, parameter)``, so that errors can name
+    parameters; without ``model_parameters`` they have all trainable ones.
 
     Raises:
-        ValueError: two optimizers, or one that was built with other parameters.
-        TypeError: an argument of another type.
+        ValueError: two optimizers are given, or one that was built with other parameters.
+        TypeError: an argument has another type.
     """
     if isinstance(model_parameters, Tensor):
         raise TypeError("model_parameters is a list of parameters or groups, not one tensor; wrap it in a list")
@@ -68,7 +69,7 @@ def _named_groups(model: nn.Module, entries: list[Any]) -> list[dict[str, Any]]:
             name, parameter = entry if isinstance(entry, tuple) else (None, entry)
             members.append((names.get(id(parameter)) or name or f"{position}.{place}", parameter))
         options = {key: value for key, value in group.items() if key != "param_names"}
-        # torch takes names from the members, and an empty group has none to take them from.
+        # torch takes names from the members, of which an empty group has none.
         named.append({**options, "params": members, **({} if members else {"param_names": []})})
     return named
 
@@ -80,13 +81,13 @@ def make_optimizer(
     config: Config,
     store_factory: StoreFactory,
 ) -> TiledOptimizer:
-    """Make an optimizer whose state is where ``store_factory`` says, and whose gradients leave during backward.
+    """Make an optimizer with a store of ``store_factory``, which takes the gradients during backward.
 
-    It takes the place of ``client``, the user's; without one it has the ``groups``, and the configuration names it.
+    It replaces ``client``, the user's own. If that is None, the configuration names it, and it has the ``groups``.
     """
     if client is not None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return from_client(client, release_gradients=True, offload=store_factory, names=names)
     assert config.optimizer is not None  # load_config() checks it
-    kind: Any = OPTIMIZERS[config.optimizer.type]  # each has a signature of its own
+    kind: Any = OPTIMIZERS[config.optimizer.type]  # the signatures differ
     return kind(groups, **config.optimizer.arguments(), release_gradients=True, offload=store_factory)

@@ -15,7 +15,7 @@ from longshore.errors import CheckpointError
 def random_states(device: torch.device) -> dict[str, Any]:
     """Return the states of Python, NumPy, torch on the CPU, and torch on ``device`` if that is a CUDA device."""
     version, numbers, gauss = random.getstate()
-    # The default generator of NumPy's functions is always this one.
+    # NumPy's default generator is always MT19937, whose name comes first.
     _, key, position, has_gauss, cached = np.random.get_state()
     states: dict[str, Any] = {
         "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
@@ -33,10 +33,10 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what :func:`random_states` returned.
+    """Restore states that :func:`random_states` returned.
 
     Raises:
-        CheckpointError: states that are not valid; some generators may be set already.
+        CheckpointError: the states are not valid; some generators may be set already.
     """
     try:
         python, numpy = states["python"], states["numpy"]
@@ -51,7 +51,7 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
 
 
 def check_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Raise what :func:`restore_random_states` would, and leave all generators as they are."""
+    """Raise the error that :func:`restore_random_states` would raise, and leave all generators as they are."""
     present = random_states(device)
     try:
         restore_random_states(states, device)

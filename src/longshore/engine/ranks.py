@@ -1,4 +1,4 @@
-"""The ranks of a run, joined by the launcher's variables, or taken from a process group that exists already."""
+"""The ranks of a run, joined by the launcher's variables or taken from an existing process group."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Ranks:
     owns_group: bool
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, which can be pickled; all have to call."""
+        """Return the values of all ranks, which must be picklable; all ranks have to call."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -71,17 +71,17 @@ def join(
     no process group is made.
 
     Args:
-        backend: of torch.distributed; by default nccl for CUDA, gloo for the CPU.
-        device: where this rank trains; by default the local rank's CUDA device if there is CUDA, else the CPU. It is
-            made the current one.
+        backend: backend of torch.distributed; by default nccl for CUDA, gloo for the CPU.
+        device: where this rank trains; by default the local rank's CUDA device if there is CUDA, else the CPU. It
+            becomes the current device.
         timeout: for meeting the other ranks, and later for each collective; a timedelta, or seconds.
-        environ: in place of the process's environment.
+        environ: variables to read in place of the process's environment.
 
     Raises:
-        ValueError: variables that are partly set or contradict each other; a device or a backend that does not exist,
-            or that do not fit each other.
-        TypeError: a device, a backend or a timeout of another type.
-        RendezvousError: the other ranks did not come in time.
+        ValueError: variables are only partly set or contradict each other; or the device or the backend does not exist,
+            or they do not fit each other.
+        TypeError: a device, a backend or a timeout has another type.
+        RendezvousError: the other ranks did not join in time.
     """
     limit = _checked_timeout(timeout)
     if backend is not None:
@@ -100,7 +100,7 @@ def join(
     if "nccl" in _backends(backend) and not dist.is_nccl_available():
         raise ValueError(f"backend={backend!r}: this torch was built without nccl; use gloo")
     if place.type == "cuda":
-        torch.cuda.set_device(place)  # nccl takes the current device for its own
+        torch.cuda.set_device(place)  # nccl uses the current device
     _initialise(backend, launch, limit)
     return Ranks(launch.rank, launch.world_size, launch.local_rank, place, dist.group.WORLD, True)
 
@@ -116,15 +116,15 @@ def init_distributed(
     """Join the other ranks now rather than in ``initialize()``, which then finds the process group.
 
     Args:
-        dist_backend: of torch.distributed; default: nccl for CUDA, gloo for the CPU.
+        dist_backend: backend of torch.distributed; by default nccl for CUDA, gloo for the CPU.
         auto_mpi_discovery: accepted; launchers are always detected.
-        distributed_port: port of rank 0, where no launcher names one.
+        distributed_port: port of rank 0, if no launcher names one.
         verbose: accepted; nothing is printed.
-        timeout: of each collective.
+        timeout: timeout of each collective.
 
     Raises:
-        ValueError: launcher variables that contradict each other, or an argument that is not supported.
-        RendezvousError: the other ranks did not come in time.
+        ValueError: launcher variables contradict each other, or an argument is not supported.
+        RendezvousError: the other ranks did not join in time.
     """
     if ignored:
         raise ValueError(f"init_distributed() does not support {', '.join(sorted(ignored))}; leave it out")
@@ -132,7 +132,7 @@ def init_distributed(
 
 
 def with_port(port: int | None) -> Mapping[str, str]:
-    """Return the process's environment, with a port of rank 0 for several ranks whose launcher names none."""
+    """Return the process's environment; ``port`` is rank 0's if there are several ranks and no launcher names one."""
     return os.environ if port is None or "WORLD_SIZE" not in os.environ else {"MASTER_PORT": str(port), **os.environ}
 
 
@@ -140,7 +140,7 @@ def expected_world_size(environ: Mapping[str, str] | None = None) -> int:
     """Return the number of ranks that :func:`join` will find.
 
     Raises:
-        ValueError: variables that are partly set or contradict each other.
+        ValueError: variables are only partly set or contradict each other.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
@@ -148,7 +148,7 @@ def expected_world_size(environ: Mapping[str, str] | None = None) -> int:
 
 
 def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapping[str, str]) -> Ranks:
-    """Take the process group that someone else initialised, whatever the variables say."""
+    """Use the process group that other code initialised, whatever the variables say."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = str(dist.get_backend_config())
     if backend is not None and not _backends(backend) <= _backends(found):
@@ -156,10 +156,12 @@ def _adopt(backend: str | None, device: str | torch.device | None, environ: Mapp
             f"backend={backend!r} was asked for, and the process group is already initialised with {found!r}: "
             f"leave backend out, or initialise the group with it"
         )
-    # Whoever initialised the group without a launcher chose the device before.
-    chosen = torch.cuda.current_device() if torch.cuda.is_available() else rank
-    set_by_launcher = (environ[name] for name in LOCAL_RANK_NAMES if environ.get(name, "").isdigit())
-    local_rank = int(next(set_by_launcher, chosen))
+    set_by_launcher = next((environ[name] for name in LOCAL_RANK_NAMES if environ.get(name, "").isdigit()), None)
+    if set_by_launcher is not None:
+        local_rank = int(set_by_launcher)  # without asking CUDA, which a forked process could not
+    else:
+        # Code that initialised the group without a launcher has chosen the device before.
+        local_rank = torch.cuda.current_device() if torch.cuda.is_available() else rank
     place = _device(device, local_rank)
     _check_fits(found, place, f"the process group, initialised with {found!r},")
     if place.type == "cuda":
@@ -177,7 +179,7 @@ def _checked_timeout(timeout: timedelta | float) -> timedelta:
 
 
 def _backends(config: str) -> set[str]:
-    """``{"gloo", "nccl"}`` for ``"cpu:gloo,cuda:nccl"``."""
+    """Return ``{"gloo", "nccl"}`` for ``"cpu:gloo,cuda:nccl"``."""
     return {part.rpartition(":")[2].strip() for part in config.lower().split(",")}
 
 
@@ -190,7 +192,7 @@ def _check_backend(backend: str) -> None:
 
 
 def _check_fits(config: str, device: torch.device, what: str) -> None:
-    """Reject nccl alone for the CPU, which would fail at the first collective."""
+    """Raise ValueError for backends that would fail at the device's first collective, as nccl alone on the CPU."""
     parts = [part.partition(":") for part in config.lower().split(",")]
     serves = {right if colon else left for left, colon, right in parts if not colon or left == device.type}
     if not serves or (device.type == "cpu" and serves == {"nccl"}):
@@ -209,7 +211,7 @@ def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
     if place.type != "cuda":
         return place
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # A scheduler that shows each rank only its own device calls that one 0.
+    # If a scheduler shows each rank only its own device, that one has index 0.
     index = place.index if place.index is not None else 0 if count == 1 else local_rank
     if index >= count:
         raise ValueError(
@@ -225,13 +227,13 @@ def _initialise(backend: str, launch: Launch, timeout: timedelta) -> None:
     try:
         dist.init_process_group(
             backend,
-            # As env:// does, this uses torchrun's own store where there is one.
+            # As env:// does, this uses torchrun's own store if there is one.
             init_method=f"tcp://{address}",
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
         )
-    except (RuntimeError, OSError) as error:  # torch's DistError and timeouts among them
+    except (RuntimeError, OSError) as error:  # these include torch's DistError and timeouts
         raise RendezvousError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher} variables) did not meet the others at "
             f"{address} within {timeout.total_seconds():g} s: {str(error).splitlines()[0]} "

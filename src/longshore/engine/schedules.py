@@ -18,33 +18,32 @@ _START = "last_batch_iteration"
 
 
 class Schedule(LRScheduler):
-    """A schedule behind torch's interface, one class for each of ``SCHEDULERS``; sets the first learning rates at once.
+    """A schedule with torch's interface; each of ``SCHEDULERS`` has a subclass.
 
-    ``last_epoch`` counts the calls of ``step()``, and ``last_batch_iteration`` is one less, as DeepSpeed counts.
-    ``OneCycle`` leaves the momentum of groups without ``betas`` as it is, unless ``cycle_momentum`` is given. A rate
-    that is a tensor is computed in double precision and rounded once. A saved state keeps the rate that each group
-    started from, so that a resumed run goes on as it began.
+    A new schedule sets the first learning rates at once. ``last_epoch`` counts the calls of ``step()``, and
+    ``last_batch_iteration`` is one less, as in DeepSpeed. ``OneCycle`` leaves the momentum of groups without ``betas``
+    as it is, unless ``cycle_momentum`` is given. A rate that is a tensor is computed in double precision and rounded
+    once. A saved state keeps the rate that each group started from, so that a resumed run follows the same schedule.
 
     Args:
-        optimizer: whose groups are scheduled; call ``step()`` after each of its steps.
-        values, params: the schedule's parameters, in order or by name. Where one allows a list, it has one value a
-            group.
+        optimizer: the optimizer whose groups are scheduled; call ``step()`` after each of its steps.
+        values, params: the schedule's parameters, in order or by name. A list has one value for each group.
 
     Raises:
-        ConfigError: a ValueError with all that is wrong with the parameters.
-        TypeError: more values than parameters, one that is given twice, or an ``optimizer`` of another type.
+        ConfigError: a ValueError that lists all problems of the parameters.
+        TypeError: there are more values than parameters, one is given twice, or ``optimizer`` has another type.
     """
 
     def __init__(self, optimizer: Optimizer, *values: Any, **params: Any) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"a schedule needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
         self._has_betas = all("betas" in group for group in optimizer.param_groups)
-        # Before torch's __init__, which sets the first rates.
+        # This precedes torch's __init__, which sets the first rates.
         self._config = self._configured(optimizer, values, params)
         super().__init__(optimizer)
 
     def _configured(self, optimizer: Optimizer, values: tuple[Any, ...], params: dict[str, Any]) -> ScheduleConfig:
-        """Check the parameters, with the optimizer's groups, and find everything that is wrong with them."""
+        """Check the parameters against the optimizer's groups, and return the configuration or raise ConfigError."""
         name, count = type(self).__name__, len(optimizer.param_groups)
         kind = SCHEDULERS[name]
         names = [*(field for field in kind.model_fields if field != "type"), _START]
@@ -81,7 +80,7 @@ class Schedule(LRScheduler):
 
     @property
     def last_batch_iteration(self) -> int:
-        """-1 before the first ``step()``."""
+        """Number of calls of ``step()`` minus one, so -1 before the first call."""
         return self.last_epoch - 1
 
     def get_lr(self) -> list[float | Tensor]:
@@ -96,7 +95,7 @@ class Schedule(LRScheduler):
                 group["betas"] = pair
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of steps and the rates, as numbers."""
+        """Return the count of steps and the rates, as numbers."""
         return {
             "last_epoch": self.last_epoch,
             "_step_count": self._step_count,
@@ -105,12 +104,12 @@ class Schedule(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state: :meth:`state_dict`'s, or DeepSpeed's ``{"last_batch_iteration": n}``.
+        """Continue from a saved state: that of :meth:`state_dict`, or DeepSpeed's ``{"last_batch_iteration": n}``.
 
-        As in torch, the optimizer's own rates and betas come with the optimizer's state, not from here.
+        As in torch, the optimizer's state restores the optimizer's own rates and betas, and this method does not.
 
         Raises:
-            ValueError: other keys, another number of groups, or a count that is not a whole number of steps.
+            ValueError: the state has other keys, another number of groups, or a count that is not a number of steps.
         """
         base_lrs = self.base_lrs
         if set(state_dict) == {_START}:
@@ -143,7 +142,7 @@ _CLASSES: dict[str, type[Schedule]] = {
 
 
 def __getattr__(name: str) -> Any:
-    """``WarmupLR`` and so on, which are made from the configuration's schedules."""
+    """Return a class such as ``WarmupLR``, which is made from a schedule of the configuration."""
     if name in _CLASSES:
         return _CLASSES[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -153,7 +152,7 @@ def make_schedule(config: ScheduleConfig, optimizer: Optimizer) -> Schedule:
     """Build the schedule of a configuration; it sets the optimizer's first learning rates at once.
 
     Raises:
-        ConfigError: it does not fit the optimizer's groups.
+        ConfigError: the configuration does not fit the optimizer's groups.
         TypeError: ``optimizer`` is not a torch optimizer.
     """
     given = {name: getattr(config, name) for name in config.model_fields_set if name != "type"}
@@ -164,13 +163,13 @@ def make_schedule(config: ScheduleConfig, optimizer: Optimizer) -> Schedule:
 def adopt_schedule(given: Any, optimizer: Optimizer, client: Optimizer | None) -> Any:
     """Return the scheduler that the engine steps.
 
-    It is given, or a given function makes it from ``optimizer``, the engine's. One that was built on ``client``, the
-    user's optimizer, changes over to the engine's.
+    ``given`` is a scheduler, or a function that makes one from ``optimizer``, the engine's. A scheduler that was built
+    on ``client``, the user's optimizer, is moved to the engine's.
 
     Raises:
-        TypeError: neither of the two.
-        ValueError: a scheduler on any other optimizer, whose groups nobody steps, or one whose ``step()`` needs what
-            the engine cannot give.
+        TypeError: ``given`` is neither.
+        ValueError: the scheduler was built on an optimizer that the engine does not step, or its ``step()`` needs
+            arguments, which the engine cannot give.
     """
     is_schedule = not isinstance(given, type) and callable(getattr(given, "step", None))
     schedule = given(optimizer) if not is_schedule and callable(given) else given
@@ -189,10 +188,10 @@ def adopt_schedule(given: Any, optimizer: Optimizer, client: Optimizer | None) -
 
 
 def change_over(schedule: Any, optimizer: Optimizer, client: Optimizer | None) -> None:
-    """Let a scheduler that was built on ``client``, and those inside it, drive ``optimizer`` from now on.
+    """Move a scheduler that was built on ``client``, and the schedulers inside it, to ``optimizer``.
 
     Raises:
-        ValueError: one on any other optimizer.
+        ValueError: one of them was built on any other optimizer.
     """
     holders = list(_holders(schedule, set()))
     for holder, name in holders:
@@ -214,7 +213,7 @@ def change_over(schedule: Any, optimizer: Optimizer, client: Optimizer | None) -
 
 
 def _holders(schedule: Any, seen: set[int]) -> Iterator[tuple[Any, str]]:
-    """Find the attributes in which a scheduler, and those inside it (a chain, a warmup), keep their optimizer."""
+    """Yield the attributes in which a scheduler, and those inside it (a chain, a warmup), keep their optimizer."""
     if id(schedule) in seen:
         return
     seen.add(id(schedule))
@@ -228,10 +227,10 @@ def _holders(schedule: Any, seen: set[int]) -> Iterator[tuple[Any, str]]:
 
 
 def _needed_by_step(scheduler: Any) -> list[str]:
-    """Return the arguments that ``step()`` has to be given."""
+    """Return the names of the arguments that ``step()`` requires."""
     try:
         parameters = inspect.signature(scheduler.step).parameters.values()
-    except (TypeError, ValueError):  # a builtin, say
+    except (TypeError, ValueError):  # such as a builtin
         return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in variadic]

@@ -77,34 +77,34 @@ def initialize(
 ) -> Initialized:
     """Make an engine; the signature is ``deepspeed.initialize``'s.
 
-    Works alike under torchrun, plain python, Slurm or MPI, or in a process group that exists already.
+    It works the same under torchrun, plain python, Slurm or MPI, or in an existing process group.
 
     Args:
-        args: may carry ``deepspeed_config``, a path, where ``config`` is not given.
-        model: moved to this rank's device and cast as the configuration says; stays the same object.
+        args: an object that may have ``deepspeed_config``, a path, if ``config`` is not given.
+        model: the model, which is moved to this rank's device and cast as configured; it stays the same object.
         optimizer: longshore's, an elementwise one of torch, or a function from parameters to one. None: as configured.
         model_parameters: parameters or groups for that optimizer; None: all that are trainable.
         training_data: a dataset, for the third result.
         lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: as configured.
-        distributed_port: port of rank 0, where no launcher names one.
+        distributed_port: port of rank 0, if no launcher names one.
         mpu: model parallelism; rejected.
         dist_init_required: False: the process group has to exist already.
-        collate_fn: makes a batch of samples for the loader of ``training_data``.
+        collate_fn: a function from a list of samples to a batch, for the loader of ``training_data``.
         config: a path to a DeepSpeed JSON file, its content, or a :class:`longshore.Config`.
         mesh_param: rejected, as ``mpu`` is.
         config_params: the old name of ``config``.
-        offload: settings of the host side beyond the configuration's (tests pass a simulated transfer).
+        offload: settings of the host side in place of the configuration's (tests pass a simulated transfer).
         wrap_policy: at stage 3, which modules are gathered whole: ``"auto"``, names of classes, a number of elements,
             or a function of name and module. None: the configuration's ``longshore.wrap_policy``.
-        weights: safetensors, a file or folder, for a model that may be on the meta device. None: rank 0's model's.
+        weights: a safetensors file or a folder of them, for a model that may be on the meta device. None: rank 0's.
         device: where this rank trains. None: the local rank's CUDA device if there is CUDA, else the CPU.
 
     Returns:
         Engine, its optimizer, the loader or None, the scheduler or None.
 
     Raises:
-        ConfigError: everything that is wrong with the configuration, at once.
-        ValueError, TypeError: arguments that are not supported, by name.
+        ConfigError: the configuration is wrong; the message lists all problems.
+        ValueError, TypeError: an argument, named in the message, is not supported.
     """
     model = _checked_model(model, mpu, mesh_param)
     environ = _environ(distributed_port, dist_init_required)
@@ -115,7 +115,7 @@ def initialize(
         undo.callback(ranks.close)
         for note in loaded.notes if ranks.rank == 0 else ():
             warnings.warn(note, stacklevel=2)
-        # Before memory is allocated, which then comes from the NUMA node of this rank's CPUs.
+        # Bind before memory is allocated, so that it comes from the NUMA node of this rank's CPUs.
         binding = bind(settings, ranks, environ)
         undo.callback(binding.release)
         first = _place(model, settings, ranks, weights)
@@ -124,7 +124,7 @@ def initialize(
         first.close()
         factory = _store_factory(settings, ranks, offload, sharded, binding)
         made = make_optimizer(model, client, groups, settings, factory)
-        undo.callback(made.close)  # its hooks would take the gradients of the model's next optimizer
+        undo.callback(made.close)  # or its hooks would take gradients of the model's next optimizer
         _prepare(made, ranks, sharded)
         engine = Engine(model, made, settings, ranks, binding)
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
@@ -139,7 +139,7 @@ def initialize(
 
 def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None) -> Weights:
     """Convert the model and move it to this rank's device with its first weights. A model that is, or will be, sharded
-    gets them with its shards."""
+    gets its weights when its shards are made."""
     dtype = None if settings.dtype is None else DTYPES[settings.dtype]
     sharded = check_already_sharded(model, settings, ranks, dtype)
     for parameter in model.parameters() if dtype is not None and not sharded else ():
@@ -173,8 +173,8 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
 def _loaded(
     configs: Iterable[Any], model: nn.Module, environ: Mapping[str, str], needs_optimizer: bool
 ) -> LoadedConfig:
-    """Read and check the configuration, before the ranks meet: otherwise they would wait for each other only to hear of
-    a mistake in a file."""
+    """Read and check the configuration. This happens before the ranks meet, so that a mistake in a file is reported
+    without waiting for the others."""
     given = [config for config in configs if config is not None]
     if len(given) != 1:
         raise ValueError(
@@ -200,7 +200,7 @@ def _environ(port: int | None, required: bool | None) -> Mapping[str, str]:
 def _store_factory(
     config: Config, ranks: Ranks, offload: Offload | None, sharded: FullyShardedModel | None, binding: Binding
 ) -> StoreFactory:
-    """Choose the strategy: one rank keeps all state, several share it."""
+    """Choose where the state is kept: all of it on a single rank, or sharded over several ranks."""
     if offload is None:
         offload = _offload(config, ranks, binding)
     if ranks.world_size == 1:
@@ -230,9 +230,9 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
 
 
 def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:
-    """Check and connect a new optimizer. No window begins with gradients of another loop (law 2)."""
-    # Buckets are filled in this order: another one on some rank, as set(model.parameters()) gives, would add up
-    # gradients of different parameters.
+    """Check and connect a new optimizer, and discard gradients that another loop has left (law 2)."""
+    # Buckets are filled in this order. Another order on some rank, such as that of set(model.parameters()), would add
+    # up gradients of different parameters.
     order = {
         "order of the optimizer's parameters": (
             f"{record.name} {list(record.shape)} {record.dtype}" for record in optimizer._core.records
@@ -264,7 +264,7 @@ def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimize
 
 
 def _check_same(parts: Mapping[str, Iterable[str]], ranks: Ranks, duty: str) -> None:
-    """Check that lines are the same on all ranks (law 11); all have to call. RankError says what differs, and where."""
+    """Raise RankError, with parts and ranks, unless the parts are the same on all ranks (law 11); all have to call."""
     digests = {
         what: hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest() for what, lines in parts.items()
     }

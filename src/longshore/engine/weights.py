@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """A model's first weights. Files are mapped: what is not read takes no memory.
+    """A model's first weights. Files are mapped into memory: tensors that are not read take none.
 
     Args:
         path: a ``.safetensors`` file, or a folder with some (as ``save_pretrained`` makes them); None: rank 0 has the
             weights.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file that cannot be read, by name, or a tensor that is in two files.
+        FileNotFoundError: the file or folder does not exist, or the folder lacks files.
+        ValueError: a file cannot be read, or a tensor is in two files; the message names it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -43,7 +43,7 @@ class Weights:
         self._file_of: dict[str, Any] = {}
         """The open file of each tensor."""
         self._names: dict[str, str] = {}
-        """Names in the files, by the parameter's name in the model."""
+        """The name in the files of each of the model's parameters, by its name in the model."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             for file in () if self.path is None else _files(self.path):
@@ -69,10 +69,10 @@ class Weights:
     # -- before anything changes ------------------------------------------------
 
     def check(self, model: nn.Module) -> None:
-        """Compare the files with a model, by whose parameters' names they are read from now on.
+        """Compare the files with a model, and keep its parameters' names for reading.
 
         Raises:
-            ValueError: tensors that are missing, or have another shape or kind of number; all of them, by name.
+            ValueError: tensors are missing, or have another shape or kind of number; the message names them.
         """
         buffers = dict(model.named_buffers())
         self._names = self._names_of(dict(model.named_parameters(remove_duplicate=False)))
@@ -87,9 +87,12 @@ class Weights:
     def _names_of(self, tensors: dict[str, Tensor]) -> dict[str, str]:
         """Return the name in the files for each of a model's tensors: its own, or that of one tied to it."""
         found, wrong = {}, []
+        names: dict[int, list[str]] = {}  # of each tensor; tied ones have several
         for name, tensor in tensors.items():
-            tied = (other for other, each in tensors.items() if each is tensor)
-            here = next((each for each in (name, *tied) if each in self._file_of), None)
+            names.setdefault(id(tensor), []).append(name)
+        for name, tensor in tensors.items():
+            here = next((each for each in names[id(tensor)] if each in self._file_of), None)
+            here = name if name in self._file_of else here
             if here is None:
                 wrong.append(f"{name} is not there")
                 continue
@@ -126,7 +129,7 @@ class Weights:
 
     @torch.no_grad()
     def place(self, model: nn.Module, ranks: Ranks, parameters: bool) -> None:
-        """Move buffers, and ``parameters`` or not, to this rank's device with their values; all ranks have to call."""
+        """Move buffers, and parameters if asked, to this rank's device and set their values; all ranks have to call."""
         for parameter in model.parameters() if parameters else ():
             if parameter.is_meta:
                 put(nn.Parameter(_empty(parameter, ranks.device), parameter.requires_grad), into=parameter)
@@ -142,8 +145,8 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, sharded: FullyShardedModel, former: dict[str, Tensor], ranks: Ranks) -> None:
-        """Fill each rank's shards, for which there is memory; all ranks have to call. ``former``: the parameters before
-        the model was sharded, by name. Their memory is freed, one by one."""
+        """Fill each rank's shards, whose memory is allocated; all ranks have to call. ``former`` has the parameters
+        before the model was sharded, by name; their memory is freed one by one."""
         for name, parameter in sharded.model.named_parameters():
             layout = sharded.layout_of(parameter)
             shards = [layout.shard(rank) for rank in range(ranks.world_size)]
@@ -153,7 +156,7 @@ class Weights:
             elif former:
                 _scatter(former[name], parameter, shards, ranks)
             if name in former:
-                # Code that still uses it fails: its shape fits nothing.
+                # Code that still uses the former parameter fails, since its shape fits nothing.
                 former[name].data = former[name].data.new_empty(0)
 
     def _read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -198,12 +201,13 @@ def _files(path: Path) -> Sequence[Path]:
 
 
 def first_weights(model: nn.Module, path: str | os.PathLike[str] | None, ranks: Ranks, everywhere: bool) -> Weights:
-    """Find the first weights of a model, which has its dtype, and check them on every rank; all have to call.
+    """Find and check the first weights of a model that has its final dtype; all ranks have to call.
 
-    They are in files, or, without a path, on rank 0. ``everywhere``: each rank reads its shards, not rank 0 everything.
+    They are in files or, without ``path``, in rank 0's model. ``everywhere``: each rank reads its own shards from the
+    files; otherwise rank 0 reads everything.
 
     Raises:
-        ValueError, FileNotFoundError: missing weights, by name; on all ranks, whichever lacks them.
+        ValueError, FileNotFoundError: weights, named in the message, are missing; all ranks raise if one does.
     """
     weights = Weights()
 
@@ -236,7 +240,7 @@ def _check_there(model: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, kind: str, make: Callable[[Any], Tensor]) -> None:
-    """Replace a model's ``_parameters`` or ``_buffers``; one that has several names stays one."""
+    """Replace a model's ``_parameters`` or ``_buffers``; a tensor with several names is replaced by a single one."""
     tables: list[dict[str, Tensor | None]] = [getattr(module, kind) for module in model.modules()]
     former = {id(each): each for table in tables for each in table.values() if each is not None}
     made = {key: make(each) for key, each in former.items()}
@@ -245,12 +249,12 @@ def _replace(model: nn.Module, kind: str, make: Callable[[Any], Tensor]) -> None
 
 
 def without_memory(model: nn.Module) -> None:
-    """Replace a model's parameters by ones without memory; tied ones stay tied."""
+    """Replace a model's parameters by copies on the meta device; tied ones stay tied."""
     _replace(model, "_parameters", on_meta)
 
 
 def with_memory(model: nn.Module, device: torch.device) -> None:
-    """Allocate memory, uninitialised, for a sharded model's parameters that have none."""
+    """Allocate uninitialised memory for the parameters of a sharded model that are on the meta device."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model._apply(lambda tensor: _empty(tensor, device) if tensor.is_meta else tensor)
 
@@ -260,10 +264,10 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
-    """Broadcast rank 0's values."""
+    """Copy rank 0's values to all ranks."""
     if ranks.world_size == 1 or tensor.numel() == 0:
         return
-    # An expanded buffer (a mask) repeats itself in memory, and cannot be written as a whole.
+    # Elements of an expanded buffer (such as a mask) share memory, so it cannot be written as a whole.
     once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     values = once.detach().contiguous()
     dist.broadcast(values.view(-1).view(torch.uint8), src=0, group=ranks.group)

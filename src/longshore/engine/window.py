@@ -10,12 +10,12 @@ from longshore.engine.wording import is_integer
 from longshore.errors import LongshoreError
 
 _DISCARDS_OF_A_LOOP = 3
-"""A bad batch is discarded once; a loop that discards in every micro step never trains."""
+"""Discarded windows before a warning: a bad batch is discarded once, but a loop that always discards never trains."""
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples a backward and rank, backwards a step, and ranks (those of tensor parallelism together count as one)."""
+    """Samples per backward on one rank, backwards per step, and ranks (a tensor-parallel group counts as one)."""
 
     micro_batch_size: int
     accumulation_steps: int
@@ -23,7 +23,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: Config) -> BatchSizes:
-        """Take the sizes of a resolved configuration."""
+        """Return the sizes in a resolved configuration."""
         train, micro, steps = config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps
         assert train is not None and micro is not None and steps is not None
         return cls(micro, steps, train // (micro * steps))
@@ -33,22 +33,22 @@ class BatchSizes:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def with_accumulation_steps(self, steps: int) -> BatchSizes:
-        """Return the sizes with another number of backwards a step; ValueError if it is not at least 1."""
+        """Return the sizes with another number of backwards per step; ValueError if it is not at least 1."""
         if not is_integer(steps) or steps < 1:
             raise ValueError(f"gradient_accumulation_steps is a number of backwards, at least 1, not {steps!r}")
         return replace(self, accumulation_steps=steps)
 
     def with_micro_batch_size(self, micro_batch_size: int) -> BatchSizes:
-        """Return the sizes with another number of samples a backward; ValueError if it is not at least 1."""
+        """Return the sizes with another number of samples per backward; ValueError if it is not at least 1."""
         if not is_integer(micro_batch_size) or micro_batch_size < 1:
             raise ValueError(f"the micro batch size is a number of samples, at least 1, not {micro_batch_size!r}")
         return replace(self, micro_batch_size=micro_batch_size)
 
     def steps_for(self, train_batch_size: int) -> int:
-        """Accumulation steps that make up this train batch size.
+        """Return the number of accumulation steps that gives this train batch size.
 
         Raises:
-            ValueError: it is not a multiple of the samples of one backward on all ranks.
+            ValueError: the size is not a multiple of the samples of one backward on all ranks.
         """
         unit = self.micro_batch_size * self.world_size
         product = f"{unit} (micro batch {self.micro_batch_size} x {self.world_size} ranks)"
@@ -68,13 +68,13 @@ class Window:
     def __init__(self, sizes: BatchSizes) -> None:
         self.sizes = sizes
         self.boundary: bool | None = None
-        """What the user declared last; None: nothing, so backwards are counted."""
+        """The boundary that the user declared last; None: none was declared, so backwards are counted."""
         self.discards = 0
         """Partly filled windows that were discarded since the last step that was due."""
         self.begin()
 
     def begin(self) -> None:
-        """Begin a new window; the former one's step was applied or skipped."""
+        """Begin a new window, after the former one was applied, skipped or discarded."""
         self.backwards = 0
         """Calls of ``engine.backward()``."""
         self.calls = 0
@@ -96,32 +96,32 @@ class Window:
     # -- backwards ------------------------------------------------------------
 
     def next_is_last(self) -> bool:
-        """Whether the backward that is about to begin is the last of the window, as far as is known."""
+        """Return whether the backward that is about to begin is the last of the window, as far as is known."""
         if self.boundary is not None:
             return self.boundary
         return max(self.calls, self.backwards) + 1 >= self.sizes.accumulation_steps
 
     def at_boundary(self) -> bool:
-        """Whether the backward that is under way, or has just ended, is the last of the window."""
+        """Return whether the backward that is under way, or has just ended, is the last of the window."""
         if self.boundary is not None:
             return self.boundary
         return max(self.calls + 1, self.backwards) >= self.sizes.accumulation_steps
 
     def has_raw(self, arrived: int) -> bool:
-        """Whether gradients came from a ``loss.backward()``, of the ``arrived`` ones of this window; to be called
+        """Return whether some of the ``arrived`` gradients of this window came from a ``loss.backward()``. Call it
         outside of ``engine.backward()``."""
         self._raw = self._raw or arrived > self._arrived
         return self._raw
 
     def end_backward(self, arrived: int, succeeded: bool) -> None:
-        """Count an ``engine.backward()``; with its gradients, ``arrived`` ones arrived in this window."""
+        """Count an ``engine.backward()``, after which ``arrived`` gradients have arrived in this window."""
         self._arrived = arrived
         self.backwards += succeeded
 
     # -- the step -------------------------------------------------------------
 
     def due(self, raw: bool) -> bool:
-        """Whether a ``step()`` now is to be applied; ``raw``: gradients arrived outside of ``engine.backward()``.
+        """Return whether a ``step()`` is due; ``raw``: gradients arrived outside of ``engine.backward()``.
 
         Raises:
             LongshoreError: the number of backwards is unknown, because some were not the engine's.
@@ -139,11 +139,11 @@ class Window:
         return self.backwards >= self.sizes.accumulation_steps
 
     def set_accumulation_steps(self, steps: int) -> None:
-        """Change the backwards per step; the micro batch stays, and the train batch changes.
+        """Change the backwards per step; the micro batch size stays, and the train batch size changes.
 
         Raises:
-            ValueError: not a number of backwards.
-            LongshoreError: in the middle of a window.
+            ValueError: ``steps`` is not a number of backwards.
+            LongshoreError: a window is under way.
         """
         sizes = self.sizes.with_accumulation_steps(steps)
         if sizes != self.sizes and (self.backwards > 0 or self.calls > 0):

@@ -1,4 +1,4 @@
-"""Parts of error messages, and the checks of numbers that errors are about."""
+"""Functions that format parts of error messages, and that check whether a value is a number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"did you mean 'lr'?"`` when a known name is near, else ``"known are 'a', 'b'"``."""
+    """Return ``"did you mean 'lr'?"`` if a known name is similar, otherwise ``"known are 'a', 'b'"``."""
     names = sorted(known)
     folded = {each.lower(): each for each in names}
     near = difflib.get_close_matches(str(name).lower(), folded, n=1)
@@ -18,7 +18,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value with its type, short enough for one line of an error."""
+    """Return the value with its type, short enough for one line of an error."""
     text = repr(value)
     if len(text) > 60:
         text = text[:57] + "..."
@@ -26,16 +26,16 @@ def shown(value: Any) -> str:
 
 
 def several(entries: Sequence[str]) -> str:
-    """Up to three entries, and the number of the others."""
+    """Return up to three entries, and the number of the others."""
     listed = ", ".join(entries[:3])
     return listed if len(entries) <= 3 else f"{listed}, and {len(entries) - 3} more"
 
 
 def is_integer(value: Any) -> bool:
-    """Whether ``value`` is an int and not a bool: JSON's ``true`` must not pass for 1."""
+    """Return whether ``value`` is an int and not a bool: JSON's ``true`` must not pass for 1."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is an int or a float, and not a bool."""
+    """Return whether ``value`` is an int or a float, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

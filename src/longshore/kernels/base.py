@@ -1,4 +1,4 @@
-"""The arguments of kernels on any device: rules, scales and the segments of a tile."""
+"""Arguments of kernels on any device: rules, scales and the segments of a tile."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 class Scale(NamedTuple):
-    """What gradients are multiplied by in float32: ``first``, then ``second``.
+    """Factors by which gradients are multiplied in float32: ``first``, then ``second``.
 
-    There are two if the loss scale is no power of two: unscaling and clipping round as separate operations do.
+    Both are used if the loss scale is not a power of two: unscaling and clipping then round separately.
     """
 
     first: float = 1.0
@@ -30,24 +30,24 @@ class Rule(ABC):
     """The hyper-parameters of one parameter group, for parameters at one step count.
 
     A subclass is a frozen dataclass with the hyper-parameters as fields. A field ``step`` is the count after this step,
-    1 the first time. It is an argument of every call: the kernels keep no state, so two tiles cannot differ.
+    1 for the first. It is an argument of every call: the kernels keep no state, so the counts of tiles cannot differ.
     """
 
     name: ClassVar[str]
     """The rule's entry in ``native/rules.inl``."""
     states: ClassVar[tuple[str, ...]]
-    """The arrays of a buffer after the master, one or two, by the names that torch gives them."""
+    """Names of the one or two arrays of a buffer after the master, as in torch."""
     update: ClassVar[Callable[..., tuple[Tensor, ...]]]
     """The arithmetic: ``update(scalars, gradient, master, *states)`` returns the new master and states. It is written
-    with the operations of :mod:`longshore.kernels.reference`; on a GPU those of Triton take their place."""
+    with the operations of :mod:`longshore.kernels.reference`, which Triton's operations replace on a GPU."""
     optional_states: ClassVar[int] = 0
-    """How many of the states a buffer may lack."""
+    """Number of states that a buffer may lack."""
 
     maximize: bool = field(default=False, kw_only=True)
 
     @cached_property
     def scalars(self) -> tuple[float, ...]:
-        """The numbers that the arithmetic reads: computed in double, rounded to float32 by the kernels."""
+        """Numbers that the arithmetic reads: computed in float64, and rounded to float32 by the kernels."""
         raise NotImplementedError
 
 
@@ -55,17 +55,17 @@ class TorchRule(NamedTuple):
     """One step of an elementwise optimizer of ``torch.optim``, on host tiles."""
 
     kind: str
-    """The name of the optimizer in ``torch.optim``."""
+    """Name of the optimizer in ``torch.optim``."""
     options: tuple[tuple[str, Any], ...]
     """The group's options, as numbers."""
     rows: tuple[tuple[str, int], ...]
-    """The states that the step reads and writes, as torch names them, and their rows of the buffer."""
+    """Names in torch of the states that the step reads and writes, with their rows of the buffer."""
     step: int
     """The count after this step, as in :class:`Rule`."""
     first: bool
-    """There is no state yet: torch makes it."""
+    """Whether there is no state yet, so that torch creates it."""
     scalars: tuple[tuple[str, float], ...] = ()
-    """States that are one number for the whole parameter, before the step."""
+    """States that are one number for the whole parameter, with their values before the step."""
 
 
 HostRule = Rule | TorchRule
@@ -75,8 +75,8 @@ HostRule = Rule | TorchRule
 class TileSegment(NamedTuple):
     """One row of a tile's table.
 
-    ``gradient`` is a flat, contiguous tensor; ``output`` is another of as many elements, or the gradient's own memory,
-    or None. ``buffer_offset`` counts elements; ``rule`` is an index into the rules of the call.
+    ``gradient`` is a flat, contiguous tensor; ``output`` is another one of as many elements, a view of the gradient's
+    memory, or None. ``buffer_offset`` counts elements; ``rule`` is an index into the rules of the call.
     """
 
     buffer_offset: int
@@ -86,11 +86,11 @@ class TileSegment(NamedTuple):
 
 
 NORM_BLOCK_NUMEL = 1 << 16
-"""Elements of a parameter whose squares are added into one number; kPieceNumel of native/buffers.h."""
+"""Number of elements of a parameter whose squares are added into one sum: kPieceNumel in native/buffers.h."""
 
 
 def total_of_blocks(parameters: Iterable[Iterable[float]]) -> float:
-    """The sum of squares from those of the blocks of each parameter. The order makes the bits."""
+    """Add up the sums of squares of the blocks of each parameter. The order of addition determines the bits."""
     total = 0.0
     for blocks in parameters:
         for block in blocks:

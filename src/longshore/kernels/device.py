@@ -1,4 +1,4 @@
-"""The kernels for optimizer state that stays on a CUDA device: the bits of the host kernels, from Triton."""
+"""Triton kernels for optimizer state that stays on a CUDA device; they compute the same bits as the host kernels."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from longshore.kernels.host import HostKernels, checked_pair, dtype_code, native
 from longshore.kernels.reference import float32_bytes
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
-"""How kernels are launched; without fusion, each operation rounds on its own."""
+"""Launch options of the elementwise kernels; without fusion, each operation rounds separately."""
 
 
 class DeviceKernels:
     """Triton kernels over the tensors of one CUDA device.
 
     The methods are those of :class:`~longshore.kernels.HostKernels`, with the same arguments, errors and bits. Work is
-    given to the current stream; ``reconcile`` and ``block_sums`` wait for their results.
+    enqueued on the current stream; ``reconcile`` and ``block_sums`` wait for their results.
 
-    One launch steps a tile, by a table of its segments that is copied to the device first: with hundreds of biases and
-    norms in a tile, a launch for each would cost the host more than the step costs the device.
+    One launch steps a whole tile, from a table of its segments that is copied to the device first: with hundreds of
+    biases and norms in a tile, a launch for each would cost the host more time than the step costs the device.
 
     Args:
         device: a CUDA device; or the CPU if Triton was imported with ``TRITON_INTERPRET=1`` (slow; for tests).
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
-        ValueError: a device that Triton's kernels cannot run on here.
+        ValueError: Triton's kernels cannot run on this device in this process.
     """
 
     asynchronous = True
@@ -45,7 +45,7 @@ class DeviceKernels:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._triton = _triton_rules(device)
-        # A compiler that is missing or fails is heard of here, and not in a hook.
+        # Compile a kernel now, so that a compiler that is missing or fails raises here, and not in a hook.
         one = torch.zeros(1, dtype=torch.float32, device=device)
         self.accumulate(one, one, add=False)
 
@@ -123,12 +123,12 @@ class DeviceKernels:
                 num_warps=1,
                 enable_fp_fusion=False,
             )
-        # Lane by lane in order, which accumulate (unlike sum) is.
+        # The lanes have to be added in order: numpy's accumulate does so, and its sum does not.
         of_blocks = iter(numpy.add.accumulate(sums.cpu().numpy(), axis=1)[:, -1].tolist())
         return [list(itertools.islice(of_blocks, count)) for count in counts]
 
     def _norm_blocks(self, ranges: Sequence[Tensor]) -> list[list[tuple[int, ...]]]:
-        """The spans of each block of one parameter: the address of element 0, the dtype, begin and end."""
+        """Return the spans of each block of one parameter: the address of element 0, the dtype code, begin and end."""
         begins = [0, *itertools.accumulate(part.numel() for part in ranges)]
         blocks: list[list[tuple[int, ...]]] = [[] for _ in range(0, begins[-1], NORM_BLOCK_NUMEL)]
         for part, begin in zip(ranges, begins, strict=False):
@@ -157,21 +157,21 @@ class DeviceKernels:
         return tensor.data_ptr()
 
     def _upload(self, tensor: Tensor) -> Tensor:
-        # From pageable memory: the copy is staged before the call returns, and the tensor may be freed at once.
+        # The source is in pageable memory, which is staged before the call returns: the tensor may be freed at once.
         return tensor.to(self.device, non_blocking=True)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton launches on the current device, which need not be ours."""
+        """Return a context in which :attr:`device` is the current device, on which Triton launches kernels."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
 Kernels = HostKernels | DeviceKernels
-"""What steps a tile: the same bits from the same arguments, whose tensors are on its ``device``. Calls of
-``asynchronous`` ones return before their work is done, which is then done in stream order."""
+"""Kernels of any device: the same arguments, with tensors on ``device``, give the same bits. If ``asynchronous`` is
+true, calls return before their work is done, and the work is done in stream order."""
 
 
 def _triton_rules(device: torch.device) -> ModuleType:
-    """The Triton code, imported when it is first used: Triton takes a second to import."""
+    """Return the module with the Triton code, imported on first use because importing Triton takes a second."""
     try:
         from longshore.kernels import triton_rules
     except ModuleNotFoundError as missing:
@@ -187,6 +187,6 @@ def _triton_rules(device: torch.device) -> ModuleType:
 
 
 def _float32_rows(rows: Sequence[Sequence[float]]) -> Tensor:
-    """Doubles rounded to float32, on the CPU: ``[len(rows), columns]``."""
+    """Return numbers rounded from float64 to float32, on the CPU: ``[len(rows), columns]``."""
     data = bytearray(b"".join(float32_bytes(value) for row in rows for value in row))
     return torch.frombuffer(data, dtype=torch.float32).view(len(rows), -1)

@@ -1,4 +1,4 @@
-"""The native kernels for tensors in host memory, and the checks of arguments that kernels on any device share."""
+"""Native kernels for tensors in host memory, and the argument checks that kernels on all devices share."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ENTRIES = {name: index for index, name in enumerate(_native.rules())}
 
 
 class HostKernels:
-    """The native kernels together with the threads that run them.
+    """Native kernels, together with the threads that run them.
 
-    Every call releases the GIL, and gives the same bits for any number of threads, segments and any instruction set.
+    Every call releases the GIL. The number of threads, the number of segments and the instruction set change no bits.
 
     Args:
-        threads: how many; default: what ``longshore launch`` granted, or one for each CPU that the process may use.
+        threads: their number; default: as ``longshore launch`` granted, or one for each CPU that the process may use.
         cpu_set: logical CPUs that the threads may run on; default: any.
-        instruction_set: for tests; default: the best that this CPU runs.
+        instruction_set: for tests; default: the best that this CPU supports.
 
     Raises:
-        ValueError: a thread count below 1, or a CPU that is not to be had.
+        ValueError: a thread count below 1, or a CPU that is not available.
     """
 
     device = torch.device("cpu")
@@ -48,7 +48,7 @@ class HostKernels:
             raise ValueError("cpu_set is empty: name at least one CPU, or leave it out to use any")
         if threads is None:
             granted = binding_of(os.environ) if not cpus else None
-            # Whatever OMP_NUM_THREADS says.
+            # OMP_NUM_THREADS is ignored here.
             threads = len(cpus or usable_cpus()) if granted is None else granted.host_threads
         supported = _native.supported_instruction_sets()
         if instruction_set is not None and instruction_set not in supported:
@@ -68,16 +68,16 @@ class HostKernels:
         """Step the segments of one tile in one pass.
 
         Args:
-            source_buffer: float32 ``[buffer_arrays, buffer_numel]``: the master, then the rule's states (SGD: none if
-                no rule has momentum; a :class:`~longshore.kernels.TorchRule` names its rows).
+            source_buffer: float32 ``[buffer_arrays, buffer_numel]``: the master, then the rule's states (SGD has none
+                if no rule has momentum; a :class:`~longshore.kernels.TorchRule` names its rows).
             target_buffer: the same tensor (in place), or another that does not overlap it; elements outside the
                 segments are not written.
             segments: in order of ``buffer_offset``, not overlapping.
-            rules: what the segments' ``rule`` counts into; all of one kind.
-            scale: what gradients are multiplied by.
+            rules: rules to which the segments' ``rule`` is an index; all of one kind.
+            scale: factors by which gradients are multiplied.
 
         Raises:
-            ValueError: a table that a tile cannot have; nothing was written.
+            ValueError: the segments or rules are not valid for the buffers; nothing was written.
         """
         torchs = [rule for rule in rules if isinstance(rule, TorchRule)]
         if torchs and len(torchs) == len(rules):
@@ -88,26 +88,27 @@ class HostKernels:
         _native.step(self._pool, *tile, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
-        """``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
+        """Set ``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
         _native.accumulate(self._pool, *checked_pair(target, source, _address), add, self.instruction_set)
 
     def reconcile(self, master: Tensor, parameter: Tensor, *, adopt: bool) -> int:
-        """Count the elements of ``parameter`` that are not, to the bit, the rounded ``master``; with ``adopt``, each of
-        them becomes the master."""
+        """Count the elements of ``parameter`` whose bits differ from the rounded ``master``; with ``adopt``, copy those
+        elements to the master."""
         return _native.reconcile(self._pool, *checked_pair(master, parameter, _address), adopt, self.instruction_set)
 
     def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
-        """The sums of squares of all (scaled, float32) elements, in double: for each parameter one number for each
-        ``NORM_BLOCK_NUMEL`` of its elements; :func:`total_of_blocks` adds them up.
+        """Return the sums of squares of all (scaled, float32) elements, in float64: for each parameter one number for
+        each ``NORM_BLOCK_NUMEL`` of its elements; :func:`total_of_blocks` adds them up.
 
-        ``parameters`` has the flat gradient of each parameter in consecutive ranges, on which no bit depends.
+        ``parameters`` has the flat gradient of each parameter, divided into consecutive ranges; where it is divided
+        does not change the bits.
         """
         rows = [[(_address(part), dtype_code(part), part.numel()) for part in ranges] for ranges in parameters]
         return _native.block_sums(self._pool, rows, scale, self.instruction_set)
 
 
 class NativeTile(NamedTuple):
-    """A tile as the native kernels take it: addresses and numbers."""
+    """Arguments of the native kernels for one tile, as addresses and numbers."""
 
     entry: int
     """Index of the rule in ``native/rules.inl``."""
@@ -129,7 +130,8 @@ def native_tile(
 ) -> NativeTile:
     """Check the arguments of :meth:`HostKernels.step_tile`, and build the table whose numbers the native code checks.
 
-    ``address`` returns a tensor's address, and raises ``ValueError`` if it is not contiguous on the right device.
+    ``address`` returns a tensor's address, and raises ``ValueError`` unless the tensor is contiguous on the right
+    device.
     """
     check_buffers(source_buffer, target_buffer)
     buffer_arrays, buffer_numel = source_buffer.shape
@@ -137,7 +139,7 @@ def native_tile(
     kinds = {type(rule) for rule in rules}
     if len(kinds) > 1:
         raise ValueError(f"the rules of one call are of one kind, not {sorted(kind.__name__ for kind in kinds)}")
-    name = next(iter(_ENTRIES))  # without rules there are no segments, or the native code raises
+    name = next(iter(_ENTRIES))  # without rules there must be no segments, or the native code raises
     for rule in rules:
         if not isinstance(rule, Rule):
             raise ValueError(f"the kernels do not step by a {type(rule).__name__}")
@@ -175,7 +177,7 @@ def check_buffers(source_buffer: Tensor, target_buffer: Tensor) -> None:
 
 
 def checked_pair(target: Tensor, source: Tensor, address: Callable[[Tensor], int]) -> tuple[int, int, int, int]:
-    """Return the addresses of a float32 tensor and of one of as many elements, whose dtype's code and count follow."""
+    """Check that both have equally many elements; return their addresses, and dtype code and numel of the source."""
     if target.dtype != torch.float32:
         raise ValueError(f"masters and accumulators are float32, not {target.dtype}")
     if target.numel() != source.numel():

@@ -1,8 +1,9 @@
-"""The operations that rules are written in, in plain torch, and a step by any rule: the oracle of every kernel.
+"""Operations that rules are written with, in plain torch, and a step by any rule: the oracle of every kernel.
 
-Slow and simple on purpose. Each operation works on float32 and rounds once, to nearest even. The arithmetic of each
-rule is ``update`` in its file in :mod:`longshore.optim.rules`. The native kernels on every instruction set, the Triton
-kernels, and ``torch.optim.AdamW(fused=True)`` (``Adam``, ``Adagrad``, ``SGD``) on the CPU compute the same bits.
+This code is slow and simple on purpose. Each operation works on float32 and rounds once, to nearest even. The
+arithmetic of each rule is ``update`` in its file in :mod:`longshore.optim.rules`. The native kernels on every
+instruction set, the Triton kernels, and ``torch.optim.AdamW(fused=True)`` (``Adam``, ``Adagrad``, ``SGD``) on the CPU
+compute the same bits.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ Scalars = Sequence[Tensor]
 
 
 def scalar(scalars: Scalars, index: int) -> Tensor:
-    """One of the scalars of a rule, float32."""
+    """Return one of the scalars of a rule, as float32."""
     return scalars[index]
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c`` rounded once, for float32 tensors (broadcast as torch does).
+    """Return ``a * b + c`` rounded once, for float32 tensors (broadcast as in torch).
 
-    The product of two float32 numbers is exact in float64. The sum is rounded to odd there (Boldo and Melquiond, IEEE
+    The product of two float32 numbers is exact in float64. The float64 sum is rounded to odd (Boldo and Melquiond, IEEE
     Trans. Computers 57(4), 2008), after which rounding to float32 is correct.
     """
     product = a.double() * b.double()
@@ -44,40 +45,40 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
-    """``a / b``. Written out, because a plain ``/`` is an approximation in Triton."""
+    """Return ``a / b``. Rules call this function because a plain ``/`` is an approximation in Triton."""
     return a / b
 
 
 def root(values: Tensor) -> Tensor:
-    """The square root.
+    """Return the square root.
 
-    torch's float32 sqrt is not correctly rounded everywhere (seen with 2.13 on AVX-512). A root in double is far
-    enough from any tie to round like the exact one.
+    torch's float32 sqrt is not correctly rounded everywhere (seen with 2.13 on AVX-512). A float64 root is so far from
+    any tie that it rounds to float32 like the exact root.
     """
     return values.double().sqrt().float()
 
 
 def where(condition: Tensor, yes: Operand, no: Operand) -> Tensor:
-    """``yes`` where the condition holds, ``no`` elsewhere."""
+    """Return ``yes`` where the condition holds, and ``no`` elsewhere."""
     return torch.where(condition, *(x if isinstance(x, Tensor) else _float32(x) for x in (yes, no)))
 
 
 def rule_step(
     arrays: Sequence[Tensor] | Tensor, gradient: Tensor, rule: Rule, scale: Scale = UNSCALED
 ) -> tuple[Tensor, ...]:
-    """One step by any rule; nothing is changed in place.
+    """Return the arrays after one step by any rule; the arguments are not changed.
 
     Args:
-        arrays: float32 master and states, or a buffer of them. States that a rule can do without may be left out.
+        arrays: float32 master and states, or a buffer of them. Optional states may be left out.
         gradient: of the same shape as each array; float32, bfloat16 or float16.
         rule: hyper-parameters, and the step count after this step.
-        scale: what the gradient is multiplied by, one factor after the other.
+        scale: factors by which the gradient is multiplied, one after the other.
 
     Returns:
         The new arrays, as many as were given. The published parameter is ``master.to(dtype)``, rounded to nearest even.
 
     Raises:
-        ValueError: a number of arrays that the rule does not have, or a step count below 1.
+        ValueError: the number of arrays is not one that the rule has, or the step count is below 1.
     """
     most = 1 + len(rule.states)
     if not most - rule.optional_states <= len(arrays) <= most:
@@ -96,14 +97,14 @@ def _float32(value: float) -> Tensor:
 
 
 def float32_bytes(value: float) -> bytes:
-    """Round a double to the nearest float32, whatever float mode this thread is in.
+    """Return the bytes of the float32 nearest to ``value``, whatever the float mode of this thread is.
 
-    After ``torch.set_flush_denormal(True)`` the processor would make a denormal (a tiny eps, say) zero.
+    After ``torch.set_flush_denormal(True)``, the processor would replace a denormal, such as a tiny eps, by zero.
     """
     if 0.0 < abs(value) < 2.0**-126:
-        units = round(abs(value) * 2.0**149)  # of the smallest float32: exact, then half to even
+        units = round(abs(value) * 2.0**149)  # multiples of the smallest float32: the product is exact, ties go to even
         return struct.pack("I", units | (0x80000000 if value < 0 else 0))
     try:
         return struct.pack("f", value)
-    except OverflowError:  # beyond the largest float32, which struct refuses
+    except OverflowError:  # struct refuses numbers beyond the largest float32
         return struct.pack("f", math.copysign(math.inf, value))

@@ -1,8 +1,8 @@
-"""Steps that torch's own optimizers make on ranges of a tile: slower than a kernel, and the same bits as torch.
+"""Steps of torch's own optimizers on ranges of a tile: slower than a kernel, with the same bits as torch.
 
-The result of an elementwise optimizer does not depend on where in a parameter an element is, but that of torch's loops
-may: the last elements of a tensor, and of each thread's share of it, go through scalar code that rounds differently. So
-each range is copied to a buffer of one size without such elements, and stepped by one thread.
+The rule of an elementwise optimizer ignores where in a parameter an element is, but the result of torch's loops may
+depend on it: the last elements of a tensor, and of each thread's share of it, go through scalar code that rounds
+differently. Each range is therefore copied to a buffer of one size without such elements, and stepped by one thread.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from longshore.kernels.base import Scale, TileSegment, TorchRule
 
 _LOOP_NUMEL = 64
-"""A multiple of what any of torch's loops takes at once."""
+"""Multiple of the number of elements that any of torch's vectorized loops takes at once."""
 
 BUFFER_NUMEL = 1 << 14
-"""Elements of the largest buffer: master, gradient and states stay in the cache."""
+"""Number of elements of the largest buffer: master, gradient and states stay in the cache."""
 
 
 class _Stepper:
-    """One rule's optimizer of torch, on a parameter that is the buffer."""
+    """The torch optimizer of one rule, whose only parameter is the buffer."""
 
     def __init__(self, rule: TorchRule, numel: int) -> None:
         self._rule = rule
@@ -33,7 +33,7 @@ class _Stepper:
         self.optimizer = getattr(torch.optim, rule.kind)([self.master], **dict(rule.options), foreach=False)
 
     def step(self) -> dict[str, Any]:
-        """Step the buffer; returns torch's state."""
+        """Step the buffer, and return torch's state."""
         rule, optimizer = self._rule, self.optimizer
         optimizer.state.clear()
         if not rule.first:
@@ -70,7 +70,7 @@ def step_by_torch(
     """Step the segments of one tile; arguments as in :meth:`HostKernels.step_tile`.
 
     Raises:
-        ValueError: a table that a tile cannot have; nothing was written.
+        ValueError: the segments or rules are not valid for the buffers; nothing was written.
     """
     buffer_arrays, buffer_numel = source_buffer.shape
     end = 0
@@ -107,6 +107,6 @@ def step_by_torch(
 
 @torch.no_grad()
 def next_scalars(rule: TorchRule, names: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """The named states that are one number, after the step."""
+    """Return the values after the step of the named states that are one number."""
     state = _Stepper(rule, 1).step()
     return tuple((name, float(state[name])) for name in names)

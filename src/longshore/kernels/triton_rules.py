@@ -1,15 +1,15 @@
-"""The kernels of :class:`longshore.kernels.device.DeviceKernels`, in Triton.
+"""Triton code of the kernels of :class:`longshore.kernels.device.DeviceKernels`.
 
-The arithmetic of a rule is its ``update``, which :func:`device_function` compiles. Triton may join a multiplication and
-an addition into one operation that rounds once, unless it is launched with ``enable_fp_fusion=False``: then ``tl.fma``
-is the only one that does. A plain ``/`` or ``tl.sqrt`` is an approximation on a GPU; ``tl.div_rn`` and ``tl.sqrt_rn``
+The arithmetic of a rule is its ``update``, which :func:`device_function` compiles. Triton may fuse a multiplication and
+an addition into one operation that rounds once, unless a kernel is launched with ``enable_fp_fusion=False``: then only
+``tl.fma`` does so. A plain ``/`` or ``tl.sqrt`` is an approximation on a GPU; ``tl.div_rn`` and ``tl.sqrt_rn``
 round to nearest even. None of these flushes denormals.
 
-A tensor is given by its address, an int64, and the code of its dtype. So each kernel is compiled once, whatever mix of
-dtypes a tile has; the branch on the dtype is the same for all elements of a program.
+A tensor is passed as its address, an int64, and the code of its dtype. Each kernel is thus compiled once for any mix of
+dtypes in a tile; the branch on the dtype is the same for all elements of a program.
 """
 
-# Triton reads these functions' source: what pyright sees as calls on plain Python values are operations on blocks.
+# Triton compiles the source of these functions: what pyright takes for plain Python values are blocks of elements.
 # pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
@@ -28,19 +28,19 @@ FLOAT16 = tl.constexpr(3)
 
 SEGMENT_COLUMNS = tl.constexpr(9)
 """int64 columns of a tile's table: buffer offset, elements, gradient and its dtype, output and its
-dtype, offset of the rule's scalars, first program of the segment, elements of each of the buffer's arrays."""
+dtype, offset of the rule's scalars, first program of the segment, elements of each array of the buffer."""
 
 SPAN_COLUMNS = tl.constexpr(4)
 """int64 columns of a span: address of the parameter's first element, dtype, begin, end."""
 
 BLOCK = tl.constexpr(1024)
-"""Elements that one program steps or copies."""
+"""Number of elements that one program steps or copies."""
 NORM_LANES = tl.constexpr(16)
 NORM_UNROLL = tl.constexpr(8)
 
 
 # Conversions between float32 and bfloat16 or float16, with the integer arithmetic of native/convert.h: a GPU's own
-# conversions replace NaN by another, and the parameter would no longer be its rounded master.
+# conversions change the bits of a NaN, so that the parameter would no longer be its rounded master.
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def round_to_float16(x):
     sign = (u >> 16) & 0x8000
     magnitude = u & 0x7FFFFFFF
     normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13
-    # One unit in the last place of 0.5 is the smallest float16: the adder rounds to it.
+    # The unit in the last place of the float32 0.5 is the smallest float16, so the addition rounds to it.
     subnormal = bits_of(float_of(magnitude) + 0.5) - 0x3F000000
     special = tl.where(magnitude > 0x7F800000, 0x7E00 | ((magnitude >> 13) & 0x3FF), 0x7C00)
     result = tl.where(magnitude < 0x38800000, subnormal, normal)
@@ -93,7 +93,7 @@ def round_to_float16(x):
 
 @triton.jit
 def load_float(address, at, mask, dtype):
-    """Elements as float32; zero where masked."""
+    """Load elements as float32; masked ones are zero."""
     if dtype == FLOAT32:
         values = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask, other=0.0)
     elif dtype == BFLOAT16:
@@ -105,7 +105,7 @@ def load_float(address, at, mask, dtype):
 
 @triton.jit
 def store_rounded(address, at, values, mask, dtype):
-    """Elements rounded to nearest even, NaN kept; nothing where the dtype is NONE."""
+    """Store elements rounded to nearest even, keeping NaN; store nothing if the dtype is NONE."""
     if dtype == FLOAT32:
         tl.store(address.to(tl.pointer_type(tl.float32)) + at, values, mask)
     elif dtype == BFLOAT16:
@@ -114,7 +114,7 @@ def store_rounded(address, at, values, mask, dtype):
         tl.store(address.to(tl.pointer_type(tl.uint16)) + at, round_to_float16(values), mask)
 
 
-# The operations of longshore.kernels.reference. A rule's update() is compiled with these in their place.
+# Replacements for the operations of longshore.kernels.reference, with which a rule's update() is compiled.
 
 
 @triton.jit
@@ -148,9 +148,9 @@ _NAMES |= {"Tensor": tl.tensor, "Scalars": tl.tensor}  # Triton looks up the typ
 
 @functools.cache
 def device_function(update):
-    """The ``update`` of a :class:`~longshore.kernels.Rule`, with the operations of Triton."""
+    """Return the ``update`` of a :class:`~longshore.kernels.Rule`, compiled with the operations of Triton."""
     scope = {**_NAMES, "__name__": update.__module__, "__builtins__": builtins}
-    jit = type(scalar)  # compiled or interpreted, as this file was imported
+    jit = type(scalar)  # compiled or interpreted, like the functions of this module
     return jit(types.FunctionType(update.__code__, scope, update.__name__))
 
 
@@ -158,9 +158,9 @@ def device_function(update):
 def step_tile(
     source_buffer, target_buffer, table, owners, scalar_rows, UPDATE: tl.constexpr, BUFFER_ARRAYS: tl.constexpr
 ):
-    """One program steps one block of one segment.
+    """Step a tile; each program steps one block of one segment.
 
-    It reads all of an element before it writes any of it, so a step in place or over its own gradient is sound.
+    A program reads all values of an element before it writes any, so a step may be in place or overwrite its gradient.
     """
     program = tl.program_id(0)
     row = table + tl.load(owners + program) * SEGMENT_COLUMNS
@@ -203,7 +203,7 @@ def accumulate(target, source, dtype, numel, add):
 
 @triton.jit(do_not_specialize=["master", "parameter", "dtype", "numel", "adopt"])
 def reconcile(master, parameter, dtype, numel, adopt, differing):
-    """Sets ``differing``, a byte for each element; with ``adopt``, such a master becomes the element."""
+    """Set a byte of ``differing`` for each element; with ``adopt``, copy those that differ to the master."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
     masters = tl.load(master.to(tl.pointer_type(tl.float32)) + at, mask, other=0.0)
@@ -223,7 +223,7 @@ def reconcile(master, parameter, dtype, numel, adopt, differing):
 
 @triton.jit
 def add_squares(total, address, begin, end, factors, DTYPE: tl.constexpr):
-    """Add the squares of elements ``[begin, end)`` of one parameter to its lanes, one row after the other."""
+    """Add the squares of elements ``[begin, end)`` of one parameter to the lanes of ``total``, row by row."""
     lane = tl.arange(0, NORM_LANES)
     first = tl.load(factors)
     second = tl.load(factors + 1)
@@ -232,7 +232,7 @@ def add_squares(total, address, begin, end, factors, DTYPE: tl.constexpr):
             at = (row + ahead) * NORM_LANES + lane
             mask = (at >= begin) & (at < end)
             x = load_float(address, at, mask, DTYPE) * first * second
-            # An element that is not there adds 0, which changes no sum of squares.
+            # A masked element adds 0, which changes no sum of squares.
             x = tl.where(mask, x, 0.0).to(tl.float64)
             total += x * x  # the product of two float32 numbers is exact in float64
     return total
@@ -240,10 +240,10 @@ def add_squares(total, address, begin, end, factors, DTYPE: tl.constexpr):
 
 @triton.jit
 def sum_of_squares(starts, spans, factors, sums):
-    """One program adds one block of one parameter into its lanes.
+    """Add up squares; each program adds one block of one parameter into the lanes of its sum.
 
-    An element's lane is its offset in the parameter modulo NORM_LANES, and a lane adds in order, as in
-    native/buffers.cpp: the same bits.
+    An element's lane is its offset in the parameter modulo NORM_LANES, and a lane adds in order, which gives the same
+    bits as native/buffers.cpp.
     """
     block = tl.program_id(0)
     lane = tl.arange(0, NORM_LANES)

@@ -1,6 +1,6 @@
-"""CPUs, GPUs and limits of this machine, as Linux's files tell them, and the CPUs that processes are bound to.
+"""CPUs, GPUs and limits of this machine, as Linux reports them, and the CPUs that processes are bound to.
 
-A fact that the system does not tell is None. Importing this does not import torch.
+A fact that the system does not provide is None. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RANK_VARIABLES = (b"LOCAL_RANK=", b"SLURM_LOCALID=", b"OMPI_COMM_WORLD_LOCAL_RA
 
 @dataclass(frozen=True)
 class LogicalCpu:
-    """A CPU as Linux schedules it."""
+    """A logical CPU, the unit to which Linux assigns threads."""
 
     number: int  # Linux's number
     core: int  # the smallest number among the logical CPUs of the same core (SMT siblings)
@@ -32,29 +32,29 @@ class Topology:
     """The CPUs that this process may use."""
 
     cpus: tuple[LogicalCpu, ...]  # sorted by number
-    narrowed: bool  # the machine has more CPUs: the process already has an affinity or a cpuset
+    narrowed: bool  # whether the machine has more CPUs, because the process already has an affinity or a cpuset
     quota: float | None  # CPU time that a container grants to all of its processes, in CPUs; None: no limit
 
     @property
     def nodes(self) -> tuple[int | None, ...]:
-        """NUMA nodes of the CPUs, sorted; None is last, and stands for all nodes that are not known."""
+        """NUMA nodes of the CPUs, sorted; None comes last and stands for all unknown nodes."""
         found = {cpu.node for cpu in self.cpus}
         return (*sorted(node for node in found if node is not None), *([None] if None in found else []))
 
 
 def usable_cpus() -> list[int]:
-    """Numbers of the logical CPUs that this process may use, sorted."""
+    """Return the numbers of the logical CPUs that this process may use, sorted."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def read_topology(root: Path = Path("/"), usable: Collection[int] | None = None) -> Topology:
     """Read which CPUs share a core and which NUMA nodes they are on.
 
-    Where Linux does not tell, each CPU counts as a core of its own whose node is not known.
+    If Linux does not provide this, each CPU counts as a core of its own whose node is not known.
 
     Args:
-        root: the folder with ``sys``.
-        usable: numbers of logical CPUs; None: those of this process.
+        root: the folder that contains ``sys``.
+        usable: numbers of logical CPUs; None: the CPUs that this process may use.
     """
     numbers = usable_cpus() if usable is None else sorted(usable)
     cpus = root / "sys/devices/system/cpu"
@@ -65,7 +65,7 @@ def read_topology(root: Path = Path("/"), usable: Collection[int] | None = None)
     found = []
     for number in numbers:
         about = cpus / f"cpu{number}/topology"
-        # thread_siblings_list is the name before Linux 5.
+        # Before Linux 5, the file was named thread_siblings_list.
         siblings = parse_cpu_list(text_of(about / "core_cpus_list") or text_of(about / "thread_siblings_list"))
         found.append(LogicalCpu(number, min(siblings, default=number), node_of.get(number)))
     online = parse_cpu_list(text_of(cpus / "online"))
@@ -96,24 +96,24 @@ def cpu_list(numbers: Iterable[int]) -> str:
 
 
 def pci_address(properties: object) -> str:
-    """The PCI address, such as ``0000:3b:00.0``, in the result of ``torch.cuda.get_device_properties``."""
+    """Return the PCI address, such as ``0000:3b:00.0``, from the result of ``torch.cuda.get_device_properties``."""
     domain, bus, device = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def pci_folder(address: str, root: Path = Path("/")) -> Path:
-    """The folder in which Linux describes a PCI device."""
+    """Return the folder in which Linux describes a PCI device."""
     return root / "sys/bus/pci/devices" / address
 
 
 def numa_node_of(address: str, root: Path = Path("/")) -> int | None:
-    """The NUMA node that a PCI device is attached to; None: not known, or the machine has only one node (-1)."""
+    """Return the NUMA node of a PCI device; None: it is not known, or the machine has only one node (-1)."""
     node = text_of(pci_folder(address, root) / "numa_node").strip()
     return int(node) if node.isdigit() else None
 
 
 def visible_gpus() -> dict[str, str]:
-    """PCI addresses of the CUDA devices that this process sees, by name (``cuda:0``). Imports torch."""
+    """Return the PCI addresses of the CUDA devices that this process sees, by name (``cuda:0``). Imports torch."""
     import torch
 
     if not torch.cuda.is_available():
@@ -123,7 +123,7 @@ def visible_gpus() -> dict[str, str]:
 
 
 def all_gpus(root: Path = Path("/")) -> list[str]:
-    """PCI addresses of all NVIDIA GPUs of the machine, including those that a container or a variable hides."""
+    """Return the PCI addresses of all NVIDIA GPUs, including those that a container or a variable hides."""
     found = []
     for folder in sorted(root.glob("sys/bus/pci/devices/*")):
         is_display = text_of(folder / "class").startswith(_DISPLAY_CLASS)
@@ -133,7 +133,7 @@ def all_gpus(root: Path = Path("/")) -> list[str]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPU time that a container grants to all of its processes together, in CPUs; None: no limit."""
+    """Return the CPU time that a container grants to all of its processes together, in CPUs; None: no limit."""
     limit, _, period = text_of(root / "sys/fs/cgroup/cpu.max").strip().partition(" ")
     if not limit:  # cgroups of version 1
         limit, period = (text_of(root / f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
@@ -141,7 +141,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def locked_limit_bytes() -> int | None:
-    """How much memory this process may lock (pin), in bytes; None: no limit."""
+    """Return how much memory this process may lock (pin), in bytes; None: no limit."""
     try:
         import resource
     except ImportError:  # not a POSIX system
@@ -151,13 +151,13 @@ def locked_limit_bytes() -> int | None:
 
 
 def shared_free_bytes(root: Path = Path("/")) -> int | None:
-    """Free bytes in ``dev/shm``, where ranks of one machine exchange gradients; None: it does not exist."""
+    """Return the free bytes in ``dev/shm``, where ranks of one machine exchange gradients; None: it does not exist."""
     shared = root / "dev/shm"
     return shutil.disk_usage(shared).free if shared.is_dir() else None
 
 
 def text_of(path: Path) -> str:
-    """A file's text; empty if it cannot be read, since systems without the file are no error."""
+    """Return a file's text, or ``""`` if it cannot be read: some systems do not have the file."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -165,7 +165,7 @@ def text_of(path: Path) -> str:
 
 
 class BoundThreads:
-    """Binds the threads of this process to CPUs until :meth:`release`; threads that they start are bound too.
+    """Binding of this process's threads to CPUs until :meth:`release`; threads that they start are bound, too.
 
     Threads whose affinity differs from the caller's keep it, since it was chosen for them.
 
@@ -186,7 +186,7 @@ class BoundThreads:
         _move_threads(self._former, self.cpus)
 
     def release(self) -> None:
-        """Restore the former affinity of all threads whose affinity was not changed since."""
+        """Restore the former affinity of all threads whose affinity was not changed in the meantime."""
         _move_threads(self.cpus, self._former)
 
 
@@ -202,13 +202,13 @@ def _move_threads(source: Collection[int], target: Collection[int]) -> None:
 
 
 def cpus_of_other_ranks(usable: Collection[int], root: Path = Path("/")) -> dict[int, frozenset[int]]:
-    """CPUs that ranks of other runs were bound to, by process number.
+    """Return the CPUs that ranks of other runs are bound to, by process ID.
 
     A rank is a process with a launcher's environment variables.
 
     Args:
         usable: the CPUs of this process; a process that may use all of them is not bound.
-        root: the folder with ``proc``.
+        root: the folder that contains ``proc``.
     """
     found = {}
     for folder in root.glob("proc/[0-9]*"):
@@ -225,5 +225,5 @@ def cpus_of_other_ranks(usable: Collection[int], root: Path = Path("/")) -> dict
 
 
 def machine_identity(root: Path = Path("/")) -> str:
-    """A text that is the same for all processes of one running system, in any container."""
+    """Return a text that is the same for all processes of one running system, in any container."""
     return text_of(root / "proc/sys/kernel/random/boot_id").strip() or os.uname().nodename

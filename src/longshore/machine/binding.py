@@ -1,9 +1,9 @@
-"""Plan which CPUs each rank of a machine gets, and how many threads. Pure: a topology in, numbers and reasons out.
+"""Plan the CPUs and the number of threads of each rank of a machine, as pure functions of its topology.
 
 A rank with a GPU gets whole cores of the NUMA node that the GPU is attached to, since gradients and parameters pass
 between the two at every step. Memory needs no policy of its own: Linux allocates memory on the node of the CPU that
 first touches it, so it is enough to bind a rank before it touches its memory. A strict policy (``MPOL_BIND``) would
-end a run whose optimizer state does not fit on its node; this one then uses memory of another node.
+end a run whose optimizer state does not fit on its node; the default policy then uses memory of another node.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ VARIABLE = "LONGSHORE_BINDING"
 """Environment variable in which ``longshore launch`` passes a rank its binding, as JSON."""
 
 BIND_VARIABLE = "LONGSHORE_BIND"
-"""Environment variable. 0: never bind ranks; 1: bind them also where an engine would not do it by itself."""
+"""Environment variable: 0 never binds ranks; 1 binds them even if the engine would not do so by default."""
 
 _CORES_TO_SPARE = 4
-"""A rank with a GPU and at least so many cores leaves one to the thread that feeds the GPU."""
+"""Number of cores from which a rank with a GPU leaves one core to the thread that feeds the GPU."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class RankDevice:
 class RankBinding:
     """The CPUs and threads of one rank."""
 
-    device: str  # the device that it trains on
+    device: str  # the device that the rank trains on
     nodes: tuple[int, ...]  # NUMA nodes of its CPUs; empty: not known
-    cpus: tuple[int, ...]  # logical CPUs; empty: it is not bound
-    torch_threads: int  # of torch's operators on the CPU; the same for all ranks, because sums depend on it
-    host_threads: int  # of the host step
+    cpus: tuple[int, ...]  # logical CPUs; empty: the rank is not bound
+    torch_threads: int  # threads of torch's CPU operators; the same for all ranks, because sums depend on it
+    host_threads: int  # threads of the host step
     why: tuple[str, ...]  # reasons, for users
 
     def to_json(self) -> str:
@@ -64,14 +64,14 @@ class RankBinding:
 
 
 def binding_of(environ: Mapping[str, str]) -> RankBinding | None:
-    """The binding that ``longshore launch`` chose for this process; None: something else started it.
+    """Return the binding that ``longshore launch`` chose for this process; None if another program started it.
 
     Raises:
         ValueError: the variable is not a valid binding.
     """
     if (text := environ.get(VARIABLE)) is None:
         return None
-    # Imported here, since most processes have no such variable and need not wait for it.
+    # Imported here, since most processes have no such variable and need not wait for the import.
     from pydantic import TypeAdapter
 
     try:
@@ -86,7 +86,7 @@ def binding_of(environ: Mapping[str, str]) -> RankBinding | None:
 
 
 def binding_wanted(environ: Mapping[str, str]) -> bool | None:
-    """Whether the user wants ranks to be bound to CPUs; None: the user did not say.
+    """Return whether the user wants ranks to be bound to CPUs; None if the user did not say.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
@@ -108,8 +108,8 @@ def plan_ranks(
     Args:
         topology: the CPUs that may be used.
         devices: the device of each rank, by local rank.
-        hidden: GPUs that this run does not see. They are assumed to be used by others, who get their parts of the
-            CPUs. They are ignored if ``devices`` has no GPU.
+        hidden: GPUs that this run does not see. Other runs are assumed to use them and get their part of the CPUs.
+            They are ignored if ``devices`` has no GPU.
         omp_num_threads: the value of ``OMP_NUM_THREADS``, if it is set; torch then gets that many threads.
 
     Raises:
@@ -124,7 +124,7 @@ def plan_ranks(
     granted = None if topology.quota is None else max(1, math.floor(topology.quota / len(devices)))
     bindings = []
     for rank, (device, home, why) in enumerate(zip(devices, homes, whys, strict=True)):
-        # The devices that share these nodes (-1: those of another run), in an order that is the same for all runs.
+        # Devices that share these nodes, with their local ranks (-1: of another run), in the same order in all runs.
         sharing = [(each, number) for number, each in enumerate(devices) if homes[number] == home]
         sharing += [(each, -1) for each in others if (each.node,) == home]
         sharing.sort(key=lambda pair: (pair[0].address is None, pair[0].address or "", pair[1]))
@@ -144,7 +144,7 @@ def plan_ranks(
 
 
 def unbound(binding: RankBinding, why: str) -> RankBinding:
-    """The same binding without CPUs: its threads run on any CPU."""
+    """Return the same binding without CPUs: the rank's threads may run on any CPU."""
     return replace(binding, nodes=(), cpus=(), why=(why,))
 
 
@@ -154,7 +154,7 @@ _Home = tuple[int | None, ...]
 def _homes(
     topology: Topology, devices: Sequence[RankDevice], others: Sequence[RankDevice]
 ) -> tuple[list[_Home], list[list[str]]]:
-    """NUMA nodes of each rank, and the reasons."""
+    """Return the NUMA nodes of each rank, and the reasons for them."""
     nodes = topology.nodes
     homes: list[_Home | None] = []
     whys: list[list[str]] = []
@@ -169,7 +169,7 @@ def _homes(
             whys.append([f"the NUMA node of {device.name} is not known"] if device.is_gpu else [])
     away = [number for number, home in enumerate(homes) if home is None]
     if len(away) == len(devices) and len(devices) < len(nodes):
-        # With fewer ranks than nodes each gets several, so that all memory is used.
+        # With fewer ranks than nodes, each rank gets several nodes, so that all memory is used.
         for number in away:
             first, end = (place * len(nodes) // len(devices) for place in (number, number + 1))
             homes[number] = nodes[first:end]
@@ -182,20 +182,20 @@ def _homes(
 def _emptiest(
     topology: Topology, homes: Sequence[_Home | None], others: Sequence[RankDevice], count: int
 ) -> list[int | None]:
-    """Nodes for ``count`` ranks whose devices have no node, sorted, so that ranks share cores evenly."""
+    """Choose a node for each of ``count`` ranks whose device has none, so that ranks share cores evenly; sorted."""
     nodes = topology.nodes
     cores = {node: len({cpu.core for cpu in topology.cpus if cpu.node == node}) for node in nodes}
     ranks = {node: homes.count((node,)) + sum(other.node == node for other in others) for node in nodes}
     chosen = []
     for _ in range(count):
-        node = max(nodes, key=lambda node: cores[node] / (ranks[node] + 1))  # the first of equals
+        node = max(nodes, key=lambda node: cores[node] / (ranks[node] + 1))  # the first one of several equal nodes
         ranks[node] += 1
         chosen.append(node)
     return sorted(chosen, key=nodes.index)
 
 
 def _part(cpus: Sequence[LogicalCpu], place: int, count: int) -> tuple[tuple[LogicalCpu, ...], str]:
-    """One of ``count`` equal parts: whole cores if there are enough, else logical CPUs, else one shared logical CPU."""
+    """Return one of ``count`` equal parts: whole cores if there are enough, else logical CPUs, else one shared CPU."""
     cores: dict[int, list[LogicalCpu]] = {}
     for cpu in cpus:
         cores.setdefault(cpu.core, []).append(cpu)

@@ -1,12 +1,12 @@
-"""Program that ``longshore launch`` starts for each rank: it binds itself, then replaces itself by the rank's program.
+"""Program that ``longshore launch`` starts for each rank: it binds itself to CPUs, then executes the rank's program.
 
 The first argument is ``--rank=LOCAL_RANK``; the others are the script's name and its arguments. The environment
 variable ``LONGSHORE_LAUNCH`` has a JSON object: ``program``, the words before the script (``python -u``), and
-``bindings``, a list by local rank.
+``bindings``, a list indexed by local rank.
 
-It is run by its path and imports neither longshore nor torch. Affinities and environment variables survive ``exec``,
-so the program is bound before it starts any thread or touches any memory. The process number stays the same, so the
-launcher handles signals and exit codes as usual.
+This file is run by its path and imports neither longshore nor torch. Affinities and environment variables survive
+``exec``, so the program is bound before it starts any thread or touches any memory. The process ID stays the same, so
+the launcher handles signals and exit codes as usual.
 """
 
 import json
@@ -15,7 +15,7 @@ import sys
 
 
 def main(arguments: list[str]) -> None:
-    """Bind this process and run the program; does not return."""
+    """Bind this process and execute the program; this function does not return."""
     local_rank = int(arguments[0].partition("=")[2])
     launch = json.loads(os.environ.pop("LONGSHORE_LAUNCH"))
     binding = launch["bindings"][local_rank]

@@ -1,4 +1,4 @@
-"""Turn a client's own optimizer into one of ours with the same groups and state."""
+"""Conversion of a user's optimizer into a longshore optimizer with the same groups and state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longshore.optim.offload import StoreFactory
 from longshore.optim.tiled_optimizer import OPTIMIZERS, TiledOptimizer
 
 _KIND_ATTRIBUTE = "longshore_kind"
-"""Attribute of a class that names the optimizer of ours with the same step. It is not inherited: a subclass may step
+"""Class attribute that gives the longshore optimizer with the same step. It is not inherited, since a subclass may step
 differently."""
 
 _REFUSED = {
@@ -23,7 +23,8 @@ _REFUSED = {
     "Muon": "it orthogonalizes whole matrices",
     "SparseAdam": "it steps sparse gradients only",
 }
-"""torch's optimizers in which an element depends on others, which may be in another tile or on another rank."""
+"""torch's optimizers that cannot be stepped in tiles, with the reason. Most let an element depend on others, which may
+be in another tile or on another rank."""
 
 
 def from_client(
@@ -33,20 +34,20 @@ def from_client(
     offload: StoreFactory | None = None,
     names: Mapping[int, str] | None = None,
 ) -> TiledOptimizer:
-    """Build an optimizer of ours that continues from ``optimizer``: the same parameters, groups and state.
+    """Build a longshore optimizer that continues from ``optimizer``, with the same parameters, groups and state.
 
-    torch's Adam, AdamW, Adagrad and SGD, and ours, become ours. torch's other elementwise optimizers run as they are on
-    host tiles, more slowly. If ``optimizer`` is one of ours, it is closed.
+    torch's Adam, AdamW, Adagrad and SGD, and longshore's optimizers, become longshore's. torch's other elementwise
+    optimizers are run by torch on host tiles, more slowly. If ``optimizer`` is one of longshore's, it is closed.
 
     Args:
-        optimizer: the client's; not to be used any more.
+        optimizer: the user's optimizer, which must not be used afterwards.
         release_gradients: see :class:`~longshore.AdamW`.
         offload: see :class:`~longshore.AdamW`.
-        names: of parameters, by ``id(parameter)``; None: the optimizer's own, if it has any.
+        names: names of parameters, by ``id(parameter)``; None: those in the optimizer's groups, if there are any.
 
     Raises:
-        TypeError: not an optimizer of torch's.
-        ValueError: one that cannot be stepped in tiles, or an option that cannot be honoured, by name.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+        ValueError: the optimizer cannot be stepped in tiles, or has an unsupported option; the message names it.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -110,7 +111,7 @@ def _check_on_host(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None) -> list[dict[str, Any]]:
-    """The groups of an optimizer, with names of parameters where there are any."""
+    """Return the groups of an optimizer, with the names of parameters if there are any."""
     has_names = names is not None or any("param_names" in group for group in optimizer.param_groups)
     groups = []
     for position, group in enumerate(optimizer.param_groups):
@@ -127,5 +128,5 @@ def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None
 
 
 def _without_flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Unset ``foreach`` and ``fused``, which say how torch computes a step and are not taken over."""
+    """Return ``options`` with ``foreach`` and ``fused``, which say how torch computes a step, set to None."""
     return {name: None if name in ("foreach", "fused") else value for name, value in options.items()}

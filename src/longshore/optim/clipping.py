@@ -1,4 +1,4 @@
-"""The global norm, and the coefficient that the kernel multiplies in."""
+"""Global gradient norm, and the clipping coefficient by which the kernel multiplies gradients."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Seen(NamedTuple):
 
 
 Fingerprint = Mapping[int, Seen]
-"""The gradients of a window by parameter."""
+"""The gradients of a window, by the parameter's index."""
 
 
 class Clipping:
     """The clipping of one window: the coefficient, and the gradients that it was measured on.
 
     Attributes:
-        loss_scale: what the losses of the window were multiplied by.
+        loss_scale: the factor by which the losses of the window were multiplied.
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class Clipping:
         self._measured: Fingerprint | None = None
 
     def scale_for(self, now: Callable[[], Fingerprint]) -> Scale:
-        """Return what to multiply the gradients by; ``now`` looks at them.
+        """Return the factors for the gradients; ``now`` returns their present fingerprint.
 
-        A coefficient is dropped when all gradients that it was measured on are gone (discarded after a bad batch, say),
-        as it is with torch's in-place clipping.
+        A coefficient is dropped when all gradients that it was measured on are gone (for example, discarded after a bad
+        batch), as with torch's in-place clipping.
 
         Raises:
-            GradientError: some gradients are those that were measured, and some are not.
+            GradientError: some gradients are as they were measured, and some are not.
         """
         kept, changed = False, []
         for index, (name, gradient, changes) in (now() if self._measured is not None else {}).items():
@@ -74,7 +74,7 @@ class Clipping:
         return self.scale(self._coefficient)
 
     def scale(self, coefficient: float = 1.0) -> Scale:
-        """Combine unscaling and clipping into one factor where that rounds like two."""
+        """Return the factors for unscaling and clipping, combined into one if that rounds like two."""
         unscale = 1.0 / self.loss_scale
         if math.frexp(unscale)[0] == 0.5:  # a power of two
             return Scale(unscale * coefficient)
@@ -95,11 +95,11 @@ class Clipping:
 def gradient_norm(
     store: ParameterStore, gradients: Mapping[int, Tensor | None], scale: Scale, shards: Mapping[int, Tensor]
 ) -> Tensor:
-    """The 2-norm over all gradients: squares are added in float64, and the root is rounded to float32 once.
+    """Return the 2-norm over all gradients; squares are added in float64, and the root is rounded to float32 once.
 
-    Gradients on the host are measured there. Those still on a device are measured there, each in float64, rather than
-    copied twice. ``shards``: parameters of which other ranks have other shards; if there are any, all ranks have to
-    call.
+    Gradients are measured where they are: on the host, or on a device, each in float64, so that they are not copied
+    twice. ``shards`` has the parameters whose other shards are on other ranks; if there are any, all ranks have to call
+    this function.
     """
     staged = store.local.transfer.staged
 

@@ -1,4 +1,4 @@
-"""State behind one optimizer: its parameters, the store of their state and gradients, and how a step is made.
+"""Core of one optimizer: its parameters, the store of their state and gradients, and the step.
 
 :class:`~longshore.optim.tiled_optimizer.TiledOptimizer` is the interface that ``torch.optim`` prescribes; engines,
 checkpoints and traces use the core.
@@ -24,14 +24,14 @@ from longshore.tiles import Forecast, ParameterStep, ParameterStore, Ranges, ann
 
 
 class Entry(NamedTuple):
-    """Account of one parameter's gradients of a window."""
+    """Counts of one parameter's gradients in a window."""
 
     arrived: int
     """Gradients that backward produced on this rank."""
     reduced: int | None
-    """Gradients, each summed over all ranks, that reached this rank's step; None: it steps nothing of the parameter."""
+    """Gradients (sums over all ranks) that reached this rank's step; None if it steps no part of the parameter."""
     applied: int
-    """Steps that were made with them."""
+    """Steps made with these gradients."""
 
 
 class OptimizerCore:
@@ -39,8 +39,8 @@ class OptimizerCore:
 
     Args:
         groups: returns the optimizer's ``param_groups``, which users may replace at any time.
-        family: the rule.
-        offload: where the state is.
+        family: the optimizer's rule.
+        offload: decides where the state is.
         release_gradients: whether gradients leave for the host during backward.
     """
 
@@ -51,32 +51,32 @@ class OptimizerCore:
         offload: StoreFactory,
         release_gradients: bool,
     ) -> None:
-        # Fixed.
+        # These are fixed.
         self.family = family
         self.offload = offload
         self.release_gradients = release_gradients
         self._groups = groups
-        # Grow with parameter groups.
+        # These grow with parameter groups.
         self._source: GradientSource | None = None
         self.by_id: dict[int, ParameterRecord] = {}
         """Records by ``id(parameter)``; each keeps its parameter alive."""
         self.parameters: dict[int, Tensor] = {}
         """Parameters by the index of their record."""
         self._building = True
-        """All groups that the optimizer is built with are laid out together, since a tile may hold several groups."""
+        """Whether the constructor still adds groups. They are laid out together: a tile may have several groups."""
         self._begun = False
         """Whether a step was applied."""
-        # Change with each window.
+        # These change with each window.
         self.clipping = Clipping()
         self.ledger: Mapping[int, Entry] = {}
-        """The account of the last window's gradients."""
+        """Entries of the last stepped window, by parameter."""
         self.when_discarded: Callable[[], None] = lambda: None
 
     # -- parameters -----------------------------------------------------------
 
     @property
     def source(self) -> GradientSource:
-        """Where the gradients of the window are found."""
+        """Source of the window's gradients."""
         if not self._begun and self._replaced():
             self._lay_out_anew()
         if self._source is None:
@@ -85,17 +85,17 @@ class OptimizerCore:
 
     @property
     def store(self) -> ParameterStore:
-        """Where the state is."""
+        """Store that keeps the state."""
         return self.source.store
 
     @property
     def records(self) -> list[ParameterRecord]:
-        """The record of each parameter, by its index."""
+        """Records of all parameters, in the order of their index."""
         return list(self.by_id.values())
 
     def records_of(self, group: Mapping[str, Any]) -> list[ParameterRecord]:
-        """The parameters that are now in a group: one that the user took out is no longer stepped, as in torch, and one
-        that is unknown raises ParameterError."""
+        """Return the records of the parameters that are in a group now. As in torch, a parameter that the user removed
+        is no longer stepped. An unknown one raises ParameterError."""
         try:
             return [self.by_id[id(parameter)] for parameter in group["params"]]
         except KeyError:
@@ -107,11 +107,14 @@ class OptimizerCore:
     def register(self, group: Mapping[str, Any], place: int) -> None:
         """Add the parameters of the ``place``-th group. If one cannot be stepped, raise ValueError and add none."""
         names = group.get("param_names")
-        records = []
+        records, taken = [], set[int]()
         device = self.records[0].device if self.by_id else None
         for position, parameter in enumerate(group["params"]):
             name = names[position] if names else f"{place}.{position}"
             check_parameter(parameter, name, device, self.offload.takes_shards)
+            if (key := id(parameter)) in self.by_id or key in taken:
+                raise ValueError(f"parameter {name} is in the parameter groups twice; keep it in one place")
+            taken.add(key)
             device = parameter.device
             records.append(ParameterRecord(len(self.by_id) + position, name, parameter, self.offload))
         if not self._building:
@@ -142,13 +145,13 @@ class OptimizerCore:
         self._source.register(records)
 
     def _replaced(self) -> bool:
-        """Whether others were put in the place of all parameters before anything was stepped."""
+        """Return whether all parameters were replaced by others before the first step."""
         found = {id(parameter) for group in self._groups() for parameter in group["params"]}
         return bool(found) and found.isdisjoint(self.by_id) and not any(record.has_state for record in self.records)
 
     def _lay_out_anew(self) -> None:
-        """Replace all parameters: Accelerate makes the optimizer first, then puts the model on FSDP2, and its shards
-        into the groups. Where that raises, nothing was replaced."""
+        """Replace all parameters by those in the groups. Accelerate makes the optimizer first, then shards the model
+        with FSDP2 and puts the shards into the groups. If this raises, nothing was replaced."""
         fresh = OptimizerCore(self._groups, self.family, self.offload, self.release_gradients)
         for place, group in enumerate(self._groups()):
             fresh.register(group, place)
@@ -160,7 +163,7 @@ class OptimizerCore:
         self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
 
     def close(self) -> None:
-        """Wait for what is under way, remove the hooks, and end the threads."""
+        """Wait for work under way, remove the hooks, and end the threads."""
         if self._source is not None:
             self._source.close()
 
@@ -177,17 +180,17 @@ class OptimizerCore:
 
     @torch.no_grad()
     def window_gradients(self) -> Mapping[int, Tensor | None]:
-        """The gradients of this window by the index of their record, agreed by all ranks: flat, on the device, or
-        None where the store has it."""
+        """Return the gradients of this window, as agreed by all ranks, by the index of their record. Each is flat and
+        on the device, or None if the store has it."""
         found, failure = {}, None
         try:
             found = self._collect()
         except Exception as error:
-            failure = error  # the other ranks raise, too
+            failure = error  # agree() tells the other ranks, which raise too
         return self.store.agree(found, failure)
 
     def _collect(self) -> dict[int, Tensor | None]:
-        """The gradients that this process found, after every check that could end the step."""
+        """Return the gradients that this process found, after every check that could end the step."""
         source = self.source  # first: parameters may have been replaced
         for group in self._groups():
             self.family.check_group(group)
@@ -199,15 +202,15 @@ class OptimizerCore:
         return gradients
 
     def forget_window(self) -> None:
-        """Reset what depends on a window that was discarded."""
+        """Reset everything that depends on a discarded window."""
         self.clipping.reset()
         self.when_discarded()
 
     def begin_load(self) -> None:
-        """Prepare for writing a whole state, which ends a broken one."""
+        """Prepare to write a whole state, which replaces a broken one."""
         if self.store.broken is not None:
             self.store.begin_load()
-            self.source.consumed()  # the window was lost with the step; otherwise it goes on, as in torch
+            self.source.consumed()  # a broken step loses its window; otherwise the window goes on, as in torch
             self.forget_window()
 
     # -- the step -------------------------------------------------------------
@@ -229,7 +232,7 @@ class OptimizerCore:
             entries = _balance(records.values(), source.produced, steps, store)
             _adopt_masters(store, records.values(), steps)
             for index in steps:
-                # The states that are not zero before a first step.
+                # Fill the states that are not zero before a first step.
                 for name, value in self.family.initial(records[index].history).items():
                     store.write_state(index, name, torch.full((1,), value).expand(records[index].kept.numel()))
 
@@ -244,7 +247,7 @@ class OptimizerCore:
         self.ledger = entries
 
     def planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
-        """Yield how each parameter ``among`` these (by the index of its record) is stepped, and its history after."""
+        """Yield the record, the next rule and the history after it for each parameter whose index is in ``among``."""
         arrays = self.store.local.arrays
         for group in self._groups():
             known: dict[History, tuple[HostRule, History]] = {}
@@ -265,7 +268,7 @@ class OptimizerCore:
         self.have_states(store, {name for group in self._groups() for name in self.family.states_of(group)})
 
     def have_states(self, store: ParameterStore, names: Collection[str]) -> None:
-        """Add these state arrays to those that the store has."""
+        """Add these state arrays to the store unless it has them."""
         local = store.local
         if not all(name in local.arrays for name in names):
             local.set_states([name for name in self.family.states if name in names or name in local.arrays])
@@ -289,8 +292,8 @@ class _OptimizerForecast(Forecast):
 def _balance(
     records: Iterable[ParameterRecord], produced: Mapping[int, int], stepped: Collection[int], store: ParameterStore
 ) -> dict[int, Entry]:
-    """The account of each parameter in a window that is about to be stepped. Raises LongshoreError, before anything is
-    stepped, where a gradient was produced and would not be applied."""
+    """Return the entry of each parameter for a window that is about to be stepped. Raises LongshoreError, before
+    anything is stepped, if a gradient was produced and would not be applied."""
     entries = {}
     for record in records:
         index = record.index
@@ -311,10 +314,10 @@ def _balance(
 def _adopt_masters(
     store: ParameterStore, records: Collection[ParameterRecord], steps: Mapping[int, ParameterStep]
 ) -> None:
-    """Before a step, adopt what somebody else wrote into the parameters that it steps (law 10).
+    """Adopt, before a step, what somebody else wrote into the parameters to be stepped (law 10).
 
-    Raises ParameterError, with ``LONGSHORE_DEBUG=1``, for a write that torch cannot see, and ValueError for two
-    parameters that were given the same memory, by name.
+    Raises ParameterError, with ``LONGSHORE_DEBUG=1``, for a write that torch cannot see, and ValueError if two
+    parameters were given the same memory; the messages name the parameters.
     """
     if debugging():
         for record in records:
@@ -328,7 +331,7 @@ def _adopt_masters(
                 )
     changed = [record for record in records if record.index in steps and record.changed]
     if any(record.published is not None for record in changed):
-        # p.data = q.data: two masters for the same memory.
+        # After p.data = q.data there would be two masters for the same memory.
         check_no_shared_memory(list(records))
     for record in changed:
         store.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)

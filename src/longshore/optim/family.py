@@ -1,4 +1,4 @@
-"""What an optimizer knows of its rule: options of a parameter group, names of states, and the next step."""
+"""Description of an optimizer's rule: options of a parameter group, names of states, and the next step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from longshore.kernels import HostRule, Rule, TorchRule, next_scalars
 
 
 class History(NamedTuple):
-    """What the next step of a parameter depends on besides its group, its arrays and its gradient."""
+    """Values on which a parameter's next step depends besides its group, its arrays and its gradient."""
 
     step: int = 0
-    """Applied steps of this parameter, whose only count this is (law 3)."""
+    """Number of applied steps of this parameter. Nothing else counts them (law 3)."""
     states: frozenset[str] = frozenset()
     """The state arrays that have values; others count as never written."""
     scalars: tuple[tuple[str, float], ...] = ()
@@ -63,7 +63,7 @@ def betas(value: Any, name: str) -> tuple[float, float]:
 
 
 def flag(value: Any, name: str) -> bool:
-    """Read anything that is true or false."""
+    """Read any value as a bool."""
     return bool(value)
 
 
@@ -90,7 +90,7 @@ class RuleFamily:
     """
 
     options: ClassVar[Mapping[str, Callable[[Any, str], Any]]] = {}
-    """The options of a group that make the rule, and the function that reads each."""
+    """Options of a group that determine the rule, with the function that reads each."""
     rule: ClassVar[type[Rule]]
     """The rule. Its fields are read from options of the same names (``beta1`` and ``beta2`` from ``betas``), the step
     count and :meth:`more_fields`."""
@@ -103,9 +103,9 @@ class RuleFamily:
     keeps_step: bool = True
     """Whether ``"step"`` is part of the state."""
     needs_step: bool = True
-    """Whether a state from outside that lacks it is refused."""
+    """Whether a loaded state without ``"step"`` is refused."""
     refused_states: ClassVar[Mapping[str, str]] = {}
-    """Entries of a state from outside that cannot be honoured, and why."""
+    """Entries of a loaded state that are not supported, with the reason."""
     initial_states: ClassVar[Mapping[str, str]] = {}
     """State arrays that are not zero before a parameter's first step, and the option with the number that fills each.
     These options have one value for all groups, which is read when the optimizer is built and never again."""
@@ -114,11 +114,11 @@ class RuleFamily:
         self._fixed = {name: self.options[name](value, name) for name, value in fixed.items()}
 
     def values_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The group's options as plain numbers.
+        """Return the group's options as plain numbers.
 
         Raises:
-            ValueError: a value out of range, or two that contradict each other.
-            TypeError: something that is not a number.
+            ValueError: a value is out of range, or two contradict each other.
+            TypeError: a value is not a number.
         """
         values = {name: read(group[name], name) for name, read in self.options.items()}
         self.check_together(values)
@@ -127,14 +127,14 @@ class RuleFamily:
     @staticmethod
     def check_together(values: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for options that contradict each other."""
-        return  # most cannot
+        return  # most rules have none
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Check a group's options.
 
         Raises:
-            ValueError: an option that longshore does not have, or a value out of range, by name.
-            TypeError: something that is not a number.
+            ValueError: an option is not supported, or a value is out of range; the message names it.
+            TypeError: a value is not a number.
         """
         for name, why in _REFUSED.items():
             if group.get(name):
@@ -150,28 +150,28 @@ class RuleFamily:
                 )
 
     def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """The state arrays that parameters of this group have."""
+        """Return the names of the state arrays that parameters of this group have."""
         return self.states
 
     def initial(self, history: History) -> Mapping[str, float]:
-        """The state arrays that are to be filled with a number before the next step."""
+        """Return the state arrays that have to be filled with a number before the next step, with that number."""
         missing = {state: option for state, option in self.initial_states.items() if state not in history.states}
         return {state: self._fixed[option] for state, option in missing.items() if self._fixed[option]}
 
     def rule_of(self, group: Mapping[str, Any], history: History, arrays: Sequence[str]) -> HostRule:
-        """The group's present hyper-parameters for the next step of a parameter with this history; ``arrays`` names
-        the rows of a state buffer."""
+        """Return the rule, with the group's present options, for the next step of a parameter with this history;
+        ``arrays`` names the rows of a state buffer."""
         values = {**self.values_of(group), "step": history.step + 1, **self.more_fields(group, history)}
         if "betas" in values:
             values["beta1"], values["beta2"] = values["betas"]
         return self.rule(**{field.name: values[field.name] for field in fields(self.rule)})
 
     def more_fields(self, group: Mapping[str, Any], history: History) -> Mapping[str, Any]:
-        """The fields of the rule that are neither options nor the step count."""
+        """Return the fields of the rule that are neither options nor the step count."""
         return {}
 
     def after(self, group: Mapping[str, Any], history: History) -> History:
-        """The history after that step."""
+        """Return the history after the next step."""
         return history._replace(step=history.step + 1, states=history.states | frozenset(self.states_of(group)))
 
 
@@ -179,12 +179,12 @@ class RuleFamily:
 
 
 class _States(NamedTuple):
-    """What one of torch's optimizers keeps for each parameter, besides the step count."""
+    """States that one of torch's optimizers keeps for each parameter, besides the step count."""
 
     arrays: tuple[str, ...]
     scalars: tuple[str, ...] = ()
     switches: Mapping[str, str] = {}
-    """Arrays that only groups with a true value of this option have."""
+    """Arrays that a group has only if the named option is true."""
 
 
 ELEMENTWISE: Mapping[str, _States] = {
@@ -206,7 +206,7 @@ class TorchFamily(RuleFamily):
     """The rule of one of torch's elementwise optimizers.
 
     Args:
-        kind: its name in ``torch.optim``; one of :data:`ELEMENTWISE`.
+        kind: the optimizer's name in ``torch.optim``; one of :data:`ELEMENTWISE`.
     """
 
     def __init__(self, kind: str) -> None:
@@ -221,7 +221,7 @@ class TorchFamily(RuleFamily):
         self._names = [name for name in self._make().defaults if name not in IMPLEMENTATION_FLAGS]
 
     def values_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The group's options as they can be compared: tensors as numbers, lists as tuples."""
+        """Return the group's options in a form that can be compared: tensors as numbers, lists as tuples."""
         return {name: _plain(group[name], name) for name in self._names}
 
     def check_group(self, group: Mapping[str, Any]) -> None:

@@ -1,12 +1,12 @@
-"""Where the gradients of a window are: in ``.grad``, or on the host already.
+"""Sources of a window's gradients: ``.grad``, or the host, if it took them during backward.
 
-Both policies read ``.grad`` as the user left it, so that whatever was done to it counts (accumulated, clipped,
-unscaled, replaced, set to None).
+Both sources read ``.grad`` as the user left it, so that whatever was done to it counts (accumulated, clipped, unscaled,
+replaced, set to None).
 
-While the host has a parameter's gradient, its ``.grad`` is a :class:`ReleasedGradient`: the right shape and dtype, no
-memory, and an error for whoever computes with it. Whether the host's gradient still counts is then read from ``.grad``
-itself, as it is in torch: the placeholder says that nothing happened to it, None that it was discarded
-(``model.zero_grad()``), and any other tensor that the user put something in its place.
+While the host has a parameter's gradient, ``.grad`` is a :class:`ReleasedGradient`: a placeholder that has the right
+shape and dtype, takes no memory, and raises an error in computations. As in torch, ``.grad`` then says whether the
+host's gradient still counts: it does while ``.grad`` is the placeholder. None means that the gradient was discarded
+(``model.zero_grad()``), and any other tensor that the user replaced it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from longshore.optim.parameters import ParameterRecord, check_trainable, flat, h
 from longshore.optim.shards import gradient_part, held_part, like
 from longshore.tiles import ParameterStore
 
-# These say nothing about values, and torch calls them before operations that get the error below.
+# These operations read no values, and torch calls them before operations that raise the error below.
 _HARMLESS = frozenset(
     {"__get__", "__repr__", "__hash__", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
      "is_floating_point", "is_complex", "is_contiguous", "requires_grad_"}
@@ -48,7 +48,7 @@ class ReleasedGradient(Tensor):
         if name in _HARMLESS:
             result = super().__torch_function__(func, types, args, kwargs or {})
             if isinstance(result, ReleasedGradient) and isinstance(args[0], ReleasedGradient):
-                result.parameter_name = args[0].parameter_name  # of .data, say
+                result.parameter_name = args[0].parameter_name  # for example, after .data
             return result
         raise _moved(args, name)
 
@@ -62,7 +62,7 @@ def _one_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class ReleasedShard(ReleasedGradient):
-    """This process's shard of a placeholder that is a ``DTensor``, which calls operations of the shard only."""
+    """This process's shard of a placeholder that is a ``DTensor``; a ``DTensor`` calls operations of its shard only."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -71,7 +71,7 @@ class ReleasedShard(ReleasedGradient):
         raise _moved(args, func.__name__.partition(".")[0])
 
     def __iadd__(self, other: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """FSDP2 adds to the shard of a gradient. This one has no values, so the sum is what arrived."""
+        """Return ``other``: FSDP2 adds to the shard of a gradient, and a placeholder has no values to add."""
         return other
 
 
@@ -88,14 +88,14 @@ def _moved(args: Any, asking: str) -> LongshoreError:
 
 
 def is_released(gradient: Tensor | None) -> bool:
-    """Whether a gradient is a placeholder, or a ``DTensor`` whose shard in this process is one."""
+    """Return whether a gradient is a placeholder, or a ``DTensor`` whose shard in this process is one."""
     if gradient is None or type(gradient) is Tensor:
         return False
     return isinstance(gradient, ReleasedGradient) or isinstance(held_part(gradient), ReleasedGradient)
 
 
 class ReleaseHooks:
-    """The two hooks of one parameter: before and after autograd accumulates into ``.grad``.
+    """Two hooks of one parameter, called before and after autograd accumulates into ``.grad``.
 
     ``before`` removes the placeholder, so that autograd finds None and does not add to it. It is a hook of the
     accumulation node, and not of the tensor, because ``torch.autograd.grad`` runs tensor hooks without accumulating.
@@ -109,7 +109,7 @@ class ReleaseHooks:
         self.follow(leaf)
 
     def follow(self, leaf: Tensor) -> None:
-        """Hook the leaf's present node: converting a model to another dtype and back makes a new one."""
+        """Hook the leaf's present node: converting a model to another dtype and back makes a new node."""
         node = torch.autograd.graph.get_gradient_edge(leaf).node
         if node is self._node:
             return
@@ -129,7 +129,7 @@ class ReleaseHooks:
 
 
 class GradientSource(ABC):
-    """Finds the gradients of a window for an optimizer.
+    """Base class of objects that find the gradients of a window for an optimizer.
 
     Attributes:
         produced: number of gradients that hooks saw in this window, by parameter.
@@ -141,28 +141,28 @@ class GradientSource(ABC):
         self.produced: dict[int, int] = {}
 
     def watch(self, records: Sequence[ParameterRecord]) -> None:
-        """Make room on the host for parameters that can get gradients, or, where one of them has a dtype that cannot be
-        stepped, raise ValueError and make room for none."""
+        """Add parameters that can get gradients to the store. If one of them has a dtype that cannot be stepped, raise
+        ValueError and add none."""
         new = [record for record in records if record.index not in self.store]
         for record in new:
             check_trainable(record.parameter, record.name)
         self.store.add_parameters((record.index, record.kept.numel(), record.dtype) for record in new)
 
     def found(self, record: ParameterRecord, gradient: Tensor) -> Tensor:
-        """Check a tensor found in ``.grad``; returns it flat, in the parameter's logical order."""
+        """Check a tensor found in ``.grad``, and return it flat, in the parameter's logical order."""
         record.check_gradient(gradient, same_dtype=self.store.local.transfer.staged)
         return flat(gradient if type(gradient) is Tensor else gradient_part(record.leaf(), gradient))
 
     @abstractmethod
     def register(self, records: Sequence[ParameterRecord]) -> None:
-        """Add new parameters; where that raises, none of them is added."""
+        """Add new parameters; if this raises, none of them is added."""
 
     @abstractmethod
     def collect(self) -> dict[int, Tensor | None]:
-        """The gradient of each parameter that has one: flat, on the device, or None where the store has it.
+        """Return the gradient of each parameter that has one: flat, on the device, or None if the store has it.
 
         Raises:
-            GradientError: one that cannot be counted; nothing was stepped.
+            GradientError: a gradient cannot be counted; nothing was stepped.
         """
 
     def look_again(self) -> None:
@@ -170,7 +170,7 @@ class GradientSource(ABC):
         return
 
     def fingerprint(self) -> Fingerprint:
-        """The gradients of this window as they are now."""
+        """Return the gradients of this window as they are now."""
         seen = {}
         for index, record in self.records.items():
             if (gradient := record.parameter.grad) is not None:
@@ -188,12 +188,12 @@ class GradientSource(ABC):
             record.parameter.grad = None
 
     def close(self) -> None:
-        """Leave the parameters as ordinary ones, and close the store."""
+        """Remove hooks and placeholders from the parameters, and close the store."""
         self.store.close()
 
 
 class KeptGradients(GradientSource):
-    """Takes ``.grad`` as found at ``step()``; a parameter whose ``.grad`` is None is not stepped."""
+    """Source that takes ``.grad`` as it is at ``step()``; a parameter whose ``.grad`` is None is not stepped."""
 
     def register(self, records: Sequence[ParameterRecord]) -> None:
         self.watch([record for record in records if record.parameter.requires_grad])
@@ -211,20 +211,20 @@ class KeptGradients(GradientSource):
 
 
 class ReleasedGradients(GradientSource):
-    """Takes each gradient to the host in a hook during backward, and leaves a placeholder.
+    """Source that takes each gradient to the host in a hook during backward, and leaves a placeholder.
 
-    The host's gradient of a parameter counts exactly while ``.grad`` is the placeholder of this window. The placeholder
-    is lifted while autograd accumulates.
+    The host's gradient of a parameter counts only while ``.grad`` is the placeholder of this window. While autograd
+    accumulates, the placeholder is lifted: taken out of ``.grad``.
     """
 
     def __init__(self, store: ParameterStore) -> None:
         super().__init__(store)
         self._hooks: dict[int, ReleaseHooks] = {}
-        # Of one window.
+        # These belong to one window.
         self._placeholders: dict[int, Tensor] = {}
         self._lifted: set[int] = set()
         self._entered: set[int] = set()
-        """Parameters that autograd is accumulating into, as far as their nodes' hooks say."""
+        """Parameters that autograd is accumulating into, according to the hooks of their nodes."""
         # Neither hooks nor placeholders stay on parameters that outlive the optimizer.
         self._finalizer = weakref.finalize(self, _remove_hooks, self._hooks, self._placeholders)
         self._finalizer.atexit = False
@@ -240,8 +240,8 @@ class ReleasedGradients(GradientSource):
         for record in trainable:
             leaf = record.leaf()
             if leaf is None:
-                continue  # it was never gathered; look_again() is called when it is
-            # The hooks must not refer to the parameter: torch could not collect it.
+                continue  # the parameter was never gathered; look_again() is called when it is
+            # The hooks must not refer to the parameter: it could then not be garbage-collected.
             before, after = (
                 functools.partial(_call, me, hook, record.index)
                 for hook in (ReleasedGradients._before, ReleasedGradients._after)
@@ -279,7 +279,7 @@ class ReleasedGradients(GradientSource):
             )
         record.check()
         if record.keeps_shard and gradient is not placeholder:
-            # FSDP2 wrote it without calling the first hook. Unless it is the placeholder, the host's was discarded.
+            # FSDP2 wrote .grad without calling the first hook, which drops a gradient that was discarded.
             self._resolve(record)
         if index in self._entered:
             self._entered.discard(index)
@@ -299,7 +299,7 @@ class ReleasedGradients(GradientSource):
 
     def _placeholder(self, record: ParameterRecord) -> Tensor:
         placeholder = self._placeholders.get(record.index)
-        # FSDP2 adds to the shard of a gradient, and puts the sum, which is what arrived, in its place.
+        # FSDP2 adds to the shard of a placeholder and replaces the shard by the sum, so a new one may be needed.
         if placeholder is None or not is_released(placeholder):
             kind = ReleasedShard if record.keeps_shard else ReleasedGradient
             # One element of memory serves all placeholders of a dtype and device.
@@ -311,12 +311,12 @@ class ReleasedGradients(GradientSource):
         return placeholder
 
     def _resolve(self, record: ParameterRecord) -> tuple[bool, Tensor | None]:
-        """Whether the host's gradient counts, and what is in ``.grad``; drops what no longer counts."""
+        """Return whether the host's gradient counts, and ``.grad``; discard the host's if it does not."""
         gradient, index = record.parameter.grad, record.index
         on_host = self.store.arrivals(index) > 0
         is_ours = gradient is not None and gradient is self._placeholders.get(index)
         if on_host and not is_ours and index not in self._lifted:
-            # Discarded (None) or replaced by the user's own tensor. The old placeholder must not stand for the gradient
+            # The user discarded the gradient (None) or replaced it. The old placeholder must not stand for the gradient
             # that arrives next.
             self.store.discard(index)
             self._placeholders.pop(index, None)
@@ -344,7 +344,7 @@ class ReleasedGradients(GradientSource):
                     "backward of this engine's model; to set a gradient use longshore.utils.safe_set_full_grad()"
                 )
             elif gradient is not None:
-                # torch.autograd.grad, .grad assigned by hand, or frozen until now.
+                # It is from torch.autograd.grad, was assigned by hand, or the parameter was frozen until now.
                 flat_gradient = self.found(record, gradient)
                 self.watch([record])
                 found[index] = self.store.arrive(index, flat_gradient, by_hook=False)
@@ -380,7 +380,7 @@ def _remove_hooks(hooks: Mapping[int, ReleaseHooks], placeholders: Mapping[int, 
 
 
 def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradients, int], None], index: int) -> None:
-    """Run a hook of a source that may be gone. A failure ends the window, and is not raised into autograd (law 8)."""
+    """Run a hook unless its source is gone. A failure ends the window, and is not raised into autograd (law 8)."""
     alive = source()
     if alive is None:
         return

@@ -1,4 +1,4 @@
-"""Where an optimizer keeps its state, and how it uses the host's memory and threads."""
+"""Settings of where an optimizer keeps its state, and how it uses the host's memory and threads."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTr
 
 
 def default_tile_numel(staged: bool) -> int:
-    """Default number of elements of a tile; ``staged``: tiles are copied."""
+    """Return the default number of elements of a tile; ``staged``: whether tiles are copied."""
     return 1 << 22 if staged else 1 << 24
 
 
 class StoreFactory(ABC):
-    """Decides where an optimizer keeps its state, and makes the store."""
+    """Base class of settings that decide where an optimizer keeps its state, and make the store."""
 
     takes_shards: bool = True
     """Whether parameters may be DTensors, of which this process has a shard."""
     keeps_shards: ClassVar[bool] = False
-    """Whether the store knows only that shard of them."""
+    """Whether the store keeps state only for this process's shards of DTensors."""
     leaf_of: Callable[[Tensor], Tensor | None] | None = None
-    """What autograd accumulates a parameter's gradient into; None: the parameter. See :meth:`ParameterRecord.leaf`."""
+    """Function that returns the tensor into which autograd accumulates a parameter's gradient; None: the parameter
+    itself. See :meth:`ParameterRecord.leaf`."""
 
     @property
     @abstractmethod
@@ -40,13 +41,13 @@ class StoreFactory(ABC):
     def make_store(
         self, device: torch.device, hold_gradients: bool, parameters: Mapping[int, Tensor]
     ) -> ParameterStore:
-        """Make a store for parameters on ``device``; ``hold_gradients``: their gradients arrive during backward;
+        """Make a store for parameters on ``device``; ``hold_gradients``: whether gradients arrive during backward;
         ``parameters``: a dictionary by index, to which later parameters will be added."""
 
 
 @dataclass(frozen=True)
 class Offload(StoreFactory):
-    """Where masters and moments are, and settings of the host side. None of them changes a bit of the result.
+    """Settings of where masters and moments are, and of the work on the host. None changes a bit of the result.
 
     Attributes:
         device: ``"cpu"``: in host memory, stepped there; ``"none"``: where the parameters are, stepped there, and
@@ -111,17 +112,17 @@ class Offload(StoreFactory):
         return self.device == "none" or self.ratio < 1.0
 
     def transfer_to(self, device: torch.device) -> Transfer:
-        """How bytes move between the state and parameters on ``device``."""
+        """Return the transfer between the state and parameters on ``device``."""
         if self.device == "none":
             return CudaResidentTransfer(device) if device.type == "cuda" else DirectTransfer()
         return self.transfer or transfer_for(device)
 
     def kernels_for(self, device: torch.device) -> Kernels:
-        """Make the kernels that step parameters on ``device``, where their state is.
+        """Make the kernels that step parameters on ``device``; they run where the state is.
 
         Raises:
-            ValueError: settings of the host's steps where it makes none.
-            ModuleNotFoundError: state on a CUDA device, and no Triton.
+            ValueError: a setting of host steps was given, and the host makes none.
+            ModuleNotFoundError: the state is on a CUDA device, and Triton is not installed.
         """
         if self.device == "cpu" or device.type == "cpu":
             return HostKernels(self.threads, self.cpu_set)
@@ -138,10 +139,10 @@ class Offload(StoreFactory):
         parameters: Mapping[int, Tensor],
         gradient_dtype: torch.dtype | None = None,
     ) -> TileStore:
-        """Make the store of one process; ``gradient_dtype``: if gradients have another dtype than their parameters.
+        """Make the store of one process; ``gradient_dtype``: dtype of gradients; default: that of their parameters.
 
         Raises:
-            ValueError: memory for stepping during backward, where gradients do not arrive before the step.
+            ValueError: ``speculation_memory`` is set, and gradients do not arrive before the step.
         """
         if self.speculation_memory and not hold_gradients:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The optimizer's record of each parameter, and the checks of parameters."""
+"""Records that an optimizer keeps of its parameters, and checks of parameters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def identity_of(tensor: Tensor, held: Tensor) -> tuple[Any, ...]:
-    """Values that change whenever a parameter, of which this process has ``held``, is written or given other memory, as
-    far as torch knows.
+    """Return values that change whenever a parameter is written or given other memory, as far as torch knows. ``held``
+    is this process's part of the parameter.
 
-    An address alone is not enough: after ``p.data = x`` twice the allocator may give the first one out again. While the
-    weak reference lives, the storage it refers to is not confused with a later one.
+    An address alone is not enough: after ``p.data = x`` twice the allocator may reuse the first address. While the weak
+    reference lives, the storage it refers to is not confused with a later one.
     """
     storage = StorageWeakRef(held.untyped_storage())
     # Writing a DTensor changes its own version, and not that of the shard.
@@ -31,7 +31,7 @@ def identity_of(tensor: Tensor, held: Tensor) -> tuple[Any, ...]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A tensor's elements in logical order, flat and contiguous: a view if possible.
+    """Return a tensor's elements in logical order, flat and contiguous: a view if possible.
 
     ``reshape`` alone keeps the stride of a one-dimensional tensor, and the memory of a tensor with the negative bit has
     other numbers than the tensor.
@@ -42,22 +42,22 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether the user has hooks on the parameter's gradient."""
+    """Return whether the user has hooks on the parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class ParameterRecord:
-    """What the optimizer knows of one parameter besides its state.
+    """Record of what the optimizer knows of one parameter besides its state.
 
     Args:
-        index: counts the parameters of the optimizer.
-        name: in messages.
-        parameter: the user's.
-        store_factory: where its state is.
+        index: the parameter's index in the optimizer.
+        name: the parameter's name in messages.
+        parameter: the user's tensor.
+        store_factory: decides where its state is.
     """
 
     def __init__(self, index: int, name: str, parameter: Tensor, store_factory: StoreFactory) -> None:
-        # Fixed.
+        # These are fixed.
         self.index = index
         self.name = name
         self.parameter = parameter
@@ -68,17 +68,17 @@ class ParameterRecord:
         self.device = parameter.device
         self.dtype = parameter.dtype
         self.shape = parameter.shape
-        # Change with each step.
+        # These change with each step.
         self.history = History()
         self.has_state = False
-        """Whether it was stepped, or a state was loaded."""
+        """Whether the parameter was stepped, or a state was loaded for it."""
         self.has_master = False
         self.published: tuple[Any, ...] | None = None
-        """Identity of the parameter as this optimizer left it; None: it was not published since its state was set."""
+        """Identity of the parameter as this optimizer left it; None if it was not published since its state was set."""
 
     def leaf(self) -> Tensor | None:
-        """The tensor into which autograd accumulates the gradient: the parameter itself, or, where its shards are
-        gathered for each forward, the gathered parameter; None before the first time."""
+        """Return the tensor into which autograd accumulates the gradient: the parameter itself, or, if its shards are
+        gathered for each forward, the gathered parameter; None before it was first gathered."""
         return self.parameter if self._leaf_of is None else self._leaf_of(self.parameter)
 
     @property
@@ -95,10 +95,10 @@ class ParameterRecord:
         self.published = identity_of(self.parameter, self.held)
 
     def publish(self, target: Tensor, history: History) -> None:
-        """Give the parameter the new values, which are in ``target`` (law 4), and this history."""
+        """Give the parameter the new values, which are in ``target`` (law 4), and the new history."""
         held, leaf = self.held, self.leaf()
         if target.data_ptr() != held.data_ptr() and held.numel() > 0:
-            held.copy_(target.view(held.shape))  # it is not contiguous
+            held.copy_(target.view(held.shape))  # target is a copy, since the parameter is not contiguous
         else:
             # A graph made before must not run backward on new weights: torch's own check finds the version changed.
             torch.autograd.graph.increment_version(self.parameter)
@@ -115,11 +115,11 @@ class ParameterRecord:
 
     @property
     def kept(self) -> Tensor:
-        """The tensor whose state is kept: the shard, or all of the parameter."""
+        """The tensor whose state is kept: this process's shard, or all of the parameter."""
         return self.held if self.keeps_shard else self.parameter
 
     def values(self) -> Tensor:
-        """The elements that this process has, as of :func:`flat`."""
+        """Return the elements that this process has, flat (see :func:`flat`)."""
         return flat(self.held)
 
     def check(self) -> None:
@@ -154,8 +154,8 @@ class ParameterRecord:
 
 
 def check_parameter(parameter: Tensor, name: str, device: torch.device | None, shards: bool = False) -> None:
-    """Raise ValueError for a parameter whose kind, device or memory layout is not supported; ``shards``: a DTensor is
-    supported."""
+    """Raise ValueError for a parameter whose kind, device or memory layout is not supported; ``shards``: whether
+    DTensors are supported."""
     kind = type(held_part(parameter).detach() if shards else parameter.detach())
     if kind is not Tensor:
         raise ValueError(
@@ -199,7 +199,7 @@ def check_no_shared_memory(records: Sequence[ParameterRecord]) -> None:
         if record.held.numel() > 0:
             start = record.held.data_ptr()
             extents.append((start, start + _span(record.held) * record.held.element_size(), record.index, record))
-    reaching: list[tuple[int, ParameterRecord]] = []  # earlier extents that end behind the present start
+    reaching: list[tuple[int, ParameterRecord]] = []  # earlier extents that end after the present start
     for start, end, _, record in sorted(extents):
         reaching = [(other_end, other) for other_end, other in reaching if other_end > start]
         for _, other in reaching:
@@ -212,12 +212,12 @@ def check_no_shared_memory(records: Sequence[ParameterRecord]) -> None:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements of memory from the first to the last of a tensor that is not empty."""
+    """Return the number of elements that a non-empty tensor spans in memory, from its first element to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose extents overlap share an element: columns of one matrix do not."""
+    """Return whether two tensors whose extents overlap share an element; two columns of one matrix do not."""
     if a.dtype != b.dtype:
         return True
     begin = min(a.data_ptr(), b.data_ptr())
@@ -228,10 +228,10 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def group_members(groups: Sequence[dict[str, Any]], params: Iterable[Any]) -> list[Any]:
-    """The parameters of a new group beside ``groups``, with names where those have some: torch wants all or none.
+    """Return the parameters of a group to add to ``groups``, named if those are: torch wants names for all or for none.
 
     Raises:
-        ValueError: one is listed twice, naming both places: it would be stepped twice.
+        ValueError: a parameter is listed twice, and would be stepped twice; the message gives both positions.
     """
     members = list(params)
     seen: dict[int, int] = {}

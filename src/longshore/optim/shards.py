@@ -1,4 +1,4 @@
-"""Parameters that are ``DTensor``s, as FSDP2 and tensor parallelism make them: what of them this process has."""
+"""Functions for this process's part of ``DTensor``s, which FSDP2 and tensor parallelism make of parameters."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a ``DTensor``; where its module was never imported there is none."""
+    """Return whether a tensor is a ``DTensor``; none is one before the module of ``DTensor`` is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def held_part(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor: its shard of a ``DTensor``, all of any other; the same memory."""
+    """Return this process's part of a tensor, in the same memory: its shard of a ``DTensor``, or the tensor."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def like(parameter: Tensor, held: Tensor) -> Tensor:
-    """A ``DTensor`` placed as ``parameter`` is, of which this process has ``held``, on whatever device."""
+    """Return a ``DTensor`` placed like ``parameter``, with ``held``, on any device, as this process's shard."""
     kind: Any = type(parameter.detach())
     spec: Any = parameter._spec  # pyright: ignore[reportAttributeAccessIssue]
     return kind(held, spec, requires_grad=False)
 
 
 def gradient_part(leaf: Tensor | None, gradient: Tensor) -> Tensor:
-    """What this process has of a gradient, placed as ``leaf``, into which it was accumulated.
+    """Return this process's part of a gradient, placed like ``leaf``, into which it was accumulated.
 
-    With tensor parallelism autograd may leave it as a sum whose addends are on several ranks, or all of it on each.
-    Then the ranks of the mesh have to call.
+    With tensor parallelism autograd may leave the gradient as a sum whose addends are on several ranks, or whole on
+    each rank. Then all ranks of the mesh have to call this function.
     """
     if leaf is not None and is_sharded(leaf) and is_sharded(gradient) and _placing(leaf) != _placing(gradient):
         gradient = gradient.redistribute(placements=leaf.placements)  # pyright: ignore[reportAttributeAccessIssue]
     held: Any = held_part(gradient)
     module = sys.modules.get("torch.distributed._functional_collectives")
-    # A collective of tensor parallelism may be under way still.
+    # A collective of tensor parallelism may still be under way.
     return held.wait() if module is not None and isinstance(held, module.AsyncCollectiveTensor) else held
 
 
 def part_of(parameter: Tensor, value: Tensor) -> Tensor | None:
-    """What of ``value``, a ``DTensor`` placed alike or a whole tensor of the same shape, belongs with what this process
-    has of ``parameter``; None where it is placed otherwise."""
+    """Return the part of ``value`` that corresponds to this process's part of ``parameter``; None if it is placed
+    differently. ``value`` is a ``DTensor``, or a whole tensor of the same shape."""
     mesh, placements = _placing(parameter)
     if not is_sharded(value):
         from torch.distributed.tensor import distribute_tensor
 
-        # No rank sends anything: each has all of it.
+        # No rank sends anything: each has the whole tensor.
         return held_part(distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None))
     return held_part(value) if _placing(value) == (mesh, placements) else None
 
 
 def over_ranks(parameters: Mapping[int, Tensor], sums: Mapping[int, float]) -> float:
-    """``sums`` over the shards of parameters, each of this process, added up over all ranks; all have to call.
+    """Return ``sums``, over this process's shards of parameters, added up over all ranks; all have to call this.
 
-    What several ranks have alike counts once.
+    Shards that several ranks have in common count once.
     """
     by_placing: dict[Any, float] = {}
     for index, value in sums.items():

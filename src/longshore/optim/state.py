@@ -1,4 +1,4 @@
-"""``optimizer.state``, which is looked up at each access because state buffers move, and reading a ``state_dict``."""
+"""``optimizer.state``, which is looked up at each access because state buffers move, and checks of a ``state_dict``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class ParameterState(MutableMapping[str, Tensor]):
-    """One parameter's states as torch names them (Adam: ``step``, ``exp_avg``, ``exp_avg_sq``) and, in low
-    precision, ``master``.
+    """One parameter's states as torch names them (Adam: ``step``, ``exp_avg``, ``exp_avg_sq``) and, if the parameter is
+    not float32, ``master``.
 
-    Reading gives a copy: float32, on the CPU, of the parameter's shape (``step`` and other single numbers: 0-dim), so a
-    change made in place to it changes the copy alone. Setting a key writes to the state buffers.
+    Reading gives a copy: float32, on the CPU, of the parameter's shape (``step`` and other single numbers: 0-dim), so
+    an in-place change affects only the copy. Setting a key writes to the state buffers.
     """
 
     def __init__(self, record: ParameterRecord, core: OptimizerCore) -> None:
@@ -65,7 +65,7 @@ class ParameterState(MutableMapping[str, Tensor]):
 
 
 class StateMap(MutableMapping[Tensor, Any]):
-    """Maps the parameters that were stepped or loaded to their state."""
+    """Mapping from the parameters that were stepped or loaded to their state."""
 
     def __init__(self, core: OptimizerCore) -> None:
         self._core = core
@@ -99,15 +99,15 @@ class StateMap(MutableMapping[Tensor, Any]):
         return sum(1 for _ in self)
 
     def items(self) -> Any:
-        """Pairs with plain dictionaries, as ``state_dict()`` packs them."""
+        """Return each parameter with its state as a plain dictionary, as ``state_dict()`` packs them."""
         return [(parameter, dict(self[parameter])) for parameter in self]
 
 
 def checked_state(record: ParameterRecord, state: Mapping[str, Any], family: RuleFamily) -> dict[str, Any]:
-    """Check one parameter's state from outside, and return it as numbers and tensors.
+    """Check a state that was given for one parameter, and return it as numbers and tensors.
 
     Raises:
-        ValueError: an unknown key, a tensor of another shape, or an invalid step count.
+        ValueError: there is an unknown key, a tensor of another shape, or an invalid step count.
     """
     checked: dict[str, Any] = {}
     for key, value in state.items():
@@ -150,7 +150,7 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
 
 
 def write_state(record: ParameterRecord, core: OptimizerCore, state: Mapping[str, Any]) -> None:
-    """Write some of a parameter's state, as of :func:`checked_state`; what was never set counts as zero."""
+    """Write some of a parameter's state, as returned by :func:`checked_state`; unset states count as zero."""
     store, family = core.store, core.family
     if not state:
         return
@@ -176,8 +176,8 @@ def write_state(record: ParameterRecord, core: OptimizerCore, state: Mapping[str
 
 
 def clear_state(record: ParameterRecord, store: ParameterStore) -> None:
-    """Reset a parameter to before its first step; its master is read from the parameter again."""
-    # Even if no step was completed: one that failed half way wrote here too.
+    """Reset a parameter's state to that before its first step; its master will be read from the parameter again."""
+    # Clear it even if no step was completed: a step that failed half way wrote here too.
     store.clear_state(record.index)
     record.history = History()
     record.has_state = record.has_master = False
@@ -191,18 +191,18 @@ def loadable_state(
     records: Sequence[ParameterRecord],
     family: RuleFamily,
 ) -> dict[int, dict[str, Any]]:
-    """Check a ``state_dict`` from outside as a whole, before anything changes.
+    """Check a whole ``state_dict`` before anything changes.
 
     Args:
         state_dict: from ``state_dict()`` of one of our optimizers, or of its twin in torch.
         own: the groups of the optimizer that loads it; ``defaults`` and ``family`` are that optimizer's, too.
-        records: of its parameters, in the order of its groups.
+        records: records of its parameters, in the order of its groups.
 
     Returns:
         The state of each parameter by its index.
 
     Raises:
-        ValueError: it does not fit, by name.
+        ValueError: the state does not fit; the message names the parameter or option.
     """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ValueError("this is no optimizer state: it needs 'state' (a dict) and 'param_groups' (a list)")
@@ -245,6 +245,6 @@ def loadable_state(
 def merged_group(
     loaded: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any], family: RuleFamily
 ) -> dict[str, Any]:
-    """The group after loading: as the state says, but for how a step is computed and for fixed options."""
+    """Return the group after loading: as in the state, except for fixed options and those of how a step is computed."""
     flags = {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
     return {**defaults, **loaded, **flags, **{name: own[name] for name in family.initial_states.values()}}

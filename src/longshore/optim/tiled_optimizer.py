@@ -1,4 +1,4 @@
-"""Base classes of all optimizers here: the interface of ``torch.optim.Optimizer`` to an :class:`OptimizerCore`."""
+"""Base classes of all longshore optimizers: the interface of ``torch.optim.Optimizer`` to an :class:`OptimizerCore`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from longshore.tiles import SpeculationRecord
 
 
 class TiledOptimizer(torch.optim.Optimizer):
-    """Base of all optimizers here, with everything but the signature and the rule (its ``family``)."""
+    """Base class of all longshore optimizers, with everything but the signature and the rule (its ``family``)."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         offload = offload or Offload()
         if not isinstance(offload, StoreFactory):
             raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
-        me = weakref.proxy(self)  # alive whenever its core is used
+        me = weakref.proxy(self)  # it is alive whenever its core is used
         # The base class calls add_param_group, which needs these.
         self._core = OptimizerCore(lambda: me.param_groups, family, offload, bool(release_gradients))
         self._loading: dict[int, dict[str, Any]] | None = None
@@ -47,7 +47,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.
 
         Raises:
-            ValueError: an option or a parameter that cannot be honoured, by name; the optimizer is then as it was.
+            ValueError: an option or a parameter, which the message names, is not supported; the optimizer is unchanged.
         """
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set)):
             param_group["params"] = group_members(self.param_groups, param_group["params"])
@@ -72,14 +72,16 @@ class TiledOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every parameter that has a gradient, and publish the new values.
 
-        A parameter without one keeps weight, states and step count. With ``release_gradients=True`` the window ends.
+        A parameter without a gradient keeps its weight, states and step count. With ``release_gradients=True`` the
+        window ends.
 
         Args:
             closure: evaluates the model again and returns the loss.
 
         Raises:
-            GradientError: a gradient that cannot be counted, by name; nothing was stepped.
-            ParameterError: one that was moved, converted or, by ``LONGSHORE_DEBUG=1``, written unseen; likewise.
+            GradientError: a gradient, which the message names, cannot be counted; nothing was stepped.
+            ParameterError: a parameter was moved or converted (with ``LONGSHORE_DEBUG=1`` also: written where torch
+                cannot see it); nothing was stepped.
             BrokenStateError: this or an earlier step failed half way.
         """
         loss = None
@@ -92,11 +94,11 @@ class TiledOptimizer(torch.optim.Optimizer):
     # -- gradients ------------------------------------------------------------
 
     def expect_backwards(self, backwards: int) -> None:
-        """Announce how many backwards this window will have; otherwise as many as the last one are expected. Only time
-        depends on it.
+        """Announce how many backwards this window will have; by default as many as the last window had are expected.
+        This affects only speed.
 
         Raises:
-            ValueError: not an integer of at least 1.
+            ValueError: ``backwards`` is not an integer of at least 1.
         """
         if isinstance(backwards, bool) or not isinstance(backwards, int) or backwards < 1:
             raise ValueError(f"expect_backwards takes a number of backwards, at least 1, not {backwards!r}")
@@ -121,7 +123,7 @@ class TiledOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients of this window: float32, 0-dim, on the CPU.
+        """Return the 2-norm of all gradients of this window: float32, 0-dim, on the CPU.
 
         Squares are added in float64 and the root is rounded once.
         """
@@ -132,10 +134,10 @@ class TiledOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the global 2-norm to ``max_norm`` in the next ``step()``; returns the norm before.
+        """Clip the global 2-norm to ``max_norm`` in the next ``step()``, and return the norm before.
 
-        The coefficient is torch's, ``max_norm / (norm + 1e-6)`` and at most 1. It is multiplied in inside the step, so
-        ``.grad`` keeps its values. Call it once a window, after the last backward.
+        The coefficient is torch's, ``max_norm / (norm + 1e-6)`` and at most 1. Gradients are multiplied by it inside
+        the step, so ``.grad`` keeps its values. Call it once a window, after the last backward.
 
         Raises:
             ValueError: ``norm_type`` is not 2, or ``max_norm`` is not positive.
@@ -155,8 +157,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         return norm
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Set what losses are multiplied by from the next backward on, which is positive and finite (or ValueError is
-        raised); the step divides gradients by it."""
+        """Set the factor by which losses are multiplied from the next backward on; the step divides gradients by it.
+        Raises ValueError unless it is positive and finite."""
         if not 0.0 < loss_scale < math.inf:
             raise ValueError(f"a loss scale is positive and finite, not {loss_scale}")
         self._core.clipping.loss_scale = float(loss_scale)
@@ -175,15 +177,15 @@ class TiledOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Parameter -> its states as torch names them (and ``master``), looked up at each access."""
-        _ = self._core.source  # others may have been put in the place of the parameters
+        """Mapping from parameters to their states, named as in torch (and ``master``), looked up at each access."""
+        _ = self._core.source  # takes up parameters that replaced all former ones
         return StateMap(self._core)
 
     @state.setter
     def state(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, value: Mapping[Tensor, Mapping[str, Any]]
     ) -> None:
-        if self._core._source is None:  # the base class, before it has parameters
+        if self._core._source is None:  # the base class sets this before it has parameters
             return
         state = self.state
         state.clear()
@@ -193,11 +195,11 @@ class TiledOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of its twin in ``torch.optim``.
 
-        States and masters stay in float32 whatever the parameter's dtype. Where the state has no master, the parameter
-        is the master. This also ends a broken state.
+        States and masters stay in float32 whatever the parameter's dtype. If the state has no master, the parameter
+        becomes the master. Loading also ends a broken state.
 
         Raises:
-            ValueError: the state does not fit, by name; nothing was changed.
+            ValueError: the state does not fit, as the message says; nothing was changed.
         """
         # The base class would cast every tensor to the parameter's dtype, so it gets the groups only, from a hook that
         # runs after all of the user's.
@@ -238,7 +240,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     def refresh_master(self) -> None:
         """Adopt writes that torch cannot see: ``p.data.copy_``, NumPy views, custom kernels.
 
-        Every element that is not the rounded master becomes the master. Other writes (``load_state_dict``,
+        Every element that differs from its rounded master becomes the master. Other writes (``load_state_dict``,
         initialisers, ``p.data = x``) are found at the next step without this call.
         """
         store = self._core.store
@@ -250,15 +252,16 @@ class TiledOptimizer(torch.optim.Optimizer):
 
     @property
     def speculation(self) -> SpeculationRecord | None:
-        """What was stepped ahead in the last window; None without ``speculation_memory`` or ``release_gradients``."""
+        """Record of steps ahead in the last window; None without ``speculation_memory`` or ``release_gradients``."""
         return self._core.store.local.speculation
 
     def host_bytes(self) -> dict[str, int]:
-        """Counted host memory by kind, in bytes: ``state`` (masters and states), ``gradients``, ``accumulators``."""
+        """Return counted host memory by kind, in bytes: ``state`` (masters and states), ``gradients``,
+        ``accumulators``."""
         return self._core.store.local.host_bytes()
 
     def close(self) -> None:
-        """Wait for what is under way, remove the hooks, and end the threads."""
+        """Wait for work under way, remove the hooks, and end the threads."""
         self._core.close()
 
 
@@ -269,7 +272,7 @@ _NO_GROUP_OPTIONS = frozenset({"self", "__class__", "params", "release_gradients
 
 
 class RuleOptimizer(TiledOptimizer):
-    """Base of the optimizers that have kernels, one for each name that a configuration may give.
+    """Base class of the optimizers that have kernels, one for each name that a configuration may give.
 
     The constructor of a subclass has the signature of torch's, and passes ``locals()`` on: its signature is the only
     table of options and defaults, so no option can be accepted and then forgotten.
@@ -299,10 +302,10 @@ class RuleOptimizer(TiledOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if "fused" in self.defaults:
-            self.param_groups[-1]["fused"] = True  # which None means here; False is refused
+            self.param_groups[-1]["fused"] = True  # None means True here; False is refused
 
     @classmethod
     def defaults_by_name(cls) -> dict[str, Any]:
-        """The options of a group that a configuration may give, with their defaults in the signature."""
+        """Return the options of a group that a configuration may give, with their defaults in the signature."""
         parameters, fixed = inspect.signature(cls).parameters, cls.rules.initial_states.values()
         return {name: parameters[name].default for name in cls.rules.options if name not in fixed}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-import longshore.optim.rules  # noqa: F401  every rule is then known
+import longshore.optim.rules  # noqa: F401  this import registers every rule
 from longshore.byte_sizes import format_byte_size
 from longshore.optim.tiled_optimizer import OPTIMIZERS
 
@@ -24,7 +24,7 @@ STATES = {name: optimizer.rules.states for name, optimizer in OPTIMIZERS.items()
 
 @dataclass(frozen=True)
 class Job:
-    """What stays the same for all choices of a plan."""
+    """The part of training that is the same for all choices of a plan."""
 
     batch_size: int = 1  # sequences in one backward on one rank
     seq_len: int = 2048  # tokens in a sequence
@@ -68,7 +68,8 @@ class PlanChoice:
 
 
 def configuration(job: Job, choice: PlanChoice) -> dict[str, Any]:
-    """A DeepSpeed-style configuration that ``longshore.initialize`` loads. Its learning rate is only a first guess."""
+    """Return a DeepSpeed-style configuration that ``longshore.initialize`` loads. Its learning rate is only a first
+    guess."""
     params = dict(OPTIMIZERS[job.optimizer].suggested)
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch_size,
@@ -102,7 +103,7 @@ class Use(Enum):
     LOOKED_UP = "looked up"
     """An embedding: each token takes one row."""
     HEAD = "head"
-    """Multiplied; gives the logits, one number for each entry of the vocabulary."""
+    """Multiplied as well; gives the logits, one number for each entry of the vocabulary."""
     ELEMENTWISE = "elementwise"
     """Norms and biases."""
 
@@ -163,7 +164,7 @@ class PlannedModel:
 
     @property
     def vocabulary(self) -> int:
-        """Logits of one token; 0: the model has no head."""
+        """Number of logits of one token; 0: the model has no head."""
         return max((each.shape[0] for each in self.parameters if each.use is Use.HEAD), default=0)
 
     @property
@@ -176,7 +177,7 @@ class PlannedModel:
         return max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
 
     def cast(self, dtype: torch.dtype | None) -> PlannedModel:
-        """The model as the engine casts it; None leaves it as it is."""
+        """Return the model as the engine casts it; None leaves it as it is."""
         if dtype is None or all(each.dtype == dtype for each in self.parameters):
             return self
         cast = (replace(each, dtype=dtype) if each.dtype.is_floating_point else each for each in self.parameters)
@@ -188,7 +189,7 @@ def parameter_bytes(parameters: Sequence[PlannedParameter]) -> int:
 
 
 def by_unit(parameters: Sequence[PlannedParameter]) -> Mapping[int | None, list[PlannedParameter]]:
-    """Parameters grouped by the unit that stage 3 gathers them with."""
+    """Group the parameters by the unit that stage 3 gathers them with."""
     found: dict[int | None, list[PlannedParameter]] = {}
     for each in parameters:
         found.setdefault(each.unit, []).append(each)

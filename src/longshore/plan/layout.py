@@ -20,9 +20,9 @@ from longshore.tiles.speculation import speculation_budget
 
 _FLOAT_BYTES = 4
 _IN_FLIGHT_BYTES = 1 << 28
-"""Most bytes of gradients that wait for their copies to the host."""
+"""Maximum bytes of gradients that wait for their copies to the host."""
 _MOST_RANGES = 50_000
-"""At stage 0 every rank steps the ranges of all shards; beyond so many, the padding between them is not counted."""
+"""At stage 0 every rank steps the ranges of all shards; beyond this number, padding between them is not counted."""
 
 
 class OwnedRange(NamedTuple):
@@ -74,10 +74,10 @@ class RankLayout:
 
 
 def lay_out(model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, staged: bool, rank: int = 0) -> RankLayout:
-    """The layout of one of ``ranks`` ranks; rank 0 stores the most, except for padding.
+    """Return the layout of one of ``ranks`` ranks; rank 0 stores the most, except for padding.
 
-    ``model`` has its own dtypes, and is cast to the job's here. ``staged``: parameters are on a device with its own
-    memory.
+    ``model`` has its own dtypes, and is cast to the job's here. ``staged``: whether parameters are on a device with its
+    own memory.
     """
     model = model.cast(job.dtype)
     numels = [each.numel for each in model.trainable]
@@ -106,7 +106,7 @@ def lay_out(model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, stage
 def _sharded(
     model: PlannedModel, bucket_numel: int, stage: int, place: tuple[int, int], numels: Sequence[int]
 ) -> tuple[list[OwnedRange], list[PlannedBucket]]:
-    """Ranges and buckets where several ranks reduce; ``place`` is the number of ranks and the rank."""
+    """Return the ranges and buckets of one of several ranks; ``place`` is the number of ranks and the rank."""
     ranks, rank = place
     # At stage 3, a bucket has parameters of one unit.
     keyed = [
@@ -165,13 +165,13 @@ class PlannedBytes:
 
 
 def count_bytes(layout: RankLayout) -> PlannedBytes:
-    """All bytes of a layout."""
+    """Count all bytes of a layout."""
     job, choice = layout.job, layout.choice
     trainable = zip(layout.numels, layout.model.trainable, strict=True)
     device = {"parameters": sum(numel * each.dtype.itemsize for numel, each in trainable), "gradients": 0}
     offloads = choice.offload == "cpu"
     arrivals = job.accumulation if layout.ranks == 1 or layout.reduces_each_backward else 1
-    # Nothing is stepped ahead where the optimizer's state is on the device.
+    # Nothing is stepped ahead if the optimizer's state is on the device.
     host = _store_bytes(layout.host, job, arrivals, layout.staged and offloads, choice.speculation if offloads else 0)
     if layout.staged and (not offloads or choice.ratio != 1.0):
         for kind, count in _store_bytes(layout.device, job, arrivals, False, 0).items():
@@ -180,7 +180,7 @@ def count_bytes(layout: RankLayout) -> PlannedBytes:
 
 
 def spare_tiles(groups: Sequence[TileGroup], state_arrays: int, speculation: int | str) -> tuple[int, int]:
-    """How many tiles have a spare state buffer (they are the last ones), and the bytes of all spares."""
+    """Return how many tiles (the last ones) have a spare, and the bytes of all spares."""
     if not speculation:
         return 0, 0
     state_bytes = _FLOAT_BYTES * state_arrays
@@ -200,9 +200,10 @@ def spare_tiles(groups: Sequence[TileGroup], state_arrays: int, speculation: int
 def _store_bytes(
     groups: Sequence[TileGroup], job: Job, arrivals: int, moves: bool, speculation: int | str
 ) -> dict[str, int]:
-    """Bytes by the kinds of ``TileStore.state_bytes``.
+    """Count the bytes by the kinds of ``TileStore.state_bytes``.
 
-    ``arrivals``: gradients of one parameter in an accumulation window; ``moves``: they are copied from a device.
+    ``arrivals``: gradients of one parameter in an accumulation window; ``moves``: whether they are copied from a
+    device.
     """
     buffers = gradients = accumulators = tiles = 0
     staged = []
@@ -227,7 +228,7 @@ def _store_bytes(
 
 
 def _estimates(layout: RankLayout) -> dict[str, int]:
-    """Bytes on the device that the engine does not count."""
+    """Estimate the bytes on the device that the engine does not count."""
     model, job, buckets = layout.model, layout.job, layout.buckets
     gradients = parameter_bytes(model.trainable)
     found = {
@@ -259,7 +260,7 @@ def _estimates(layout: RankLayout) -> dict[str, int]:
 
 
 def _activation_bytes(model: PlannedModel, job: Job) -> int:
-    """Roughly what forward keeps for backward: inputs and outputs of each matrix, and the logits."""
+    """Estimate what forward keeps for backward: inputs and outputs of each matrix, and the logits."""
     itemsize = max((each.dtype.itemsize for each in model.parameters), default=2)
     units = {unit: sum(each.width for each in members) for unit, members in by_unit(model.parameters).items()}
     kept = sum(units.values())

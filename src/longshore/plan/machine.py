@@ -1,4 +1,4 @@
-"""The machine of a plan: its memory, its bandwidths, and how long it computes; and machines that users describe.
+"""The machine of a plan: its memory, its bandwidths, and its compute times; and machines that users describe.
 
 Bandwidths are in bytes a second in one direction, unless a comment says otherwise.
 """
@@ -52,10 +52,10 @@ class PeakCompute:
 
 @dataclass(frozen=True)
 class MeasuredCompute:
-    """Times that were measured at some numbers of tokens, with straight lines between and beyond them.
+    """Times that were measured at some numbers of tokens, with linear interpolation between and beyond them.
 
     Attributes:
-        tokens: two or more, increasing.
+        tokens: two or more numbers of tokens, increasing.
         table: float64 ``[4, len(tokens), 2]``: the :class:`Seconds` of one element of a matrix, of one number of
             ``Work.width``, of one logit, and of one element of an embedding.
     """
@@ -82,17 +82,17 @@ class PlanMachine:
     device_bytes: int  # memory of each device; 0 with parameters in host memory
     host_bytes: int  # memory of each host
     host_bytes_per_s: float  # what all threads of a host read and write together in a step
-    host_norm_bytes_per_s: float  # gradients of which all threads of a host measure the norm
+    host_norm_bytes_per_s: float  # at which all threads of a host read gradients for the norm
     to_host_bytes_per_s: float  # of each device's link
     to_device_bytes_per_s: float
     device_memory_bytes_per_s: float  # what each device reads and writes in its own memory
     exchange_bytes_per_s: float  # what each rank sends to others, while all ranks send
     latency_s: float  # of one exchange
     compute: PeakCompute | MeasuredCompute
-    arrival_s: float = 0.0  # by which each parameter's gradient lengthens backward when it arrives
-    bookkeeping_s: float = 0.0  # by which each parameter lengthens ``step()``, beside moving bytes
+    arrival_s: float = 0.0  # time that the arrival of each parameter's gradient adds to backward
+    bookkeeping_s: float = 0.0  # time that each parameter adds to ``step()``, besides moving bytes
     reduce_bytes_per_s: float | None = None  # what is sent and also added up; None: as ``exchange_bytes_per_s``
-    unshard_bytes_per_s: float = math.inf  # what stage 3 copies of gathered parameters; not counted on devices
+    unshard_bytes_per_s: float = math.inf  # for stage 3's copies of gathered parameters; not counted on devices
     assumptions: Sequence[str] = ()  # figures that were neither measured nor given, in words
 
 
@@ -121,7 +121,7 @@ GPUS: Mapping[str, GpuSheet] = {
     "l40s": GpuSheet("L40S", 48 * _GB, 362e12, 0.864e12, _PCIE_4, _PCIE_4, "NVIDIA L40S data sheet (2023)"),
     "rtx-4090": GpuSheet("RTX 4090", 24 * _GB, 165e12, 1.008e12, _PCIE_4, _PCIE_4, "NVIDIA Ada whitepaper (2022)"),
 }
-"""By the names that ``--gpu`` takes."""
+"""Data sheets by the names that ``--gpu`` takes."""
 CUSTOM = "custom"
 """``--gpu custom``: a GPU that the table does not have, described by these options."""
 _CUSTOM_NEEDS = {
@@ -134,18 +134,19 @@ _CUSTOM_NEEDS = {
 ACHIEVED_FLOPS = 0.45
 """Share of the peak that forward and backward of large transformers reach."""
 ACHIEVED_BANDWIDTH = 0.8
-"""Share of a data sheet's bandwidth that is reached."""
+"""Share of a data sheet's bandwidth that is reached in practice."""
 _ACHIEVED_HOST = 0.9
 """Share of a host's bandwidth that its step reaches (``make bench``: 0.87 and 0.93)."""
 _HOST_BYTES_PER_S, _NETWORK_BYTES_PER_S = 200e9, 50e9
 LATENCY_S = 50e-6
-"""Of one exchange between devices."""
+"""Seconds of latency of one exchange between devices."""
 _BOOKKEEPING_S = 20e-6
-"""Python's work for each parameter in ``step()``, on an Intel Xeon. A device hides the work of backward's hooks."""
+"""Seconds of Python's work for each parameter in ``step()``, on an Intel Xeon. A device hides the work of backward's
+hooks."""
 
 
 class Description(NamedTuple):
-    """A machine that a user describes; for None, the data sheet or an assumption is taken."""
+    """A machine that a user describes. None stands for the value of the data sheet, or for an assumption."""
 
     gpu: str
     gpus: int = 1
@@ -162,10 +163,10 @@ class Description(NamedTuple):
 
 
 def described(given: Description) -> PlanMachine:
-    """The machine of a description.
+    """Return the machine of a description.
 
     Raises:
-        ValueError: an unknown GPU, a figure out of range, or one that is missing.
+        ValueError: the GPU is unknown, or a figure is out of range or missing.
     """
     for count, what in ((given.gpus, "gpus"), (given.hosts, "hosts")):
         if count < 1:

@@ -32,13 +32,13 @@ Note = Callable[[str], None]
 
 _FEWEST_TOKENS, _MOST_TOKENS = 32, 4096
 _HIDDEN, _INNER, _HEAD_SIZE, _VOCABULARY = 768, 2432, 64, 16000
-_MATRICES = 20  # more than caches store, as in a model
+_MATRICES = 20  # more bytes than caches store, as in a model
 _FEW_MATRICES, _MANY_TOKENS = 4, 512  # with so many tokens, it does not matter where the weights are
 _ARRIVAL_S, _BOOKKEEPING_S = 40e-6, 50e-6
-"""Python's work for each parameter in backward and in ``step()``, on an Intel Xeon (family 6, model 167)."""
+"""Seconds of Python for each parameter in backward and in ``step()``, on an Intel Xeon (family 6, model 167)."""
 _MEETING_S = 600e-6
 """How long two ranks take to meet over gloo after a millisecond of computing: on two cores of an Intel Xeon 590 to
-660 us on average, most of it waiting for the other rank; 180 us where they do nothing else."""
+660 us on average, most of it waiting for the other rank; 180 us if they do nothing else."""
 _DEVICES_EXCHANGE_SHARE = 1 / 8
 """Assumed bandwidth between devices, as a share of a copy's in host memory."""
 _DEVICE_BYTES_PER_S = 1.5e12
@@ -58,7 +58,7 @@ class RankThreads:
         self.count = max(1, min(ranks, threads, available_bytes() >> 31, 8))
         self.turns = ranks / self.count
         self._threads_each = threads // self.count if ranks > 1 else torch.get_num_threads()
-        # Threads stay, since torch starts threads of its own for each of them.
+        # The threads are kept, since torch starts threads of its own for each of them.
         self._pool = ThreadPoolExecutor(self.count) if self.count > 1 else None
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
@@ -66,7 +66,7 @@ class RankThreads:
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads_each)
         try:
-            # A single one runs on the calling thread, where Ctrl-C ends it.
+            # A single rank runs on the calling thread, where Ctrl-C ends it.
             return [work(0)] if self._pool is None else list(self._pool.map(work, range(self.count)))
         finally:
             torch.set_num_threads(threads)
@@ -89,7 +89,7 @@ class MachineProbe:
     clock: Callable[[], float] = time.perf_counter  # ``time.process_time`` suits one thread on a busy machine
 
     def measure(self, rounds: int, note: Note = lambda line: None) -> PlanMachine:
-        """Medians over the rounds; ``note`` is told what is measured now.
+        """Measure the machine; figures are medians over the rounds. ``note`` is called with what is measured next.
 
         Raises:
             ValueError: fewer than two numbers of tokens.
@@ -107,7 +107,7 @@ class MachineProbe:
         return of_figures(machine, figures, measured, compute, self.ranks)
 
     def compute(self, threads: RankThreads, rounds: int, device: torch.device) -> MeasuredCompute:
-        """Times of forward and backward, for the slowest rank."""
+        """Measure times of forward and backward, for the slowest rank."""
         points = sorted(set(self.tokens))
         if len(points) < 2:
             raise ValueError(f"give two numbers of tokens or more to measure at, not {list(self.tokens)}")
@@ -131,7 +131,8 @@ class MachineProbe:
         return MeasuredCompute(points, _medians(threads, run, rounds))
 
     def exchange(self, threads: RankThreads, rounds: int) -> dict[str, float]:
-        """Bandwidths between ranks without devices, by the names of :class:`~longshore.plan.machine.PlanMachine`."""
+        """Measure bandwidths between ranks without devices, by the names of
+        :class:`~longshore.plan.machine.PlanMachine`."""
         ranks = self.ranks
         shard = max(1, self.numel // threads.count // ranks)
         gradients = [torch.full((ranks, shard), 1e-3, dtype=self.dtype) for _ in range(threads.count)]
@@ -171,7 +172,7 @@ class MachineProbe:
         }
 
     def norm_bytes_per_s(self, rounds: int) -> float:
-        """Gradients of which all threads of the host measure the norm, in bytes a second."""
+        """Measure the speed at which all threads of the host compute the norm of gradients, in bytes a second."""
         kernels = HostKernels(self.threads)
         # Several ranks reduce in float32.
         gradient = torch.full((self.numel // 2,), 1e-3, dtype=self.dtype if self.ranks == 1 else torch.float32)
@@ -185,7 +186,7 @@ class MachineProbe:
 
 
 def _medians(threads: RankThreads, run: Callable[[int], object], rounds: int) -> Tensor:
-    """Run on all ranks, once more than ``rounds`` since the first run is slower; the slowest rank's medians."""
+    """Return the slowest rank's medians over ``rounds`` runs on all ranks, after one run that is slower."""
     found = torch.tensor([threads.run(run) for _ in range(1 + rounds)], dtype=torch.float64)
     return threads.turns * found[1:].amax(1).quantile(0.5, dim=0)
 
@@ -200,7 +201,7 @@ class _TimedPart(NamedTuple):
 
 
 def _seconds(part: _TimedPart, now: Callable[[], float]) -> list[float]:
-    """Times of forward and backward."""
+    """Return the times of forward and backward."""
     begin = now()
     outputs = part.forward()
     middle = now()
@@ -224,7 +225,7 @@ def _matrices(made: _Make, tokens: int, seq_len: int) -> _TimedPart:
 
 
 def _between(made: _Make, tokens: int, seq_len: int) -> _TimedPart:
-    """Norms, rotary embeddings, attention, activation and sums of one block, without its seven matrices."""
+    """Return norms, rotary embeddings, attention, activation and sums of one block, without its seven matrices."""
     batch = max(1, tokens // seq_len)
     x, q, k, v = (made(batch, seq_len, _HIDDEN) for _ in range(4))
     gate, up = (made(batch, seq_len, _INNER) for _ in range(2))
@@ -266,7 +267,7 @@ _PARTS = (_matrices, _between, _loss, _lookup)
 
 
 def _newly_allocated(numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory from the system, as in a real step; memory from malloc may by chance have been used before."""
+    """Return memory from the system, as in a real step; memory from malloc may by chance have been used before."""
     return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE), dtype=dtype)
 
 
@@ -289,7 +290,7 @@ def this_machine(
 
 
 def tokens_to_measure(job: Job) -> Sequence[int]:
-    """The job's own tokens, few, and many, but never so many that measuring takes long."""
+    """Return the numbers of tokens to measure: the job's own, a few, and many, but not so many that it takes long."""
     own = min(job.tokens, _MOST_TOKENS)
     return sorted({_FEWEST_TOKENS, own, min(_MOST_TOKENS, max(2 * own, 512))})
 
@@ -297,7 +298,7 @@ def tokens_to_measure(job: Job) -> Sequence[int]:
 def of_figures(
     machine: Machine, figures: Figures, measured: Mapping[str, float], compute: MeasuredCompute, ranks: int
 ) -> PlanMachine:
-    """The machine with these figures; ``measured`` are further fields, as :class:`MachineProbe` returns them.
+    """Return the machine with these figures; ``measured`` are further fields, as :class:`MachineProbe` returns them.
 
     Raises:
         ValueError: there are several ranks without devices, and nothing was measured between them.

@@ -16,11 +16,11 @@ from longshore.tiles.events import ARRIVE, Track
 
 _MOST_BARS = 4000
 _KINDS = ("parameters", "gradients", "state", "spares", "staging", "accumulators", "activations")
-"""Kinds of bytes with a colour of their own in the picture; all others have one together."""
+"""Kinds of bytes with a colour of their own in the picture; all others share one colour."""
 
 
 def values(plan: Plan) -> dict[str, Any]:
-    """The plan as values for JSON, in bytes and seconds."""
+    """Return the plan as values for JSON, in bytes and seconds."""
     job, machine = plan.job, plan.machine
     return {
         "model": {
@@ -56,7 +56,7 @@ def values(plan: Plan) -> dict[str, Any]:
 
 
 def tokens_a_step(plan: Plan) -> int:
-    """Tokens in a step, over all ranks."""
+    """Return the number of tokens in a step, over all ranks."""
     return plan.job.tokens * plan.job.accumulation * plan.machine.ranks
 
 
@@ -80,7 +80,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def head(plan: Plan) -> Iterator[str]:
-    """Lines about what is planned."""
+    """Yield lines about the model, the machine and the job."""
     model, machine, job = plan.model, plan.machine, plan.job
     yield f"{model.name}: {model.numel:,} parameters, {model.units or 'no'} blocks"
     where = f"{format_byte_size(machine.device_bytes)} on each device, " if machine.staged else ""
@@ -98,7 +98,7 @@ def head(plan: Plan) -> Iterator[str]:
 
 
 def table(plan: Plan) -> Table:
-    """One row for each choice, with the bytes of one rank."""
+    """Return a table with one row for each choice, with the bytes of one rank."""
     shown = Table("choice", *(Column(name, justify="right") for name in ("device", "host", "step", "exposed", "")))
     for _, candidates in groupby(plan.distinct, lambda each: each.choice.stage):
         shown.add_section()
@@ -111,7 +111,7 @@ def table(plan: Plan) -> Table:
 
 
 def tail(plan: Plan) -> Iterator[str]:
-    """Lines about what is recommended."""
+    """Yield lines about the recommended choice."""
     best, times = plan.recommended, plan.recommended.times
     assert times is not None
     yield f"recommended: {best.choice.title}"
@@ -135,7 +135,7 @@ def _time(seconds: float) -> str:
 
 
 def picture(plan: Plan, figure: Any) -> bytes:
-    """A PNG with the memory of every choice, and the tracks of the recommended one over time.
+    """Return a PNG with the memory of every choice, and the tracks of the recommended one over time.
 
     Args:
         plan: what to draw.

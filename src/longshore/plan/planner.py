@@ -15,11 +15,11 @@ from longshore.plan.machine import PlanMachine
 from longshore.plan.simulation import Simulation, simulate
 
 DEVICE_SHARE = 0.94
-"""Share of a device's memory that is planned with: the driver, libraries and fragmentation take the rest."""
+"""Share of a device's memory that a plan may use; the driver, libraries and fragmentation take the rest."""
 HOST_SHARE = 0.95
-"""Share of a host's memory that is planned with."""
+"""Share of a host's memory that a plan may use."""
 HIDDEN_SHARE = 0.05
-"""Offload counts as hidden where at most this share of a step is exposed."""
+"""Offload counts as hidden if at most this share of a step is exposed."""
 _ALIKE = 0.01
 """Of choices whose steps differ by less than this share, the simplest is recommended."""
 _MOST_TOKENS = 1 << 28
@@ -32,7 +32,7 @@ class DoesNotFit(LongshoreError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with its bytes, and with its times if they were simulated, since it fits."""
+    """A choice with its bytes and, if it fits, with its simulated times."""
 
     choice: PlanChoice
     layout: RankLayout
@@ -78,7 +78,7 @@ def plan(
     """Evaluate all choices for which ``allows`` returns true, and recommend one.
 
     Raises:
-        DoesNotFit: no choice fits; the message names the one that comes nearest, and what it misses.
+        DoesNotFit: no choice fits; the message names the nearest choice, and the memory that it lacks.
         ValueError: the model has no parameters to train, or some of a dtype that longshore does not train, or no
             choice is allowed.
     """
@@ -98,7 +98,7 @@ def plan(
         for each in planner.variants(PlanChoice(stage, offload))
     ]
     if machine.ranks == 1:
-        # One rank shares nothing, so all stages are alike.
+        # One rank shards nothing, so all stages are alike.
         candidates = [
             replace(each, choice=replace(each.choice, stage=stage)) for stage in range(4) for each in candidates
         ]
@@ -115,7 +115,7 @@ def plan(
 
 
 def _checked(model: PlannedModel) -> PlannedModel:
-    """A model that is cast already, without the parameters that have no elements."""
+    """Return a model, which is cast already, without the parameters that have no elements."""
     model = replace(model, parameters=tuple(each for each in model.parameters if each.numel))
     if not model.trainable:
         raise ValueError(f"{model.name} has no parameters that are trained; give a model that has some")
@@ -127,7 +127,7 @@ def _checked(model: PlannedModel) -> PlannedModel:
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:
-    """The simplest, and then the first, of the candidates that are as good as the fastest."""
+    """Return the simplest, and then the first, of the candidates that are as good as the fastest."""
     steps = {each.choice: each.times.step_s for each in candidates if each.times is not None}
     good = [choice for choice, step_s in steps.items() if step_s <= (1 + _ALIKE) * min(steps.values())]
     best = min(good, key=lambda choice: (choice.offload != "none", bool(choice.speculation), choice.ratio < 1))
@@ -143,11 +143,11 @@ class Planner:
     job: Job
 
     def moves(self, choice: PlanChoice) -> bool:
-        """Whether anything is copied between device and host."""
+        """Return whether anything is copied between device and host."""
         return self.machine.staged and choice.offload == "cpu"
 
     def count(self, choice: PlanChoice) -> Candidate:
-        """The choice with its bytes."""
+        """Return the choice with its bytes."""
         machine = self.machine
         layout = lay_out(self.model, self.job, choice, machine.ranks, machine.staged)
         counted = count_bytes(layout)
@@ -159,13 +159,13 @@ class Planner:
         return Candidate(choice, layout, counted, missing_device, missing_host)
 
     def evaluate(self, choice: PlanChoice) -> Candidate:
-        """The choice with its bytes, and with its times if it fits."""
+        """Return the choice with its bytes, and with its times if it fits."""
         counted = self.count(choice)
         times = simulate(self.model, self.machine, self.job, choice, counted.layout) if counted.fits else None
         return replace(counted, times=times)
 
     def variants(self, choice: PlanChoice) -> Iterator[Candidate]:
-        """Yield the choice; then, where they help, a part of the state on the device, and both with spares."""
+        """Yield the choice; then, if they help, a part of the state on the device, and both with spares."""
         plain = self.evaluate(choice)
         yield plain
         if not self.moves(choice) or plain.missing_device > 0:
@@ -182,13 +182,13 @@ class Planner:
                 yield self.evaluate(most)
 
     def _least_ratio(self, choice: PlanChoice) -> float:
-        """The smallest share on the host for which the device has room for the rest; 1.0: it has none."""
+        """Return the smallest share on the host for which the device has room for the rest; 1.0: it has no room."""
         ratios = (step / _RATIO_STEPS for step in range(_RATIO_STEPS))
         fitting = (ratio for ratio in ratios if self.count(replace(choice, ratio=ratio)).missing_device <= 0)
         return next(fitting, 1.0) or 1.0  # with 0 all of the state would be on the device, which is no offload
 
     def hidden_at(self, choice: PlanChoice) -> int | None:
-        """The fewest tokens in a step, over all ranks, at which at most a small share of the step is exposed.
+        """Return the fewest tokens in a step, over all ranks, at which at most a small share of the step is exposed.
 
         Batches are made larger whether or not their activations fit, since accumulation lengthens backward as well.
         """

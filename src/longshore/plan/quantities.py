@@ -8,10 +8,10 @@ from longshore.byte_sizes import parse_scaled
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second: ``400GB/s``, ``3.35TB/s``, ``200Gbit/s`` (``200Gbps``: eight of them are a byte).
+    """Return bytes a second: ``400GB/s``, ``3.35TB/s``, or in bits ``200Gbit/s`` (``200Gbps``).
 
     Raises:
-        ValueError: something else; says what it takes.
+        ValueError: the text is something else; the message says what is accepted.
     """
     what = "a bandwidth as 400GB/s, 3.35TB/s or 200Gbit/s"
     bits = re.fullmatch(r"(?P<value>.*?)\s*(bits?/s|bps)", text.strip(), re.IGNORECASE)
@@ -24,9 +24,9 @@ def parse_rate(text: str) -> float:
 
 
 def parse_flops(text: str) -> float:
-    """Operations a second: ``989TFLOP/s``, ``989 TFLOPS``, ``9.89e14``.
+    """Return operations a second: ``989TFLOP/s``, ``989 TFLOPS``, ``9.89e14``.
 
     Raises:
-        ValueError: something else; says what it takes.
+        ValueError: the text is something else; the message says what is accepted.
     """
     return parse_scaled(text, ("FLOP/S", "FLOPS", "FLOPS/S", ""), "operations a second as 989TFLOP/s")

@@ -22,7 +22,7 @@ from longshore.plan.job import PlannedModel, PlannedParameter, Use
 _ALL_EXPERTS = "experts are counted as if every token used all of them"
 
 _LARGEST_HEADER = 100 << 20
-"""Bytes; the limit of the format's own reader."""
+"""Maximum bytes of a header, as in the format's own reader."""
 _BLOCK = re.compile(r"^(.*?)\.(\d+)\.")
 _LOOKED_UP = re.compile(r"(^|[._])(embed\w*|wte|wpe|word_embeddings|tok_embeddings|\w+_embeddings?)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out|head|score)\.weight$")
@@ -71,7 +71,7 @@ def plan_of_module(module: nn.Module, name: str, head: Tensor | None = None) -> 
 
 
 def _kinds(module: nn.Module) -> dict[int, set[type]]:
-    """The kinds of the modules that own each parameter, by its ``id``: Embedding, Linear, or any other Module."""
+    """Return the kinds of modules that own each parameter, by its ``id``: Embedding, Linear, or any other Module."""
     kinds: dict[int, set[type]] = {}
     for each in module.modules():
         kind = next((known for known in (nn.Embedding, nn.Linear) if isinstance(each, known)), nn.Module)
@@ -85,8 +85,8 @@ def _is_expert(name: str) -> bool:
 
 
 def _number(config: Any, *names: str) -> int:
-    """The first of these attributes that is a positive number, of transformers' configuration or of the text model's
-    inside it; otherwise 0."""
+    """Return the first of these attributes that is a positive number, of transformers' configuration or of the text
+    model's configuration inside it; otherwise 0."""
     nested = getattr(config, "get_text_config", None)
     configs = [config, *([nested()] if callable(nested) else [])]
     found = (getattr(each, name, 0) for each in configs for name in names)
@@ -94,14 +94,14 @@ def _number(config: Any, *names: str) -> int:
 
 
 def _active_share(config: Any) -> float:
-    """The share of the experts that one token uses; 1.0 also where the configuration does not say."""
+    """Return the share of the experts that one token uses; 1.0 also if the configuration does not say."""
     experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts")
     used = _number(config, "num_experts_per_tok")
     return min(1.0, used / experts) if experts and used else 1.0
 
 
 def _attention_width(config: Any) -> int:
-    """Heads times head size, summed over all layers."""
+    """Return heads times head size, summed over all layers."""
     layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
     return layers * heads * (_number(config, "head_dim") or _number(config, "hidden_size") // heads) if heads else 0
 
@@ -119,7 +119,7 @@ def module_of_function(reference: str) -> nn.Module:
         found: Any = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if not (path == error.name or path.startswith(f"{error.name}.")):
-            raise  # the module exists, and one of its own imports does not
+            raise  # the module exists, but one of its own imports does not
         raise ValueError(
             f"{reference!r}: there is no module {error.name!r} in the current folder, in a folder on PYTHONPATH or in "
             "an installed package; give module:function, where the function makes the model"
@@ -150,7 +150,7 @@ def module_of_function(reference: str) -> nn.Module:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether :func:`plan_of_files` can read this path."""
+    """Return whether :func:`plan_of_files` can read this path."""
     if path.is_dir():
         return any(path.glob("*.safetensors"))
     return path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
@@ -163,7 +163,7 @@ def plan_of_files(path: Path) -> PlannedModel:
     have a tied head.
 
     Raises:
-        ValueError: a file that is not safetensors, or has no floating-point tensors.
+        ValueError: a file is not safetensors, or has no floating-point tensors.
     """
     files = _files(path)
     tensors = {name: each for file in files for name, each in _tensors(file).items()}
@@ -213,7 +213,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _tensors(file: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtypes and shapes by name, from the header alone."""
+    """Return dtypes and shapes by name, from the header alone."""
     with file.open("rb") as opened:
         length, size = int.from_bytes(opened.read(8), "little"), file.stat().st_size
         if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
@@ -244,7 +244,7 @@ def _block_of(name: str) -> str | None:
 
 
 def _position(name: str) -> tuple[int, int, str, str]:
-    """Sort key: embeddings, then blocks by their numbers, then the rest. Files list tensors in any order."""
+    """Return a sort key: embeddings, then blocks by their numbers, then the rest. Files list tensors in any order."""
     found = _BLOCK.match(name)
     if found:
         return (1, int(found[2]), found[1], name)

@@ -1,8 +1,8 @@
-"""Simulate one training step by the schedule that the engine steps by.
+"""Simulate one training step with the schedule of the engine.
 
-The table of :mod:`longshore.tiles.events`, and what several ranks add to it here, say on which track each event runs
-and what it waits for; ``commit_moves`` gives the order of a commit. This module adds how long each event takes, and
-the order in which backward asks for events.
+The table of :mod:`longshore.tiles.events`, and the rows that this module adds for several ranks, say on which track
+each event runs and what it waits for; ``commit_moves`` gives the order of a commit. This module adds how long each
+event takes, and the order in which backward asks for events.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHARDED_SCHEDULE: Mapping[str, Row] = {
     NORM: Row(Track.HOST, ((ARRIVE, Which.ALL), (REDUCE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
     GATHER: Row(Track.COLLECTIVES, ((STEP_IN_PLACE, Which.ALL), (PUBLISH, Which.ALL))),
 }
-"""The schedule of a tile with what several ranks add to it."""
+"""The schedule of a tile, with the rows that several ranks add to it."""
 
 FORWARD = "forward"
 GATHER_TO_USE = "gather to use"
@@ -61,7 +61,7 @@ _FURTHER_EVENTS: Mapping[str, Row] = {
 """Events that the engine's tables do not have."""
 
 _MOST_BACKWARDS = 3
-"""Backwards that are simulated: all between the first and the last are alike."""
+"""Maximum number of backwards that are simulated: all between the first and the last are alike."""
 _OUT_OF_PLACE = 0.93 / 0.74
 """How much longer a pass into a spare takes than one in place (docs/results: the bandwidth that each reaches)."""
 _FLOAT_BYTES = 4
@@ -90,8 +90,8 @@ class Simulation:
 class EventSimulator:
     """Runs events in the order in which they are asked for.
 
-    A track is a FIFO: an event begins when the former event on its track has ended, and all that the table makes it
-    wait for. ``same_as`` has tracks that are the same resource as another track on this machine.
+    A track is a FIFO: an event begins when the previous event on its track has ended, and all events for which the
+    table makes it wait. ``same_as`` maps tracks to the track with which they share a resource on this machine.
     """
 
     def __init__(self, table: Mapping[str, Row], same_as: Mapping[Track, Track]) -> None:
@@ -108,7 +108,7 @@ class EventSimulator:
         return self._same_as.get(track, track)
 
     def ready(self, name: str, keys: Iterable[Hashable]) -> float:
-        """When all that an event waits for has ended; ``keys`` name the events of the same tile."""
+        """Return when all events for which an event waits have ended; ``keys`` name the events of the same tile."""
         ends, keys = [0.0], tuple(keys)
         for before, which in self._table[name].after:
             if which is Which.ALL:
@@ -118,7 +118,7 @@ class EventSimulator:
         return max(ends)
 
     def begins(self, name: str, keys: Iterable[Hashable]) -> float:
-        """When an event would begin if it were asked for now."""
+        """Return when an event would begin if it were asked for now."""
         return max(self._free[self._track_of(name)], self.ready(name, keys))
 
     def run(
@@ -127,7 +127,7 @@ class EventSimulator:
         """Run an event of the kind ``name``, and return when it ends.
 
         ``keys`` are further keys of the same tile, such as those of the buckets that bring its gradients;
-        ``not_before`` is a time that it waits for, beside the table.
+        ``not_before`` is the earliest time at which it may begin.
         """
         track = self._track_of(name)
         begin = max(self.begins(name, (key, *keys)), not_before)
@@ -140,7 +140,7 @@ class EventSimulator:
         return end
 
     def last(self, name: str) -> float:
-        """When the last event of this kind ended."""
+        """Return when the last event of this kind ended."""
         return self._last.get(name, 0.0)
 
     @property
@@ -211,7 +211,7 @@ class _Step:
             used.append(self._time.run(FORWARD, segment.key, self._seconds[segment.key].forward, not_before=ready))
 
     def _gather(self, segment: ModelSegment, used: list[float]) -> float:
-        """When a unit's parameters are gathered; 0.0 where nothing is. ``used``: ends of segments before it."""
+        """Return when a unit's parameters are gathered; 0.0 if nothing is. ``used``: ends of segments before it."""
         if not self._gathers or segment.unit is None:
             return 0.0
         free = used[-2] if len(used) > 1 else 0.0  # no more than one unit ahead
@@ -221,7 +221,7 @@ class _Step:
         forward, seconds = self._seconds[segment.key]
         if self._job.checkpointing and segment.unit is not None:
             seconds += forward
-        if self._sums and number > 0:  # in float32, where the gradients are
+        if self._sums and number > 0:  # in float32, in the memory that has the gradients
             trainable = (self._trainable[index] for index in segment.parameters)
             num_bytes = sum(self._sum_bytes(each.numel, each.dtype.itemsize, number) for each in trainable)
             seconds += self._device_s(num_bytes) if self._machine.staged else self._host_s(num_bytes)
@@ -269,7 +269,7 @@ class _Step:
         self._time.run(REDUCE, ("bucket", index), seconds, keys)
 
     def _bring(self, tile: TileJob, number: int, last: bool) -> None:
-        """A tile has all gradients of a backward: they are copied to the host, and added to those of former ones."""
+        """Copy a tile's gradients of one backward to the host, and add them to those of earlier backwards."""
         seconds = tile.gradient_bytes / self._machine.to_host_bytes_per_s if self._copies else 0.0
         self._time.run(COPY_TO_HOST, tile.key, seconds, tile.sources)
         if number > 0 and self._each_backward:
@@ -280,14 +280,14 @@ class _Step:
 
     @staticmethod
     def _sum_bytes(numel: int, itemsize: float, number: int) -> float:
-        """Bytes to add a gradient to a float32 sum; the second backward first makes the sum of the first gradient."""
+        """Return the bytes to add a gradient to a float32 sum; the second backward also converts the first one."""
         made = itemsize + _FLOAT_BYTES if number == 1 else 0
         return numel * (made + itemsize + 2 * _FLOAT_BYTES)
 
     # -- the end of the window ------------------------------------------------
 
     def _norm(self) -> None:
-        """Passes ahead, the norm, and the passes ahead that had not begun when the norm was asked for."""
+        """Simulate passes ahead, the norm, and the passes ahead that had not begun when the norm was asked for."""
         clips = self._job.clipping is not None
         asked, delayed = self._time.ready(NORM, ()), []
 
@@ -340,7 +340,7 @@ class _Step:
     # -- how long things take -------------------------------------------------
 
     def _pass_s(self, tile: TileJob) -> float:
-        """A pass reads and writes state, reads gradients and writes parameters."""
+        """Return the time of a pass, which reads and writes state, reads gradients and writes parameters."""
         state_bytes = 2 * _FLOAT_BYTES * self._job.state_arrays * tile.numel
         num_bytes = state_bytes + tile.gradient_bytes + tile.parameter_bytes
         return self._device_s(num_bytes) if self._device_steps else self._host_s(num_bytes)

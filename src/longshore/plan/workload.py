@@ -1,4 +1,4 @@
-"""The model as segments that forward passes through, and a rank's tiles as jobs: what is simulated."""
+"""The input of a simulation: the model as segments that forward passes through, and a rank's tiles as jobs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from longshore.plan.layout import RankLayout, spare_tiles
 from longshore.plan.machine import Work
 
 MOST_JOBS = 512
-"""The tiles of a rank are simulated as about so many jobs at most; a job is some tiles in a row."""
+"""Approximate maximum number of jobs as which the tiles of a rank are simulated; a job is consecutive tiles."""
 
 
 class ModelSegment(NamedTuple):
-    """A part of the model that is computed in one go: a block, or the modules between two blocks."""
+    """A part of the model that is computed at once: a block, or the modules between two blocks."""
 
     key: int
     unit: int | None
@@ -25,7 +25,7 @@ class ModelSegment(NamedTuple):
 
 
 class TileJob(NamedTuple):
-    """Some tiles in a row, which wait for nearly the same gradients."""
+    """Consecutive tiles, which wait for nearly the same gradients."""
 
     key: int
     numel: int
@@ -36,7 +36,7 @@ class TileJob(NamedTuple):
 
 
 def segments_of(model: PlannedModel) -> list[ModelSegment]:
-    """The segments in forward's order; ``model`` is cast already."""
+    """Return the segments in forward's order; ``model`` is cast already."""
     index = {each.name: number for number, each in enumerate(model.trainable)}
     heads = [each for each in model.parameters if each.use is Use.HEAD]
     others = [each for each in model.parameters if each.use is not Use.HEAD]
@@ -72,7 +72,7 @@ def _work(members: Sequence[PlannedParameter], attention: float) -> Work:
 
 
 def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[TileJob]:
-    """The tiles of the store on the host, or of the only store, as jobs in the order of the tiles."""
+    """Return the tiles of the store on the host, or of the only store, as jobs in the order of the tiles."""
     segment_of = {parameter: segment.key for segment in segments for parameter in segment.parameters}
 
     def source(owned: int) -> Hashable:

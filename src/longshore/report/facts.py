@@ -1,7 +1,7 @@
 """Facts about this machine, most of them read from Linux's ``/proc``, ``/sys`` and cgroup files, and measured figures.
 
-They contain no host names and no paths, so that a report can be shown to others. A fact that the system does not tell
-is None.
+They contain no host names and no paths, so that a report can be shown to others. A fact that the system does not
+provide is None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", 
 _ENVIRONMENT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LONGSHORE_DEBUG")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _UNLIMITED = 1 << 60
-"""Where there is no limit, version 1 of cgroups writes a number near the largest one."""
+"""The least number that means no limit: version 1 of cgroups then writes one near the largest integer."""
 _LEAST_NUMEL = 1 << 20
 _STEP_ARRAYS = 3
 """Adam's float32 arrays: the master weights and two moments."""
@@ -65,9 +65,9 @@ class HostMemory:
     limit_bytes: int | None
     """The container's limit for all of its processes; None: no limit."""
     locked_limit_bytes: int | None
-    """What a process may lock (pin); None: no limit."""
+    """Memory that a process may lock (pin); None: no limit."""
     shared_free_bytes: int | None
-    """Free in ``/dev/shm``, where ranks of one machine exchange gradients; None: it does not exist."""
+    """Free memory in ``/dev/shm``, where ranks of one machine exchange gradients; None: it does not exist."""
     swap_used_bytes: int
     huge_pages: str | None
     """Transparent huge pages: ``always``, ``madvise`` or ``never``."""
@@ -82,11 +82,11 @@ class Gpu:
     free_bytes: int
     capability: str
     numa_node: int | None
-    """The NUMA node that it is attached to."""
+    """The NUMA node that the device is attached to."""
     link: str | None
     """The link to the host as it runs now: ``32.0 GT/s x16``."""
     peers: Sequence[int]
-    """Indices of devices whose memory it accesses directly."""
+    """Indices of devices whose memory this one accesses directly."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Software:
     torch: str
     cuda: str | None
     driver_sees_gpus: bool
-    """A driver shows GPUs, whether or not torch was built for them."""
+    """Whether a driver shows GPUs, even if torch was not built for them."""
     packages: Mapping[str, str]
     """Versions of other installed packages that matter."""
     environment: Mapping[str, str]
@@ -118,7 +118,7 @@ class Machine:
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """Read all facts, within milliseconds; with CUDA, also within the time in which CUDA starts.
+    """Read all facts. This takes milliseconds and, with CUDA, also the time to start CUDA.
 
     Args:
         root: the folder with ``proc``, ``sys`` and ``dev``.
@@ -241,9 +241,10 @@ def measure(
     Args:
         numel: elements to step and to copy, at least 2**20.
         rounds: rounds of each figure, after one that is not counted.
-        note: called with what is measured next.
+        note: a function that is called with the name of what is measured next.
         threads: threads of the host; None: one for each CPU that the process may use.
-        clock: returns seconds, for the host's figures. ``time.process_time`` suits one thread on a busy machine.
+        clock: a function that returns seconds, for the host's figures; ``time.process_time`` suits one thread on a busy
+            machine.
 
     Raises:
         ValueError: ``numel`` or ``rounds`` is too small.
@@ -259,7 +260,7 @@ def measure(
     step = _median(lambda: kernels.step_tile(state, state, [segment], [rule]), rounds, clock)
     step_bytes = 2 * state.nbytes + gradient.nbytes + output.nbytes
     note("memory")
-    # The kernels have threads of their own; torch may have a single one (OMP_NUM_THREADS).
+    # Memory is measured with the kernels' threads, since torch may have a single one (OMP_NUM_THREADS).
     read = _median(lambda: kernels.block_sums([[state[0]]]), rounds, clock)
     copy = _median(lambda: kernels.accumulate(state[1], state[0], add=False), rounds, clock)
     copies = []
@@ -279,7 +280,7 @@ def measure(
 
 
 def _copies(index: int, numel: int, rounds: int) -> tuple[float, float]:
-    """Return the bandwidths to the device and from it, in bytes a second."""
+    """Return the bandwidths to the device and from it, in bytes per second."""
     device = torch.device("cuda", index)
     there = torch.zeros(numel, dtype=torch.float32, device=device)
     here = torch.zeros(numel, dtype=torch.float32, pin_memory=True)

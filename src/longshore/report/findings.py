@@ -11,7 +11,7 @@ from longshore.byte_sizes import format_byte_size
 from longshore.report.facts import Figures, Machine
 
 _LEAST_BYTES = 1 << 30
-"""Of shared memory, and of memory that may be locked."""
+"""Least shared memory, and least memory that may be locked, that are not a finding."""
 _SLOW_LINK = 10e9
 _SLOW_STEP = 0.5
 
@@ -116,7 +116,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
 
 
 def limit_findings(shared_free_bytes: int | None, locked_limit_bytes: int | None, gpus: bool) -> Iterator[Finding]:
-    """Yield a finding for each limit with which ranks of one machine can hardly exchange data with others or with GPUs.
+    """Yield a finding for each limit that is too low for ranks to exchange data with each other or with GPUs.
 
     ``shared_free_bytes`` and ``locked_limit_bytes`` are as in :class:`~longshore.report.facts.HostMemory`.
     """

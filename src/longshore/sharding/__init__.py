@@ -1,4 +1,4 @@
-"""Training of one model by several ranks: buckets, rounds of reductions, and what each ZeRO stage means."""
+"""Training of one model by several ranks: buckets, rounds of reductions, and the ZeRO stages."""
 
 from longshore.sharding.gathered import gather
 from longshore.sharding.reduction import ReductionSettings

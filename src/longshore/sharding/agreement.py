@@ -1,4 +1,4 @@
-"""What ranks tell each other: what each is about to do, in which window, and what it brings to that window."""
+"""Messages between ranks: what each rank is about to do, in which window, and which gradients it has for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longshore.kernels import Scale
 from longshore.tiles import ParameterStep
 
 REFUSED = -1
-"""The verdict of a rank that found at the last moment that it cannot step."""
+"""Verdict of a rank that found at the last moment that it cannot step."""
 
 ADVICE = (
     "every rank has to run the same number of backwards and steps (at stage 3 also of forwards, those of evaluations "
@@ -26,14 +26,14 @@ ADVICE = (
 
 _MASK_BITS = 62
 _HEAD = 5
-"""How many numbers of a row come before those of buckets and parameters."""
+"""Count of the numbers in a row before those of buckets and parameters."""
 
 Rows = Callable[[Tensor], Tensor]
-"""Gathers every rank's row of numbers, stacked; all ranks have to call it, after they met."""
+"""Function that gathers every rank's row of numbers, stacked; all ranks have to call it, after a meeting."""
 
 
 class Action(IntEnum):
-    """What a rank is about to do together with the others: a number to send, and words for errors."""
+    """Action that a rank is about to take together with the others: a number to send, and words for errors."""
 
     words: str
 
@@ -49,13 +49,13 @@ class Action(IntEnum):
     CLOSE = 5, "in the last backward"
     GATHER = 6, "gathering parameters"
     LEAVE = 7, "giving up its window"
-    """Nobody waits for this one: it tells the others, wherever they are."""
+    """No rank waits for this action: it informs the other ranks, whatever they are doing."""
     SAVE = 8, "saving a checkpoint"
     LOAD = 9, "loading a checkpoint"
 
 
 def explain_difference(doing: Sequence[tuple[Action, int]], rank: int, words: Callable[[Action, int], str]) -> None:
-    """Raise an error because the ranks met for different things. Return if ``rank`` knows why: it refused the step."""
+    """Raise an error since the ranks met for different actions; return if ``rank`` refused the step itself."""
     if any(action is not Action.COMMIT for action, _ in doing):
         said = ", ".join(f"rank {other} is {words(*each)}" for other, each in enumerate(doing))
         raise RankError(f"the ranks do different things: {said}; {ADVICE}")
@@ -70,20 +70,21 @@ def explain_difference(doing: Sequence[tuple[Action, int]], rank: int, words: Ca
 
 
 class WindowStatus:
-    """How far this rank is in its accumulation window.
+    """Progress of this rank in its accumulation window.
 
     Attributes:
         number: how many windows were stepped or given up: the same number on all ranks that meet. A rank that gives up
             its window counts it at once and tells the others when it meets them next. They count it when they are told,
-            and not once more when they discard what they have of that window. Otherwise a rank that learns of it in a
-            forward and one that learns of it in ``step()`` would never meet again.
-        told: whether another rank gave up the window that this rank has not discarded yet.
+            and do not count it again when they discard their part of that window. Otherwise a rank that is told in a
+            forward and one that is told in ``step()`` would never meet again.
+        told: whether another rank gave up a window that this rank has not discarded yet.
         usual_backwards: how many backwards the last stepped window had.
-        backwards: how many began in this window; ``rounds`` of them reduce their gradients at once.
-        arrivals: by parameter, how many gradients this rank brought. :class:`LocalGradients` writes it under its lock.
-        active: the parameters with a gradient on any rank, as all agreed; None when more gradients came since.
+        backwards: how many backwards began in this window; ``rounds`` of them reduce their gradients at once.
+        arrivals: how many gradients arrived on this rank, by parameter. :class:`LocalGradients` writes it under its
+            lock.
+        active: the parameters with a gradient on any rank, as all ranks agreed; None if gradients arrived since.
         failure: why the window cannot be stepped; the first reason counts.
-        given_up: whether a backward of the window raised and the other ranks are being told that it ends with that.
+        given_up: whether a backward of the window raised, and the other ranks are being told that the window ended.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class WindowStatus:
         self.given_up = False
 
     def stepped(self) -> None:
-        """Count the window, which was stepped."""
+        """Count the window as stepped."""
         self.number += 1
         self.usual_backwards = self.backwards
 
@@ -116,7 +117,7 @@ class WindowStatus:
             self.number, self.told = number, True
 
     def give_up(self) -> bool:
-        """Give up the window of this rank; returns whether the others have to be told."""
+        """Give up the window of this rank, and return whether the others have to be told."""
         if self.told:
             return False
         self.number += 1
@@ -128,13 +129,13 @@ class Statement:
     """One rank's side of an agreement.
 
     Attributes:
-        deferred: for each round that the rank still has to reduce: whether it brings sums, which have a dtype of their
-            own.
+        deferred: for each round that the rank still has to reduce, whether its gradients are sums, which have a dtype
+            of their own.
         failed: whether the rank cannot go on with this window.
         backwards: how many backwards it has begun in this window.
         order: the order in which it proposes to launch buckets.
-        used: for each parameter, whether the rank brought a gradient.
-        early: whether all that it brings was reduced during its last backward already.
+        used: for each parameter, whether the rank has a gradient.
+        early: whether all of its gradients were already reduced during its last backward.
     """
 
     deferred: Sequence[bool] = ()
@@ -145,7 +146,7 @@ class Statement:
     early: bool = False
 
     def row(self) -> Tensor:
-        """int64, equally long on all ranks that have the same buckets and parameters."""
+        """Return the statement as a row of int64, equally long on all ranks with the same buckets and parameters."""
         # Rounds beyond the mask count as summed, which is right for any round.
         mask = sum(1 << bit for bit, summed in enumerate(self.deferred[:_MASK_BITS]) if summed)
         head = [len(self.deferred), mask, self.failed, self.backwards, self.early]
@@ -154,7 +155,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks do, the same on each; the fields are those of :class:`Statement`.
+    """Result of an agreement, equal on all ranks; the fields are those of :class:`Statement`.
 
     ``failed`` lists ranks, and ``backwards`` is by rank.
     """
@@ -168,7 +169,7 @@ class Agreement:
     early: bool
 
     def check(self, rank: int, failure: BaseException | None, kind: type[LongshoreError]) -> None:
-        """Raise if any rank failed: this rank's own ``failure``, or a ``kind`` that names the ranks."""
+        """Raise if any rank failed: this rank's own ``failure``, or an error of ``kind`` that names the ranks."""
         if failure is not None:
             raise failure
         others = [other for other in self.failed if other != rank]
@@ -188,7 +189,7 @@ class Agreement:
 
 
 def agree_on(gather_rows: Rows, statement: Statement) -> Agreement:
-    """Exchange the statements of all ranks."""
+    """Exchange the statements of all ranks, and return their agreement."""
     rows = gather_rows(statement.row()).tolist()
     mask = functools.reduce(operator.or_, (row[1] for row in rows))
     first_used = _HEAD + len(statement.order)
@@ -205,13 +206,13 @@ def agree_on(gather_rows: Rows, statement: Statement) -> Agreement:
 
 
 def verdict_number(steps: Mapping[int, ParameterStep], scale: Scale) -> int:
-    """A number for which parameters are stepped, by which rules, at which scale: the same for equal verdicts."""
+    """Return a checksum of the parameters to step, their rules and the scale; equal verdicts have equal numbers."""
     rules = sorted({repr(rule) for rule in {id(step.rule): step.rule for step in steps.values()}.values()})
     return zlib.crc32(repr((sorted(steps), rules, scale)).encode())
 
 
 def check_same(gather_rows: Rows, values: Mapping[str, Tensor]) -> None:
-    """Raise RankError if tensors, by name, differ in any bit between ranks."""
+    """Raise RankError if any of the tensors (by parameter name) differs in any bit between ranks."""
     sums = [int(tensor.contiguous().view(torch.uint8).long().sum()) for tensor in values.values()]
     rows = gather_rows(torch.tensor(sums, dtype=torch.int64))
     for name, column in zip(values, rows.T, strict=True):

@@ -1,4 +1,4 @@
-"""The one thread from which all collectives of an engine leave, in order (law 7), and the process groups they use."""
+"""The one thread that calls all collectives of an engine, in order (law 7), and the process groups that they use."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ _LOGGER = logging.getLogger("longshore")
 
 @dataclass(eq=False)
 class _Meeting:
-    """This rank, ``doing`` something, waits for the others to do the same.
+    """Meeting at which this rank waits for the others to do the same; ``doing`` says what, for messages.
 
     ``row``: the action, its number, the window, whether this rank gave up its window, and its note.
     """
 
     row: list[int]
     doing: str
-    # Change each time that this rank comes to the meeting.
+    # These change each time that this rank comes to the meeting.
     rows: Any = None
     work: Any = None
-    # Change while it waits.
+    # These change while it waits.
     since: float = 0.0
     told: bool = False
 
 
 class Outgoing(NamedTuple):
-    """What a rank sends: ``memory``, uint8, flat, which may lie in a shared block with that of ``everyone``, by row."""
+    """Memory to send: ``memory`` is flat uint8, and may be this rank's row of ``everyone``, which is in a shared
+    ``block``."""
 
     memory: Tensor
     block: SharedBlock | None = None
@@ -57,25 +58,26 @@ class Outgoing(NamedTuple):
 
 
 class CollectiveThread:
-    """Runs collectives of one group of ranks one after the other, on a thread of its own.
+    """Thread that runs the collectives of one group of ranks, one after the other.
 
     Every sequence of collectives begins with :meth:`meet`, in which each rank says what it is about to do. So ranks
     that do different things get an error at once and do not wait for each other.
 
     Args:
-        group: of the ranks that share the work, for this thread alone; :meth:`close` destroys it.
-        device: where tensors that are communicated have to be.
+        group: process group of the ranks, used by this thread alone; :meth:`close` destroys it.
+        device: device on which communicated tensors have to be.
         limit_bytes: how many bytes of gradients may wait for their bucket's turn.
-        modules: names of what is gathered, by number.
+        modules: names of the modules that are gathered, by number.
 
     Attributes:
-        gives_up: whether this rank gave up its window and the others may not know: the next meeting tells them.
-        given_up: the window that another rank has been at since it gave one up, where a meeting raised for that.
-        notes: what each rank added in the last meeting, by rank.
+        gives_up: whether this rank gave up its window and the others may not know; the next meeting tells them.
+        given_up: number of the window that another rank went on to when it gave one up; set when a meeting raises for
+            that.
+        notes: the note that each rank added in the last meeting, by rank.
     """
 
     def __init__(self, group: Any, device: torch.device, limit_bytes: int, modules: Sequence[str] = ()) -> None:
-        # Fixed.
+        # These are fixed.
         self._modules = modules
         self._no_note = [0] * NOTE_NUMEL if modules else []
         self.rank: int = dist.get_rank(group)
@@ -86,20 +88,20 @@ class CollectiveThread:
         # A hook that blocks holds up backward, in which another rank may wait for this one (SyncBatchNorm) while its
         # own buckets wait for the end of that backward (an idle head). So memory is limited, but nobody waits forever.
         self._worker = Worker(limit_bytes, lambda: None, "longshore-collectives", patience_s=_PATIENCE_S)
-        # Set once.
+        # This is set once.
         self._dead: RankError | None = None
-        # Change with each window.
+        # These change with each window.
         self.gives_up = False
         self.given_up = 0
-        # Change with each meeting. The first is read by the thread that waits for this one.
+        # These change with each meeting. The first is also read by the thread that waits for a job.
         self._meeting: _Meeting | None = None
         self._latest: Any = None
-        """The last exchange of rows that began."""
+        """Handle of the last exchange of rows that began."""
         self._last_met = "when the engine was made"
         self.notes: list[list[int]] = []
-        # Made by the first exchange in host memory.
+        # This is made by the first exchange in host memory.
         self._shared: SharedMemory | None = None
-        # Grow to what jobs ask for, and stay: fresh memory would fault page by page.
+        # These grow to what jobs ask for, and stay allocated: new memory would cause a page fault for every page.
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
     # -- jobs, from any thread ------------------------------------------------
@@ -109,7 +111,7 @@ class CollectiveThread:
         self._worker.working = lambda: recorder.working("collectives")
 
     def submit(self, job: Callable[[], None], waiting_bytes: int = 0) -> None:
-        """Queue ``job``, for which ``waiting_bytes`` of gradients wait; blocks for a while beyond the limit."""
+        """Queue ``job``, for which ``waiting_bytes`` of gradients wait; block for a while if these exceed the limit."""
 
         def guarded() -> None:
             if self._dead is not None:
@@ -119,7 +121,7 @@ class CollectiveThread:
         self._worker.submit(guarded, waiting_bytes)
 
     def drain(self) -> None:
-        """Wait for every job; raises what the first failed one raised. Logs if the other ranks do not come."""
+        """Wait for every job; raise the error of the first that failed. Log a warning if other ranks do not come."""
         while not self._worker.idle_within(_notice_s()):
             self.warn_of_waiting()
         failure = self._worker.drain()
@@ -131,7 +133,7 @@ class CollectiveThread:
         raise failure
 
     def run(self, job: Callable[[], T]) -> T:
-        """Run ``job`` behind all others and return its result; where one of them failed, raise that instead."""
+        """Run ``job`` after all others and return its result; if one of them failed, raise its error instead."""
         self.drain()
         results: list[T] = []
         self.submit(lambda: results.append(job()))
@@ -139,7 +141,7 @@ class CollectiveThread:
         return results[0]
 
     def warn_of_waiting(self) -> None:
-        """Log, once for each meeting, that the other ranks do not come; from any thread."""
+        """Log, once for each meeting, that the other ranks do not come. Any thread may call this."""
         meeting = self._meeting
         if meeting is None or meeting.told or (waited_s := time.monotonic() - meeting.since) < _notice_s():
             return
@@ -156,7 +158,7 @@ class CollectiveThread:
         try:
             yield
         except RuntimeError as failure:
-            # What torch.distributed raises when a peer is gone or late. Where in torch it did says nothing to users.
+            # torch.distributed raises this when a peer is gone or late. A traceback into torch would not help users.
             self._dead = RankError(
                 f"rank {self.rank}: a collective failed ({_essence(failure)}), so another rank has probably ended; "
                 "look at the first error of any rank, and start again from a checkpoint"
@@ -170,10 +172,10 @@ class CollectiveThread:
             self._shared.close()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
-            # Most often the last reference: the group's threads and sockets go now and not at a garbage collection.
+            # This is usually the last reference: the group's threads and sockets end now, not at a garbage collection.
             last, self.group = [self.group], None
             if self._latest is not None and not self._latest.is_completed():
-                # After an error: nobody comes to that meeting, and its thread waits as long as the group would.
+                # After an error no other rank comes to that meeting, and its thread waits until the group's timeout.
                 threading.Thread(target=last.clear, name="longshore-closing", daemon=True).start()
             self._latest = None
 
@@ -183,17 +185,17 @@ class CollectiveThread:
         """Wait until all ranks are at ``action`` number ``number`` of the same window.
 
         ``window`` is :attr:`WindowStatus.number`. Afterwards :attr:`notes` has each rank's ``note``. At CLOSE a rank
-        need not find the others: if one of them is elsewhere, the result is false, and that rank waits for the next
-        meeting.
+        need not find the others: if one of them is at another action, the result is False, and that rank waits for the
+        next meeting.
 
         Raises:
             GradientError: another rank gave up the window, or came to COMMIT with REFUSED.
-            RankError: the ranks do different things; says which rank does what.
+            RankError: the ranks do different things; the message says which rank does what.
         """
         return self.finish(self.begin(action, number, window, note))
 
     def begin(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> _Meeting:
-        """Come to a meeting and do not wait for the others, until :meth:`finish`; one at a time. See :meth:`meet`."""
+        """Come to a meeting without waiting, which :meth:`finish` does; one meeting at a time. See :meth:`meet`."""
         row = [action, number, window, False, *(note or self._no_note)]
         meeting = _Meeting(row, f"{self._words(action, number)} (window {window})")
         self._come(meeting)
@@ -217,8 +219,8 @@ class CollectiveThread:
             try:
                 with self._communicating():
                     meeting.work.wait()
-                meeting.work = None  # whoever has it, as the traceback of an error may, keeps sockets open
-                rows = meeting.rows.view(self.world_size, -1).tolist()  # with a device this is what waits
+                meeting.work = None  # a reference, as in the traceback of an error, would keep sockets open
+                rows = meeting.rows.view(self.world_size, -1).tolist()  # with a device, this call is what waits
             finally:
                 self._meeting = None
             self._last_met = meeting.doing
@@ -243,13 +245,13 @@ class CollectiveThread:
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
                 )
-            # The ranks that were elsewhere have been told, and come to this meeting next.
+            # The ranks at other actions have been told, and come to this meeting next.
             self._come(meeting)
 
     # -- collectives, from jobs -----------------------------------------------
 
     def rows(self, row: Tensor) -> Tensor:
-        """Every rank's ``row``, stacked, on the CPU: shape ``[world_size, *row.shape]``."""
+        """Return every rank's ``row``, stacked, on the CPU: shape ``[world_size, *row.shape]``."""
         rows, work = self._gather_rows(row)
         with self._communicating():
             work.wait()
@@ -265,7 +267,7 @@ class CollectiveThread:
         return rows, self._latest
 
     def outgoing(self, num_bytes: int, device: torch.device) -> Outgoing:
-        """Memory to write what :meth:`exchange` or :meth:`gather` is to send next."""
+        """Return memory for the data that :meth:`exchange` or :meth:`gather` sends next."""
         if device.type == "cpu":
             self._shared = self._shared or SharedMemory(self.rank, self.rows)
             if found := self._shared.lend(self.world_size * num_bytes, held=False):
@@ -275,7 +277,7 @@ class CollectiveThread:
         return Outgoing(self._buffer("send", num_bytes, device))
 
     def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 ``[num_bytes]`` for a job, the same memory each time: the next call overwrites what it has."""
+        """Return uint8 ``[num_bytes]`` for a job. It is the same memory each time: the next job overwrites it."""
         found = self._buffers.get((name, device))
         if found is None or found.numel() < num_bytes:
             found = self._buffers[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -285,7 +287,7 @@ class CollectiveThread:
         """Send the ``k``-th of ``world_size`` equal parts to rank ``k``.
 
         Returns:
-            uint8 ``[part_bytes]`` by rank: what each one had for this one, until it sends the next.
+            uint8 ``[part_bytes]`` by rank: the part that each rank sent to this one, valid until the next is sent.
         """
         if (found := self._read(outgoing)) is not None:
             return [sent.view(self.world_size, -1)[self.rank] for sent in found]
@@ -296,7 +298,7 @@ class CollectiveThread:
         return list(received)
 
     def gather(self, outgoing: Outgoing) -> list[Tensor]:
-        """What each rank sends, by rank: uint8, all of one size; until it sends the next."""
+        """Send to all ranks; return what each rank sent, by rank: uint8, all of one size, valid until the next send."""
         if (found := self._read(outgoing)) is not None:
             return list(found)
         own = outgoing.memory
@@ -306,15 +308,15 @@ class CollectiveThread:
         return list(received)
 
     def _read(self, outgoing: Outgoing) -> Tensor | None:
-        """Row ``k``: what rank ``k`` wrote, once all have; None where the ranks do not share memory now."""
+        """Return what rank ``k`` wrote as row ``k``, once all have; None if the ranks share no memory now."""
         if self._shared is None or not self._shared.works:
             return None
         said = self.rows(torch.tensor(self._shared.come(outgoing.block))).tolist()
         return outgoing.everyone if self._shared.met(said) else None
 
     def complete(self, rows: Tensor) -> None:
-        """Receive row ``k`` of ``rows`` from rank ``k``; this rank's own is there."""
-        # Sent and received directly: gloo's own all-gather takes several times as long.
+        """Receive row ``k`` of ``rows`` from rank ``k``; this rank's own row is already there."""
+        # Rows are sent and received directly: gloo's own all-gather takes several times as long.
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         work = [dist.P2POp(dist.isend, rows[self.rank], self._peers[rank], self.group) for rank in others]
         work += [dist.P2POp(dist.irecv, rows[rank], self._peers[rank], self.group) for rank in others]
@@ -328,33 +330,33 @@ def _notice_s() -> float:
 
 
 def _essence(failure: Exception) -> str:
-    """The first sentence, without the line of C++ that it comes from."""
+    """Return the first sentence of a message, without the line of C++ that it comes from."""
     first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
     return re.sub(r"^\[\S+:\d+\]\s*", "", first).partition(". ")[0].rstrip(".")
 
 
 def twin_of(group: Any, device: torch.device, backend: str | None = None, ranks: list[int] | None = None) -> Any:
-    """A process group of the same ranks for one thread alone; all of them have to call.
+    """Make a process group of the same ranks for one thread alone; all of them have to call this function.
 
     Collectives of one group are told apart by their order only. The user's own (a mean of losses to log), and those of
-    a second engine, run while the thread's are under way: in one group they would be taken for each other.
+    a second engine, run while the thread's are under way: in one group they would be confused with each other.
 
     Args:
-        group: whose ranks and timeout; None: of all ranks.
-        device: of the tensors.
-        backend: another than the group's.
-        ranks: only these of the group's, in their order.
+        group: the group whose ranks and timeout are taken; None: the default group, of all ranks.
+        device: device of the tensors.
+        backend: a backend other than the group's.
+        ranks: only these of the group's ranks, in this order.
     """
     group = dist.group.WORLD if group is None else group
     ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
-    part = len(ranks) < dist.get_world_size()  # then the others need not call
+    part = len(ranks) < dist.get_world_size()  # if so, the other ranks need not call
     return dist.new_group(ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=part)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """How long collectives of ``group`` wait, as its maker chose; None: torch does not say, and its default applies.
+    """Return how long collectives of ``group`` wait; None if torch does not say, and its default applies.
 
-    torch (2.8 to 2.13) has a public way to set it, and none to ask. A new group does not inherit it.
+    torch (2.8 to 2.13) has a public way to set the timeout, and none to read it. A new group does not inherit it.
     """
     try:
         found = group._get_backend(device).options._timeout

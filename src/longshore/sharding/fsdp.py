@@ -1,6 +1,6 @@
 """A model on torch's FSDP2, which gathers its parameters for each forward and backward.
 
-Only this file, and what gathers in fully_sharded.py, use FSDP2's private interfaces (torch 2.13).
+Only this file, and ``ModuleGather`` in fully_sharded.py, use FSDP2's private interfaces (torch 2.13).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class FullyShardedModel:
     """A model to which ``fully_shard`` was applied, the root last.
 
     Attributes:
-        module_names: of the modules that gather parameters, by number.
-        members: what FSDP2 knows of each parameter, by ``id(parameter)``.
-        group_of: which parameters are gathered together, by ``id(parameter)``.
-        largest_numel: the most elements of parameters that are gathered together.
-        names: of parameters, by ``id(parameter)``.
+        module_names: names of the modules that gather parameters, by number.
+        members: FSDP2's record of each parameter, by ``id(parameter)``.
+        group_of: number of the group in which a parameter is gathered, by ``id(parameter)``.
+        largest_numel: elements of the largest group of parameters that are gathered together.
+        names: names of parameters, by ``id(parameter)``.
         tp_rank: this rank's place in tensor parallelism.
 
     Raises:
-        ValueError: a way of sharding that longshore does not support, by name.
+        ValueError: the model is sharded in a way that longshore does not support, as the message says.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Fixed.
+        # These are fixed.
         self.model = model
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         self.modules: list[FSDPModule] = [module for _, module in named]
@@ -66,15 +66,15 @@ class FullyShardedModel:
         self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
         self._check_dtypes(groups)
         self._hook = model.register_forward_hook(self._after_forward)
-        # Until each module's first forward.
+        # Each of these stays until its module's first forward.
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         _MODELS.add(self)
 
     def _check_meshes(self) -> tuple[Any, RankGrid]:
-        """FSDP2's mesh, and the grid of all ranks."""
+        """Return FSDP2's mesh, and the grid of all ranks."""
         members = {name: self.members[key] for key, name in self.names.items()}
-        # FSDP2's mesh: the last dimension shards, the others replicate. What tensor parallelism left alone is on this
-        # mesh, of the ranks that have the same part of the others.
+        # FSDP2's mesh: the last dimension shards, the others replicate. Parameters outside tensor parallelism are on
+        # this mesh, whose ranks have the same part of the other parameters.
         data_mesh = next(iter(members.values())).mesh_info.mesh
         parallel = (each._spmd_mesh for each in members.values() if each._unsharded_dtensor_spec is not None)
         whole = next(parallel, data_mesh)
@@ -99,35 +99,35 @@ class FullyShardedModel:
                     )
 
     def layout_of(self, parameter: Tensor) -> ParameterLayout:
-        """Which rank has what of a parameter."""
+        """Return which rank has which part of a parameter."""
         parallel = _parallel_placements(self.members[id(parameter)])
         dim = next((placement.dim for placement in parallel if placement.is_shard()), None)
         return ParameterLayout(tuple(parameter.shape), dim, self.grid)
 
     @property
     def shard_group(self) -> Any:
-        """The ranks that have the shards of one replica, and the same part as this one, which is among them."""
+        """Process group of this rank and those with the other shards of the same replica and tensor-parallel part."""
         return self._data_mesh.get_group(self._data_mesh.ndim - 1)
 
     def close(self) -> None:
-        """Leave the model as ``fully_shard`` made it."""
+        """Restore the model to how ``fully_shard`` made it."""
         for hook in (self._hook, *self._hooks.values()):
             hook.remove()
         _MODELS.discard(self)
         self.gather_by(lambda _: DefaultAllGather())
 
     def _after_forward(self, *_: object) -> None:
-        # FSDP2 keeps the root's parameters for a backward. After an evaluation there is none: they would take memory,
-        # and stand in the model in place of those that are stepped.
+        # FSDP2 keeps the root's parameters for a backward. After an evaluation there is no backward: they would take
+        # memory, and replace in the model the parameters that are stepped.
         if not torch.is_grad_enabled():
             self.reshard()
 
     def leaf_of(self, parameter: Tensor) -> Tensor | None:
-        """What the parameter is gathered into, always the same tensor; None before the first time."""
+        """Return the tensor into which the parameter is gathered, always the same one; None before the first gather."""
         return getattr(self.members[id(parameter)], "_unsharded_param", None)
 
     def when_gathered(self, call: Callable[[], None]) -> None:
-        """``call`` after each module's first forward, when its parameters have been gathered and no backward has
+        """Call ``call`` after each module's first forward, when its parameters have been gathered and no backward has
         reached them."""
 
         def once(module: nn.Module, *_: object) -> None:
@@ -139,14 +139,14 @@ class FullyShardedModel:
             self._hooks[module] = module.register_forward_hook(once)
 
     def gather_by(self, how: Callable[[int], AllGather]) -> None:
-        """Gather the parameters of module number ``n`` by ``how(n)``, but where the user chose a way."""
+        """Gather the parameters of module number ``n`` by ``how(n)``, unless the user chose an all-gather."""
         for number, module in enumerate(self.modules):
             for group in _groups_of(module):
                 if isinstance(group._all_gather_comm, DefaultAllGather):
                     group._all_gather_comm = how(number)
 
     def reshard(self) -> None:
-        """Let go of what is gathered: the root's parameters stay after a forward without a backward, and get stale."""
+        """Free gathered parameters: the root's stay after a forward without a backward, and become stale."""
         for module in self.modules:
             module.reshard()
 
@@ -160,19 +160,19 @@ class FullyShardedModel:
 
 @contextlib.contextmanager
 def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[int, Tensor]]:
-    """Gather sharded parameters, given as such or as what they were gathered into; all ranks have to call.
+    """Gather sharded parameters, given as shards or as the tensors into which they are gathered.
 
-    Gives the whole ones by ``id`` of the given ones. ``write_back``: at the end each rank takes its shards from what it
-    has then.
+    All ranks have to call this. It yields the whole parameters by ``id`` of the given ones. ``write_back``: whether
+    each rank copies its shards from them at the end.
 
     Raises:
-        ValueError: a parameter of no model that is known here, or one of tensor parallelism that is to be written.
+        ValueError: a parameter belongs to no known model, or is one of tensor parallelism and is to be written.
     """
     found: dict[int, tuple[FullyShardedModel, Any]] = {}
     for given in parameters:
         model, member = found[id(given)] = _member_of(given)
         if write_back and _parallel_placements(member):
-            # The module keeps its part, and a write there, on one rank, would be lost without a word.
+            # The module keeps its part, and a write to the copy would be lost silently.
             raise ValueError(
                 f"parameter {model.names[id(member.sharded_param)]} is one of tensor parallelism, of which gather() "
                 "gives a copy to read; to write it use longshore.utils.safe_set_full_fp32_param()"
@@ -205,7 +205,7 @@ def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[i
 
 
 def _member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
-    """The model that a sharded parameter, or what it was gathered into, belongs to, and what FSDP2 knows of it."""
+    """Return the model of a sharded parameter, or of the tensor into which it is gathered, and FSDP2's record of it."""
     for model in _MODELS:
         for member in model.members.values():
             if parameter is member.sharded_param or parameter is getattr(member, "_unsharded_param", None):
@@ -217,19 +217,19 @@ def _member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
 
 
 def tensor_parallel_size(model: nn.Module) -> int:
-    """Over how many ranks tensor parallelism goes in a model that ``fully_shard`` was applied to."""
+    """Return the number of ranks of tensor parallelism in a model that ``fully_shard`` was applied to."""
     groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in _groups_of(module)]
     specs = [member._unsharded_dtensor_spec for group in groups for member in group.fsdp_params]
     return max((spec.mesh.size() for spec in specs if spec is not None), default=1)
 
 
 def _groups_of(module: FSDPModule) -> Sequence[Any]:
-    """What FSDP2 knows of the parameters that it gathers together for a module."""
+    """Return FSDP2's records of the groups of parameters that it gathers together for a module."""
     return module._get_fsdp_state()._fsdp_param_groups
 
 
 def _parallel_placements(member: Any) -> Sequence[Any]:
-    """The placements on the dimensions of tensor parallelism; empty for a parameter that it left alone."""
+    """Return the placements on the dimensions of tensor parallelism; empty for a parameter outside of it."""
     spec = member._unsharded_dtensor_spec
     return () if spec is None else spec.placements
 
@@ -237,7 +237,7 @@ def _parallel_placements(member: Any) -> Sequence[Any]:
 def _check_supported(name: str, member: Any) -> None:
     placements, parallel = member.sharded_param.placements, _parallel_placements(member)
     found = f"parameter {name} is placed as {placements} on {member._spmd_mesh}"
-    # Others, as strided ones, are neither.
+    # Other placements, such as strided shards, are of neither type.
     taken = all(type(each) in (Shard, Replicate) for each in parallel)
     if len(parallel) > 1 or not taken or member.mesh_info.is_spmd_mesh:
         raise ValueError(
@@ -246,7 +246,7 @@ def _check_supported(name: str, member: Any) -> None:
             "mesh of the other dimensions)"
         )
     *replicated, sharded = placements[: len(placements) - len(parallel)]
-    # Strided where tensor parallelism divides the first dimension too: then FSDP2 divides what that left of it.
+    # The placement is strided if tensor parallelism divides the first dimension too: FSDP2 then divides each part.
     by_rows = getattr(sharded, "dim", None) == 0
     if not by_rows or not all(placement.is_replicate() for placement in replicated):
         raise ValueError(

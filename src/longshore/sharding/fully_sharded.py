@@ -1,10 +1,10 @@
 """ZeRO-3: parameters on torch's FSDP2, which gathers them for each forward and backward.
 
-FSDP2 decides when parameters are gathered and prefetched. What longshore takes is the gradient of the gathered
-parameter, where autograd accumulates it, before FSDP2 would reduce it. So gradients of stage 3 go the way of stage 2's:
-in rounds, counted, added up in float32 in the order of the ranks, with what was not used known as such. FSDP2 finds
-none left to reduce, and its own reduction (which needs every parameter used on every rank, and rounds to the
-parameters' dtype) never runs.
+FSDP2 decides when parameters are gathered and prefetched. longshore takes the gradient of the gathered parameter where
+autograd accumulates it, before FSDP2 would reduce it. So gradients at stage 3 are handled as at stage 2: they are
+reduced in rounds, counted, and added in float32 in the order of the ranks, and unused parameters are known as such.
+FSDP2 finds no gradient left to reduce, and its own reduction (which needs every parameter used on every rank, and
+rounds to the parameters' dtype) never runs.
 
 Parameters are gathered in meetings, so that no rank gathers what others do not.
 """
@@ -33,11 +33,11 @@ from longshore.sharding.ownership import Ownership
 from longshore.sharding.shared_memory import SharedBlock, SharedMemory
 
 _LOOK_S = 1.0
-"""How often a rank looks whether it waits for others."""
+"""Seconds between a rank's checks of whether it waits for others."""
 
 
 class FullySharded(Ownership):
-    """Each rank steps the shards that it has of the model's ``parameters`` (by index, also those that come later)."""
+    """Ownership at stage 3: each rank steps its shards of the model's ``parameters`` (by index; it may grow)."""
 
     replicates = False
 
@@ -49,7 +49,8 @@ class FullySharded(Ownership):
         self._parameters = parameters
         self._data_ranks = model.grid.alike(model.tp_rank)
         if model.grid.tp_size > 1:
-            # All ranks meet on one thread, and take the same verdict there. Gradients go in its jobs, by this group.
+            # All ranks meet on one thread, and take the same verdict there. Gradients are reduced in its jobs, over
+            # this group.
             group = twin_of(collectives.group, collectives.device, ranks=self._data_ranks)
             self.averaging_collectives = CollectiveThread(group, collectives.device, limit_bytes=1)
         self._gathers = GatherMeetings(model.shard_group, collectives.device, model.module_names, self.window)
@@ -58,8 +59,8 @@ class FullySharded(Ownership):
     def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
         layouts = {index: self._layout_of(index) for index, _, _ in parameters}
         shards = {index: [layout.shard(rank) for rank in self._data_ranks] for index, layout in layouts.items()}
-        # What is gathered together gets its gradients together. Buckets are filled by the size of whole parameters, so
-        # that they are the same for all ranks of tensor parallelism.
+        # Parameters that are gathered together get their gradients together. Buckets are filled by the size of whole
+        # parameters, so that they are the same for all ranks of tensor parallelism.
         kinds = [
             (index, numel, (dtype, self._model.group_of[id(self._parameters[index])]))
             for index, numel, dtype in parameters
@@ -97,8 +98,9 @@ class FullySharded(Ownership):
         self._gathers.meet(action)
 
     def into_backward(self) -> None:
-        # A rank whose forward raised after its last gathering was told of nothing in that forward, and is not in this
-        # backward. A round without it would wait for it, while it waits for the same ranks in its next forward.
+        # If another rank's forward raised after its last gather, this rank was not told of it in its own forward, and
+        # that rank is not in this backward. A round would wait for it, while it waits for the same ranks in its next
+        # forward.
         try:
             self._gathers.meet(Action.BACKWARD)
         except BaseException:
@@ -122,7 +124,7 @@ class FullySharded(Ownership):
 
     def give_up(self) -> None:
         self._gathers.interrupted()
-        self.collectives.gives_up = True  # other replicas gather by themselves
+        self.collectives.gives_up = True  # other replicas gather separately, so they are told in these meetings
         self._model.reset()
 
     def before_publishing(self) -> None:
@@ -132,7 +134,7 @@ class FullySharded(Ownership):
         self._model.close()
         self._gathers.close()
         if self.averaging_collectives is not self.collectives:
-            with contextlib.suppress(Exception):  # whoever waited for these jobs got their failure
+            with contextlib.suppress(Exception):  # the caller that waited for these jobs got their failure
                 self.collectives.drain()  # its jobs use the group that is closed next
             self.averaging_collectives.close()
 
@@ -150,17 +152,17 @@ class GatherMeetings:
     other's weights unnoticed, and where one rank leaves out a module, the others would wait for it.
 
     Args:
-        group: the ranks. Gathering has a group of its own, and does not wait for gradients that are on their way.
-        device: of the parameters.
-        names: of the modules, by number.
-        window: of this rank.
+        group: process group of the ranks. Gathering uses a twin of it, so as not to wait for gradients under way.
+        device: device of the parameters.
+        names: names of the modules, by number.
+        window: status of this rank's window.
 
     Attributes:
-        shared: memory for what is gathered.
+        shared: memory for gathered parameters.
     """
 
     def __init__(self, group: Any, device: torch.device, names: Sequence[str], window: WindowStatus) -> None:
-        # Meetings are between hosts: with a device's own backend each would wait for the device.
+        # Meetings go over gloo: with a device's own backend each would wait for the device.
         twin = twin_of(group, device, backend="gloo")
         self._collectives = CollectiveThread(twin, torch.device("cpu"), limit_bytes=1, modules=names)
         self._window = window
@@ -171,9 +173,9 @@ class GatherMeetings:
         threading.Thread(target=_watch, args=watched, name="longshore-watch", daemon=True).start()
 
     def meet(self, action: Action) -> None:
-        """Wait until all ranks are at this action; raises what :meth:`CollectiveThread.meet` does."""
+        """Wait until all ranks are at this action; raise the errors of :meth:`CollectiveThread.meet`."""
         self._finish_underway()
-        # In the thread that waits for the result: two more threads to wake would take as long as the meeting.
+        # This runs in the thread that waits for the result: waking two more threads would take as long as the meeting.
         self._finish(self._collectives.begin(action, 0, self._window.number))
 
     def _finish(self, meeting: Any) -> None:
@@ -184,11 +186,11 @@ class GatherMeetings:
             raise
 
     def gather(self, module: int, output: Tensor | None, block: SharedBlock | None) -> GatherWork:
-        """Gather the module of this number, the same one on all ranks.
+        """Gather the parameters of the module with this number, the same one on all ranks.
 
-        This waits for the gather under way and for nothing else: ranks may be one module apart. Part ``k`` of
-        ``output``, of ``world_size`` equal ones, will come from rank ``k``; this rank's own is there. It may be in a
-        ``block`` of :attr:`shared`; None: it is on a device.
+        This waits for the gather under way and for nothing else: ranks may be one module apart. ``output`` has
+        ``world_size`` equal parts: part ``k`` will come from rank ``k``, and this rank's own is already there.
+        ``output`` may be in a ``block`` of :attr:`shared`; it is None for parameters on a device.
         """
         self._finish_underway()
         said = self.shared.come(block)
@@ -218,22 +220,22 @@ class GatherMeetings:
         try:
             self._underway.wait()
         except GradientError:
-            if not self._collectives.gives_up:  # otherwise both discard, and this rank knows that it does
+            if not self._collectives.gives_up:  # otherwise both ranks discard their windows, and this one knows it
                 raise
 
     def give_up(self) -> None:
-        """Tell the others at the next meeting, if they are elsewhere, that this rank gave up its window."""
+        """Tell the others at the next meeting, if they are at another action, that this rank gave up its window."""
         self._collectives.gives_up = True
         self.shared.stand_apart()
 
     def interrupted(self) -> None:
-        """Note that what this rank gathers next is for another window."""
+        """Note that a forward or backward raised: what this rank gathers next is for another window."""
         self.shared.stand_apart()
         with contextlib.suppress(GradientError):  # another rank gave up, too
             self._finish_underway()
         if self._window.give_up():
-            # Now, and not at the next meeting: before that, this rank waits for gradients of a backward in which
-            # the others wait to gather with it.
+            # The others are told now, and not at the next meeting: before that, this rank waits for gradients of a
+            # backward in which the others wait to gather with it.
             meeting = self._collectives.begin(Action.LEAVE, 0, self._window.number)
 
             def finish() -> None:
@@ -254,10 +256,10 @@ def _watch(collectives: CollectiveThread, closing: threading.Event) -> None:
 
 
 class GatherWork(dist.Work):
-    """A module's parameters on their way. :meth:`wait` returns when they are there, or raises why they are not.
+    """Handle of a gather under way. :meth:`wait` returns when the parameters are there, or raises the error.
 
     Args:
-        finish: waits for them.
+        finish: waits for the parameters.
         wanted: whether the forward or backward that they are for still goes on.
     """
 
@@ -282,7 +284,7 @@ class GatherWork(dist.Work):
 
 
 class ModuleGather(DefaultAllGather):
-    """Gathers one module's parameters."""
+    """FSDP2's all-gather for one module's parameters, which gathers in meetings."""
 
     def __init__(self, meetings: GatherMeetings, number: int) -> None:
         self._meetings = meetings

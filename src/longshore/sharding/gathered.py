@@ -1,4 +1,4 @@
-"""Gathering whole parameters for a while, wherever their shards are."""
+"""Temporary gathering of whole parameters, wherever their shards are."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from longshore.optim.shards import is_sharded
 
 @contextlib.contextmanager
 def gather(params: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[list[Tensor]]:
-    """Whole parameters inside a ``with``, to read or to write; every rank has to enter and to leave.
+    """Gather whole parameters inside a ``with`` block, to read or to write them; every rank has to enter and leave it.
 
-    Inside, the model's modules have whole parameters (``layer.weight``), as long as its engine was not destroyed; the
-    same tensors are what ``with`` gives, in order. It works at every stage: what is not sharded is given as it is.
+    Inside, the model's modules have whole parameters (``layer.weight``), as long as its engine was not destroyed;
+    ``with`` returns the same tensors, in order. This works at every stage: parameters that are not sharded are returned
+    as they are.
 
     Args:
         params: a model or a module (all of its parameters), one parameter, or several.
-        modifier_rank: what this rank wrote holds on all ranks afterwards, and is the master from the next step on.
-            None: nobody writes. What is written to a sharded parameter all the same is lost.
+        modifier_rank: the rank that may write; its values are copied to all ranks afterwards, and are the masters from
+            the next step on. None: no rank writes; writes to a sharded parameter are then lost.
 
     Raises:
-        ValueError: a DTensor that no model of ``longshore.initialize`` has, or a rank that does not exist.
+        ValueError: a DTensor belongs to no model of ``longshore.initialize``, or the rank does not exist.
     """
     wanted = list(params.parameters()) if isinstance(params, nn.Module) else params
     wanted = [wanted] if isinstance(wanted, Tensor) else list(wanted)
@@ -59,5 +60,5 @@ def _broadcast(tensor: Tensor, source: int) -> None:
     dist.broadcast(values.view(-1).view(torch.uint8), src=source)
     if values.data_ptr() != tensor.data_ptr():
         tensor.copy_(values)
-    # Who wrote it may have done so where torch does not see it, and all ranks have to take it up.
+    # The write may be one that torch cannot see, and all ranks have to adopt it.
     torch.autograd.graph.increment_version(tensor)

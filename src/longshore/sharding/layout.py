@@ -1,8 +1,8 @@
-"""Which rank owns what, as frozen numbers: parameters -> buckets -> shards -> shard ranges, and grids of ranks.
+"""Layout of parameters over ranks, as frozen numbers: buckets, shards and shard ranges, and grids of ranks.
 
-This module is pure: it knows no ranks of a running job. A bucket holds parameters of one dtype whose gradients are
-reduced together. It is divided into one shard for each rank, all of the same length (the last ones end in padding), so
-that every rank has an equal share of every bucket. A shard range is what one shard has of one parameter.
+This module is pure: it does not use the ranks of a running job. A bucket holds parameters of one dtype whose gradients
+are reduced together. It is divided into one shard for each rank, all of the same length (the last ones end in padding),
+so that every rank has an equal share of every bucket. A shard range is the part of one parameter in one shard.
 
 At stage 3 a parameter is divided by tensor parallelism first, and then by FSDP2, over a grid of ranks.
 """
@@ -23,7 +23,7 @@ from longshore.layout import DimRange, align
 
 
 class Member(NamedTuple):
-    """A parameter in a bucket, behind those before it."""
+    """A parameter in a bucket; it starts where the member before it ends."""
 
     parameter: int
     numel: int
@@ -34,7 +34,7 @@ class ShardRange:
     """Elements ``[parameter_offset, parameter_offset + numel)`` of one parameter, in one shard."""
 
     index: int
-    """Counts the ranges of all buckets and all ranks, in the same way on every rank."""
+    """Number of this range among those of all buckets and all ranks, equal on every rank."""
     parameter: int
     parameter_offset: int
     shard_offset: int
@@ -42,7 +42,7 @@ class ShardRange:
 
     @property
     def elements(self) -> slice:
-        """Its elements in the parameter."""
+        """Elements of the range, as a slice of the flat parameter."""
         return slice(self.parameter_offset, self.parameter_offset + self.numel)
 
 
@@ -54,11 +54,11 @@ class Bucket:
     members: tuple[Member, ...]
     shard_numel: int
     ranges: tuple[tuple[ShardRange, ...], ...]
-    """By rank, in order of ``shard_offset``."""
+    """Ranges of each rank, in order of ``shard_offset``."""
 
     @functools.cached_property
     def parameters(self) -> frozenset[int]:
-        """Those of its members."""
+        """Indices of its members."""
         return frozenset(member.parameter for member in self.members)
 
 
@@ -77,15 +77,15 @@ def plan_buckets(
     Args:
         parameters: ``(index, numel, kind)``; kinds (dtypes) are not mixed. A parameter without elements is in no
             bucket.
-        bucket_numel: elements a bucket, at least 1.
+        bucket_numel: maximal number of elements in a bucket, at least 1.
         world_size: how many ranks share each bucket.
         first_bucket: the index of the first bucket.
         first_range: the index of the first shard range.
-        shards: by parameter, ``(offset, numel)`` of what each rank has of it, where parameters are sharded already. By
-            default each bucket is divided evenly.
+        shards: ``(offset, numel)`` of each rank's part of each parameter, if parameters are already sharded. By default
+            each bucket is divided evenly.
 
     Raises:
-        ValueError: a negative numel, or a size below 1.
+        ValueError: a numel is negative, or a size is below 1.
     """
     if bucket_numel < 1:
         raise ValueError(f"a bucket has at least one element, not {bucket_numel}")
@@ -112,7 +112,7 @@ def plan_buckets(
 
 
 def fill_buckets(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: int) -> list[list[tuple[int, int]]]:
-    """``(index, numel)`` of the members of each bucket; the arguments are those of :func:`plan_buckets`."""
+    """Return ``(index, numel)`` of the members of each bucket; the arguments are those of :func:`plan_buckets`."""
     filled: list[list[tuple[int, int]]] = []
     open_buckets: dict[Hashable, tuple[list[tuple[int, int]], int]] = {}
     for parameter, numel, kind in reversed(list(parameters)):
@@ -130,12 +130,12 @@ def fill_buckets(parameters: Iterable[tuple[int, int, Hashable]], bucket_numel: 
 
 
 def shard_numel_of(members: Sequence[tuple[int, int]], world_size: int) -> int:
-    """Elements of each rank's shard of a bucket with these members, given as ``(index, numel)``."""
+    """Return the number of elements in a rank's shard of a bucket; ``members`` are given as ``(index, numel)``."""
     return align(-(-sum(numel for _, numel in members) // world_size))
 
 
 def shard_parts(members: Sequence[tuple[int, int]], shard_numel: int, rank: int) -> Iterator[tuple[int, int, int]]:
-    """``(parameter, offset, numel)`` of what lies in a rank's shard, one behind the other."""
+    """Yield ``(parameter, offset, numel)`` of the ranges in a rank's shard, in order."""
     start, stop, before = rank * shard_numel, (rank + 1) * shard_numel, 0
     for parameter, numel in members:
         first, last = max(before, start), min(before + numel, stop)
@@ -145,21 +145,21 @@ def shard_parts(members: Sequence[tuple[int, int]], shard_numel: int, rank: int)
 
 
 class GridPosition(NamedTuple):
-    """Where one rank is in a grid."""
+    """Position of one rank in a grid."""
 
     replica: int
     shard: int
-    tp_rank: int  # in tensor parallelism
+    tp_rank: int  # rank in tensor parallelism
 
 
 class RankGrid:
-    """Ranks as replicas x shards x ranks of tensor parallelism.
+    """Grid of ranks: replicas x shards x ranks of tensor parallelism.
 
     ``ranks[replica][shard][tp_rank]`` are numbered from 0 on; ``positions`` is by rank, and ``tp_size`` the number of
     ranks of tensor parallelism.
 
     Raises:
-        ValueError: ranks with one place in tensor parallelism are in another order than those with another place.
+        ValueError: the order of ranks is not the same for every place in tensor parallelism.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -172,27 +172,28 @@ class RankGrid:
         self.positions = tuple(found[rank] for rank in range(len(found)))
         self.shards, self.tp_size = len(ranks[0]), len(ranks[0][0])
         if len({tuple(self.positions[rank][:2] for rank in self.alike(place)) for place in range(self.tp_size)}) > 1:
-            # Gradients are added in the order of the ranks: what all of them have would not get the same bits.
+            # Gradients are added in the order of the ranks: parameters that all of them have would get different bits.
             raise ValueError("the mesh has its ranks in another order for some of tensor parallelism's ranks")
 
     def alike(self, tp_rank: int) -> list[int]:
-        """The ranks with this place in tensor parallelism, in order: their gradients are averaged."""
+        """Return the ranks with this place in tensor parallelism, in order: their gradients are averaged."""
         return [rank for rank, position in enumerate(self.positions) if position.tp_rank == tp_rank]
 
     def data_rank(self, rank: int) -> int:
-        """The place of a rank among those that are alike."""
+        """Return the place of a rank among those with its place in tensor parallelism."""
         return self.alike(self.positions[rank].tp_rank).index(rank)
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter lies on a grid.
+    """Layout of one parameter on a grid of ranks.
 
-    FSDP2 divides what each rank of tensor parallelism has along the first dimension. Both divide as ``torch.chunk``.
+    Tensor parallelism divides the parameter along ``dim``, and FSDP2 divides each of these parts along the first
+    dimension. Both divide like ``torch.chunk``.
 
     Attributes:
-        shape: of all of it.
-        dim: along which tensor parallelism divides it; None: each of its ranks has all of it.
+        shape: shape of the whole parameter.
+        dim: dimension along which tensor parallelism divides the parameter; None: each of its ranks has all of it.
     """
 
     shape: tuple[int, ...]
@@ -200,7 +201,7 @@ class ParameterLayout:
     grid: RankGrid
 
     def tensor_parallel_range(self, tp_rank: int) -> DimRange | None:
-        """Where a rank's part of tensor parallelism lies in the parameter; None: it is all of it."""
+        """Return the range of the parameter that is a rank's part in tensor parallelism; None if that is all of it."""
         if self.dim is None:
             return None
         start, stop = chunk(self.shape[self.dim], self.grid.tp_size, tp_rank)
@@ -211,19 +212,19 @@ class ParameterLayout:
         return self.shape if within is None else within.shape_in(self.shape)
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """``(offset, numel)`` of what a rank has, in its part of the parameter, flat."""
+        """Return ``(offset, numel)`` of a rank's shard in its tensor-parallel part of the parameter, flat."""
         position = self.grid.positions[rank]
         rows, *others = self._part_shape(position.tp_rank)
         start, stop = chunk(rows, self.grid.shards, position.shard)
         return start * math.prod(others), (stop - start) * math.prod(others)
 
     def part_of(self, values: Tensor, tp_rank: int) -> Tensor:
-        """One part, flat, from all of the parameter, flat."""
+        """Return one tensor-parallel part, flat, of the whole parameter, flat."""
         within = self.tensor_parallel_range(tp_rank)
         return values if within is None else values.view(self.shape).narrow(*within).reshape(-1)
 
     def joined(self, by_rank: Sequence[Tensor]) -> Tensor:
-        """All of the parameter, flat, from what each rank has of it."""
+        """Return the whole parameter, flat, from the shards of all ranks."""
         parts: list[dict[int, Tensor]] = [{} for _ in range(self.grid.tp_size)]
         for position, values in zip(self.grid.positions, by_rank, strict=True):
             if position.replica == 0:
@@ -236,6 +237,6 @@ class ParameterLayout:
 
 
 def chunk(size: int, chunks: int, number: int) -> tuple[int, int]:
-    """Where chunk ``number`` begins and ends, as ``torch.chunk`` divides; the last ones may be empty."""
+    """Return where chunk ``number`` begins and ends, as ``torch.chunk`` divides; the last chunks may be empty."""
     step = -(-size // chunks)
     return min(number * step, size), min((number + 1) * step, size)

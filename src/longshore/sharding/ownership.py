@@ -1,4 +1,4 @@
-"""Which rank steps what: a shard of every bucket (ZeRO-1 and 2), or everything (stage 0)."""
+"""Assignment of elements to the ranks that step them: a shard of each bucket (ZeRO-1 and 2), or all (stage 0)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from longshore.sharding.layout import Bucket, ShardRange, plan_buckets
 from longshore.tiles import Forecast
 
 GATHER_NUMEL = 1 << 23
-"""Elements of one gathering over all ranks; larger ones are no faster."""
+"""Elements of one gather over all ranks; larger gathers are no faster."""
 
 
 class SliceEntry(NamedTuple):
-    """What a slice has of a shard range: its elements in the slice, in the range and in the parameter."""
+    """Part of a shard range in a slice: its positions in the slice, in the range and in the parameter."""
 
     owned: ShardRange
     in_slice: slice
@@ -29,14 +29,14 @@ class SliceEntry(NamedTuple):
 
 
 def slices(shard_numel: int, world_size: int, most: int) -> Iterator[tuple[int, int]]:
-    """``(start, numel)`` of consecutive slices of a shard, of at most ``most`` elements over all ranks."""
+    """Yield ``(start, numel)`` of consecutive slices of a shard, of at most ``most`` elements over all ranks."""
     step = max(1, most // world_size)
     for start in range(0, shard_numel, step):
         yield start, min(step, shard_numel - start)
 
 
 def slice_entries(ranges: Sequence[ShardRange], start: int, numel: int) -> list[SliceEntry]:
-    """What elements ``[start, start + numel)`` of a shard have of its ranges."""
+    """Return the parts of the ranges of a shard that are in its elements ``[start, start + numel)``."""
     found = []
     for owned in ranges:
         first, last = max(owned.shard_offset, start), min(owned.shard_offset + owned.numel, start + numel)
@@ -48,31 +48,31 @@ def slice_entries(ranges: Sequence[ShardRange], start: int, numel: int) -> list[
 
 
 class Ownership:
-    """The buckets of one optimizer as they grow, which shard ranges of them this rank steps, and what the ranks tell
-    each other for that. Here each rank steps its shard of every bucket.
+    """Buckets of one optimizer, the shard ranges of them that this rank steps, and the communication for that. In this
+    class each rank steps its shard of every bucket.
 
     Args:
-        collectives: to all ranks of the engine.
-        gather_numel: elements, over all ranks, of one gathering of parameters.
+        collectives: collectives over all ranks of the engine.
+        gather_numel: elements, over all ranks, of one gather of parameters.
 
     Attributes:
         replicates: whether every rank has all of each parameter on its device.
-        averaging_collectives: to the ranks over which gradients are averaged. Used in jobs of ``collectives``.
-        window: of this rank.
-        dtypes: of all parameters, in the order in which they were added.
-        buckets: in the order of their index.
-        bucket_of: by parameter; a parameter without elements is in none.
+        averaging_collectives: collectives over the ranks whose gradients are averaged; used in jobs of ``collectives``.
+        window: status of this rank's window.
+        dtypes: dtypes of all parameters, in the order in which they were added.
+        buckets: all buckets, in the order of their index.
+        bucket_of: the bucket of each parameter; a parameter without elements is in none.
     """
 
     replicates = True
 
     def __init__(self, collectives: CollectiveThread, gather_numel: int = GATHER_NUMEL) -> None:
-        # Fixed.
+        # These are fixed.
         self.collectives = collectives
         self.averaging_collectives = collectives
         self.window = WindowStatus()
         self._gather_numel = min(gather_numel, GATHER_NUMEL)
-        # Grow with parameters.
+        # These grow with parameters.
         self.dtypes: dict[int, torch.dtype] = {}
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
@@ -82,7 +82,7 @@ class Ownership:
     def add(
         self, parameters: Iterable[tuple[int, int, torch.dtype]], bucket_numel: int
     ) -> list[tuple[int, int, torch.dtype]]:
-        """Lay out ``(index, numel, dtype)``; returns this rank's new ranges in the same form and order."""
+        """Lay out parameters ``(index, numel, dtype)``; return this rank's new ranges in the same form and order."""
         entries = list(parameters)
         added = self._plan(entries, bucket_numel)
         for parameter, _, dtype in entries:
@@ -99,66 +99,66 @@ class Ownership:
         return new[::-1]  # buckets were filled from the last parameter on
 
     def _plan(self, parameters: Sequence[tuple[int, int, torch.dtype]], bucket_numel: int) -> tuple[Bucket, ...]:
-        """Buckets of new parameters, given as ``(index, numel, dtype)``."""
+        """Return buckets of new parameters, given as ``(index, numel, dtype)``."""
         return plan_buckets(parameters, bucket_numel, self.collectives.world_size, len(self.buckets), self._next_range)
 
     def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
-        """The ranges of the bucket that this rank steps."""
+        """Return the ranges of the bucket that this rank steps."""
         return bucket.ranges[self.averaging_collectives.rank]
 
     def owned(self, parameter: int) -> Sequence[ShardRange]:
-        """The ranges of the parameter that this rank steps: one at most, except at stage 0."""
+        """Return the ranges of the parameter that this rank steps: one at most, except at stage 0."""
         return self._owned.get(parameter, ())
 
     def owners(self, parameter: int) -> tuple[tuple[int, int], ...]:
-        """Which ranks step how many of the parameter's elements."""
+        """Return the ranks that step the parameter, each with the number of elements that it steps."""
         return tuple((rank, count) for rank, count in enumerate(self._counts(parameter)) if count)
 
     def _counts(self, parameter: int) -> list[int]:
-        """How many elements of the parameter each rank steps."""
+        """Return how many elements of the parameter each rank steps."""
         ranges = self.bucket_of[parameter].ranges if parameter in self.bucket_of else ()
         return [sum(each.numel for each in own if each.parameter == parameter) for own in ranges]
 
     def place(self, owned: ShardRange) -> slice:
-        """Where an owned range lies in what this rank has of its parameter on the device, flat."""
+        """Return where an owned range lies in this rank's part of the parameter on the device, flat."""
         return owned.elements
 
     def part(self, parameter: int, values: Tensor) -> Tensor:
-        """From a whole parameter, flat, what this rank and those it averages with divide among them."""
+        """Return the part of a whole parameter, flat, that this rank shares with those it averages gradients with."""
         return values
 
     def on_device(self, parameter: int, values: Tensor) -> Tensor:
-        """From a whole parameter, flat, what this rank has on the device."""
+        """Return the part of a whole parameter, flat, that this rank has on the device."""
         return values
 
     def counts_once(self, parameter: int) -> bool:
-        """Whether this rank's ranges of the parameter count in a sum over the ranks; otherwise another rank has the
-        same ones, and they count there."""
+        """Return whether this rank's ranges of the parameter count in a sum over the ranks; otherwise another rank has
+        the same ranges, and they count there."""
         return True
 
     def saves(self, owned: ShardRange) -> bool:
-        """Whether this rank is the one to save an owned range, where several ranks own the same."""
+        """Return whether this rank is the one to save an owned range, since several ranks may own the same."""
         return self.counts_once(owned.parameter)
 
     def tensor_parallel_range(self, parameter: int) -> DimRange | None:
-        """Where tensor parallelism divided the parameter; offsets of ranges are counted in what it left."""
+        """Return this rank's tensor-parallel part of the parameter, or None; offsets of ranges are within that part."""
         return None
 
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
-        """Wait until no rank is in a forward or backward and all are at this action. ``failed``: this one gave up."""
+        """Wait until no rank is in a forward or backward and all are at this action. ``failed``: this rank gave up."""
 
     def into_backward(self) -> None:
-        """Begin a backward whose gradients are reduced; all ranks have to call. Raises what a meeting does."""
+        """Begin a backward whose gradients are reduced; all ranks have to call this. Raises the errors of a meeting."""
 
     def check_used(self, parameters: Sequence[int], by_rank: Sequence[Sequence[bool]]) -> None:
-        """Raise GradientError where ranks that have to use the same parameters did not; ``by_rank``: which ones."""
+        """Raise GradientError if ranks that have to use the same parameters did not; ``by_rank``: what each used."""
 
     def interrupted(self) -> bool:
-        """Note that a forward or a backward raised; returns whether the window is given up by that."""
+        """Note that a forward or a backward raised; return whether this gives up the window."""
         return False
 
     def give_up(self) -> None:
-        """Note that this rank will discard its window. Others that may not know are told when they meet this rank."""
+        """Note that this rank will discard its window. Ranks that may not know are told when they meet this one."""
         self.window.give_up()
         self.collectives.gives_up = True
 
@@ -166,14 +166,14 @@ class Ownership:
         """Prepare for a change of the parameters on the device."""
 
     def close(self) -> None:
-        """Leave the model as an ordinary one."""
+        """Undo what was changed in the model."""
 
     def spread(self, bucket: Bucket, reduced: list[tuple[ShardRange, Tensor]]) -> Iterable[tuple[ShardRange, Tensor]]:
-        """The gradients of the owned ranges, given those of this rank's shard: float32, flat. In a job."""
+        """Return the gradients of the owned ranges from those of this rank's shard: float32, flat. Called in a job."""
         return reduced
 
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
-        """Complete the parameters ``targets`` (flat, by index) on every rank. In a job."""
+        """Complete the parameters ``targets`` (flat, by index) on every rank. Called in a job."""
         example = next(iter(targets.values()))
         for start, numel in slices(bucket.shard_numel, self.collectives.world_size, self._gather_numel):
             outgoing = self.collectives.outgoing(numel * example.element_size(), example.device)
@@ -192,8 +192,8 @@ class Ownership:
                         targets[entry.owned.parameter][entry.in_parameter].copy_(values[entry.in_slice])
 
     def assemble(self, parameter: int, read: Callable[[ShardRange], Tensor]) -> Tensor:
-        """A whole parameter's state from its ranges (float32, flat); ``read`` gives an owned one. All ranks have to
-        call."""
+        """Return a whole parameter's state (float32, flat) from its ranges; ``read`` returns that of an owned range.
+        All ranks have to call this method."""
         if parameter not in self.bucket_of:
             return torch.empty(0, dtype=torch.float32)
         counts = self._counts(parameter)
@@ -211,18 +211,18 @@ class Ownership:
         return self._joined(parameter, [each[:count] for each, count in zip(received, counts, strict=True)])
 
     def _joined(self, parameter: int, by_rank: Sequence[Tensor]) -> Tensor:
-        """All of a parameter, flat, from what each rank steps of it."""
+        """Return a whole parameter, flat, from the part that each rank steps."""
         return torch.cat(tuple(by_rank))  # shards follow one another in the order of the ranks
 
     def total(self, part: float) -> float:
-        """The sum over all parameters, where ``part`` is the sum over those owned ranges that count."""
-        # Added in the order of the ranks, so that all of them have the same bits.
+        """Return the sum over all parameters; ``part`` is the sum over this rank's owned ranges that count."""
+        # The parts are added in the order of the ranks, so that all of them have the same bits.
         parts = self.collectives.run(lambda: self.collectives.rows(torch.tensor([part], dtype=torch.float64)))
         return sum(parts.view(-1).tolist())
 
 
 class Replicated(Ownership):
-    """Each rank steps everything, on the same gradients (stage 0)."""
+    """Ownership at stage 0: each rank steps everything, with the same gradients."""
 
     def owned_in(self, bucket: Bucket) -> Sequence[ShardRange]:
         return [owned for ranges in bucket.ranges for owned in ranges]
@@ -243,7 +243,7 @@ class Replicated(Ownership):
         shard = outgoing.memory.view(torch.float32)
         for owned, tensor in reduced:
             shard[owned.shard_offset : owned.shard_offset + owned.numel] = tensor
-        # The gradients stay until the step, and the memory of the collectives does not.
+        # The gradients have to stay until the step, and the next collectives overwrite this memory.
         shards = [received.view(torch.float32).clone() for received in self.collectives.gather(outgoing)]
         for rank, ranges in enumerate(bucket.ranges):
             for position, owned in enumerate(ranges):
@@ -261,7 +261,7 @@ class Replicated(Ownership):
 
 
 class OwnedForecast(Forecast):
-    """The forecast for whole parameters, by the ranges that this rank owns."""
+    """Forecast for the ranges that this rank owns, from one for whole parameters."""
 
     def __init__(self, whole: Forecast, ownership: Ownership) -> None:
         self._whole = whole

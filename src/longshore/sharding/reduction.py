@@ -1,15 +1,15 @@
-"""Reducing the gradients of one bucket, on the collective thread.
+"""Reduction of the gradients of one bucket, on the collective thread.
 
-Every rank sends each other rank its shard of a bucket, and each adds up its own. The gradients travel in their own
-dtype and are added in float32, rank by rank in order. That costs the bytes of a reduce-scatter in the gradients' dtype,
-and gives the bits of one in float32, the same in every run.
+Every rank sends to each other rank that rank's shard of a bucket, and adds up its own shard. Gradients are sent in
+their own dtype and are added in float32, rank by rank in order. That costs the bytes of a reduce-scatter in the
+gradients' dtype, and gives the bits of one in float32, the same in every run.
 
-A bucket goes in slices: a slice is the same range of every rank's shard. So the buffers are small, stay allocated, and
-are warm in the cache; and a gradient is let go of as soon as its last slice is packed.
+A bucket is sent in slices; a slice is the same range of every rank's shard. So the buffers are small, stay allocated
+and stay in the cache, and a gradient is freed as soon as its last slice is packed.
 
-What one rank sends another carries, behind the slice, one byte for each of its shard ranges: whether the sender has a
-gradient of that parameter. So a range that nobody used is not an arrival, and one that only some used is not touched by
-the others' zeros.
+After the slice, each message has one byte for each shard range in it: whether the sender has a gradient of that
+parameter. So a range for which no rank has a gradient is not an arrival, and zeros of ranks without a gradient are not
+added.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from longshore.sharding.layout import Bucket, ShardRange
 from longshore.sharding.ownership import SliceEntry, slice_entries, slices
 
 _ALIGNMENT = 64
-SLICE_NUMEL = 1 << 22  # over all ranks
-_BLOCK_NUMEL = 1 << 17  # that a CPU adds up at a time, while they are in its cache
+SLICE_NUMEL = 1 << 22  # elements over all ranks
+_BLOCK_NUMEL = 1 << 17  # elements that a CPU adds up at a time, so that they stay in its cache
 
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """How gradients of several ranks become one.
+    """Settings of how gradients of several ranks are reduced.
 
     Attributes:
-        stage: 0, 1, 2 or 3.
-        reduced_numel: elements that may wait to be reduced together.
-        early: launch buckets while backward goes on; where they are reduced once, while the backward goes on that is
-            known to be the last.
-        wire_dtype: in which gradients travel; None: in their own.
-        sum_dtype: of sums on the device before a reduction.
+        stage: ZeRO stage, 0, 1, 2 or 3.
+        reduced_numel: number of elements that may wait to be reduced together.
+        early: launch buckets during backward; if they are reduced once a window, during the backward that is known to
+            be the last.
+        wire_dtype: dtype in which gradients are sent; None: their own.
+        sum_dtype: dtype of sums on the device before a reduction.
         predivide: divides gradients before they are added (against overflow in float16); the rest of the mean is
             divided out afterwards.
     """
@@ -60,8 +60,8 @@ class ReductionSettings:
 
     @property
     def bucket_numel(self) -> int:
-        """Elements of one bucket. During backward one fills while another is on its way: together they are what was
-        asked for."""
+        """Elements of one bucket. During backward one bucket fills while another is reduced; together they have
+        ``reduced_numel`` elements."""
         return max(1, self.reduced_numel // 2) if self.early and self.each_backward else self.reduced_numel
 
 
@@ -70,13 +70,15 @@ def reduce_shard(
 ) -> list[tuple[ShardRange, Tensor]]:
     """Reduce a bucket together with all other ranks, in a job of ``collectives``.
 
-    ``gradients`` are this rank's, flat, by parameter. They travel in ``dtype``, the same on all ranks, and are let go
-    of as they are sent. Returns this rank's ranges that any rank has a gradient of, each with the mean: float32, flat.
+    ``gradients`` are this rank's, flat, by parameter. They are sent in ``dtype``, the same on all ranks, and removed
+    from the dictionary as they are sent. Returns the ranges of this rank for which any rank has a gradient, each with
+    the mean: float32, flat.
     """
     world_size = collectives.world_size
     device = next((gradient.device for gradient in gradients.values()), collectives.device)
     has = set(gradients)
-    # Where in a shard each parameter's last element ends, over all ranks; none at all in a part of tensor parallelism.
+    # The last offset in a shard, over all ranks, at which each parameter ends; 0 if none of these ranks has a range of
+    # it, as may happen with tensor parallelism.
     last = {member.parameter: 0 for member in bucket.members}
     for owned in itertools.chain(*bucket.ranges):
         last[owned.parameter] = max(last[owned.parameter], owned.shard_offset + owned.numel)
@@ -120,7 +122,7 @@ def _pack(target: Tensor, entries: Sequence[SliceEntry], gradients: Mapping[int,
 
 
 def add_up(target: Tensor, arrays: Sequence[Tensor], factor: float) -> None:
-    """``target`` = the sum in float32, in order, times ``factor``."""
+    """Set ``target`` to the sum of ``arrays``, added in order in float32, times ``factor``."""
     numel = target.numel()
     block_numel = _BLOCK_NUMEL if target.device.type == "cpu" else max(1, numel)
     # Adding another dtype in place is several times slower on a CPU than converting it first.

@@ -1,4 +1,4 @@
-"""The gradients that this rank brings to a window: in rounds, one for each backward, or kept until there is a round."""
+"""Gradients of this rank in a window: reduced in rounds, one for each backward, or kept until there is a round."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from longshore.tiles import TileStore
 
 
 class PendingGradients:
-    """What one rank brings to the next reduction: gradients by parameter, not reduced yet.
+    """Gradients of one rank, by parameter, that are kept for the next reduction.
 
     The first gradient of a parameter is kept as it is, later ones are added in ``dtype`` (law 1).
 
     Attributes:
         gradients: flat, by parameter.
         summed: parameters whose gradient is a sum, which their dtype may not be able to represent.
-        outdated: whether there is more, or less, than what was lent.
+        outdated: whether a gradient of a lent parameter was added or dropped since.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -36,7 +36,7 @@ class PendingGradients:
         self.outdated = False
 
     def add(self, parameter: int, gradient: Tensor) -> None:
-        """Take one more gradient, flat."""
+        """Add one more gradient, flat."""
         former, lent = self.gradients.get(parameter), parameter in self._lent
         self.outdated = self.outdated or lent
         if former is None:
@@ -44,7 +44,7 @@ class PendingGradients:
         elif parameter in self.summed and not lent:
             former.add_(gradient.to(self._dtype))  # rounded first, as below: the same bits lent or not
         else:
-            # Out of place: the first one may be the user's own tensor, and what was lent is being read.
+            # Added out of place: the first gradient may be the user's own tensor, and a lent one is being read.
             self.gradients[parameter] = former.to(self._dtype) + gradient.to(self._dtype)
             self.summed.add(parameter)
 
@@ -54,7 +54,7 @@ class PendingGradients:
         self.summed.discard(parameter)
 
     def lend(self, parameters: Iterable[int]) -> dict[int, Tensor]:
-        """The gradients of these parameters, to be read while they stay here; see :attr:`outdated`."""
+        """Return the gradients of these parameters, to be read while they stay here; see :attr:`outdated`."""
         self._lent.update(parameters)
         return {parameter: self.gradients[parameter] for parameter in parameters if parameter in self.gradients}
 
@@ -70,20 +70,20 @@ class Round:
     """The gradients of one backward on their way into buckets: each bucket is reduced exactly once, in an order that
     all ranks share (law 7).
 
-    A bucket is launched when all of its parameters have come and every bucket before it in the order has been launched.
-    :meth:`close` launches the rest, without what was not used here.
+    A bucket is launched when the gradients of all its parameters have arrived and every bucket before it in the order
+    has been launched. :meth:`close` launches the rest, even if gradients are missing.
 
     Args:
-        number: counts the rounds of a window, from 1.
+        number: number of the round in its window, from 1.
         order: all buckets, in the order in which they are launched.
-        launch: called with the bucket and the gradients that came for it.
-        early: launch during backward; otherwise everything waits for :meth:`close`.
-        lends: the gradients stay where they are until the step.
+        launch: called with the round, the bucket and the gradients that arrived for it.
+        early: whether to launch during backward; otherwise all buckets wait for :meth:`close`.
+        lends: whether the gradients stay in :class:`PendingGradients` until the step.
 
     Attributes:
-        failed: set where the ranks could not meet: what was launched must not run.
+        failed: whether the ranks could not meet; launched reductions then must not run.
         sums: whether any rank's gradients may be sums; known once the ranks met.
-        completed: buckets that all of their parameters reached, in the order in which that happened.
+        completed: buckets for which all gradients arrived, in the order in which they were complete.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class Round:
         self._gradients: dict[int, dict[int, Tensor]] = {bucket.index: {} for bucket in order}
 
     def take(self, bucket: int, parameter: int, gradient: Tensor) -> bool:
-        """Take a gradient along; false for a second one (reentrant checkpointing brings some), or a late one."""
+        """Add a gradient to its bucket; return False for a parameter's second gradient (from reentrant checkpointing)
+        or a late one."""
         waiting = self._gradients.get(bucket)
         if waiting is None or parameter in waiting:
             return False
@@ -115,7 +116,7 @@ class Round:
         return True
 
     def close(self) -> None:
-        """Launch the rest: the backward is over."""
+        """Launch the remaining buckets at the end of the backward."""
         while self._next < len(self._order):
             self._launch_next()
 
@@ -125,19 +126,19 @@ class Round:
         self._launch(self, bucket, self._gradients.pop(bucket.index))
 
     def reduced_all_of(self, pending: Sequence[PendingGradients]) -> bool:
-        """Whether this round, which has run, reduced these gradients as they are now."""
-        # A sum that arose within that backward (reentrant checkpointing) left in the dtype of its parameter.
+        """Return whether this round, which has run, reduced these gradients as they are now."""
+        # A sum that arose within that backward (reentrant checkpointing) was sent in the dtype of its parameter.
         return not self.failed and not any(some.outdated or (some.summed and not self.sums) for some in pending)
 
 
 class LocalGradients:
-    """The gradients that this rank brings to a window: their means over the ranks arrive in ``local``, by owned range.
+    """Gradients of this rank in a window; their means over the ranks arrive in ``local``, by owned range.
 
-    Several autograd threads may bring gradients at once. Reductions run on the collective thread.
+    Several autograd threads may call :meth:`arrive` at once. Reductions run on the collective thread.
     """
 
     def __init__(self, local: TileStore, ownership: Ownership, settings: ReductionSettings) -> None:
-        # Fixed.
+        # These are fixed.
         self._local = local
         self._ownership = ownership
         self._collectives = ownership.collectives
@@ -145,10 +146,10 @@ class LocalGradients:
         self._settings = settings
         self._lock = threading.RLock()
         self._raw_backward: int | None = None
-        """The backward that nobody announced (``loss.backward()``) and whose end is waited for."""
-        # Planned anew at each agreement.
+        """Autograd's id of a backward that was not announced (a plain ``loss.backward()``) and has not ended."""
+        # This is planned anew at each agreement.
         self.order: list[int] = []
-        """In which buckets are launched, the same on all ranks."""
+        """Indices of buckets in the order of launches, the same on all ranks."""
         self.begin()
 
     def begin(self) -> None:
@@ -158,19 +159,20 @@ class LocalGradients:
         self._deferred: list[PendingGradients] = []
         self._deferred_open = False
         self._open_stays = False
-        """Whether what was kept last came in a backward whose gradients stay on this rank."""
+        """Whether the gradient kept last is from a backward whose gradients stay on this rank."""
         self._taken = False
         self._round: Round | None = None
         self._closing: Round | None = None
-        """The round of the last backward, which reduces what was kept and lets it stay here."""
+        """The round of the last backward, which reduces the kept gradients and leaves them here until the step."""
         self._unsynchronized = False
-        """Whether the gradients of the backward under way stay and add up here."""
+        """Whether the gradients of the backward under way stay on this rank and are added up."""
         self._completed: list[int] = []
 
     # -- backwards, from the caller's thread ----------------------------------
 
     def begin_backward(self, reduce: bool, last: bool) -> None:
-        """Begin a backward. ``reduce``: its gradients do not stay here; ``last``: of the window, as far as known."""
+        """Begin a backward. ``reduce``: whether its gradients are reduced; ``last``: whether it is the window's last,
+        as far as known."""
         self._window.backwards += 1
         self._unsynchronized = not reduce
         if reduce and self._settings.each_backward:
@@ -179,15 +181,15 @@ class LocalGradients:
             self._begin_closing_round()
 
     def _begin_round(self) -> None:
-        """Queue the meeting that opens the backward's round, and the reduction of what was kept before it."""
+        """Queue the meeting that opens the backward's round, and the reduction of gradients kept before it."""
         with self._lock:
             self._window.rounds += 1
             self._window.active = None
             current = self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
             pending = self.take()[1]
-        buckets = list(self._ownership.buckets)  # step() may add some while the thread is still at this round
+        buckets = list(self._ownership.buckets)  # copied: step() may add some while the thread is still at this round
         ready = self._local.transfer.mark()
-        window = self._window.number  # which changes when another rank gives up
+        window = self._window.number  # read now: it changes when another rank gives up
 
         def meet() -> None:
             self._collectives.meet(Action.BACKWARD, current.number, window)
@@ -197,9 +199,9 @@ class LocalGradients:
         self._open(current, meet)
 
     def _may_close(self) -> bool:
-        """Whether the whole window can be reduced in the backward that begins.
+        """Return whether the whole window can be reduced in the backward that begins.
 
-        If there is one more after all, the reduction was in vain; so the last window has to have had no more.
+        If another backward follows, the reduction was wasted. So the last window must not have had more backwards.
         """
         return (
             self._settings.early
@@ -209,11 +211,11 @@ class LocalGradients:
         )
 
     def _begin_closing_round(self) -> None:
-        """Queue the meeting that opens the round of the last backward: buckets are launched with all that the window
-        has for them."""
+        """Queue the meeting that opens the round of the last backward: buckets are launched with all gradients that the
+        window has for them."""
         with self._lock:
             kept = self._deferred[-1] if self._deferred else self._defer_into_new()
-            sums = len(kept.gradients) > 0  # what comes will be added to what was kept
+            sums = len(kept.gradients) > 0  # new gradients will be added to the kept ones
 
             def launch(current: Round, bucket: Bucket, _: dict[int, Tensor]) -> None:
                 self._launch(current, bucket, kept.lend(bucket.parameters))
@@ -224,7 +226,7 @@ class LocalGradients:
             if self._collectives.meet(Action.CLOSE, closing.number, self._window.number):
                 closing.sums = any(agree_on(self._collectives.rows, Statement([sums])).deferred)
             else:
-                closing.failed = True  # another rank is at its step already, and this one will be
+                closing.failed = True  # another rank is at its step already, and this one soon will be
 
         self._open(closing, meet)
 
@@ -244,13 +246,13 @@ class LocalGradients:
     def _launch(self, current: Round, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
         """Queue the reduction of one bucket of a round."""
         ready = self._local.transfer.mark()
-        # Where gradients stay anyway, nobody waits for memory.
+        # Gradients that stay until the step free no memory here, so the hook need not wait for them.
         waiting_bytes = 0 if current.lends else sum(gradient.nbytes for gradient in gradients.values())
 
         def reduce() -> None:
             if not current.failed:
                 self.reduce(bucket, gradients, current.sums, ready)
-            gradients.clear()  # also where the round did not take place
+            gradients.clear()  # also if the round did not take place
 
         self._collectives.submit(reduce, waiting_bytes)
 
@@ -267,7 +269,7 @@ class LocalGradients:
     def reduce_pending(
         self, pending: list[PendingGradients], rounds: Sequence[bool], buckets: Sequence[Bucket], ready: Any
     ) -> None:
-        """Run agreed rounds on gradients that were kept; ``rounds`` says of each whether any rank brings sums."""
+        """Run agreed rounds on gradients that were kept; ``rounds`` says for each whether any rank has sums."""
         for number, summed in enumerate(rounds):
             some = pending[number] if number < len(pending) else PendingGradients(torch.float32)
             for bucket in buckets:
@@ -277,7 +279,7 @@ class LocalGradients:
         """Reduce one bucket once ``ready`` is reached. ``sums``: some of the gradients, of any rank, may be sums, which
         their parameter's dtype may not be able to represent."""
         dtype = self._ownership.dtypes[bucket.members[0].parameter]
-        if sums:  # one that can represent both, so that no bit depends on who else brings a sum
+        if sums:  # a dtype that can represent both, so that no bit depends on which rank has a sum
             dtype = torch.promote_types(dtype, self._settings.sum_dtype)
         dtype, collectives = self._settings.wire_dtype or dtype, self._ownership.averaging_collectives
         with self._local.transfer.aside(ready):
@@ -288,13 +290,13 @@ class LocalGradients:
     # -- gradients, from any thread -------------------------------------------
 
     def arrive(self, parameter: int, gradient: Tensor, by_hook: bool) -> None:
-        """Take one more gradient; ``by_hook``: during a backward."""
+        """Take one more gradient; ``by_hook``: whether a hook brings it during a backward."""
         with self._lock:
             self._window.active = None
             self._window.arrivals[parameter] = self._window.arrivals.get(parameter, 0) + 1
             bucket = self._ownership.bucket_of.get(parameter)
             if bucket is None:
-                return  # it has no elements
+                return  # the parameter has no elements
             if self._closing is not None:
                 self._defer(parameter, gradient)  # first: the bucket is launched with the sum
                 if by_hook and self._round is not None:
@@ -305,7 +307,7 @@ class LocalGradients:
                 return
             raw = by_hook and self._round is None and self._settings.each_backward and not self._unsynchronized
             if raw and self._open_stays:
-                self._deferred_open = False  # what stayed on this rank is one reduction, this backward another
+                self._deferred_open = False  # gradients that stayed here are reduced apart from this backward's
             self._open_stays = self._unsynchronized
             self._defer(parameter, gradient)
             if raw:
@@ -320,11 +322,11 @@ class LocalGradients:
         return self._deferred[-1]
 
     def _separate_at_end(self) -> None:
-        """Called in a hook: let what comes after the backward under way belong to a round of its own.
+        """Let gradients that arrive after the backward under way belong to a round of their own. Called in a hook.
 
         The autograd engine's end-of-backward callback is private and skipped when backward raises; with reentrant
-        checkpointing it also comes at the end of each inner backward. So nothing may depend on it but which gradients
-        are reduced together.
+        checkpointing it also comes at the end of each inner backward. So it may affect only which gradients are reduced
+        together.
         """
 
         def separate() -> None:
@@ -353,16 +355,17 @@ class LocalGradients:
                 )
 
     def take(self) -> tuple[Round | None, list[PendingGradients]]:
-        """Take the round of the last backward, if there was one, and what was kept: one entry for each round that it
-        needs."""
+        """Remove and return the round of the last backward, if there was one, and the kept gradients: one entry for
+        each round that they need."""
         with self._lock:
             closing, self._closing, self._taken = self._closing, None, True
             deferred, self._deferred, self._deferred_open = self._deferred, [], False
-            # Reduced from here on: what goes to the other ranks cannot be forgotten here.
+            # These count as reduced from here on: a gradient that goes to other ranks cannot be dropped here.
             self._in_rounds.update(parameter for pending in deferred for parameter in pending.gradients)
             return closing, deferred
 
     def planned_order(self) -> list[int]:
-        """Buckets that filled up early first: an idle head would hold up every bucket behind it."""
+        """Return the order of launches, with the buckets that filled up first at its front: a first bucket that never
+        fills would delay all others."""
         completed = dict.fromkeys(self._completed)
         return [*completed, *(index for index in self.order if index not in completed)]

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine share: what one of them writes, the others read, and nothing is sent."""
+"""Memory shared by the ranks of one machine: each reads what the others wrote, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FOLDER = Path("/dev/shm")
 _ROUNDING = 1 << 16
 _STALE_S = 24 * 3600.0
 _MOST = 48
-"""How many blocks there may be: a rank says in one number which of them are free."""
+"""Maximal number of blocks: a rank sends, as the bits of one number, which of them it is done with."""
 _NO_ROOM, _APART, _OTHER = -1, -2, -3
-"""Sent in place of a block's number: there is no room for one; this rank stands apart; the ranks do not share it."""
+"""Values sent in place of a block's number: there is no room; this rank stands apart; no shared block is brought."""
 NOTE_NUMEL = 4
-"""How many numbers a rank says in a meeting."""
+"""Count of the numbers that a rank sends in a meeting."""
 
 _LOGGER = logging.getLogger("longshore")
 
@@ -37,17 +37,17 @@ class SharedBlock:
     def __init__(self, path: Path, capacity: int) -> None:
         self.path = path
         self.capacity = capacity
-        # Whoever comes first makes it. Other users must not read it: these are weights.
+        # The first rank makes the file. Other users must not read it: it has weights in it.
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
-            # Allocated now: a file that turns out to have no room when it is written ends the process.
+            # The memory is allocated now: if there were no room when it is written, the process would end.
             os.posix_fallocate(file.fileno(), 0, capacity)
             self.memory = mmap.mmap(file.fileno(), capacity)
         self.free = False
-        """Whether it can be lent, as all ranks know: the last meeting said so, and it was not lent since."""
+        """Whether it can be lent: all ranks agreed to that in the last meeting, and it was not lent since."""
         self.lent_for = 0
         """The last meeting for which it was lent."""
         self._user: StorageWeakRef | None = None
-        # Also called where an exception ends this process; and not where one that it forked ends.
+        # This is also called when an exception ends this process, but not when a process that it forked ends.
         self.remove_file = weakref.finalize(self, _unlink, path, os.getpid())
 
     def lend(self, num_bytes: int, held: bool, meeting: int) -> Tensor:
@@ -58,24 +58,24 @@ class SharedBlock:
         return tensor
 
     def done_with(self, meeting: int) -> bool:
-        """Whether this rank neither writes nor reads it any more, as it comes to this meeting."""
+        """Return whether this rank, as it comes to this meeting, no longer writes or reads the block."""
         return self.lent_for < meeting and (self._user is None or self._user.expired())
 
 
 class SharedMemory:
-    """Blocks of which every rank writes its own part, and all read all of them.
+    """Shared blocks of memory: every rank writes its own part of a block, and all ranks read all parts.
 
     The ranks write, meet, and read. At each meeting they also say which blocks they are done with. So all ranks know
-    the same about every block, and lend the same one next without further messages. A rank that failed may know
-    something else: it stands apart until all ranks have met and begin anew.
+    the same about every block, and use the same one next without further messages. A rank that failed may know
+    something else: it stands apart (it uses no block) until all ranks have met and begin anew.
 
     Args:
-        rank: this one.
-        rows: gathers every rank's row of numbers; all ranks have to call.
+        rank: the number of this rank.
+        rows: gathers every rank's row of numbers; all ranks have to call it.
     """
 
     def __init__(self, rank: int, rows: Callable[[Tensor], Tensor]) -> None:
-        # One name for all: rank 0's.
+        # All ranks use rank 0's number in the names of files.
         tokens = rows(torch.tensor([secrets.randbits(62)])).view(-1).tolist()
         self._token: int = tokens[0]
         _remove_stale()
@@ -92,7 +92,7 @@ class SharedMemory:
         """Whether all ranks share memory; the same on all of them."""
 
     def _all_see_all(self, rank: int, world_size: int, rows: Callable[[Tensor], Tensor]) -> bool:
-        """Whether each rank sees what every other one wrote: they are on one machine, and in one container."""
+        """Return whether each rank sees what every other one wrote: all are on one machine, and in one container."""
         mine = self._make(8 * world_size)
         values = [(self._token ^ each).to_bytes(8, "little") for each in range(world_size)]
         if mine is not None:
@@ -104,7 +104,7 @@ class SharedMemory:
         return everywhere
 
     def _make(self, num_bytes: int) -> SharedBlock | None:
-        """None where there is no room (containers often have little of this memory)."""
+        """Make a block; return None if there is no room (containers often have little of this memory)."""
         if len(self._blocks) == _MOST:
             self._no_room = True
             _LOGGER.warning("%d blocks of shared memory are in use; sockets take over, which is slower", _MOST)
@@ -128,14 +128,14 @@ class SharedMemory:
         return block
 
     def lend(self, num_bytes: int, held: bool) -> tuple[SharedBlock, Tensor] | None:
-        """uint8 ``[num_bytes]`` of which this rank may write its part, and the block that it is in; None: no room.
+        """Return a block and uint8 ``[num_bytes]`` in it, of which this rank may write its part; None if none is free.
 
-        After the next meeting it has what all ranks wrote. ``held``: as long as a tensor uses it; otherwise until this
-        rank comes to the meeting after that.
+        After the next meeting the memory has what all ranks wrote. It stays lent until this rank comes to the meeting
+        after that or, with ``held``, as long as a tensor uses it.
         """
         meeting = self._meetings + 1
         if self._lent_for == meeting:
-            self.stand_apart()  # what was lent before has met nobody
+            self.stand_apart()  # the block that was lent before was brought to no meeting
         if not self.works or self._apart:
             return None
         self._lent_for = meeting
@@ -144,12 +144,12 @@ class SharedMemory:
         return None if block is None else (block, block.lend(num_bytes, held, meeting))
 
     def stand_apart(self) -> None:
-        """Note that this rank failed, and what it does next may not be what the others do: it writes nothing that they
-        read until all know."""
+        """Note that this rank failed, and may do something else than the others next. Until all ranks know, it writes
+        nothing that they read."""
         self._apart = True
 
     def come(self, block: SharedBlock | None) -> list[int]:
-        """Come to a meeting with this block written (None: none); returns what this rank has to say there."""
+        """Come to a meeting with this block written (or None); return the numbers that this rank has to send."""
         self._meetings += 1
         done = sum(1 << place for place, each in enumerate(self._blocks) if each.done_with(self._meetings))
         if block in self._blocks and not self._apart:
@@ -157,7 +157,7 @@ class SharedMemory:
         return [self._generation, _NO_ROOM if self._no_room else _APART if self._apart else _OTHER, 0, done]
 
     def met(self, said: Sequence[Sequence[int]]) -> bool:
-        """Take what each rank said; returns whether all came with the same block, and what they wrote may be read."""
+        """Take the numbers that each rank sent; return whether all came with the same block, which may then be read."""
         if not self.works:
             return False
         indices = {index for _, index, _, _ in said}
@@ -167,11 +167,11 @@ class SharedMemory:
             return False
         done = functools.reduce(operator.and_, (each[3] for each in said))
         for place, each in enumerate(self._blocks):
-            # Never what is true of this rank alone: the others would not know.
+            # This must not depend on anything that only this rank knows.
             each.free = bool(done >> place & 1) and each.lent_for <= self._meetings
         index = said[0][1]
         if index == _OTHER:
-            return False  # lent before the ranks began anew
+            return False  # the block was lent before the ranks began anew
         self._blocks[index].remove_file()  # all ranks have it, and no file needs to stay
         return True
 
@@ -181,14 +181,14 @@ class SharedMemory:
         self._apart = False
 
     def close(self) -> None:
-        """Remove the files. What was lent stays as long as tensors use it."""
+        """Remove the files. Memory that was lent stays as long as tensors use it."""
         for block in self._blocks:
             block.remove_file()
         self._blocks = []
 
 
 def _remove_stale() -> None:
-    """Remove files of ranks that were killed before all had opened them; nobody waits for so long."""
+    """Remove files older than ``_STALE_S``: they are of ranks that were killed before all had opened them."""
     for path in _FOLDER.glob("longshore-*"):
         with contextlib.suppress(OSError):
             found = path.stat()

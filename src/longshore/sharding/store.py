@@ -1,4 +1,4 @@
-"""The store of one rank, which keeps a share of an optimizer's state, and the rounds that bring it its gradients."""
+"""Store of one rank, which keeps a share of an optimizer's state and gets its gradients from rounds."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardedOffload(StoreFactory):
-    """State spread over the ranks of a process group.
+    """Settings of a store whose state is spread over the ranks of a process group.
 
     Attributes:
         offload: how each rank keeps its share.
-        group: of ranks; None: all of them.
+        group: process group of the ranks; None: all ranks.
         settings: how gradients are reduced.
-        gather_numel: elements of parameters that are gathered together (stages 1 and 2).
-        sharded: the model, at stage 3.
+        gather_numel: number of elements that are gathered together after a step (stages 1 and 2).
+        sharded: the model, at stage 3; otherwise None.
     """
 
     offload: Offload
@@ -70,14 +70,14 @@ class ShardedOffload(StoreFactory):
         settings = self.settings
         waiting_numel = settings.bucket_numel
         if self.sharded is not None:
-            # No more than what is gathered together: the device has no room for gradients of all modules either.
+            # At most as many as are gathered together may wait: the device has no room for gradients of all modules.
             waiting_numel = min(waiting_numel, self.sharded.largest_numel)
-        limit_bytes = waiting_numel * torch.float32.itemsize  # or two buckets in 16 bits
+        limit_bytes = waiting_numel * torch.float32.itemsize  # this is also the size of two buckets in 16 bits
         collectives = CollectiveThread(twin_of(self.group, device), device, limit_bytes)
-        # Where gradients are reduced in step() there is no backward to step ahead in.
+        # If gradients are reduced in step(), there is no backward during which to step ahead.
         in_backward = settings.each_backward or settings.early
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
-        # What comes out of a reduction is float32, whatever went in.
+        # Reduced gradients are float32, whatever their dtype was.
         local = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
         if self.sharded is not None:
             # Imported here: it imports torch's FSDP2, which takes a while.
@@ -134,15 +134,15 @@ class ShardedStore(ParameterStore):
         self.window.fail(failure)
 
     def end_backward(self, failure: BaseException | None) -> None:
-        # Where it failed, its round still takes place: the others are in it.
+        # If the backward failed, its round still takes place: the others are in it.
         self.window.fail(failure)
         self._gradients.end_backward()
         if failure is not None:
-            # At once: the others may be in the middle of this backward, where they gather and wait.
+            # Give up at once: the others may be in the middle of this backward, where they gather and wait.
             self.window.given_up = self.ownership.interrupted()
 
     def forward_failed(self) -> None:
-        """A forward raised."""
+        """Note that a forward raised."""
         self.ownership.interrupted()
 
     def foresee(self, forecast: Forecast) -> None:
@@ -173,10 +173,10 @@ class ShardedStore(ParameterStore):
         except GradientError:
             pass  # another rank gave up the same window
         finally:
-            # Checked here, since nobody notes that a raw backward raised because another rank gave up.
+            # Checked here, since nothing else notes that a plain loss.backward() raised because another rank gave up.
             if (self.window.failure is not None or self.window.told) and not self.window.given_up:
                 self.ownership.give_up()
-            self.window.told = False  # what fails from now on is another window
+            self.window.told = False  # failures from now on belong to another window
             self.local.discard()
             self._gradients.begin()
 
@@ -188,10 +188,10 @@ class ShardedStore(ParameterStore):
         self.check_usable()
         window = self.window
         if window.given_up and window.failure is not None:
-            raise window.failure  # no other rank meets this one for the step
+            raise window.failure  # no other rank comes to a meeting for this step
         failure = window.failure or failure
         if failure is None and window.active is not None:
-            return dict.fromkeys(window.active, None)  # nothing came since
+            return dict.fromkeys(window.active, None)  # no gradient arrived since
         closing, kept = self._gradients.take()
         parameters, order = list(self.ownership.dtypes), self._gradients.planned_order()
         backwards, used = window.backwards, [parameter in window.arrivals for parameter in parameters]
@@ -245,7 +245,7 @@ class ShardedStore(ParameterStore):
             ranges = counted if self.ownership.counts_once(parameter) else repeated
             ranges.update((each.index, None) for each in self.ownership.owned(parameter))
         part, other = (self.local.sum_of_squares(ranges, scale) for ranges in (counted, repeated))
-        # What another rank has too counts once; where it is not finite, on whichever rank, all have to know.
+        # Ranges that several ranks have count once; but if they are not finite on any rank, all ranks have to know.
         return self.ownership.total(part if math.isfinite(other) else other)
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
@@ -300,7 +300,7 @@ class ShardedStore(ParameterStore):
             raise broken_state_error(self.broken, " on this or another rank", " on every rank")
 
     def _before_writing(self) -> None:
-        """Wait for rounds under way, before state is written: each arrival may begin a pass that reads it."""
+        """Wait for rounds under way before state is written: each arrival may start work that reads it."""
         self._check_open()
         try:
             self.collectives.drain()
@@ -308,7 +308,7 @@ class ShardedStore(ParameterStore):
             self.window.fail(failure)
 
     def meet(self, loading: bool) -> None:
-        """All processes are about to save, or to load, a checkpoint. Raises RankError if one does something else."""
+        """Wait until all ranks are about to save or load a checkpoint. Raises RankError if one does something else."""
         self._check_open()
         action = Action.LOAD if loading else Action.SAVE
         self.ownership.outside_of_the_model(action)
@@ -339,14 +339,15 @@ class ShardedStore(ParameterStore):
         return sum(self.local.count_differing(each.index, values[self.ownership.place(each)]) for each in owned)
 
     def read_state(self, parameter: int, which: str) -> Tensor:
-        """A copy of the whole array, from all ranks; every rank has to ask. A gradient is the reduced one."""
+        """Return a copy of the whole array, gathered from all ranks, which all have to call this. A gradient is the
+        reduced one."""
         self.check_usable()
         # Each range of a parameter that any rank used has a gradient.
         assert which != GRADIENT or (self.window.active is not None and parameter in self.window.active)
         return self.ownership.assemble(parameter, lambda each: self.local.read_state(each.index, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
-        """The whole parameter, flat, where ``held`` is what this process has of it on its device."""
+        """Return the whole parameter, flat; ``held`` is the part of it that this process has on its device."""
         if self.ownership.replicates:
             return held
         return self.ownership.assemble(parameter, lambda each: held[self.ownership.place(each)].float())
@@ -374,6 +375,6 @@ class ShardedStore(ParameterStore):
 
 
 def sharded_store(optimizer: TiledOptimizer) -> ShardedStore | None:
-    """The store of an engine's optimizer if several ranks share its state."""
+    """Return the store of an engine's optimizer if several ranks share its state; otherwise None."""
     store = optimizer._core.store
     return store if isinstance(store, ShardedStore) else None

@@ -41,13 +41,16 @@ class BackendSettings(NamedTuple):
     kernels: Kernels
     tile_numel: int
     hold_gradients: bool
-    """Gradients arrive in backward and stay until the step: each tile has its own slot. Otherwise they share a few."""
+    """Whether gradients arrive in backward and stay until the step, in a slot for each tile; else tiles share a few."""
     speculation_memory: SpeculationMemory = 0
-    """For tiles that are stepped ahead of the verdict."""
+    """Memory for stepping tiles ahead of the verdict."""
 
 
 def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
-    """Elements of each parameter that stay on the device if ``ratio`` of all are on the host: the first blocks."""
+    """Return how many first elements of each parameter stay on the device if ``ratio`` of all elements are on the host.
+
+    The first parameters stay whole, and one may be divided at a multiple of ``NORM_BLOCK_NUMEL``.
+    """
     total = sum(numels)
     left = total - round(total * ratio)
     kept_numels = []
@@ -62,7 +65,7 @@ class Backend:
     """The tiles of one store that are kept in one memory and stepped by one set of kernels.
 
     Args:
-        settings: its settings.
+        settings: the settings of this backend.
         buffer_arrays: number of arrays in each buffer.
         pending_reads: the store's buffers that a snapshot has still to read.
     """
@@ -77,23 +80,23 @@ class Backend:
         # Grow with parameters.
         self.tiles: list[Tile] = []
         self.parts: dict[int, list[tuple[Tile, Segment]]] = {}
-        """The tiles here of each parameter, and its segments in them."""
+        """For each parameter, its tiles in this backend, and its segments in them."""
         self._slot_bytes = 0
         self._ring = SlotRing(transfer)
-        """For gradients that do not stay, or for new parameters whose gradients have another dtype."""
+        """Slots for gradients that do not stay until the step, or for new parameters of another dtype than these."""
         memory = allocator_on(kernels.device)
         self.buffers = BufferPool(buffer_arrays, memory, pending_reads)
         # Change with each window. The worker's jobs never take the store's lock.
         self.accumulators = BufferPool(1, memory)
         self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
-        """Adds later arrivals, and steps ahead."""
+        """Runner of the jobs that add later arrivals and step ahead."""
         ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0
         spares = BufferPool(buffer_arrays, memory, pending_reads)
         self.speculator = Speculator(ahead, spares, transfer, kernels, self.worker, self.parts.__getitem__)
         self.snapshots = Snapshots(self.buffers, pending_reads, self.speculator, kernels.device)
 
     def add(self, added: Sequence[Tile]) -> None:
-        """Take up new tiles, and make the staging memory that they need."""
+        """Add new tiles, and allocate the staging memory that they need."""
         for tile in added:
             self.tiles.append(tile)
             for parameter, segment in tile.segments.items():
@@ -114,11 +117,11 @@ class Backend:
             self._ring.grow(max(passing), min(PIPELINE_DEPTH, len(self.tiles)))
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by kind: buffers, gradients (slots, or tensors that arrived), spares, staging, accumulators."""
+        """Return bytes by kind: buffers, gradients (slots, or tensors that arrived), spares, staging, accumulators."""
         arrived = 0
         for tile in self.tiles if not self.transfer.staged else ():
             for segment in tile.segments.values():
-                gradient = segment.gradient  # the worker may put the sum in its place
+                gradient = segment.gradient  # read once, as the worker may replace it by the sum
                 if gradient is not None and not segment.summed:
                     arrived += gradient.nbytes
         return {
@@ -134,7 +137,7 @@ class Backend:
     def bring(self, tile: Tile, segment: Segment, gradient: Tensor, ready: Any) -> None:
         """Take one more gradient of a segment into the window: the first is copied, each later one is added in float32.
 
-        Returns at once: the copy runs on its stream, the addition on the worker. One caller at a time.
+        This returns at once: the copy runs on its stream, the addition on the worker. One thread may call at a time.
         """
         tile.arrived(segment)
         tile.recorder.mark(ARRIVE if segment.arrivals == 1 else ARRIVE_AGAIN, tile.layout.index)
@@ -175,13 +178,13 @@ class Backend:
         self.worker.submit(add, gradient.nbytes)
 
     def drain(self) -> BaseException | None:
-        """Wait for every arrival, and for what was stepped ahead; the first failure since the last call, if any."""
+        """Wait for every arrival and every step ahead; return the first failure since the last call, if any."""
         failure = self.worker.drain() if self.worker.used else None
         self.speculator.harvest()
         return failure
 
     def block_sums(self, gradients: Mapping[int, Tensor | None], scale: Scale) -> dict[int, Sequence[float]]:
-        """By parameter, the sums of squares of the blocks that are here; see :meth:`ParameterStore.sum_of_squares`."""
+        """Return, by parameter, sums of squares of its blocks here; see :meth:`ParameterStore.sum_of_squares`."""
         known = self.speculator.known_squares(scale)
         measured: dict[int, list[Tensor]] = {}
         for parameter, gradient in gradients.items():
@@ -203,7 +206,7 @@ class Backend:
         """Step and publish tiles; on return the current stream sees the new parameters.
 
         Tiles that were stepped ahead come first: their copies to the device run while the others are stepped.
-        ``stepped`` gets the tiles that are COMMITTED, and on their way to the device.
+        Tiles that are COMMITTED, and on their way to the device, are appended to ``stepped``.
         """
         if self.snapshots.active:
             self.snapshots.collect()
@@ -220,7 +223,7 @@ class Backend:
             active.sort(key=lambda pair: pair[0].layout.buffer_offset)
             for segment, step in active:
                 if step.gradient is not None:
-                    assert segment.arrivals == 0  # a second one would still be on its way to the worker
+                    assert segment.arrivals == 0  # the worker would still have to add a second one
                     self.bring(tile, segment, segment.part_of(step.gradient), ready)
         self.transfer.end_publish()
 
@@ -264,7 +267,7 @@ class Backend:
         tile.output_slot = None
 
     def end_step(self, scale: Scale) -> None:
-        """End the window that was stepped with ``scale``, for tiles that have gradients and were not stepped, too."""
+        """End the window that was stepped with ``scale``, also for tiles with gradients that were not stepped."""
         self.end_window([tile for tile in self.tiles if tile.state is TileState.COMMITTED], TileEvent.PUBLISHED)
         self.end_window([tile for tile in self.tiles if tile.state is not TileState.EMPTY], TileEvent.DISCARD)
         self.accumulators.trim()
@@ -286,9 +289,9 @@ class Backend:
 def commit_tile(
     tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels, into: Tensor | None = None
 ) -> None:
-    """FILLING or READY -> COMMITTED: write the new values to the tile's buffer and the outputs; BROKEN if that fails.
+    """Write a tile's new values to its buffer and the outputs (FILLING or READY -> COMMITTED; BROKEN if that fails).
 
-    With ``into`` that becomes the tile's buffer, and the one before is only read; otherwise it is stepped in place.
+    If ``into`` is given, it becomes the tile's buffer, and the old buffer is only read; else the step is in place.
     """
     for step in steps:
         if step.segment.handle is not None:
@@ -302,7 +305,7 @@ def commit_tile(
     begin_ns = recorder.begin(STEP_IN_PLACE, tile.layout.index)
     try:
         if into is not None:
-            for part in tile.idle_parts(steps):  # idle means untouched, in either buffer
+            for part in tile.idle_parts(steps):  # elements that are not stepped keep their values
                 into[:, part] = buffer[:, part]
         kernels.step_tile(buffer, target, rows, rules, scale)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Sums of squares that are computed while backward runs, so that little is left to measure at the verdict."""
+"""Sums of squares that are computed during backward, so that little is left to measure at the verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longshore.transfer import CopyHandle
 
 
 class Due(NamedTuple):
-    """A parameter whose whole gradient is queued: where it will be, and the copies to wait for."""
+    """A parameter whose whole gradient is queued, with the tensors that will have it and the copies to wait for."""
 
     parameter: int
     versions: list[int]
@@ -28,9 +28,9 @@ class _Sums(NamedTuple):
 
 
 class EarlyNorms:
-    """The norms of one store's window, by parameter, whose tiles and segments ``parts_of`` returns.
+    """Sums of squares of a window's gradients; ``parts_of`` returns the tiles and segments of a parameter.
 
-    A parameter is measured with the last of its tiles. Its sums are valid until more arrives for any of them.
+    A parameter is measured once its last tile is complete. Its sums are valid until any of its tiles gets a gradient.
     """
 
     def __init__(self, kernels: Kernels, parts_of: Callable[[int], Sequence[tuple[Tile, Segment]]]) -> None:
@@ -42,10 +42,10 @@ class EarlyNorms:
         self._sums: dict[int, _Sums] = {}
 
     def due(self, tile: Tile) -> list[Due]:
-        """The parameters of a tile that can be measured behind what is queued now.
+        """Return the parameters of a tile that can be measured after the jobs that are queued now.
 
-        Versions and gradients are read here, where no gradient is arriving: the worker could find a version that counts
-        an arrival which is not queued yet.
+        Versions and gradients are read here, while no gradient can arrive: on the worker, a version could already
+        count an arrival that is not queued yet.
         """
         found = []
         for parameter in tile.segments:
@@ -57,7 +57,7 @@ class EarlyNorms:
         return found
 
     def measure(self, due: Sequence[Due], scale: Scale) -> None:
-        """Measure parameters, on the worker, behind every addition that was queued when they were due."""
+        """Measure parameters on the worker, after every addition that was queued when they became due."""
         for copy in (copy for one in due for copy in one.copies):
             copy.wait()
         blocks = self._kernels.block_sums([one.pieces for one in due], scale)
@@ -65,7 +65,7 @@ class EarlyNorms:
             self._sums[one.parameter] = _Sums(one.versions, scale, sums)
 
     def known(self, scale: Scale) -> Mapping[int, Sequence[float]]:
-        """The sums of blocks that are still valid, by parameter; the worker is drained."""
+        """Return the sums of blocks that are still valid, by parameter; the worker must be drained."""
         self._asked = True
         return {
             parameter: sums.blocks
@@ -79,7 +79,7 @@ class EarlyNorms:
             self._sums.pop(parameter, None)
 
     def end_window(self, stepped: bool) -> None:
-        """Drop all sums. If a window that was stepped asked for a norm, the next one will, too."""
+        """Drop all sums. If a window that was stepped asked for a norm, the next one is expected to ask, too."""
         self._sums.clear()
         if stepped:
             self.wanted, self._asked = self._asked, False

@@ -1,6 +1,6 @@
-"""The events of tiles: their names, the recorders that are told of them, and the order in which they happen.
+"""Events of tiles: their names, the recorders that receive them, and the order in which they happen.
 
-Recorders are called from every thread that works on a tile, and must not change what it does. :data:`SCHEDULE` says
+Recorders are called from every thread that works on a tile, and must not change its work. :data:`SCHEDULE` says
 which event waits for which: ``longshore plan`` simulates it, and a test compares it with a traced engine.
 """
 
@@ -39,11 +39,11 @@ DISCARD = "discard"
 
 
 class Recorder(ABC):
-    """Is told of the events of one store. A caller keeps the recorder from an event's beginning to its end."""
+    """Receiver of the events of one store. A caller uses one recorder from the beginning of an event to its end."""
 
     @abstractmethod
     def begin(self, name: str, tile: int | None) -> int:
-        """This thread begins what a call below will report; returns its ``begin_ns``, of ``time.perf_counter_ns``."""
+        """Begin what this thread will report by a method below; return its ``begin_ns`` (``time.perf_counter_ns``)."""
 
     @abstractmethod
     def mark(self, name: str, tile: int | None) -> None:
@@ -51,23 +51,23 @@ class Recorder(ABC):
 
     @abstractmethod
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
-        """Report what this thread did from ``begin_ns`` until now."""
+        """Report the work of this thread from ``begin_ns`` until now."""
 
     @abstractmethod
     def passed(self, name: str, tile: int, buffer: Tensor, rows: Sequence[TileSegment], begin_ns: int) -> None:
         """Report a pass over ``rows`` of a tile's buffer, ``[arrays, buffer_numel]``, from ``begin_ns`` until now."""
 
     def working(self, track: str) -> AbstractContextManager[None]:
-        """A context in which this thread, whose name is ``track``, runs one job."""
+        """Return a context in which this thread, whose track is ``track``, runs one job."""
         return nullcontext()
 
     @abstractmethod
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
-        """Report a copy that was asked for at ``begin_ns`` and may still run."""
+        """Report a copy that was requested at ``begin_ns`` and may still run."""
 
 
 class Recorders(Recorder):
-    """Tells each of several recorders."""
+    """Recorder that forwards events to several recorders."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self.recorders = recorders
@@ -105,12 +105,12 @@ NO_RECORDER = Recorders(())
 
 
 def annotating() -> bool:
-    """Whether ``LONGSHORE_ANNOTATE`` asks for :class:`Ranges` from the beginning."""
+    """Return whether ``LONGSHORE_ANNOTATE`` asks for :class:`Ranges` from the beginning."""
     return os.environ.get("LONGSHORE_ANNOTATE", "0") not in ("", "0")
 
 
 class Ranges(Recorder):
-    """Opens ``torch.profiler.record_function`` ranges, and NVTX ranges where there is CUDA.
+    """Recorder that opens ``torch.profiler.record_function`` ranges, and NVTX ranges if CUDA is available.
 
     There is a range for each pass, copy, norm and job, on the thread that does it.
     """
@@ -118,7 +118,7 @@ class Ranges(Recorder):
     def __init__(self) -> None:
         self._nvtx = torch.cuda.is_available()
         self._open = threading.local()
-        """Names and ranges that a thread has opened and not ended."""
+        """Names and ranges that the thread has opened and not closed."""
 
     def begin(self, name: str, tile: int | None) -> int:
         label = _label(name, tile)
@@ -135,7 +135,7 @@ class Ranges(Recorder):
 
     def span(self, name: str, tile: int | None, begin_ns: int) -> None:
         stack = self._stack()
-        # Ranges that an error left open end with the one around them.
+        # Ranges that an error left open are closed together with the range around them.
         while stack and any(open_name == name for open_name, _ in stack):
             open_name, opened = stack.pop()
             opened.__exit__(None, None, None)
@@ -169,7 +169,7 @@ def _label(name: str, tile: int | None) -> str:
 
 
 PIPELINE_DEPTH = 4
-"""Tiles under way at once: one copied to the host, one stepped, one copied back, and one more against jitter."""
+"""Number of tiles under way at once: one copied to the host, one stepped, one copied back, one more against jitter."""
 
 
 class Track(Enum):
@@ -185,7 +185,7 @@ class Track(Enum):
 
 
 class Which(Enum):
-    """The tiles whose event is waited for."""
+    """Tiles whose event another event waits for."""
 
     SAME = "of the same tile, where it has one"
     ALL = "of every tile"
@@ -203,21 +203,21 @@ SCHEDULE: Mapping[str, Row] = {
     COPY_TO_HOST: Row(Track.TO_HOST, ((ARRIVE, Which.SAME),)),
     STEP_AHEAD: Row(Track.HOST, ((COPY_TO_HOST, Which.SAME),)),
     NORM: Row(Track.HOST, ((ARRIVE, Which.ALL), (COPY_TO_HOST, Which.ALL))),
-    # In place only after the verdict: there is no way back.
+    # A step in place waits for the verdict, because it cannot be undone.
     STEP_IN_PLACE: Row(Track.HOST, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (COPY_TO_HOST, Which.SAME))),
     PUBLISH: Row(Track.TO_DEVICE, ((NORM, Which.ALL), (STEP_AHEAD, Which.ALL), (STEP_IN_PLACE, Which.SAME))),
 }
 
 
 class Move(Enum):
-    """What a commit does with a tile that was not stepped ahead."""
+    """Stages of a commit for a tile that was not stepped ahead."""
 
     FILL = "copy gradients that are not on the host yet"
     FINISH = "step it, and publish it"
 
 
 def commit_moves(count: int, depth: int) -> Iterator[tuple[Move, int]]:
-    """The moves of a commit over ``count`` tiles, by index: at most ``depth`` tiles are filled and not finished."""
+    """Yield the moves of a commit, with each tile's index; at most ``depth`` tiles are filled and not finished."""
     for place in range(count):
         if place >= depth:
             yield Move.FINISH, place - depth
@@ -227,5 +227,5 @@ def commit_moves(count: int, depth: int) -> Iterator[tuple[Move, int]]:
 
 
 def debugging() -> bool:
-    """Whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
+    """Return whether ``LONGSHORE_DEBUG`` asks for checks that cost time."""
     return os.environ.get("LONGSHORE_DEBUG", "0") not in ("", "0")

@@ -1,4 +1,4 @@
-"""Memory of optimizer state and accumulators, on the host or on a device, and slots for the copy engine."""
+"""Memory for optimizer state and accumulators, on the host or on a device, and slots for the copy engine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LARGEST_BLOCK_BYTES = 1 << 30
 
 
 def allocate_zeros(numel: int) -> Tensor:
-    """Float32 zeros that take memory only as they are touched.
+    """Allocate float32 zeros that take memory only as they are touched.
 
-    Large blocks ask for huge pages: with 4 KiB pages a good part of a step's time is address translation.
+    Large blocks request huge pages: with 4 KiB pages, address translation takes a good part of a step's time.
     """
     num_bytes = 4 * numel
     if num_bytes < _HUGE_PAGE_BYTES:
@@ -34,13 +34,13 @@ def allocate_zeros(numel: int) -> Tensor:
     else:
         block = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+        with contextlib.suppress(OSError):  # a kernel without huge pages is slower, but not wrong
             block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.float32)
 
 
 def available_bytes() -> int:
-    """Host memory that could be had now without swapping."""
+    """Return how many bytes of host memory can be allocated now without swapping."""
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -49,24 +49,24 @@ def available_bytes() -> int:
 
 
 def allocator_on(device: torch.device) -> Callable[[int], Tensor]:
-    """A function that makes ``numel`` float32 zeros, flat, on ``device``."""
+    """Return a function that makes ``numel`` float32 zeros, flat, on ``device``."""
     if device.type == "cpu":
         return allocate_zeros
     return lambda numel: torch.zeros(numel, dtype=torch.float32, device=device)
 
 
 class PendingReads:
-    """The buffers that have to stay as they are, because a snapshot has not read them yet.
+    """Buffers that must not change, because a snapshot has not read them yet.
 
-    The thread that trains adds buffers, and takes tiles away from them; the thread that reads releases them.
+    The training thread adds buffers, and moves tiles to other buffers; the reading thread releases the buffers.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._unread: set[int] = set()
-        """By address."""
+        """Addresses of the buffers."""
         self.released = 0
-        """Buffers that were ever released."""
+        """Number of releases so far."""
 
     def __contains__(self, buffer: Tensor) -> bool:
         return buffer.data_ptr() in self._unread
@@ -79,23 +79,23 @@ class PendingReads:
             self._unread.update(buffer.data_ptr() for buffer in buffers)
 
     def release(self, buffer: Tensor) -> None:
-        """The buffer has been read. May be called from any thread."""
+        """Record that the buffer has been read. Any thread may call this method."""
         with self._changed:
             self._unread.discard(buffer.data_ptr())
             self.released += 1
             self._changed.notify_all()
 
     def wait_for(self, released: int) -> None:
-        """Wait until :attr:`released` is not this number any more."""
+        """Wait until :attr:`released` differs from this number."""
         with self._changed:
             self._changed.wait_for(lambda: self.released != released)
 
 
 class BufferPool:
-    """Buffers by size: float32 ``[buffer_arrays, buffer_numel]``, the master and the states of the rule.
+    """Pool of buffers by size: float32 ``[buffer_arrays, buffer_numel]``, the master and the states of the rule.
 
-    A buffer that comes back is handed out again as it is: the caller writes all elements that it will read, or asks for
-    zeros. Accumulators, the float32 sums of tiles with several gradients in a window, are buffers of one array.
+    A buffer that comes back is handed out again with its contents: the caller writes all elements that it reads, or
+    asks for zeros. Accumulators, the float32 sums of tiles with several gradients in a window, have one array.
 
     Args:
         buffer_arrays: number of arrays in each buffer.
@@ -115,7 +115,7 @@ class BufferPool:
         self._pending_reads = pending_reads
         self._free: dict[int, list[Tensor]] = {}
         self._idle: dict[int, list[Tensor]] = {}
-        """Buffers that were free before the last :meth:`trim`."""
+        """Buffers that were free at the last :meth:`trim` and have not been taken since."""
         self.unread: list[Tensor] = []
         """Buffers that came back before a snapshot had read them."""
 
@@ -130,11 +130,11 @@ class BufferPool:
     def take_zeros(self, buffer_numel: int) -> Tensor:
         before = self.allocated_bytes
         buffer = self.take(buffer_numel)
-        # A new one is zero, and takes memory only as it is touched.
+        # A new buffer is zero already, and takes memory only as it is touched.
         return buffer.zero_() if self.allocated_bytes == before else buffer
 
     def take_within(self, buffer_numel: int, most_bytes: int) -> Tensor | None:
-        """A free buffer, or a new one if the pool has at most ``most_bytes`` with it; otherwise None."""
+        """Return a free buffer, or a new one if the pool then has at most ``most_bytes``; otherwise None."""
         if free := self._idle.get(buffer_numel) or self._free.get(buffer_numel):
             return free.pop()
         if self.allocated_bytes + self.buffer_bytes(buffer_numel) > most_bytes:
@@ -151,51 +151,51 @@ class BufferPool:
             self.allocated_bytes -= buffer.nbytes
 
     def collect(self) -> None:
-        """Make buffers free that have been read since they came back."""
+        """Free the buffers that have been read since they came back."""
         buffers, self.unread = self.unread, []
         for buffer in buffers:
             self.give_back(buffer)
 
     def trim(self) -> None:
-        """Let go of the buffers that were free since the last call."""
+        """Release the memory of buffers that have been free since the last call."""
         self.allocated_bytes -= sum(buffer.nbytes for buffers in self._idle.values() for buffer in buffers)
         self._idle, self._free = self._free, {}
 
     def clear(self) -> None:
-        """Let go of all free buffers."""
+        """Release the memory of all free buffers."""
         self.trim()
         self.trim()
 
     def set_arrays(self, buffer_arrays: int) -> None:
-        """Make buffers with this number of arrays from now on; those of the old shape are freed as they come back."""
+        """Make buffers with this number of arrays from now on; the old ones are released as they come back."""
         if buffer_arrays != self._buffer_arrays:
             self.clear()
             self._buffer_arrays = buffer_arrays
 
 
 class Slot:
-    """Host bytes between the copy streams: gradients come in, new parameters go out in their place."""
+    """Host memory between the copy streams: gradients come in, and new parameters go out."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
         self.last_publish: CopyHandle | None = None
-        """The copy that last read the slot; the next copy into it has to wait for that one."""
+        """The copy that last read the slot; the next copy into the slot has to wait for it."""
 
     def view(self, dtype: torch.dtype, segment: SegmentLayout) -> Tensor:
-        """The elements of a tile's segment as ``dtype``."""
+        """Return the elements of a tile's segment as ``dtype``."""
         return self._buffer.view(dtype)[segment.buffer_offset : segment.buffer_offset + segment.numel]
 
 
 def padded_bytes(size: int) -> int:
-    """Bytes that a slot of ``size`` bytes takes in its block."""
+    """Return the number of bytes that a slot of ``size`` bytes takes in its block."""
     return -(-size // 64) * 64
 
 
 def cut_slots(transfer: Transfer, sizes: Sequence[int]) -> tuple[list[Slot], int]:
-    """Make one slot for each size in bytes, each at a multiple of 64 bytes; returns them and the bytes allocated.
+    """Make one slot for each size in bytes, at a multiple of 64 bytes; return the slots and the bytes allocated.
 
-    Pinning inside a hook can deadlock with NCCL and takes milliseconds, so slots are made when tiles are. torch's
-    pinned allocator rounds each block up to a power of two, so they are packed into blocks that are one, or nearly.
+    Pinning inside a hook can deadlock with NCCL and takes milliseconds, so slots are made together with tiles. torch's
+    pinned allocator rounds each block up to a power of two, so slots are packed into blocks close to such a size.
     """
     slots: list[Slot] = []
     allocated_bytes = remaining = sum(padded_bytes(size) for size in sizes)
@@ -214,7 +214,7 @@ def cut_slots(transfer: Transfer, sizes: Sequence[int]) -> tuple[list[Slot], int
 
 
 class SlotRing:
-    """Slots of one size that take turns; the caller of :meth:`next` waits for its ``last_publish``."""
+    """Slots of one size, used in turn; the caller of :meth:`next` waits for the slot's ``last_publish``."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.allocated_bytes = 0
@@ -223,9 +223,9 @@ class SlotRing:
         self._slots: deque[Slot] = deque()
 
     def grow(self, slot_bytes: int, count: int) -> None:
-        """Have at least ``count`` slots of at least ``slot_bytes`` each."""
+        """Make sure that there are at least ``count`` slots of at least ``slot_bytes`` each."""
         if slot_bytes > self._slot_bytes:
-            # The old ones are freed before the new ones are made.
+            # The old slots are freed before the new ones are made.
             self._transfer.synchronize()
             count = max(count, len(self._slots))
             self._slot_bytes, self._slots, self.allocated_bytes = slot_bytes, deque(), 0

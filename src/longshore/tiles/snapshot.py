@@ -1,6 +1,6 @@
-"""The state of an optimizer as it was at one moment, for a thread that writes it while training goes on.
+"""Snapshots: the state of an optimizer at one moment, for a thread that writes it while training goes on.
 
-Nothing is copied at that moment. While a buffer is still to be read, a step of its tile writes into another buffer,
+Nothing is copied at that moment. As long as a buffer has not been read, a step of its tile writes to another buffer,
 which becomes the tile's (as in stepping ahead); the old buffer belongs to the snapshot alone until it has been read.
 """
 
@@ -25,13 +25,13 @@ Read = tuple[int, str]
 
 
 class StateSnapshot:
-    """The buffers of a store as they were at one moment.
+    """Buffers of a store as they were at one moment.
 
     Args:
-        pending_reads: the store's; it has the buffers until they have been read.
+        pending_reads: the store's set of unread buffers; these buffers are in it until they have been read.
         rows: the row of each array in a buffer.
-        parts: for each key, its buffers and where in them it is.
-        reads: everything that will be read, each once and from one thread.
+        parts: for each key, its buffers and its segments in them.
+        reads: everything that will be read; each entry is read once, and all from one thread.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class StateSnapshot:
         pending_reads.add(buffers)
 
     def read_range(self, key: int, which: str) -> Tensor:
-        """One array of a parameter of the store: float32, flat, on the CPU."""
+        """Return one array of a parameter of the store: float32, flat, on the CPU."""
         row = self._rows[which]
         parts = [buffer[row, segment.in_buffer] for buffer, segment in self._parts[key]]
-        # A copy, and a complete one: cat() copies even a single tensor, and cpu() waits.
+        # The result is a finished copy: cat() copies even a single tensor, and cpu() waits.
         values = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float32, device="cpu")
         for buffer, _ in self._parts[key]:
             address = buffer.data_ptr()
@@ -63,7 +63,7 @@ class StateSnapshot:
         return values
 
     def close(self) -> None:
-        """Release the buffers that were not read. May be called again."""
+        """Release the buffers that were not read. This method may be called again."""
         for buffer in list(self._buffers.values()):
             self._pending_reads.release(buffer)
         self._buffers.clear()
@@ -71,13 +71,13 @@ class StateSnapshot:
 
 
 class Snapshots:
-    """Moves the tiles of one backend away from buffers that a snapshot has still to read.
+    """Replacement of buffers that a snapshot has still to read, for the tiles of one backend.
 
     Args:
         buffers: the tiles' pool, which was made with ``pending_reads``.
         pending_reads: the buffers that are still to be read.
         speculator: lends its spare buffers, if it has any.
-        device: where the buffers are.
+        device: device of the buffers.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Snapshots:
         self._speculator = speculator
         self._device = device
         self._most_bytes = 0
-        """Limit of the tiles' pool while spare buffers come from it."""
+        """Limit of the tiles' pool while other buffers are taken from it, in bytes."""
         self.active = False
         """Whether a snapshot may still have buffers to read, or buffers to give back."""
 
@@ -96,11 +96,11 @@ class Snapshots:
         """Prepare to take a snapshot.
 
         Args:
-            memory_bytes: host memory for other buffers, where the speculator has none to lend (buffers on a device: a
-                part of what is free there). Beyond it a step waits for the reader.
+            memory_bytes: host memory for other buffers, if the speculator has none to lend (for buffers on a device, a
+                part of the free memory there is used instead). A step that needs more waits for the reader.
 
         Raises:
-            LongshoreError: the snapshot before is still being read.
+            LongshoreError: the previous snapshot is still being read.
         """
         self.collect()
         if self._pending_reads:
@@ -113,7 +113,7 @@ class Snapshots:
 
     @contextmanager
     def buffer_for(self, tile: Tile) -> Iterator[Tensor | None]:
-        """The buffer to step the tile into, which the caller makes the tile's; None: step it in place."""
+        """Yield the buffer to step the tile into, which the caller makes the tile's; None: step it in place."""
         old = unused = tile.buffer
         buffer = None if old is None else self._other_than(old)
         try:
@@ -123,18 +123,18 @@ class Snapshots:
             raise
         finally:
             if buffer is not None and unused is not None:
-                # An old buffer is free when it has been read.
+                # An old buffer becomes free once it has been read.
                 (self._speculator.spares or self._buffers).give_back(unused)
 
     def make_writable(self, tile: Tile) -> None:
-        """Prepare for a write to the tile's buffer that is no step."""
+        """Prepare for a write to the tile's buffer that is not a step."""
         with self.buffer_for(tile) as buffer:
             if buffer is not None and tile.buffer is not None:
                 buffer.copy_(tile.buffer)
                 tile.buffer = buffer
 
     def collect(self) -> None:
-        """Make buffers free that have been read, and after the last of them free the memory that no tile needs."""
+        """Free the buffers that have been read, and after the last of them release the memory that no tile needs."""
         pools = [pool for pool in (self._buffers, self._speculator.spares) if pool is not None]
         for pool in pools:
             pool.collect()
@@ -144,7 +144,7 @@ class Snapshots:
 
     def _other_than(self, buffer: Tensor) -> Tensor | None:
         while True:
-            released = self._pending_reads.released  # first, so that a release from here on ends the wait
+            released = self._pending_reads.released  # read first, so that a later release ends the wait
             if buffer not in self._pending_reads:
                 return None
             self.collect()

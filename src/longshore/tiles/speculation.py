@@ -1,10 +1,10 @@
 """Stepping tiles while backward still runs, on the bet that neither gradients nor scale will change.
 
 A pass reads the tile's buffer and gradients and writes a spare buffer and spare outputs. At the verdict the spare
-becomes the tile's, or is dropped: undoing a step restores bytes because nothing was ever overwritten (law 5).
+becomes the tile's buffer, or is dropped: undoing a step is exact because nothing was ever overwritten (law 5).
 
-Passes run on the worker, behind the additions that were queued before them. The worker never moves a tile: the threads
-that bring gradients and the caller do, in :meth:`Speculator.harvest` for passes that have ended.
+Passes run on the worker, after the additions that were queued before them. The worker never changes a tile's state:
+threads that bring gradients and the caller do, in :meth:`Speculator.harvest` for passes that have ended.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from longshore.tiles.worker import JobRunner
 from longshore.transfer import Transfer
 
 SpeculationMemory = int | str
-"""What :func:`longshore.byte_sizes.parse_memory_budget` takes; 100 % is the memory of a spare for every tile."""
+"""Argument of :func:`longshore.byte_sizes.parse_memory_budget`; 100 % is the memory of a spare for every tile."""
 
 _AUTO_PART = 4
 _MEMORY = 0.75
-"""Weight of all earlier verdicts against the last one: some four windows count."""
+"""Weight of all earlier verdicts against the last one: about four windows count."""
 _ENOUGH = 0.5
 
 
 def memory_for_speculation() -> int:
-    """What ``"auto"`` grants at most to all processes of this machine together, in bytes."""
+    """Return how many bytes ``"auto"`` grants at most to all processes of this machine together."""
     return available_bytes() // _AUTO_PART
 
 
 def speculation_budget(memory: SpeculationMemory, most: int) -> int:
-    """Bytes for spares, where a spare for every tile would take ``most``."""
+    """Return the number of bytes for spares, if a spare for every tile would take ``most``."""
     budget = parse_memory_budget(memory)
     if budget.byte_count is not None:
         return budget.byte_count
@@ -48,28 +48,28 @@ def speculation_budget(memory: SpeculationMemory, most: int) -> int:
 
 
 class SpeculationRecord(NamedTuple):
-    """What speculation did in the last window, by tiles, and how it stands."""
+    """State of speculation, and what it did with tiles in the last window."""
 
     score: float
     """How often the assumed verdict was the true one lately, from 0 to 1."""
     bets: bool
-    """Whether the next window is bet on."""
+    """Whether tiles will be stepped ahead in the next window."""
     spares: int
     """Tiles that can be stepped ahead at once."""
     begun: int = 0
     kept: int = 0
     redone: int = 0
-    """Stepped ahead, and again with the true scale or rule."""
+    """Tiles stepped ahead, and then again with the true scale or rule."""
     dropped: int = 0
-    """Stepped ahead for nothing: one more gradient came, or the window was discarded."""
+    """Tiles stepped ahead in vain: one more gradient came, or the window was discarded."""
     waited: int = 0
-    """Complete, but no spare was left."""
+    """Tiles that were complete when no spare was left."""
 
 
 class Predictor:
-    """Bets while the last verdicts were mostly the assumed one.
+    """Predictor of verdicts, which bets as long as most of the last verdicts were the assumed one.
 
-    It learns from every window, so that speculation stays off only while clipping always acts.
+    It learns from every window, so that speculation stays off only while every window is clipped.
     """
 
     def __init__(self) -> None:
@@ -86,11 +86,11 @@ class Predictor:
 
 
 class Pass:
-    """The step of one tile into a spare buffer; it owns all that it reads and writes, whatever becomes of the window.
+    """Step of one tile into a spare buffer; it owns all that it reads and writes, whatever happens to the window.
 
-    Making it moves the tile from READY to STEPPING. The tile's buffer and gradients will only be read, so the outputs
-    must be neither the gradients' own memory nor the parameters. Gradients may still be on their way.
-    ``slot`` has the outputs; the copy that was published from it last is waited for.
+    The constructor moves the tile from READY to STEPPING. The tile's buffer and gradients will only be read, so the
+    outputs must be neither the gradients' own memory nor the parameters. Gradients may still be on their way.
+    ``slot`` takes the outputs; the pass waits for the last copy that was published from it.
     """
 
     def __init__(
@@ -109,34 +109,34 @@ class Pass:
         self._version = tile.version
         self.failed = False
         self.put_off = False
-        """Not on the worker: what is measured for the verdict comes first."""
+        """Whether the pass is postponed, because measurements for the verdict come first."""
         self.open = True
-        """Not harvested yet."""
+        """Whether the pass has not been harvested yet."""
 
     @property
     def current(self) -> bool:
-        """Whether no gradient came, and no window ended, since it began."""
+        """Whether no gradient came, and no window ended, since the pass was made."""
         return self.tile.version == self._version
 
     def run(self, kernels: Kernels) -> None:
-        """Wait for the gradients, and write the step's results into the spare buffer. Touches no tile."""
+        """Wait for the gradients, and write the step's results into the spare buffer. This changes no tile."""
         if self.slot is not None and self.slot.last_publish is not None:
             self.slot.last_publish.wait()
-        for copy in self._copies:  # before it begins, so that a recorder is told of the pass alone
+        for copy in self._copies:  # before begin(), so that a recorder times the pass alone
             copy.wait()
         recorder, index = self.tile.recorder, self.tile.layout.index
         begin_ns = recorder.begin(STEP_AHEAD, index)
         try:
-            for part in self._idle:  # idle means untouched, in either buffer
+            for part in self._idle:  # elements that are not stepped keep their values
                 self.target[:, part] = self.source[:, part]
             kernels.step_tile(self.source, self.target, self._rows, self._row_rules, self.scale)
         finally:
             recorder.passed(STEP_AHEAD, index, self.source, self._rows, begin_ns)
 
     def end(self, spares: BufferPool) -> bool:
-        """STEPPING -> STEPPED, one call at a time with everything else that moves the tile.
+        """Make the spare buffer the tile's spare (STEPPING -> STEPPED). No other thread may move the tile meanwhile.
 
-        If the pass is not :attr:`current`, gives the spare buffer back and returns False; the tile stays as it is.
+        If the pass is not :attr:`current`, give the spare buffer back and return False; the tile stays as it is.
         """
         if not self.current:
             spares.give_back(self.target)
@@ -147,13 +147,13 @@ class Pass:
 
 
 class Speculator:
-    """Steps tiles of one backend ahead, each as soon as it has the gradients that its last window brought.
+    """Stepping ahead for the tiles of one backend, each as soon as it has as many gradients as in its last window.
 
     Args:
         memory: limit of spare buffers, which come from ``spares``, and of outputs; 0: every tile waits for the verdict.
         spares: a pool for spare buffers alone.
-        transfer: makes memory for outputs.
-        kernels: run the passes, on ``runner`` and behind what was queued before.
+        transfer: allocates memory for outputs.
+        kernels: run the passes, on ``runner``, after the jobs that were queued before.
         runner: the worker that adds later arrivals.
         parts_of: returns a parameter's tiles and segments.
     """
@@ -172,7 +172,7 @@ class Speculator:
         self._memory = memory
         self._pool = spares
         self.spares = spares if memory else None
-        """Buffers to step into ahead of the verdict; None: there are none."""
+        """Pool of buffers to step into ahead of the verdict; None: there are none."""
         self._transfer = transfer
         self._kernels = kernels
         self._runner = runner
@@ -180,7 +180,7 @@ class Speculator:
         # Grow with tiles.
         self._reserved_for = self._spare_count = self._spare_buffer_bytes = self.spare_bytes = 0
         self._slots: dict[tuple[int, int], list[Slot]] = {}
-        """By elements of a buffer and bytes of an output; each stands for a buffer in the pool, too."""
+        """Slots by elements of a buffer and bytes of an output; for each slot there is a buffer in the pool, too."""
         # Change with each window.
         self._predictor = Predictor()
         self._paused = False
@@ -192,23 +192,23 @@ class Speculator:
 
     @property
     def record(self) -> SpeculationRecord | None:
-        """None: nothing is ever bet on."""
+        """What speculation did in the last window; None if tiles are never stepped ahead."""
         if not self._memory:
             return None
         return SpeculationRecord(self._predictor.score, self._predictor.bets, self._spare_count, **self._last)
 
     def lend(self, buffer_numel: int) -> Tensor | None:
-        """A spare buffer, to be given back to :attr:`spares`, as it is or another one; None: all are in use."""
+        """Return a spare buffer, or None if all are in use. The caller gives it, or another one, to :attr:`spares`."""
         return self._pool.take_within(buffer_numel, self._spare_buffer_bytes)
 
     # -- during backward ------------------------------------------------------
 
     def consider(self, tile: Tile) -> None:
-        """A gradient arrived, perhaps the last that the tile will get. One caller at a time."""
+        """Step the tile ahead if the gradient that arrived completes it. Only one thread may call this at a time."""
         forecast = self.forecast if self._memory else None
         if forecast is None or not tile.complete or tile.buffer is None or tile.layout.index in self._considered:
             return
-        # Once a window: where more comes after all, each arrival would walk the whole tile again.
+        # Only once per window: if more gradients come after all, each arrival would walk the whole tile again.
         self._considered.add(tile.layout.index)
         if self._norms.wanted:
             due, scale = self._norms.due(tile), forecast.scale()
@@ -224,13 +224,13 @@ class Speculator:
             return
         if self._rules is None:
             self._rules = {}
-            with contextlib.suppress(Exception):  # step() will say what is wrong with a group
+            with contextlib.suppress(Exception):  # step() will report what is wrong with a group
                 self._rules = forecast.rules()
         rules, active = self._rules, [segment for segment in tile.segments.values() if segment.arrivals > 0]
         if any(segment.layout.parameter not in rules for segment in active):
             return
         buffer = self.lend(tile.layout.buffer_numel)
-        if buffer is None:  # a snapshot still reads what was a tile's before
+        if buffer is None:  # a snapshot still reads former buffers of tiles
             self._counts["waited"] += 1
             return
         slot = free.pop()
@@ -243,13 +243,13 @@ class Speculator:
         self._runner.submit(lambda: self._run(bet), 0)
 
     def _measure(self, due: Sequence[Due], scale: Scale) -> None:
-        with contextlib.suppress(Exception):  # it will be measured at the verdict, and raise there
+        with contextlib.suppress(Exception):  # the norm is measured again at the verdict, and raises there
             self._norms.measure(due, scale)
 
     def _run(self, bet: Pass) -> None:
-        """On the worker. Whatever fails here is tried again at the verdict, and raises there."""
+        """Run a pass, on the worker. A pass that fails here is repeated at the verdict, and raises there."""
         if not bet.current:
-            bet.failed = True  # nobody wants it any more
+            bet.failed = True  # its result is no longer needed
         elif self._paused:
             bet.put_off = True
         else:
@@ -261,41 +261,41 @@ class Speculator:
     # -- at the verdict -------------------------------------------------------
 
     def known_squares(self, scale: Scale) -> Mapping[int, Sequence[float]]:
-        """By parameter, the sums of squares of its blocks, where they were added up in backward and still hold."""
+        """Return, by parameter, the sums of squares of blocks that were computed in backward and are still valid."""
         return self._norms.known(scale) if self._memory else {}
 
     def pause(self) -> None:
-        """Put off passes that have not begun: what is measured for the verdict comes first."""
+        """Postpone passes that have not begun, because measurements for the verdict come first."""
         self._paused = True
 
     def resume(self) -> None:
-        """After :meth:`pause` and :meth:`harvest`: go on with them, while the verdict is on its way."""
+        """Run the postponed passes, after :meth:`pause` and :meth:`harvest`, while the verdict is on its way."""
         self._paused = False
         for bet in [bet for bet in self._passes.values() if bet.put_off]:
             bet.put_off = False
             self._runner.submit(lambda bet=bet: self._run(bet), 0)
 
     def harvest(self) -> None:
-        """The worker is drained: every pass has ended or is put off. Afterwards no other tile is STEPPING."""
+        """Collect ended passes, after the worker was drained. Only tiles of postponed passes stay STEPPING."""
         for bet in self._passes.values():
             if not bet.open or (bet.put_off and self._paused):
                 continue
             bet.open = False
             if not bet.end(self._pool):
                 self._count(DROPPED, bet.tile)
-            # One that is still put off was so when Ctrl-C ended the wait for it.
+            # A pass is still postponed here only if Ctrl-C interrupted the wait for it.
             elif bet.failed or bet.put_off:
                 bet.tile.redo(self._pool)
 
     def void(self, tile: Tile) -> None:
-        """Something that a pass read is about to change; after :meth:`harvest`."""
+        """Drop what was computed ahead for a tile whose data is about to change; called after :meth:`harvest`."""
         self._norms.forget(tile.segments)
         if tile.state is TileState.STEPPED:
             self._count(DROPPED, tile)
             tile.redo(self._pool)
 
     def drop(self, tile: Tile) -> None:
-        """The tile was moved, and what was stepped ahead for it is not wanted any more."""
+        """Drop the spare of a tile that has left STEPPED without using it, if there is one."""
         if tile.spare is not None:
             self._count(DROPPED, tile)
             tile.drop_spare(self._pool)
@@ -305,15 +305,15 @@ class Speculator:
         tile.recorder.mark(event, tile.layout.index)
 
     def set_arrays(self, buffer_arrays: int) -> None:
-        """Buffers have another number of arrays from here on; no tile is STEPPING or STEPPED."""
-        # Spares are made anew, those of passes that are out too.
+        """Change the number of arrays of each buffer; no tile may be STEPPING or STEPPED."""
+        # All spares are made anew, including those that passes of this window have taken.
         self._pool.set_arrays(buffer_arrays)
         self._passes.clear()
         self._slots.clear()
         self._reserved_for = self._spare_count = self._spare_buffer_bytes = self.spare_bytes = 0
 
     def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
-        """Where the new parameters are, if the tile was stepped ahead as it is to be stepped; it is COMMITTED then."""
+        """Commit the tile and return the slot with its new parameters, if it was stepped ahead as required."""
         if tile.state is not TileState.STEPPED:
             return None
         bet = self._passes[tile.layout.index]
@@ -326,7 +326,7 @@ class Speculator:
         return None
 
     def end_window(self, tiles: Sequence[Tile], scale: Scale | None) -> None:
-        """After :meth:`harvest`; ``scale`` is what the window was stepped with, None where it was discarded."""
+        """End the window, after :meth:`harvest`; ``scale`` is the scale of its step, None if it was discarded."""
         if not self._memory:
             return
         for bet in self._passes.values():
@@ -346,7 +346,7 @@ class Speculator:
             self._reserve(with_buffers)
 
     def _reserve(self, tiles: Sequence[Tile]) -> None:
-        """Make the spares: the tiles of the last parameters come first in backward, and in the budget."""
+        """Allocate spares within the budget, first for tiles of the last parameters, which come first in backward."""
         self._reserved_for = len(tiles)
         have = {key: len(slots) for key, slots in self._slots.items()}
         most = sum(self._pool.buffer_bytes(tile.layout.buffer_numel) + tile.output_bytes for tile in tiles)
@@ -367,7 +367,7 @@ class Speculator:
         buffer_bytes = sum(self._pool.buffer_bytes(tile.layout.buffer_numel) for tile in wanted)
         self._spare_buffer_bytes += buffer_bytes
         self.spare_bytes += buffer_bytes + output_bytes
-        # Touched now, not in backward.
+        # The memory is touched now, and not in backward.
         for buffer in [self._pool.take(tile.layout.buffer_numel).zero_() for tile in wanted]:
             self._pool.give_back(buffer)
         self._spare_count += len(wanted)

@@ -1,4 +1,4 @@
-"""The state of one optimizer in this process: tiles, their buffers, and the gradients of the accumulation window.
+"""State of one optimizer in this process: tiles, their buffers, and the gradients of the accumulation window.
 
 The store knows parameters by index, as flat tensors; its caller knows groups, names and ``.grad``.
 """
@@ -27,14 +27,14 @@ from longshore.tiles.tile import Segment, Tile, TileEvent, TileState
 
 
 class TileStore:
-    """Tiles, and the backends that keep and step them: the :class:`ParameterStore` of one process.
+    """Tiles of one process, and the backends that keep and step them; a :class:`ParameterStore`.
 
     Args:
-        settings: of the backend that keeps the state.
-        gradient_dtype: dtype of the gradients that arrive; None: the parameters' own.
-        on_device: of the backend of the first parameters, which are stepped where they are. Their gradients come last,
-            when little of backward is left to hide a copy or a step behind. One parameter may lie in both backends.
-        ratio: the share of the elements whose state ``settings`` are for.
+        settings: settings of the backend that keeps the state.
+        gradient_dtype: dtype of the gradients that arrive; None: the dtype of their parameters.
+        on_device: settings of a backend on the device for the first parameters. Their gradients come last, when little
+            of backward is left to overlap with a copy or a step. One parameter may be divided over both backends.
+        ratio: share of the elements whose state is kept by the backend of ``settings``.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class TileStore:
         self.tiles: list[Tile] = []
         self._pending_reads = PendingReads()
         self.backend = Backend(settings, len(self.arrays), self._pending_reads)
-        """The only one that recorders are told of: the kernels of the other are seen by a profiler of the device."""
+        """The only backend whose events recorders receive; a device profiler shows the kernels of the other one."""
         self.backends: tuple[Backend, ...] = (self.backend,)
         if on_device is not None:
             self.backends = (Backend(on_device, len(self.arrays), self._pending_reads), self.backend)
         self.transfer = settings.transfer
         self.kernels = settings.kernels
-        # Change when somebody traces.
+        # Change when a recorder is added or removed.
         self.recorder: Recorder = NO_RECORDER
         self.recorders: tuple[Recorder, ...] = ()
         # Changes when a commit, or the loading of a checkpoint, ends half way.
@@ -68,10 +68,10 @@ class TileStore:
         # Change with each window. Several autograd threads may bring gradients of one tile.
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        """The reason why the window cannot be stepped."""
+        """The error because of which the window cannot be stepped."""
 
     def _placed(self, parameter: int) -> Iterator[tuple[Backend, Tile, Segment]]:
-        """The tiles of a parameter, and its segments in them."""
+        """Yield the tiles of a parameter, each with its backend and the parameter's segment."""
         for backend in self.backends:
             for tile, segment in backend.parts[parameter]:
                 yield backend, tile, segment
@@ -79,7 +79,7 @@ class TileStore:
     # -- layout ---------------------------------------------------------------
 
     def set_states(self, states: Sequence[str]) -> None:
-        """Name the state arrays, in the order in which the rule reads them; later calls may add some, which are 0."""
+        """Name the state arrays, in the order in which the rule reads them; arrays that later calls add are zero."""
         arrays = (MASTER, *states)
         if arrays == self.arrays:
             return
@@ -96,7 +96,7 @@ class TileStore:
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
         entries = list(parameters)
-        kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)  # none with one backend
+        kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)  # all 0 with one backend
         first, rest = [], []
         for (index, numel, dtype), kept in zip(entries, kept_numels, strict=True):
             first.append((index, 0, kept, dtype))
@@ -106,7 +106,7 @@ class TileStore:
         self._add(self.backend, rest)
 
     def _add(self, backend: Backend, ranges: Iterable[tuple[int, int, int, torch.dtype]]) -> None:
-        """Lay out ``(index, offset in the parameter, numel, dtype)``."""
+        """Lay out ranges, given as ``(index, offset in the parameter, numel, dtype)``."""
         by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
         offsets: dict[int, int] = {}
         for index, offset, numel, dtype in ranges:
@@ -139,12 +139,12 @@ class TileStore:
                 tile.recorder = recorder
 
     def host_bytes(self) -> dict[str, int]:
-        """Host bytes by kind, counted."""
+        """Return the host bytes by kind, which are counted, not measured."""
         counted = self.backend.state_bytes()
         return counted if self.backend.on_host else dict.fromkeys(counted, 0)
 
     def device_bytes(self) -> dict[str, int]:
-        """Device bytes by kind, counted."""
+        """Return the device bytes by kind, which are counted, not measured."""
         backend = self.backends[0]
         return {} if len(self.backends) == 1 and backend.on_host else backend.state_bytes()
 
@@ -153,7 +153,7 @@ class TileStore:
     def arrive(self, parameter: int, gradient: Tensor, *, by_hook: bool = True) -> Tensor | None:
         if not by_hook:
             return gradient
-        # Returns at once: the copy runs on its stream, a later arrival is added by the worker.
+        # This returns at once: the copy runs on its stream, and the worker adds a later arrival.
         self.check_usable()
         with self._lock:
             for backend in self.backends:
@@ -175,12 +175,12 @@ class TileStore:
 
     @property
     def speculation(self) -> SpeculationRecord | None:
-        """What was stepped ahead in the last window; None: this store never does."""
+        """Record of what was stepped ahead in the last window; None if this store never steps ahead."""
         return self.backend.speculator.record
 
     def arrivals(self, parameter: int) -> int:
         placed = self._placed(parameter) if parameter in self else ()
-        return next((segment.arrivals for _, _, segment in placed), 0)  # all have as many
+        return next((segment.arrivals for _, _, segment in placed), 0)  # all segments have equally many
 
     def reduced(self, parameter: int) -> int:
         return min((segment.arrivals for _, _, segment in self._placed(parameter)), default=0)
@@ -207,7 +207,7 @@ class TileStore:
         return contextlib.nullcontext()
 
     def settle(self) -> None:
-        """Wait until every arrival is on the host and added; raises GradientError if the window is incomplete."""
+        """Wait until every arrival is on the host and added; raise GradientError if the window is incomplete."""
         self.check_usable()
         self._drain()
         self._check_complete()
@@ -257,7 +257,7 @@ class TileStore:
         return total_of_blocks(sums[parameter] for parameter in gradients for sums in found if parameter in sums)
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
-        # Gradients come down, tiles are stepped and new values go up at the same time.
+        # Gradients are copied to the host, tiles are stepped and new values are published at the same time.
         self.settle()
         work: dict[int, Active] = {}
         for parameter, step in steps.items():
@@ -265,7 +265,7 @@ class TileStore:
                 work.setdefault(tile.layout.index, []).append((segment, step))
         stepped: list[Tile] = []
         try:
-            # A CUDA device does its part while the host steps.
+            # A CUDA device steps its tiles while the host steps others.
             for backend in self.backends:
                 active = [(tile, work[tile.layout.index]) for tile in backend.tiles if tile.layout.index in work]
                 backend.run(active, scale, stepped)
@@ -273,16 +273,16 @@ class TileStore:
                 backend.end_step(scale)
             then()
         except BaseException as failure:
-            # Ctrl-C lands here too.
+            # Ctrl-C is caught here, too.
             stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
             if stepped or any(tile.state in stepping for tile in self.tiles):
                 self.broken = failure
-                # Copies on their way to the device end before what the user loads there next.
+                # Copies on their way to the device have to end before the user loads new weights there.
                 for backend in self.backends:
                     with contextlib.suppress(Exception):
                         backend.transfer.end_publish()
                 raise
-            # Nothing is lost, and the gradients that the commit brought are dropped: they are still ``.grad``.
+            # No state has changed. The gradients that the commit brought are dropped: they are still in ``.grad``.
             for parameter in [parameter for parameter, step in steps.items() if step.gradient is not None]:
                 self.discard(parameter)
             raise
@@ -310,15 +310,15 @@ class TileStore:
             backend.snapshots.make_writable(tile)
 
     def snapshot(self, reads: Sequence[Read], memory_bytes: int) -> StateSnapshot:
-        """The state as it is now, for another thread to read while this one goes on.
+        """Return the state as it is now, for another thread to read while this one goes on.
 
         Args:
             reads: everything that will be read: indices of parameters, and names of arrays.
-            memory_bytes: memory of further buffers, if there are no spare ones for steps ahead. Beyond it a step waits.
+            memory_bytes: memory for further buffers, if there are no spares. A step that needs more has to wait.
 
         Raises:
             BrokenStateError: see :meth:`check_usable`.
-            LongshoreError: the snapshot before is not closed.
+            LongshoreError: the previous snapshot is not closed.
         """
         self.check_usable()
         self._drain()
@@ -360,7 +360,7 @@ class TileStore:
         else:
             self.check_usable()
             row = self.arrays.index(which)
-            # States may have been set by their numbers alone, before the first step.
+            # Before the first step there may be no buffer yet, because only numbers such as the step count were set.
             found = [
                 tile.have_buffer(backend.buffers)[row, segment.layout.in_buffer].cpu()
                 for backend, tile, segment in self._placed(parameter)
@@ -384,7 +384,7 @@ class TileStore:
             return
         self._void(parameter)
         for _, tile, segment in self._placed(parameter):
-            if tile.buffer is not None:  # one that never was is zero already
+            if tile.buffer is not None:  # a tile without a buffer has only zeros
                 tile.buffer[:, segment.layout.in_buffer].zero_()
 
     def owned(self, parameter: int, shape: Sequence[int]) -> Sequence[OwnedRange]:

@@ -1,4 +1,4 @@
-"""One tile: its states and the moves between them, its buffer, its slot, and the gradients of its segments."""
+"""Tiles: the state machine of a tile, its buffer, its slot, and the gradients of its segments."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from longshore.transfer import CopyHandle
 
 
 class IllegalTransitionError(LongshoreError):
-    """A tile was asked for a move that its state machine does not have: a bug in longshore."""
+    """Error of a transition that the state machine of a tile does not have: a bug in longshore."""
 
 
 class TileState(Enum):
-    """Where a tile is in its window."""
+    """State of a tile in its accumulation window."""
 
     EMPTY = auto()
     """No gradient of this window has arrived."""
     FILLING = auto()
-    """Some have arrived; more may come, or are still on their way or being added."""
+    """Some gradients have arrived; more may come, or are still being copied or added."""
     READY = auto()
-    """Every gradient that the window is expected to bring is here, or queued ahead of any pass."""
+    """Every gradient that is expected in the window has arrived, or is queued ahead of any pass."""
     STEPPING = auto()
     """A speculative pass writes a spare buffer; the tile's own buffer is only read."""
     STEPPED = auto()
     """The spare buffer holds the step; the tile's own buffer is untouched."""
     COMMITTING = auto()
-    """Stepped in place with the true scale; the buffer is neither old nor new."""
+    """A pass steps the tile in place with the true scale; the buffer is partly old and partly new."""
     COMMITTED = auto()
-    """The buffer is the new one; the parameters on the device are still old."""
+    """The buffer has the new values; the parameters on the device are still old."""
     BROKEN = auto()
-    """A pass failed while it wrote in place. Only loading a state leaves this."""
+    """A pass failed while it wrote in place. Only loading a state ends this."""
 
 
 class TileEvent(Enum):
-    """What can happen to a tile."""
+    """Events that change the state of a tile."""
 
     ARRIVAL = auto()
     FORGET = auto()
@@ -84,7 +84,7 @@ _MOVES: dict[TileEvent, tuple[Iterable[TileState], TileState]] = {
     _E.LOAD: (TileState, _S.EMPTY),
 }
 TRANSITIONS = {(state, event): after for event, (befores, after) in _MOVES.items() for state in befores}
-"""The state after each event that a state allows."""
+"""The next state for each pair of a state and an event that it allows."""
 
 
 class Segment:
@@ -93,12 +93,12 @@ class Segment:
     def __init__(self, layout: SegmentLayout) -> None:
         self.layout = layout
         self.expected = 0
-        """Arrivals that this window will bring, if it is like the last one; 0: unknown."""
+        """Number of arrivals in this window if it is like the last one; 0: unknown."""
         self.clear()
 
     def clear(self) -> None:
         self.arrivals = 0
-        """The truth about accumulation (law 1): the first gradient is copied, each later one is added in float32."""
+        """The only count of arrivals (law 1): the first gradient is copied, each later one is added in float32."""
         self.gradient: Tensor | None = None
         """The gradient that arrived, or the sum of several; complete once ``handle`` is done."""
         self.handle: CopyHandle | None = None
@@ -106,12 +106,12 @@ class Segment:
         """Whether ``gradient`` is the float32 sum in the tile's accumulator."""
 
     def part_of(self, values: Tensor) -> Tensor:
-        """The segment's range of a tensor that has a value for each element of the parameter, as a view."""
+        """Return a view of the segment's range of ``values``, which has a value for each element of the parameter."""
         offset, numel = self.layout.parameter_offset, self.layout.numel
         return values if numel == values.numel() else values[offset : offset + numel]
 
     def wait(self) -> Tensor:
-        """The gradient, when its copy is done."""
+        """Wait until the gradient's copy is done, and return the gradient."""
         assert self.gradient is not None
         if self.handle is not None:
             self.handle.wait()
@@ -119,7 +119,7 @@ class Segment:
 
 
 class SegmentStep(NamedTuple):
-    """One segment that has a gradient in this window: its rule, and where its new values go."""
+    """Step of one segment that has a gradient in this window: its rule, and the tensor for its new values."""
 
     segment: Segment
     rule: HostRule
@@ -129,8 +129,8 @@ class SegmentStep(NamedTuple):
 def step_table(
     steps: Sequence[SegmentStep], gradients: Sequence[Tensor | None]
 ) -> tuple[list[TileSegment], list[HostRule]]:
-    """The arguments of a kernel: a row for each segment, given its gradient, and the rules that the rows refer to."""
-    # By identity: parameters of one group and history share a rule, and hashing one costs more than a row.
+    """Return a kernel's arguments: a row for each segment, with its gradient, and the rules that the rows refer to."""
+    # Keyed by identity: parameters of one group and history share a rule, and hashing a rule costs more than a row.
     rules: dict[int, tuple[int, HostRule]] = {}
     rows = []
     for (segment, rule, output), gradient in zip(steps, gradients, strict=True):
@@ -141,7 +141,7 @@ def step_table(
 
 
 class Tile:
-    """The unit that is copied, stepped and published."""
+    """Consecutive elements of parameters, the unit that is copied, stepped and published."""
 
     def __init__(self, layout: TileLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
         self.layout = layout
@@ -151,35 +151,35 @@ class Tile:
         self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
         self.output_bytes = layout.buffer_numel * dtype.itemsize
         self.outputs_fit = gradient_dtype == dtype
-        """Whether new parameters can take their gradients' place, element by element."""
+        """Whether new parameters can replace their gradients in memory, element by element."""
         self.slot: Slot | None = None
-        """Where gradients come in, and new parameters go out in their place if they fit."""
+        """Slot for gradients on their way in and, if ``outputs_fit``, for new parameters on their way out."""
         self.output_slot: Slot | None = None
-        """Where new parameters go out otherwise."""
-        # From the first gradient on.
+        """Slot for new parameters otherwise."""
+        # Set when the first gradient arrives.
         self.buffer: Tensor | None = None
-        # Of one window.
+        # Change with each window.
         self.state = TileState.EMPTY
         self.window = 0
-        """Windows that have ended."""
+        """Number of windows that have ended."""
         self.version = 0
         """Changes with every arrival, every discarded gradient and every window; work for an old version is dropped."""
         self.filled = 0
-        """Segments that have a gradient."""
+        """Number of segments that have a gradient."""
         self._missing = 0
-        """Segments that still expect gradients."""
+        """Number of segments that still expect gradients."""
         self._expects = False
-        """Whether any segment expects gradients, or did."""
+        """Whether any segment expects gradients in this window, arrived ones included."""
         self.accumulator: Tensor | None = None
         self.spare: Tensor | None = None
         """The buffer that a step ahead of the verdict has written."""
 
     def move(self, event: TileEvent) -> None:
-        """Go to the state after ``event``.
+        """Change to the state that follows ``event``.
 
         Raises:
-            BrokenStateError: the tile is broken, and the event does not mend it.
-            IllegalTransitionError: any other move that is not in the table.
+            BrokenStateError: the tile is broken, and ``event`` is not LOAD.
+            IllegalTransitionError: the table has no such transition.
         """
         after = TRANSITIONS.get((self.state, event))
         if after is not None:
@@ -193,7 +193,7 @@ class Tile:
             raise IllegalTransitionError(f"a tile that is {self.state.name} cannot take {event.name}")
 
     def arrived(self, segment: Segment) -> None:
-        """Count one more arrival; a step ahead, made or under way, is void."""
+        """Count one more arrival, which invalidates a step ahead, finished or under way."""
         self.move(TileEvent.ARRIVAL)
         self.version += 1
         self.filled += segment.arrivals == 0
@@ -202,11 +202,11 @@ class Tile:
 
     @property
     def complete(self) -> bool:
-        """Whether every gradient that the last window brought has come again."""
+        """Whether every gradient that is expected in this window has arrived."""
         return self._expects and self._missing == 0
 
     def expect(self, arrivals: int) -> None:
-        """Expect so many gradients for each segment that got any in the last window."""
+        """Expect ``arrivals`` gradients for each segment that got any in the last window."""
         for segment in self.segments.values():
             if segment.expected > 0:
                 segment.expected = arrivals
@@ -217,7 +217,7 @@ class Tile:
         self._expects = any(segment.expected > 0 for segment in self.segments.values())
 
     def forget(self, segment: Segment) -> int:
-        """Drop one segment's gradient; returns how many other segments have one."""
+        """Drop one segment's gradient, and return how many other segments have one."""
         self.filled -= segment.arrivals > 0
         self._missing += 0 < segment.expected <= segment.arrivals
         segment.clear()
@@ -227,21 +227,21 @@ class Tile:
         return self.filled
 
     def queued_gradient(self, segment: Segment) -> Tensor:
-        """The segment's gradient, or the sum of several, once what was queued for it is done."""
+        """Return the segment's gradient, or the sum of several, which is valid once its queued jobs are done."""
         if segment.arrivals > 1 and self.accumulator is not None:
             return self.accumulator[0, segment.layout.in_buffer]
         assert segment.gradient is not None
         return segment.gradient
 
     def have_buffer(self, buffers: BufferPool) -> Tensor:
-        """The buffer; one of zeros is taken if there is none yet."""
+        """Return the buffer; take one of zeros if there is none yet."""
         if self.buffer is None:
             self.buffer = buffers.take_zeros(self.layout.buffer_numel)
         return self.buffer
 
     def widen_buffer(self, rows: Sequence[int], buffers: BufferPool) -> None:
-        """Move to a buffer with more arrays; ``rows`` are the new rows of the present arrays. Others are zero."""
-        assert self.spare is None  # it would have the old shape
+        """Move to a buffer with more arrays; ``rows`` are the new rows of the present arrays, other rows are zero."""
+        assert self.spare is None  # a spare would have the old shape
         buffer = self.buffer
         if buffer is not None:
             self.buffer = buffers.take_zeros(buffer.shape[1])
@@ -249,19 +249,19 @@ class Tile:
             buffers.give_back(buffer)
 
     def idle_parts(self, steps: Sequence[SegmentStep]) -> list[slice]:
-        """The parts of the buffer that ``steps`` leave as they are."""
+        """Return the ranges of the buffer that ``steps`` do not change."""
         stepped = {step.segment.layout.parameter for step in steps}
         return [segment.in_buffer for segment in self.layout.segments if segment.parameter not in stepped]
 
     def keep_spare(self, spares: BufferPool) -> None:
-        """STEPPED -> COMMITTED: the spare becomes the buffer, and the old buffer goes to the pool."""
+        """Make the spare the tile's buffer, and return the old buffer to the pool (STEPPED -> COMMITTED)."""
         self.move(TileEvent.KEEP)
         old, self.buffer, self.spare = self.buffer, self.spare, None
         assert old is not None
         spares.give_back(old)
 
     def redo(self, spares: BufferPool) -> None:
-        """STEPPED -> READY: the scale was another; every bit of the buffer is as it was."""
+        """Drop a step with the wrong scale (STEPPED -> READY); the buffer was never changed."""
         self.move(TileEvent.REDO)
         self.drop_spare(spares)
 
@@ -272,7 +272,7 @@ class Tile:
             self.spare = None
 
     def end_window(self, stepped: bool) -> Tensor | None:
-        """Forget the window; returns the accumulator that it used. The next one will be like one that was stepped."""
+        """End the window, and return its accumulator. If it was stepped, the next one is expected to be like it."""
         for segment in self.segments.values():
             if stepped:
                 segment.expected = segment.arrivals

@@ -1,6 +1,6 @@
 """Runners of jobs such as adding later arrivals: on a thread while backward goes on, or on the caller's thread.
 
-Both run jobs in the order in which they were submitted, and keep the first failure until it is asked for.
+Both run jobs in the order in which they were submitted, and keep the first failure until ``drain`` returns it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from longshore.kernels import Kernels
 
 
 class InlineRunner:
-    """Runs each job at once, on the caller's thread; methods as those of :class:`Worker`.
+    """Runner of each job at once, on the caller's thread, with the methods of :class:`Worker`.
 
-    For kernels that only enqueue work: on the stream of the backward that brought the gradient they are in order with
-    all that made it, and on another thread's stream they would not be.
+    It is for kernels that only enqueue work: on the stream of the backward that brought the gradient, they run after
+    the work that computed it; on another thread's stream, they might not.
     """
 
     def __init__(self) -> None:
         self.used = False
-        self.working: Callable[[], AbstractContextManager[None]] = nullcontext  # not entered: it is the caller's thread
+        self.working: Callable[[], AbstractContextManager[None]] = nullcontext  # not entered by this class
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
 
@@ -34,7 +34,7 @@ class InlineRunner:
             job()
         except BaseException as failure:
             with self._lock:
-                self._failure = self._failure or failure  # for the next drain, as on a thread: hooks do not raise
+                self._failure = self._failure or failure  # the next drain returns it, since hooks must not raise
             if not isinstance(failure, Exception):
                 raise
 
@@ -48,18 +48,19 @@ class InlineRunner:
 
 
 class Worker:
-    """Runs jobs on a thread of its own, which starts with the first of them.
+    """Runner of jobs on a thread of its own, which starts with the first job.
 
     Args:
-        limit_bytes: jobs keep device gradients in memory until they have run: ``submit`` blocks beyond so many bytes.
+        limit_bytes: limit of the device gradients that jobs keep in memory until they have run; beyond it ``submit``
+            blocks.
         on_start: called before each job (seeded delays, in tests).
         name: name of the thread.
-        patience_s: how long ``submit`` blocks at most; None: as long as it takes. Once it gave up it does not
-            block again before the next :meth:`drain`. For jobs that wait for something that may wait for the caller.
+        patience_s: how long ``submit`` blocks at most; None: without limit. Once it gave up, it does not block again
+            before the next :meth:`drain`. This is for jobs that wait for something that may wait for the caller.
 
     Attributes:
         used: whether a job was ever submitted.
-        working: a context that is entered around each job.
+        working: returns the context in which each job runs.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Worker:
         self.used = False
         self.working: Callable[[], AbstractContextManager[None]] = nullcontext
         self._owner_pid: int | None = None
-        """The process that has the thread."""
+        """The process that owns the thread."""
         self._executor: ThreadPoolExecutor | None = None
         self._limit_bytes = limit_bytes
         self._on_start = on_start
@@ -104,7 +105,7 @@ class Worker:
             self._held_bytes += held_bytes
 
     def drain(self) -> BaseException | None:
-        """Wait for every job; the first failure since the last drain, if any."""
+        """Wait for every job; return the first failure since the last drain, if any."""
         self._check_process(bool(self._jobs))
         with self._lock:
             while self._jobs:
@@ -114,7 +115,7 @@ class Worker:
             return failure
 
     def idle_within(self, timeout_s: float) -> bool:
-        """Wait until every job has run, for so long at most; returns whether they have."""
+        """Wait until every job has run, at most ``timeout_s`` seconds; return whether all have run."""
         self._check_process(bool(self._jobs))
         with self._lock:
             last = [self._jobs[-1][0]] if self._jobs else []
@@ -152,5 +153,5 @@ JobRunner = InlineRunner | Worker
 
 
 def runner_for(kernels: Kernels, limit_bytes: int, on_start: Callable[[], None]) -> JobRunner:
-    """The runner for jobs that call these kernels; see :class:`Worker` for the arguments."""
+    """Return the runner for jobs that call these kernels; see :class:`Worker` for the arguments."""
     return InlineRunner() if kernels.asynchronous else Worker(limit_bytes, on_start)

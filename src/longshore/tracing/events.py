@@ -16,9 +16,9 @@ from longshore.tiles.events import ARRIVE, COPY_TO_HOST, DISCARD, NORM, PUBLISH
 from longshore.transfer import CopyHandle, FinishedCopy
 
 BACKWARD = "backward"
-"""From the first gradient of an accumulation window to the call of ``step()``."""
+"""Event from the first gradient of an accumulation window to the call of ``step()``."""
 STEP = "step"
-"""The optimizer's ``step()``, from its call to its return."""
+"""Event of the optimizer's ``step()``, from its call to its return."""
 STEP_TRACK = "backward, step()"
 """The track of BACKWARD and STEP."""
 
@@ -35,13 +35,13 @@ class Event(NamedTuple):
     end_ns: int
     """Equal to ``begin_ns`` for an event without duration."""
     num_bytes: int = 0
-    """Bytes of optimizer state read and written, or bytes copied; 0 where they are not counted."""
+    """Bytes of optimizer state read and written, or bytes copied; 0 if they are not counted."""
 
 
 class EventRecorder(Recorder):
     """Collects events from any thread.
 
-    Passes are reported when they are over, so all passes in the list have ended.
+    A pass is reported when it is over, so every pass in the list has ended.
     """
 
     def __init__(self) -> None:
@@ -88,14 +88,14 @@ class EventRecorder(Recorder):
     def copying(self, name: str, tile: int, handle: CopyHandle, begin_ns: int) -> None:
         if not isinstance(handle, FinishedCopy):
             self._copies[name].put((tile, handle, begin_ns))
-        elif name == PUBLISH:  # copied by this thread; a gradient in host memory is not copied at all
+        elif name == PUBLISH:  # this thread copied; a gradient in host memory is not copied at all
             self.span(name, tile, begin_ns)
 
     def _watch(self, name: str) -> None:
         """Wait for each copy of one stream, on a thread of its own, since no other thread waits for each copy's end.
 
-        A copy begins when it was issued or when the copy before it ended. It ends when this thread sees it end, which
-        is late by the time that the system takes to wake the thread.
+        A copy begins when it was issued or when the copy before it ended, whichever is later. It ends when this thread
+        sees it end, which is late by the time that the system takes to wake the thread.
         """
         free_ns = 0  # a stream runs its copies one after the other
         while (copy := self._copies[name].get()) is not None:
@@ -103,7 +103,7 @@ class EventRecorder(Recorder):
             target = handle.target
             try:
                 handle.wait()
-            except Exception:  # raised again where the copy is needed
+            except Exception:  # the code that needs the copy raises it again
                 continue
             begin_ns, free_ns = max(issued_ns, free_ns), time.perf_counter_ns()
             num_bytes = target.numel() * target.element_size()
@@ -119,7 +119,7 @@ def _this_thread() -> str:
 def in_order(events: Sequence[Event]) -> list[Event]:
     """Sort events by their beginnings, and add a BACKWARD for each step before which gradients arrived.
 
-    ``zero_grad()`` after a step discards nothing; such events are left out.
+    A ``zero_grad()`` after a step discards nothing; its event is left out.
     """
     complete: list[Event] = []
     first_ns: int | None = None
@@ -141,7 +141,7 @@ def in_order(events: Sequence[Event]) -> list[Event]:
 
 
 def exposed_spans(events: Sequence[Event]) -> list[tuple[int, int]]:
-    """Beginnings and ends of the times in which training waited: each ``step()``, and each norm before it.
+    """Return the beginnings and ends of the times in which training waited: each ``step()``, and each norm before it.
 
     The spans are sorted and do not overlap. Norms of windows that were not stepped are left out. ``events`` are sorted
     by their beginnings.

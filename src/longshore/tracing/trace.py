@@ -21,9 +21,9 @@ from longshore.tracing.export import chrome_events, html_page
 
 
 class Summary(NamedTuple):
-    """Numbers of one traced block; None where the block has no event of the kind.
+    """Numbers of one traced block; None if the block has no event of the kind.
 
-    Seconds are means over the steps of the block. Bytes a second are those of this process, over the time in which it
+    Seconds are means over the steps of the block. Bytes per second are those of this process, over the time in which it
     read, wrote or copied.
     """
 
@@ -32,8 +32,8 @@ class Summary(NamedTuple):
     step_s: float | None
     """From the end of a step, or the beginning of the block, to the end of the next step."""
     exposed_s: float | None
-    """The time of ``step()``, and of the norm before it. Where a device runs behind the CPU, this includes the rest of
-    its backward, for which the CPU waits here."""
+    """The time of ``step()``, and of the norm before it. If a device runs behind the CPU, this includes the rest of its
+    backward, for which the CPU waits here."""
     norm_s: float | None
     """The part of ``exposed_s`` that computes the norm of gradients, or waits for it."""
     host_bytes_per_second: float | None
@@ -105,7 +105,7 @@ def _most_ahead(events: Sequence[Event]) -> int:
         if event.name == STEP_AHEAD:
             tiles.add(event.tile)
             most = max(most, len(tiles))
-        elif event.name == STEP:  # the worker is idle inside it
+        elif event.name == STEP:  # the worker is idle inside step()
             tiles = set()
     return most
 
@@ -115,14 +115,14 @@ class Trace:
 
     Attributes:
         rank: the rank of this process; 0 without ``torch.distributed``.
-        events: sorted by their beginnings; empty until the block is over.
+        events: the events, sorted by their beginnings; empty until the block is over.
     """
 
     def __init__(self, rank: int, begin_ns: int) -> None:
         self.rank = rank
         self.events: Sequence[Event] = ()
         self._begin_ns = begin_ns
-        self._spares: int | None = None  # until the block is over
+        self._spares: int | None = None  # None until the block is over
 
     def summary(self) -> Summary:
         """Return times and bandwidths; ``print`` shows them as a table.
@@ -169,7 +169,7 @@ def annotate(engine_or_optimizer: Any) -> Iterator[None]:
         engine_or_optimizer: an engine of ``longshore.initialize``, or any longshore optimizer.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the argument is neither.
     """
     optimizer, ranges = _optimizer_of(engine_or_optimizer, "annotate"), Ranges()
     _record(optimizer, ranges, True)
@@ -181,7 +181,7 @@ def annotate(engine_or_optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
-    """Record the events of each tile during the block. Tracing does not change the weights, to the bit.
+    """Record the events of each tile during the block. Tracing does not change the weights by a single bit.
 
     Each rank records its own events. Begin and end the block after ``step()``: gradients that arrived before the block
     are not recorded. A closure passed to ``step()`` counts as part of the step.
@@ -224,7 +224,7 @@ def trace(engine_or_optimizer: Any) -> Iterator[Trace]:
 
 
 def _record(optimizer: TiledOptimizer, recorder: Recorder, begin: bool) -> None:
-    """Begin or end to tell ``recorder`` of the events of an optimizer, whose store may change meanwhile."""
+    """Connect ``recorder`` to the current store of an optimizer, or disconnect it; the store may change in between."""
     store = optimizer._core.store
     others = [each for each in store.recorders if each is not recorder]
     store.set_recorders([*others, recorder] if begin else others)

@@ -1,4 +1,4 @@
-"""How bytes move between device and host: ``direct``, ``cuda``, ``simulated``."""
+"""Transfers, which copy bytes between device and host: ``direct``, ``cuda``, ``simulated``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
 
 
 def transfer_for(device: torch.device) -> Transfer:
-    """The transfer that serves parameters on ``device``.
+    """Return the transfer for parameters on ``device``.
 
     Raises:
-        ValueError: a kind of device that longshore does not know.
+        ValueError: longshore does not support this type of device.
     """
     if device.type == "cpu":
         return DirectTransfer()

@@ -1,8 +1,8 @@
-"""What every transfer offers: copies between device and host on two streams, and handles that own their buffers.
+"""Base classes of transfers: copies between device and host on two streams, and handles that own their buffers.
 
 The handle of an asynchronous copy keeps the source and the target until the copy is done (law 9), whatever the caller
-does with its own references. So a gradient can be let go of at once, and a buffer is reused only by a copy that was
-told to wait for the handle.
+does with its own references. The caller can therefore drop a gradient at once, and a buffer is reused only by a copy
+that waits for the handle.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 
 
 class CopyHandle(ABC):
-    """One copy under way. ``target`` has the bytes once it is done."""
+    """Handle of one asynchronous copy; ``target`` has the bytes once the copy is done."""
 
     target: Tensor
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the copy has finished; never blocks."""
+        """Return whether the copy has finished, without blocking."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block this thread until the copy has finished; raises what the copy raised."""
+        """Block this thread until the copy has finished; raise the copy's error if it failed."""
 
 
 class FinishedCopy(CopyHandle):
-    """The handle of bytes that are already where they should be."""
+    """Handle for bytes that are already in the right place and need no copy."""
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
@@ -45,11 +45,11 @@ class FinishedCopy(CopyHandle):
 
 
 class CopyStream(ABC):
-    """Asynchronous copies in one direction, one after the other.
+    """Stream of asynchronous copies in one direction, which run one after the other.
 
-    The backward pass can enqueue copies far ahead of the device. Each keeps a gradient alive, so without a bound
-    "gradients leave during backward" would save no device memory at all. :meth:`enqueue` blocks while the sources of
-    the copies under way would take more than ``limit_bytes``; one copy is always admitted.
+    The backward pass can enqueue copies far ahead of the device. Each copy keeps a gradient alive, so without a bound,
+    copying gradients during backward would save no device memory. :meth:`enqueue` therefore blocks while the sources
+    of unfinished copies would take more than ``limit_bytes``; a single copy is always admitted.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -61,7 +61,7 @@ class CopyStream(ABC):
         self._bytes = 0
 
     def enqueue(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        """Copy ``source`` to ``target`` once ``ready`` is reached and ``after`` is done."""
+        """Copy ``source`` to ``target`` once ``ready`` (see :meth:`Transfer.mark`) is reached and ``after`` is done."""
         source_bytes = source.numel() * source.element_size()
         with self._lock:
             while self._copies and (self._copies[0][0].done() or self._bytes + source_bytes > self.limit_bytes):
@@ -74,10 +74,10 @@ class CopyStream(ABC):
 
     @abstractmethod
     def _start(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
-        """Give the copy to the stream; the caller has the lock."""
+        """Start the copy on the stream; the caller has acquired the lock."""
 
     def drain(self) -> None:
-        """Wait for every copy; raises what the first failed one raised."""
+        """Wait for every copy; raise the error of the first copy that failed."""
         with self._lock:
             while self._copies:
                 self._retire()
@@ -87,27 +87,27 @@ class CopyStream(ABC):
         try:
             handle.wait()
         finally:
-            # After Ctrl-C in the middle of waiting, the copy still runs, and still counts.
+            # If Ctrl-C interrupted the wait, the copy still runs, and its bytes still count.
             if handle.done():
                 self._copies.popleft()
                 self._bytes -= source_bytes
 
 
 class Transfer(ABC):
-    """How bytes move between device and host.
+    """Copies of gradients from device to host, and of new parameters from host to device.
 
-    All tensors are flat and contiguous. ``staged`` says whether bytes move at all: where they do, the store keeps host
+    All tensors are flat and contiguous. ``staged`` says whether bytes are copied at all: if so, the store keeps host
     buffers from :meth:`allocate`.
     """
 
     staged: bool
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Host memory that a copy engine may touch: uint8 ``[num_bytes]``, made at start-up only."""
+        """Allocate host memory that a copy engine can access: uint8 ``[num_bytes]``. Called at start-up only."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def mark(self) -> Any:
-        """This point of the current stream, to be given to :meth:`copy_to_host`, from any thread."""
+        """Return the current position of the current stream; any thread may pass it to :meth:`copy_to_host`."""
         return None
 
     @abstractmethod
@@ -119,10 +119,10 @@ class Transfer(ABC):
 
     @abstractmethod
     def output_for(self, parameter: Tensor, buffer: Tensor | None) -> Tensor:
-        """Where the kernel writes a parameter's new values: ``buffer``, or the parameter itself."""
+        """Return the tensor to which the kernel writes new values: ``buffer``, or the parameter itself."""
 
     def begin_publish(self) -> None:
-        """Let copies to the device from here on wait for what the current stream was given so far, which may still
+        """Make all later copies to the device wait for the work already enqueued on the current stream, which may still
         read the parameters."""
         return
 
@@ -131,20 +131,20 @@ class Transfer(ABC):
         """Copy the new values of a parameter back to it."""
 
     def end_publish(self) -> None:
-        """Let what the current stream is given from here on see all copies to the device."""
+        """Make all later work of the current stream wait for the copies to the device."""
         return
 
     @abstractmethod
     def read(self, source: Tensor) -> Tensor:
-        """A host copy of a device tensor, or the tensor itself where it is there; blocks."""
+        """Return a host copy of a device tensor, or the tensor itself if nothing is staged; blocks."""
 
     def aside(self, ready: Any) -> AbstractContextManager[None]:
-        """Run device work of the enclosed block beside the current stream, once ``ready`` is reached; it is done when
-        the block ends. For threads that wait anyway."""
+        """Run device work of the enclosed block on another stream than the current one, once ``ready`` is reached. The
+        work is done when the block ends, so this is for threads that wait anyway."""
         return nullcontext()
 
     def worker_delay(self) -> None:
-        """Called at the start of each job of the host worker; the simulated transfer sleeps here."""
+        """Delay a job of the host worker, which calls this method first; only the simulated transfer sleeps."""
         return
 
     def synchronize(self) -> None:
@@ -152,7 +152,7 @@ class Transfer(ABC):
         return
 
     def close(self) -> None:
-        """Let go of streams and threads; no copy may be started afterwards."""
+        """Release streams and threads; no copy may be started afterwards."""
         return
 
 
@@ -160,7 +160,7 @@ Stream = TypeVar("Stream", bound=CopyStream)
 
 
 class StagedTransfer(Transfer, Generic[Stream]):
-    """State lives in host memory: gradients come on one stream, and new parameters leave on another."""
+    """Transfer for state in host memory: gradients are copied on one stream, and new parameters on another."""
 
     staged = True
 
@@ -180,7 +180,7 @@ class StagedTransfer(Transfer, Generic[Stream]):
         return self.to_device.enqueue(output, parameter, None, None)
 
     def end_publish(self) -> None:
-        # Where the host is its own current stream, waiting in stream order is waiting.
+        # There is no device stream that could wait for the copies, so the host waits.
         self.to_device.drain()
 
     def synchronize(self) -> None:
@@ -189,8 +189,8 @@ class StagedTransfer(Transfer, Generic[Stream]):
 
 
 class UnstagedTransfer(Transfer):
-    """State lives where the parameters are: kernels read the gradient and write the parameter in place, and nothing is
-    copied but what was stepped ahead, while the parameter was still in use."""
+    """Transfer for state in the memory of the parameters: kernels read the gradient and write the parameter in place.
+    Only the results of stepping ahead are copied, because the parameter was still in use when they were computed."""
 
     staged = False
 
@@ -210,4 +210,4 @@ class UnstagedTransfer(Transfer):
 
 
 class DirectTransfer(UnstagedTransfer):
-    """CPU parameters: device and host are the same memory, and nothing is copied."""
+    """Transfer for CPU parameters: device and host are the same memory, and nothing is copied."""

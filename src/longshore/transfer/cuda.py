@@ -1,4 +1,4 @@
-"""CUDA: one stream for each direction, events, pinned memory made at start-up; or nothing to copy at all."""
+"""Transfers for CUDA: with streams, events and pinned memory, or without copies for state that stays on the device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CudaCopyStream(CopyStream):
 
     def _start(self, source: Tensor, target: Tensor, ready: Any, after: CopyHandle | None) -> CopyHandle:
         with torch.cuda.stream(self.stream), torch.no_grad():
-            # Both are waits on the device: the host goes on at once.
+            # Only the device waits for these events; the host goes on at once.
             if ready is not None:
                 self.stream.wait_event(ready)
             if isinstance(after, CudaCopy):
@@ -45,8 +45,8 @@ class CudaCopyStream(CopyStream):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self.stream)
-        # The handle keeps both tensors, so the caching allocator cannot hand their memory out while the copy runs, and
-        # needs no record_stream.
+        # The handle keeps both tensors, so the caching allocator cannot reuse their memory while the copy runs, and no
+        # record_stream is needed.
         return CudaCopy(source, target, event)
 
 
@@ -55,7 +55,7 @@ def _beside(stream: torch.cuda.Stream, ready: torch.cuda.Event) -> Iterator[None
     with torch.cuda.stream(stream):
         stream.wait_event(ready)
         yield
-        # What the block read may be let go of, and what it wrote is there for every stream.
+        # Afterwards the caller may free what the block read, and every stream sees what it wrote.
         stream.synchronize()
 
 
@@ -66,7 +66,7 @@ def _mark(device: torch.device) -> torch.cuda.Event:
 
 
 class CudaTransfer(StagedTransfer[CudaCopyStream]):
-    """Real streams, events and pinned memory, for the parameters of one device.
+    """Transfer for the parameters of one CUDA device, with one stream for each direction, events and pinned memory.
 
     Args:
         device: where the parameters are.
@@ -75,8 +75,8 @@ class CudaTransfer(StagedTransfer[CudaCopyStream]):
     """
 
     def __init__(self, device: torch.device, in_flight_bytes: int = 1 << 28) -> None:
-        # Sources of copies to the device are pinned slots that the store owns: no device memory depends on them, and
-        # the host never has to wait.
+        # Copies to the device read pinned slots that the store owns. They keep no device memory alive, so they need no
+        # limit, and the host never has to wait.
         super().__init__(CudaCopyStream(device, in_flight_bytes), CudaCopyStream(device, 1 << 62))
         self.device = device
         self._beside = torch.cuda.Stream(device)
@@ -104,7 +104,7 @@ class CudaTransfer(StagedTransfer[CudaCopyStream]):
 
 
 class CudaResidentTransfer(UnstagedTransfer):
-    """State that stays on the parameters' device: kernels follow the current stream.
+    """Transfer for state that stays on the parameters' device: kernels run on the current stream.
 
     Args:
         device: where the parameters and their state are.

@@ -1,8 +1,8 @@
-"""A device made of CPU memory whose copies really run later, on threads, with seeded delays.
+"""Simulated device in CPU memory whose copies run later, on threads, with seeded delays.
 
-For tests. What is an ordering bug on a GPU is one here too, on any laptop, and it replays from its seed: a copy that
-reads a gradient after its memory was let go of, a buffer that is overwritten while an earlier copy still needs it, a
-parameter that is read before it was published.
+It is meant for tests. An ordering bug on a GPU is a bug here, too, on any laptop, and can be replayed from its seed: a
+copy that reads a gradient after its memory was freed, a buffer that is overwritten while an earlier copy still needs
+it, a parameter that is read before it was published.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class SimulatedCopy(CopyHandle):
 
 
 class SimulatedCopyStream(CopyStream):
-    """A thread that copies in order, each copy after a delay drawn when it was enqueued.
+    """Thread that copies in order; each copy waits for a random delay that is drawn when the copy is enqueued.
 
-    The thread knows the queue and not the stream, and ends when the stream is closed or garbage.
+    The thread refers to the queue but not to the stream, and ends when the stream is closed or garbage-collected.
     """
 
     def __init__(self, name: str, seed: int, max_delay_s: float, limit_bytes: int) -> None:
@@ -63,8 +63,8 @@ class SimulatedCopyStream(CopyStream):
         if not self._stop.alive:
             raise RuntimeError("a copy was enqueued on a copy stream that is closed")
         handle = SimulatedCopy(source, target)
-        # A real stream knows an address, not a Python object. So the thread gets a weak reference, and a handle that
-        # fails to own its source shows.
+        # A real stream has an address and keeps no Python object alive. The thread therefore gets a weak reference, so
+        # that a test notices a handle that does not own its source.
         weak_source, weak_handle = weakref.ref(source), weakref.ref(handle)
         delay_s = self._random.uniform(0.0, self._max_delay_s)
 
@@ -102,16 +102,16 @@ def _copy_now(weak_source: weakref.ref[Tensor], target: Tensor) -> None:
 def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it refers to the stream, which may be garbage before the next job comes
+        del job  # the job refers to the stream, which may become garbage before the next job comes
 
 
 class SimulatedTransfer(StagedTransfer[SimulatedCopyStream]):
-    """Copy streams as threads; parameters and gradients on the CPU play the device.
+    """Transfer whose copy streams are threads; CPU memory takes the place of device memory.
 
     Args:
-        seed: of all delays, on both streams and in the worker.
-        max_delay_s: each copy waits between 0 and this many seconds first.
-        in_flight_bytes: how many bytes of gradients may be on their way.
+        seed: seed of all delays, on both streams and in the worker.
+        max_delay_s: each copy first waits between 0 and this many seconds.
+        in_flight_bytes: how many bytes may be on their way on each stream.
     """
 
     def __init__(self, seed: int = 0, max_delay_s: float = 0.002, in_flight_bytes: int = 1 << 26) -> None:

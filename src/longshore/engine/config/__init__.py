@@ -1,4 +1,4 @@
-"""The configuration: one typed model, and the DeepSpeed file translated into it at the edge."""
+"""The configuration: one typed model, and the translation of DeepSpeed files into it."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``AdamWConfig`` and so on, which are made from the optimizers."""
+    """Return a class such as ``AdamWConfig``, which is made from an optimizer."""
     if name.endswith("Config") and (kind := name.removesuffix("Config")) in OPTIMIZERS:
         return OPTIMIZERS[kind]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

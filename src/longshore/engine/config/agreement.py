@@ -20,11 +20,11 @@ _INVALID = object()
 
 
 class ArgumentValue(NamedTuple):
-    """What an argument says about one setting.
+    """The value that an argument gives to one setting.
 
     Attributes:
         path: dotted path of the setting in a DeepSpeed file.
-        value: what the argument says.
+        value: value of the argument.
         argument: the argument with its value, as errors show it: ``--lr 0.1``.
         advice: what to do about a contradiction.
         fills: whether it is also used where a file has no such key; otherwise only where the file has ``"auto"``.
@@ -38,7 +38,7 @@ class ArgumentValue(NamedTuple):
 
 
 def contradictions(found: Mapping[str, Any], arguments: Iterable[ArgumentValue]) -> list[Problem]:
-    """A problem for each argument whose setting has another value in ``found``, which has values by path."""
+    """Return a problem for each argument whose setting has another value in ``found``, which has values by path."""
 
     def comparable(value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
@@ -65,7 +65,7 @@ def settle(data: dict[str, Any], arguments: Iterable[ArgumentValue]) -> list[Pro
 
 
 def settle_config(config: Config, arguments: Iterable[ArgumentValue]) -> tuple[dict[str, Any], list[Problem]]:
-    """The fields that a :class:`Config` leaves open, with the values of the arguments; and the contradictions.
+    """Return the fields that a :class:`Config` leaves open, with the arguments' values, and the contradictions.
 
     Arguments for hyperparameters that its optimizer does not have are ignored.
     """
@@ -91,9 +91,9 @@ def settle_config(config: Config, arguments: Iterable[ArgumentValue]) -> tuple[d
 
 
 def put(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set a value that is missing or ``"auto"``, and make the sections that it is in.
+    """Set a value that is missing or ``"auto"``, and make the sections around it.
 
-    Nothing is set inside something that is not a section, which :func:`load_config` reports.
+    If one of these is not a section, nothing is set, and :func:`load_config` reports it.
     """
     *sections, name = path.split(".")
     for section in sections:

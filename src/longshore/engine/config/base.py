@@ -1,4 +1,4 @@
-"""Base classes of the configuration's models, the error about a configuration, and guesses at what was meant."""
+"""Base classes of the configuration's models, the error about a configuration, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Problem:
 
 
 def shown(value: object) -> str:
-    """A value as JSON shows it, cut to 60 characters."""
+    """Return a value as JSON shows it, cut to 60 characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -59,7 +59,7 @@ class ConfigError(ValueError):
 
 
 class FrozenModel(BaseModel):
-    """A frozen model. Whatever is wrong with the arguments of a new one is one :class:`ConfigError`."""
+    """A frozen model. All problems of the constructor's arguments are raised as one :class:`ConfigError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
@@ -67,7 +67,7 @@ class FrozenModel(BaseModel):
 
         def __init__(self, **values: Any) -> None:
             name, fields = type(self).__name__, type(self).model_fields
-            # pydantic is not shown unknown names: they are reported with the nearest field, beside all other problems.
+            # Unknown names are not passed to pydantic, but reported with the nearest field, beside all other problems.
             problems = [
                 Problem(given, f"is not a field of {name}{nearest(given, fields)}", value)
                 for given, value in values.items()
@@ -90,10 +90,10 @@ def _problem(details: Any) -> Problem:
 
 
 class NamedModel(FrozenModel):
-    """Something that is chosen by its name, ``type``, and its arguments."""
+    """A model of something that is chosen by its name, ``type``, and its arguments."""
 
     def arguments(self) -> dict[str, Any]:
-        """All arguments by name, without ``type``."""
+        """Return all arguments by name, without ``type``."""
         return {name: getattr(self, name) for name in type(self).model_fields if name != "type"}
 
 
@@ -111,16 +111,16 @@ _OTHER_NAMES = {
     ("offload_device",): "offload_optimizer",
 }
 _ALIASES = {other: ours for ours, others in _OTHER_NAMES.items() for other in others.split()}
-"""Names in other libraries (in lower case) and the names here that they stand for, which are not spelled alike."""
+"""Names in other libraries (in lower case), and the differently spelled names here that they stand for."""
 
 
 def quoted(value: object) -> str:
-    """A name or value as JSON shows it."""
+    """Return a name or value as JSON shows it."""
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def edits(left: str, right: str) -> int:
-    """The number of insertions, deletions, replacements and swaps of neighbours from one to the other."""
+    """Return the number of insertions, deletions, replacements and swaps of neighbours between two strings."""
     previous: list[int] = []
     row = list(range(len(right) + 1))
     for i, a in enumerate(left, 1):
@@ -134,14 +134,14 @@ def edits(left: str, right: str) -> int:
 
 
 def alias_of(name: str, known: Iterable[str]) -> list[str]:
-    """The known name of what other libraries call ``name``; empty if there is none."""
+    """Return a list with the known name of what other libraries call ``name``, or an empty one if there is none."""
     known = set(known)
     called = _ALIASES.get(name.lower().replace("-", "_"), ())
     return [option for option in called if option in known][:1]
 
 
 def candidates(name: object, known: Iterable[str]) -> list[str]:
-    """The known names that ``name`` may stand for: another library's name for it, or those that are equally near."""
+    """Return the known names that ``name`` may stand for: that of another library's name, or the most similar ones."""
     if not isinstance(name, str):
         return []
     given, known = name.lower(), list(known)
@@ -155,12 +155,12 @@ def candidates(name: object, known: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """``did you mean ...?``; empty without any name."""
+    """Return ``did you mean ...?``, or an empty string if there is no name."""
     meant = " or ".join(map(quoted, names))
     return f"did you mean {meant}?" if meant else ""
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """``; did you mean ...?`` with the known names that are near; empty if none is."""
+    """Return ``; did you mean ...?`` with the known names that are similar, or an empty string if none is."""
     found = did_you_mean(candidates(name, known))
     return f"; {found}" if found else ""

@@ -27,13 +27,13 @@ DEEPSPEED = Names("train_batch_size", "train_micro_batch_size_per_gpu", "gradien
 
 
 def resolve(given: BatchNumbers, world_size: int | None, names: Names = OURS) -> BatchNumbers:
-    """All three numbers from those that are given; without any, one sample in a backward and one backward in a step.
+    """Compute all three numbers from those that are given; by default a micro batch is 1 sample and a step 1 backward.
 
     While the number of ranks is not known (``world_size`` None), the numbers are checked and returned as they are.
 
     Raises:
-        ValueError: they do not multiply out (the message says which to change, and to what), or ``world_size`` is not a
-            number of ranks.
+        ValueError: the numbers contradict each other (the message says which to change, and to what), or
+            ``world_size`` is not a number of ranks.
     """
     train, micro, steps = given
     if world_size is None:
@@ -63,7 +63,7 @@ def check_world_size(world_size: int) -> None:
 
 
 def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names) -> str:
-    """Describe the rule, what was found, and each change of one number that mends it."""
+    """Describe the rule, what was found, and each change of one number that corrects it."""
     train, micro, steps = given
     assert train is not None
     factors = [(name, number) for name, number in ((names.micro, micro), (names.steps, steps)) if number is not None]
@@ -79,7 +79,7 @@ def _does_not_multiply(given: BatchNumbers, world_size: int | None, names: Names
     for name, number in factors:
         best, rest = divmod(train, product // number)
         if rest == 0:
-            if not exact:  # Another number follows from this one, so that any divisor fits: the nearest below.
+            if not exact:  # Another number is computed from this one, so any divisor is valid: the nearest below.
                 best = max(divisor for divisor in range(1, min(best, number) + 1) if best % divisor == 0)
             ways.append(f"{name} to {best}")
     return (

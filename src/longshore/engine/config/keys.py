@@ -17,15 +17,15 @@ class Treatment(Enum):
     """How longshore treats a key."""
 
     HONOURED = "honoured"
-    """It does what it says, and a test shows it."""
+    """The key does what it says, and a test shows it."""
     ACCEPTED = "accepted"
-    """It cannot change results. Its value is checked and has no effect."""
+    """The key cannot change results. Its value is checked and has no effect."""
     REFUSED = "refused"
-    """longshore does not do it. The value that switches it off is fine, any other is an error."""
+    """longshore does not support the key. The value that switches it off is accepted, any other is an error."""
 
 
 class Auto(Enum):
-    """What ``"auto"`` means as the value of a key, where no program fills in another."""
+    """Meaning of ``"auto"`` as the value of a key, if no program fills in another value."""
 
     ERROR = "an error"
     OMIT = "the key is left out"
@@ -80,7 +80,7 @@ def joined(section: str, name: str) -> str:
 
 
 def setting(name: str, field: str = "", what: str = "", **more: Any) -> Key:
-    """A key whose value goes into a field as it is: by default the field of the same name. The field describes it."""
+    """Return a key whose value is stored unchanged in a field, by default that of its name, which also describes it."""
     section, _, last = (field or name).rpartition(".")
     kind = kind_in((LossScaling if section else Config).model_fields[last].metadata)
     return Key(name, Treatment.HONOURED, kind, what, field=field or name, **more)
@@ -104,5 +104,5 @@ def refused(name: str, kind: Kind, harmless: tuple[object, ...], what: str, **mo
 
 
 def switch(name: str, what: str) -> Key:
-    """A refused boolean, which has to be false or left out."""
+    """Return a refused boolean key, which has to be false or left out."""
     return refused(name, BOOLEAN, (False,), what)

@@ -19,7 +19,7 @@ _DEEPSPEED_CLIPPING = 1.0
 """DeepSpeed 0.19's default of ``gradient_clipping``."""
 
 _TORCH_SCALER = LossScaling(window=2000, hysteresis=1)
-"""As ``torch.amp.GradScaler``, which DeepSpeed uses under fp16 autocast."""
+"""The defaults of ``torch.amp.GradScaler``, which DeepSpeed uses under fp16 autocast."""
 
 _OFFLOAD = "zero_optimization.offload_optimizer"
 
@@ -45,7 +45,7 @@ def load_config(
     needs_optimizer: bool = False,
     source: str | None = None,
 ) -> LoadedConfig:
-    """Read a DeepSpeed file, or the same as a dict, into a ``Config``.
+    """Read a DeepSpeed file, or a dict with the same content, into a ``Config``.
 
     Args:
         config: path of a JSON file, a dict, or a ``Config``, which is taken as it is.
@@ -58,7 +58,7 @@ def load_config(
 
     Raises:
         ConfigError: a ValueError that lists all problems, each with its path, its value and what to do.
-        TypeError: ``config`` is none of the three.
+        TypeError: ``config`` has another type.
         ValueError: ``world_size`` is not a number of ranks.
     """
     if world_size is not None:
@@ -83,7 +83,7 @@ def read_config(
 
 
 def _checked(config: Config, world_size: int | None, needs_optimizer: bool) -> Config:
-    """Our own configuration, for so many ranks."""
+    """Return our own configuration, checked, and resolved for ``world_size`` ranks unless that is None."""
     problems = [_NO_OPTIMIZER] if needs_optimizer and config.optimizer is None else []
     try:
         config = config if world_size is None else config.resolved(world_size)
@@ -115,7 +115,7 @@ def _translate(
 
 
 def _made(model: type[FrozenModel], fields: Mapping[str, Any], reading: Reading, path_of: Callable[[str], str]) -> Any:
-    """The model with these fields; None if they have problems, which are reported under paths of the file."""
+    """Return the model with these fields; None if they have problems, which are reported with paths of the file."""
     try:
         return model(**fields)
     except ConfigError as error:
@@ -125,7 +125,7 @@ def _made(model: type[FrozenModel], fields: Mapping[str, Any], reading: Reading,
 
 
 def _batch_fields(reading: Reading, world_size: int | None) -> dict[str, int]:
-    """The batch numbers, all three when the number of ranks is known."""
+    """Return the batch numbers, all three if the number of ranks is known."""
     if any(reading.has_problem(name) for name in DEEPSPEED):
         return {}
     given = BatchNumbers(*map(reading.values.get, DEEPSPEED))
@@ -143,7 +143,7 @@ def _batch_fields(reading: Reading, world_size: int | None) -> dict[str, int]:
 
 
 def _precision_fields(reading: Reading) -> dict[str, Any]:
-    """``fp16``, ``bf16`` and ``torch_autocast``, of which at most one is enabled."""
+    """Read ``fp16``, ``bf16`` and ``torch_autocast``, of which at most one is enabled."""
     readers = {"fp16": _fp16, "bf16": _bf16, "torch_autocast": _autocast}
     enabled = [section for section in readers if reading.values.get(f"{section}.enabled")]
     if len(enabled) > 1:
@@ -171,7 +171,7 @@ def _fp16(reading: Reading) -> dict[str, Any]:
 def _bf16(reading: Reading) -> dict[str, Any]:
     check = reading.values.get("bf16.check_grad_overflow")
     if check:
-        # A scale of 1 changes no number, and a step whose gradients are not finite is skipped where there is a scale.
+        # A scale of 1 changes no number, and with a scale, a step whose gradients are not finite is skipped.
         return {"dtype": "bf16", "loss_scaling": LossScaling(scale=1.0)}
     if check is None:
         reading.notes.append(
@@ -192,7 +192,7 @@ def _autocast(reading: Reading) -> dict[str, Any]:
 
 
 def _clipping_fields(reading: Reading) -> dict[str, Any]:
-    """``gradient_clipping``: 0 is no clipping. A file without it means DeepSpeed's default, with a note."""
+    """Read ``gradient_clipping``: 0 is no clipping. A file without it means DeepSpeed's default, with a note."""
     norm = reading.values.get("gradient_clipping")
     if norm is None:
         norm = _DEEPSPEED_CLIPPING
@@ -204,7 +204,7 @@ def _clipping_fields(reading: Reading) -> dict[str, Any]:
 
 
 def _monitor_fields(reading: Reading) -> dict[str, Any]:
-    """``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled. Empty texts count as left out."""
+    """Read ``tensorboard``, ``wandb`` and ``csv_monitor`` if they are enabled. Empty texts count as left out."""
     fields: dict[str, Any] = {}
     for section, model in MONITORS.items():
         if reading.values.get(f"{section}.enabled"):
@@ -214,7 +214,7 @@ def _monitor_fields(reading: Reading) -> dict[str, Any]:
 
 
 def _wrap_fields(reading: Reading) -> dict[str, Any]:
-    """``wrap_policy``, which says what stage 3 gathers."""
+    """Read ``wrap_policy``, which chooses the modules that stage 3 gathers."""
     policy = reading.values.get("longshore.wrap_policy", "auto")
     stage = reading.values.get("zero_optimization.stage", 0)
     if policy == "auto" or stage == 3:
@@ -226,7 +226,7 @@ def _wrap_fields(reading: Reading) -> dict[str, Any]:
 
 
 def _offload_fields(reading: Reading) -> dict[str, Any]:
-    """``super_offload`` and what it implies, and ``ratio``. Both need optimizer state on the host."""
+    """Read ``super_offload`` with the keys that it affects, and ``ratio``. Both need optimizer state on the host."""
     values = reading.values
     memory, super_offload, ratio = "longshore.speculation_memory", f"{_OFFLOAD}.super_offload", f"{_OFFLOAD}.ratio"
     asked = [path for path, none in ((memory, 0), (super_offload, False), (ratio, 1)) if values.get(path, none) != none]
@@ -260,12 +260,12 @@ def _offload_fields(reading: Reading) -> dict[str, Any]:
 
 
 def _named_fields(reading: Reading) -> dict[str, Any]:
-    """``optimizer`` and ``scheduler``."""
+    """Read ``optimizer`` and ``scheduler``."""
     fields: dict[str, Any] = {}
     for section in ("optimizer", "scheduler"):
         start = f"{section}.params"
         kind = reading.values.get(f"{section}.type")
-        # Without the parameters whose problems are reported already, the model would report them as missing.
+        # Parameters with reported problems are left out of the values, and the model would report them as missing.
         if kind is None or reading.has_problem(start):
             continue
         given = {
@@ -279,7 +279,7 @@ def _named_fields(reading: Reading) -> dict[str, Any]:
 
 
 def _optimizer(kind: str, given: dict[str, Any], reading: Reading) -> type[NamedModel]:
-    """The model of an optimizer. Changes ``given``, a file's parameters, into its fields."""
+    """Return the model of an optimizer, and change ``given``, a file's parameters, into its fields."""
     defaults = {} if given.pop("torch_adam", False) else DEEPSPEED_DEFAULTS[kind]
     if given.pop("adam_w_mode", True) and kind == "Adam":
         kind = "AdamW"

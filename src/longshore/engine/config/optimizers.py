@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, create_model, model_validator
 
-import longshore.optim.rules  # noqa: F401  every rule is then known
+import longshore.optim.rules  # noqa: F401  registers every rule
 from longshore.engine.config.base import NamedModel
 from longshore.engine.config.values import BETA, BOOLEAN, NOT_NEGATIVE, Items, Number, OneOf, kind_in
 from longshore.optim.family import beta, betas, flag, not_negative, number
@@ -25,7 +25,7 @@ _FIELDS: dict[Callable[[Any, str], Any], Any] = {
 
 
 class OptimizerModel(NamedModel):
-    """What the configurations of all optimizers have in common."""
+    """Base of the configurations of all optimizers."""
 
     type: str
     if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class OptimizerModel(NamedModel):
 
 
 def _model(kind: type[RuleOptimizer]) -> type[OptimizerModel]:
-    """The configuration of one optimizer, with the options and defaults of its signature."""
+    """Create the configuration of one optimizer, with the options and defaults of its signature."""
     fields: dict[str, Any] = {"type": (Literal[kind.__name__], kind.__name__)}
     for name, default in kind.defaults_by_name().items():
         field = _FIELDS[kind.rules.options[name]]
@@ -57,11 +57,11 @@ else:
     OptimizerConfig = Annotated[Union[tuple(OPTIMIZERS.values())], Field(discriminator="type")]  # noqa: UP007
 
 DEEPSPEED_DEFAULTS = {name: dict(kind.deepspeed_defaults) for name, kind in CLASSES.items()}
-"""Defaults of parameters that a DeepSpeed file leaves out, where they are not those of our models."""
+"""Defaults of a DeepSpeed file's parameters that differ from those of our models."""
 
 
 def optimizers_with(option: str) -> tuple[str, ...]:
-    """The names of the optimizers that have this option."""
+    """Return the names of the optimizers that have this option."""
     return tuple(name for name, model in OPTIMIZERS.items() if option in model.model_fields)
 
 
@@ -81,6 +81,6 @@ REFUSED_OPTIMIZERS: dict[str | int, str] = {
     "adam8bit": "its quantized state is not what plain torch keeps; use AdamW, whose state is on the host",
     **dict.fromkeys(("adamax", "nadam", "radam", "rmsprop", "rprop", "adadelta", "asgd"), _CLIENT),
 }
-"""Names in lower case, each with the reason and what to do."""
+"""Names of refused optimizers in lower case, each with the reason and what to do."""
 
 OPTIMIZER_TYPE = OneOf(tuple(OPTIMIZERS), REFUSED_OPTIMIZERS, f"for any other optimizer, {_CLIENT.partition(';')[0]}")

@@ -1,4 +1,4 @@
-"""The object in a JSON file, and its values and problems according to the table."""
+"""Reading of a JSON file, and the check of its values against the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from longshore.engine.config.values import WrongValueError
 
 
 class _Object(dict[str, Any]):
-    """An object of the file, with the keys that it has more than once: of these, ``json`` keeps the last value only."""
+    """A JSON object that remembers its repeated keys, of which ``json`` keeps the last value only."""
 
     repeated: tuple[str, ...] = ()
 
@@ -42,7 +42,7 @@ def _constant(name: str) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         ConfigError: the file is missing or unreadable, is not JSON (with line and column), is not an object, or has a
@@ -84,7 +84,7 @@ def _repeated(value: Any, path: str) -> list[Problem]:
 
 
 class Reading:
-    """What a file says, checked by the table.
+    """The content of a file, checked against the table.
 
     Attributes:
         data: the file's content.
@@ -111,7 +111,7 @@ class Reading:
         self.problems.append(Problem(path, what, value))
 
     def has_problem(self, path: str) -> bool:
-        """Whether something is wrong at ``path`` or below."""
+        """Return whether there is a problem at ``path`` or below."""
         return any(f"{problem.path}.".startswith(f"{path}.") for problem in self.problems)
 
     def _section(self, data: Mapping[Any, Any], section: str, of: str = "") -> None:
@@ -141,7 +141,7 @@ class Reading:
             self._section(value, path, of)
 
     def _named(self, data: Mapping[Any, Any], section: str) -> None:
-        """Read a section whose ``type`` says what ``params`` may hold."""
+        """Read a section whose ``type`` decides which keys ``params`` may have."""
         rest = {name: value for name, value in data.items() if name != "params"}
         self._section(rest, section)
         if rest.get("type") is None and data:
@@ -198,7 +198,7 @@ def _is_auto(value: object) -> bool:
 
 
 def names_in(section: str, of: str = "") -> list[str]:
-    """Keys and sections that may stand in ``section``; with ``of``, a type, those that it has."""
+    """Return the keys and sections allowed in ``section``; with ``of``, a type, only those of that type."""
     keys = [key.name for key in TABLE if key.section == section and (not of or not key.of or of in key.of)]
     inside = [name for parent, _, name in (path.rpartition(".") for path in SECTIONS) if parent == section]
     return [*keys, *inside, *(() if section else OLD_SECTIONS)]
@@ -217,7 +217,7 @@ def unknown(section: str, name: object, of: str = "") -> str:
         return f"{said}; {NOT_KEYS[name]}"
     elsewhere = _elsewhere(name, section)
     near = candidates(name, names_in(section, of))
-    if elsewhere:  # It is spelled right and in the wrong section, unless it is one slip away from a name of this one.
+    if elsewhere:  # The name is right but in the wrong section, unless it is one edit away from a name of this section.
         near = [known for known in near if edits(name, known) == 1]
     meant = did_you_mean(near)
     if meant and not elsewhere:
@@ -239,7 +239,7 @@ def unknown(section: str, name: object, of: str = "") -> str:
 
 
 def _elsewhere(name: str, section: str) -> str:
-    """The places other than ``section`` in which ``name`` is a key or a section."""
+    """Return the places other than ``section`` in which ``name`` is a key or a section."""
     places = [key.section for key in TABLE if key.name == name and key.section != section]
     places += [parent for parent, _, last in (path.rpartition(".") for path in SECTIONS) if last == name]
     return " and ".join(dict.fromkeys(place or "the top level" for place in places))

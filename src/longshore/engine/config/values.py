@@ -18,14 +18,14 @@ from longshore.engine.config.base import nearest, quoted
 
 
 class WrongValueError(ValueError):
-    """An illegal value. The message says what it must be; whoever catches it knows the path and the value."""
+    """An illegal value. The message says what it must be; the code that catches it adds the path and the value."""
 
 
 class Kind(ABC):
     """One kind of value: how legal values are described, and how a given value is checked.
 
-    In the annotation of a model's field, as in ``Annotated[int, AT_LEAST_1]``, it checks what the model is given. None
-    is passed on: the type in the annotation decides whether the field may be None.
+    In the annotation of a model's field, as in ``Annotated[int, AT_LEAST_1]``, it checks the value that the model is
+    given. None is not checked: the type in the annotation decides whether the field may be None.
     """
 
     @abstractmethod
@@ -34,17 +34,17 @@ class Kind(ABC):
 
     @abstractmethod
     def read(self, value: object) -> Any:
-        """The value as longshore keeps it. If it is illegal: None, or a WrongValueError that has more to say."""
+        """Return the value as longshore keeps it. If illegal, return None, or raise WrongValueError to say more."""
 
     def hint(self, value: object) -> str:
-        """The rest of the message about an illegal value, such as a name that is near."""
+        """Return the rest of the message about an illegal value, such as a similar name."""
         return ""
 
     def check(self, value: object) -> Any:
-        """The value as longshore keeps it.
+        """Return the value as longshore keeps it.
 
         Raises:
-            WrongValueError: it is illegal.
+            WrongValueError: the value is illegal.
         """
         found = self.read(value)
         if found is None:
@@ -59,15 +59,15 @@ class Kind(ABC):
 
 
 def kind_in(metadata: Iterable[object]) -> Kind:
-    """The kind in the metadata of a model's field. A field without one is a flag."""
+    """Return the kind in the metadata of a model's field. A field without one is a flag."""
     return next((entry for entry in metadata if isinstance(entry, Kind)), BOOLEAN)
 
 
 @dataclass(frozen=True)
 class Exactly(Kind):
-    """A value of one type, which nothing is converted to.
+    """A value of exactly one type, without conversion.
 
-    Among booleans, 0, 1 and "true" are refused: a file that has them was written for some other key.
+    As booleans, 0, 1 and "true" are refused: a file that has them was written for some other key.
     """
 
     of: type
@@ -90,11 +90,11 @@ _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A finite number within bounds; it may not reach ``above`` and ``below``.
+    """A finite number within bounds; ``above`` and ``below`` are exclusive.
 
     Attributes:
         of: what it measures or counts.
-        whole: it is an integer. Whole floats are integers too: JSON writers turn 500000000 into 5e8.
+        whole: whether it is an integer. Whole floats are integers too: JSON writers turn 500000000 into 5e8.
     """
 
     minimum: float | None = None
@@ -119,14 +119,14 @@ class Number(Kind):
 
 
 def _number(value: object, whole: bool) -> float | None:
-    """A finite number, as an int if ``whole``; None if the value is none."""
+    """Return a finite number, as an int if ``whole``; None if the value is not one."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     if whole and isinstance(value, numbers.Integral):
         return int(value)
     try:
         number = float(value)
-    except OverflowError:  # an integer of more digits than a double has range
+    except OverflowError:  # an integer beyond the range of a double
         return None
     if not math.isfinite(number) or (whole and not number.is_integer()):
         return None
@@ -135,12 +135,12 @@ def _number(value: object, whole: bool) -> float | None:
 
 @dataclass(frozen=True)
 class OneOf(Kind):
-    """One of a few; strings in any case.
+    """One of a few options; strings are compared without case.
 
     Attributes:
         options: the legal values.
-        refused: others that are known (strings in lower case), with what to do instead.
-        otherwise: what to do about any other.
+        refused: known values that are not supported (strings in lower case), with what to do instead.
+        otherwise: what to do about any other value.
         aliases: other names (in lower case) and the options that they stand for.
     """
 
@@ -163,14 +163,14 @@ class OneOf(Kind):
         return super().check(value)
 
     def hint(self, value: object) -> str:
-        # Names of dtypes are near each other without meaning each other.
+        # Names of different dtypes are similar, so none is suggested.
         near = "" if self.aliases else nearest(value, [option for option in self.options if isinstance(option, str)])
         return near + (f"; {self.otherwise}" if self.otherwise else "")
 
 
 def _folded(value: object) -> Any:
-    """What an option is compared by: a string in lower case or a whole number; None for anything else."""
-    # A torch dtype is known by its names: torch is not imported for reading a file.
+    """Return what an option is compared by: a string in lower case or a whole number; None for anything else."""
+    # A torch dtype is recognized by name, so that reading a file does not import torch.
     if isinstance(value, str) or (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
         return str(value).lower()
     return _number(value, whole=True)
@@ -187,12 +187,12 @@ class Budget(Kind):
         try:
             return "auto" if parse_memory_budget(value) == MemoryBudget() else value
         except ValueError as error:
-            raise WrongValueError(str(error)) from None  # which says more than says()
+            raise WrongValueError(str(error)) from None  # whose message is more precise than says()
 
 
 @dataclass(frozen=True)
 class Items(Kind):
-    """A list; ``count`` if it must have so many."""
+    """A list; with ``count``, a list of that length."""
 
     of: Kind
     count: int | None = None
@@ -209,7 +209,7 @@ class Items(Kind):
 
 @dataclass(frozen=True)
 class Either(Kind):
-    """The first kind that fits."""
+    """A value of one of several kinds, read by the first that fits."""
 
     kinds: tuple[Kind, ...]
 
@@ -239,7 +239,7 @@ class Block(Kind):
         return value if isinstance(value, (Mapping, bool)) else None
 
     def is_off(self, value: object) -> bool:
-        """Whether a legal value switches nothing on."""
+        """Return whether a legal value switches nothing on."""
         if not isinstance(value, Mapping) or not value:
             return not value
         given = {name: found for name in self.switches if (found := lookup(value, name)) is not None}
@@ -249,7 +249,7 @@ class Block(Kind):
 
 
 def lookup(section: object, path: str, invalid: object = None) -> Any:
-    """The value at a dotted path; None if it is missing, ``invalid`` if something else than a section is on the way."""
+    """Return the value at a dotted path; None if it is missing, ``invalid`` if the path leads through a non-section."""
     for name in path.split("."):
         if section is None:
             return None
@@ -260,7 +260,7 @@ def lookup(section: object, path: str, invalid: object = None) -> Any:
 
 
 def same(left: object, right: object) -> bool:
-    """Equal, and not ``True == 1``."""
+    """Return whether two values are equal, where True and 1 are not."""
     return isinstance(left, bool) == isinstance(right, bool) and left == right
 
 
@@ -280,4 +280,4 @@ _DTYPE_NAMES: dict[str | int, str] = {
 DTYPE = OneOf(("fp32", "bf16", "fp16"), aliases=_DTYPE_NAMES)
 LOW_DTYPE = OneOf(("bf16", "fp16"), aliases=_DTYPE_NAMES)
 LARGEST_SCALE = 2.0**127
-"""Losses are scaled in float32, in which the next power of two is infinite."""
+"""The largest loss scale: losses are scaled in float32, in which the next power of two is infinite."""

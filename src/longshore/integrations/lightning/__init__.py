@@ -1,6 +1,6 @@
 """Lightning on longshore: ``LongshoreStrategy`` for the Trainer, ``FabricLongshoreStrategy`` for Fabric.
 
-Importing this also lets both take the names ``"longshore"``, ``"longshore_stage_1"`` and so on as ``strategy=``.
+Importing this package also registers the names ``"longshore"``, ``"longshore_stage_1"`` and so on for ``strategy=``.
 """
 
 from longshore.integrations.lightning.fabric import FabricLongshoreStrategy

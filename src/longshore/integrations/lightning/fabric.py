@@ -41,18 +41,19 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
     """``Fabric(strategy=FabricLongshoreStrategy(stage=2))``.
 
     Each ``optimizer.step()`` applies the gradients of every ``fabric.backward`` since the last step. Takes the
-    arguments of :class:`~longshore.integrations.lightning.strategy.EngineStrategy`; ``fabric.setup`` raises the
-    contradictions with Fabric's.
+    arguments of :class:`~longshore.integrations.lightning.strategy.EngineStrategy`; ``fabric.setup`` raises errors for
+    those that contradict Fabric's.
     """
 
     _launcher_kind = FabricLauncher
+    _precision_argument = "precision"
 
     def __init__(
         self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **arguments: Any
     ) -> None:
         super().__init__(config, **arguments)
         self._backward_sync_control = _EngineNoSync()
-        # Grow with each model that is set up.
+        # These lists grow with each model that is set up.
         self._engines: list[Engine] = []
         self._models: list[ModelOnly] = []
 
@@ -75,7 +76,7 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
             module.to(self.root_device)
 
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
-        """Context for making a model (``fabric.init_module``); at stage 3 only rank 0 makes the weights."""
+        """Return a context for making a model (``fabric.init_module``); at stage 3 only rank 0 makes the weights."""
         return self._creation(empty_init, self.precision.module_init_context())
 
     model_init_context = module_init_context
@@ -173,7 +174,7 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the next step; returns the norm over all ranks, float32, 0-dim, on the CPU."""
+        """Clip the next step; return the norm over all ranks, float32, 0-dim, on the CPU."""
         engine = self._engine_of_optimizer(optimizer)
         if float(norm_type) != 2.0:
             raise ValueError(f"longshore clips the 2-norm, not norm_type={norm_type}; leave it out")
@@ -191,7 +192,7 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
     # -- checkpoints ----------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Whole weights, gathered if they are sharded: then all ranks have to call, and rank 0 gets them."""
+        """Return whole weights. If they are sharded, all ranks have to call it, and only rank 0 gets them."""
         return whole(_model_of(module).state_dict(), self.is_global_zero)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -204,11 +205,11 @@ class FabricLongshoreStrategy(EngineStrategy, FabricParallelStrategy):
         storage_options: Any = None,
         filter: Any = None,
     ) -> None:
-        """Save a model with its optimizer in a folder to which every rank writes its shards; without, in one file.
+        """Save a model and its optimizer in a folder, each rank its shards; a model without an optimizer in one file.
 
         Raises:
-            CheckpointError: between a backward and its step, or if it cannot be written.
-            ValueError, TypeError: two engines; arguments that apply only to a file.
+            CheckpointError: called between a backward and its step, or the checkpoint cannot be written.
+            ValueError, TypeError: there are two engines; arguments apply only to a file.
         """
         path = Path(self.broadcast(path))
         values = list(state.values())
@@ -277,7 +278,7 @@ class _EngineNoSync(BackwardSyncControl):
 
 
 def engine_of(module: Any) -> Engine | None:
-    """The engine that trains a model that Fabric set up; None: it has no optimizer, or is no such model."""
+    """Return the engine that trains a model that Fabric set up; None: it has no optimizer, or is no such model."""
     return module if isinstance(module, Engine) else module.engine if isinstance(module, ModelOnly) else None
 
 

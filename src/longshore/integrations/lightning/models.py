@@ -1,4 +1,4 @@
-"""What both strategies do with models: make engines, evaluate without one, gather, load and save."""
+"""Functions for models in both strategies: make an engine, evaluate without one, gather, load and save."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelOnly(nn.Module):
     ``engine`` is None until then.
 
     Args:
-        module: on its device.
+        module: the model, on its device.
         sharded: its FSDP2 hooks, if it has shards, so that it can run without an engine.
     """
 
@@ -84,7 +84,7 @@ def place(model: nn.Module, config: Config, extras: Mapping[str, Any], device: t
 
 
 def whole(values: Any, keep: bool) -> Any:
-    """The same nested values with sharded tensors replaced by whole ones, on the host. All ranks have to call it.
+    """Return nested values with sharded tensors replaced by whole ones, on the host. All ranks have to call it.
 
     ``keep``: if False, put empty tensors in their place, on a rank that only takes part in gathering.
     """
@@ -99,10 +99,10 @@ def whole(values: Any, keep: bool) -> Any:
 
 
 def load_whole(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Call ``load_state_dict`` with whole tensors (or this model's own shards), also if parameters are sharded.
+    """Call ``load_state_dict`` with whole tensors (or this model's own shards), even if parameters are sharded.
 
     Raises:
-        RuntimeError: names or shapes that do not fit, from torch.
+        RuntimeError: names or shapes do not fit; torch raises it.
     """
     own = model.state_dict()
     model.load_state_dict(
@@ -111,7 +111,7 @@ def load_whole(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) ->
 
 
 def _sharded_like(value: Any, own: Any) -> Any:
-    """This rank's shard of ``value``, if the model's own tensor is sharded."""
+    """Return this rank's shard of ``value``, if the model's own tensor is sharded."""
     if not (isinstance(value, Tensor) and isinstance(own, Tensor) and is_sharded(own)) or is_sharded(value):
         return value
     if value.shape != own.shape:
@@ -119,7 +119,7 @@ def _sharded_like(value: Any, own: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = own.device_mesh, own.placements  # pyright: ignore[reportAttributeAccessIssue]
-    # Without communication: each rank has read the whole tensor.
+    # No communication is needed, since each rank has read the whole tensor.
     return distribute_tensor(value.to(own.device, own.dtype), mesh, placements, src_data_rank=None)
 
 
@@ -139,9 +139,9 @@ def save_folder(engine: Engine, path: Path, rest: Mapping[str, Any]) -> None:
         rest: Lightning's state, of any type that ``torch.save`` takes; rank 0's is written.
 
     Raises:
-        CheckpointError: in the middle of a window, or if it cannot be written.
+        CheckpointError: the engine is in the middle of a window, or the checkpoint cannot be written.
     """
-    # As bytes: Lightning's callbacks and hyperparameters have any type that torch.save takes.
+    # Saved as bytes, since Lightning's callbacks and hyperparameters have any type that torch.save takes.
     buffer = io.BytesIO()
     torch.save(dict(rest), buffer)
     packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -151,7 +151,7 @@ def save_folder(engine: Engine, path: Path, rest: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _in_place_of_a_file(path: Path, is_first: bool) -> Generator[None, None, None]:
-    """Move away a file of that name, from another strategy, and delete it once the folder is complete."""
+    """Move away a file of that name that another strategy wrote, and delete it once the folder is complete."""
     if not (is_first and path.is_file()):
         yield
         return
@@ -167,22 +167,22 @@ def _in_place_of_a_file(path: Path, is_first: bool) -> Generator[None, None, Non
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether :func:`save_folder` wrote ``path``."""
+    """Return whether :func:`save_folder` wrote ``path``."""
     return (Path(path) / TAG).is_dir()
 
 
 def load_into_engine(
     engine: Engine, path: Path, *, optimizer: bool, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Load a checkpoint of :func:`save_folder`, on any number of ranks; all have to call. Returns ``rest``.
+    """Load a checkpoint of :func:`save_folder`, and return ``rest``; all ranks (any number) have to call it.
 
     Args:
-        optimizer: also load its state, counters, loss scale and random states.
+        optimizer: also load the optimizer's state, counters, loss scale and random states.
         strict: raise if the model or optimizer does not fit.
         weights_only: as in ``torch.load``, for ``rest``.
 
     Raises:
-        CheckpointError: damaged, or from another model or optimizer; nothing was loaded.
+        CheckpointError: the checkpoint is damaged, or from another model or optimizer; nothing was loaded.
     """
     steps = engine.gradient_accumulation_steps()
     _, client = engine.load_checkpoint(path, tag=TAG, load_module_only=not optimizer, strict=strict)
@@ -192,7 +192,7 @@ def load_into_engine(
 
 
 def load_into_model(model: nn.Module, path: Path, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-    """Load only weights, into a model without an engine; all ranks have to call. Returns ``rest``."""
+    """Load only weights, into a model without an engine, and return ``rest``; all ranks have to call it."""
     return _rest(load(path, model, tag=TAG, strict=strict), path, weights_only)
 
 
@@ -207,7 +207,7 @@ def _rest(client: Mapping[str, Any] | None, path: Path, weights_only: bool | Non
 
 
 def unchanged(found: Any, handed_out: Mapping[str, Any]) -> bool:
-    """Whether a state dict still has the tensors that the module gave; hooks may change it."""
+    """Return whether a state dict still has the tensors that the module gave; hooks may change it."""
     return (
         isinstance(found, Mapping)
         and found.keys() == handed_out.keys()

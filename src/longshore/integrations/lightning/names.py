@@ -1,7 +1,7 @@
 """The names of Lightning that are used here, from whichever of its packages the user has.
 
-``lightning`` has all of it. The older ``pytorch_lightning`` and ``lightning_fabric`` have the same modules with classes
-of their own, and each Trainer accepts strategies of its own package only.
+``lightning`` has all of them. The older ``pytorch_lightning`` and ``lightning_fabric`` have the same modules with
+classes of their own, and each Trainer accepts strategies of its own package only.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _HOMES = {
     "reduced": ("fabric", "utilities.distributed._sync_ddp_if_available"),
     "reset_seed": ("fabric", "utilities.seed.reset_seed"),
 }
-"""The package, and the place in it, of each name."""
+"""The package of each name, and its path in the package."""
 _PACKAGES = {"fabric": "lightning.fabric", "pytorch": "lightning.pytorch"}
-# The program's choice counts, and otherwise what is installed.
+# Use the package that the program has imported, or else the one that is installed.
 if "lightning" not in sys.modules and ("pytorch_lightning" in sys.modules or find_spec("lightning") is None):
     if find_spec("pytorch_lightning") is None:
         raise ImportError("longshore.integrations.lightning needs Lightning: pip install 'longshore[lightning]'")

@@ -1,4 +1,4 @@
-"""What Lightning's arguments mean for the engine: one configuration of both, and plugins that leave precision to it."""
+"""Combine Lightning's arguments and the engine's configuration; plugins that leave precision to the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRECISIONS: Mapping[str, tuple[str | None, str | None]] = {
     "bf16-mixed": ("fp32", "bf16"),
     "16-mixed": ("fp32", "fp16"),
 }
-"""Lightning's ``precision``: the dtype of parameters, and that of autocast."""
+"""The dtype of parameters and the dtype of autocast, by Lightning's ``precision``."""
 
 _SCALED = ("16-true", "16-mixed")
 _SCALER = LossScaling(window=2000, hysteresis=1)
@@ -36,7 +36,7 @@ _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 
 @dataclass(frozen=True)
 class LightningArguments:
-    """What Lightning was told."""
+    """The arguments that Lightning was given."""
 
     by: str  # ``Trainer`` or ``Fabric``, for messages
     precision: str  # Lightning's name of it
@@ -49,7 +49,7 @@ class LightningArguments:
     loss_scaling: LossScaling | None = None  # settings of a ``GradScaler`` that the user made
 
     def statements(self) -> Iterator[ArgumentValue]:
-        """Values that the configuration may give too."""
+        """Yield the values that the configuration may give too."""
         agree = "leave it out, or make them agree"
         if self.accumulation is None:
             loop = f"your loop with {self.by}, in which every optimizer.step() is applied"
@@ -69,8 +69,8 @@ class StrategySettings:
     """The configuration that the user gave to the strategy.
 
     Args:
-        config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. None: ``fields``.
-        fields: of :class:`longshore.Config`; by default stage 2 with the optimizer on the host.
+        config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. None: ``fields`` are used.
+        fields: fields of :class:`longshore.Config`; by default stage 2 with the optimizer on the host.
 
     Raises:
         ConfigError: unknown fields, with the nearest name; everything that is wrong in a file, except what depends on
@@ -92,7 +92,7 @@ class StrategySettings:
         self.stage = self._load(LightningArguments("Trainer", "32-true", 1), None)[0].config.stage
 
     def resolved(self, given: LightningArguments) -> LoadedConfig:
-        """The engine's configuration, for a model that Lightning has put into its dtype.
+        """Return the engine's configuration, for a model that Lightning has put into its dtype.
 
         Raises:
             ConfigError: everything that contradicts Lightning's arguments, with both values.
@@ -109,9 +109,9 @@ class StrategySettings:
         return LoadedConfig(loaded.config.model_copy(update=update), loaded.notes)
 
     def _load(self, given: LightningArguments, world_size: int | None) -> tuple[LoadedConfig, list[Problem]]:
-        """Load with Lightning's values where the configuration has none; also returns what contradicts them.
+        """Load with Lightning's values where the configuration has none; also return contradictions.
 
-        ``world_size``: None: as far as that can be done without it.
+        ``world_size``: if None, only the checks that do not need it are made.
         """
         micro = given.micro_batch_size or 1
         if isinstance(self._config, Config):
@@ -138,7 +138,7 @@ class StrategySettings:
 
 
 def _decided_by_lightning(config: Config, given: LightningArguments, from_file: bool) -> list[Problem]:
-    """Problems with what Lightning decides, whatever the configuration says: precision, optimizer, schedule, loader."""
+    """Return problems with what Lightning decides in any case: precision, optimizer, schedule, loader."""
     dtype, autocast = PRECISIONS[given.precision]
     pair = (config.dtype or "fp32", config.autocast)
     other = next((name for name, each in PRECISIONS.items() if each == pair), "32-true")
@@ -171,7 +171,7 @@ BY_VALUE = (
 
 
 def _scaling_of(scaler: Any) -> LossScaling | None:
-    if scaler is None or not scaler.is_enabled():  # GradScaler turns itself off where there is no CUDA
+    if scaler is None or not scaler.is_enabled():  # GradScaler turns itself off without CUDA
         return None
     first, growth, backoff = scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()
     if (growth, backoff) != (2.0, 0.5) or math.frexp(first)[0] != 0.5 or first < 1:
@@ -211,7 +211,7 @@ class EnginePrecision:
 
 
 class TrainerEnginePrecision(EnginePrecision):
-    """The same for a Trainer, whose plugins also run backward, step and clip."""
+    """An :class:`EnginePrecision` for a Trainer, whose plugins also run backward, step and clip."""
 
     strategy: Any
 

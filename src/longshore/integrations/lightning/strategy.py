@@ -19,17 +19,15 @@ from longshore.integrations.lightning.names import EmptyInit, backend_for, conne
 from longshore.integrations.lightning.settings import StrategySettings
 from longshore.optim import Offload
 
-_OF_LIGHTNING = frozenset(
-    ["accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"]
-)
-"""Arguments of Lightning's ``ParallelStrategy``."""
+_OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
+"""Arguments of both of Lightning's ``ParallelStrategy``; each has one more."""
 
 
 class EngineStrategy:
     """Base of both strategies, before Lightning's ``ParallelStrategy``, whose attributes it uses (``self: Any``).
 
-    Fields of :class:`longshore.Config` may be given by name. The default, without any and without a ``config``, is
-    stage 2 with the optimizer's state in host memory. One device needs no process group, and gets none.
+    Fields of :class:`longshore.Config` may be given by name. The default, without such fields and without a ``config``,
+    is stage 2 with the optimizer's state in host memory. One device needs no process group, and gets none.
 
     Args:
         config: a DeepSpeed JSON file's path, its content, or a :class:`longshore.Config`. Values that Lightning's
@@ -38,7 +36,7 @@ class EngineStrategy:
         offload_device: ``"cpu"`` or ``"none"``: where optimizer state lives and is stepped.
         offload, wrap_policy, weights: as in :func:`longshore.initialize`.
         process_group_backend: by default nccl for CUDA, gloo for the CPU.
-        timeout: of the process group.
+        timeout: timeout of the process group's collectives.
         fields: other fields of :class:`longshore.Config`; and ``accelerator``, ``parallel_devices``,
             ``cluster_environment``, ``checkpoint_io`` and ``precision_plugin`` (for a Trainer) or ``precision`` (for
             Fabric), as in Lightning's own strategies. ``checkpoint_io`` writes weights-only files; folders are the
@@ -50,6 +48,7 @@ class EngineStrategy:
     """
 
     _launcher_kind: Any = None
+    _precision_argument = "precision_plugin"
     _num_nodes = 1
 
     def __init__(
@@ -65,7 +64,8 @@ class EngineStrategy:
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         **fields: Any,
     ) -> None:
-        super().__init__(**{name: fields.pop(name) for name in _OF_LIGHTNING if name in fields})
+        own = (*_OF_LIGHTNING, self._precision_argument)
+        super().__init__(**{name: fields.pop(name) for name in own if name in fields})
         self.settings = StrategySettings(config, {"stage": stage, "offload_device": offload_device, **fields})
         self._extras = {"offload": offload, "wrap_policy": wrap_policy, "weights": weights}
         self._backend = process_group_backend
@@ -94,14 +94,14 @@ class EngineStrategy:
 
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any] | None:
-        """Arguments of a ``DistributedSampler`` for the ranks of all machines."""
+        """The arguments of a ``DistributedSampler`` for the ranks of all machines."""
         return {"num_replicas": self.num_processes * self.num_nodes, "rank": self.global_rank}
 
     @contextlib.contextmanager
     def _creation(
         self: Any, uninitialized: bool | None, plugins: AbstractContextManager[Any]
     ) -> Generator[None, None, None]:
-        """Context for making a model: at stage 3 rank 0 makes it on the host, and nobody if files have the weights.
+        """Enter a context for making a model: at stage 3 rank 0 makes it on the host, or no rank if files have it.
 
         Args:
             uninitialized: skip random initialization, for a model that will be loaded.

@@ -64,7 +64,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         self, config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None, **arguments: Any
     ) -> None:
         super().__init__(config, **arguments)
-        # Change with each call of the Trainer.
+        # These fields change with each call of the Trainer.
         self._engine: Engine | None = None
         self._replaced = False
         """Whether another strategy has fitted the module since."""
@@ -74,7 +74,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         """Whether the engine has loaded the optimizer's state from the checkpoint."""
         self._random: dict[str, Any] | None = None
         """Random states of the checkpoint that was loaded."""
-        # Changes with each batch.
+        # This field changes with each batch.
         self._accumulating = False
 
     # -- precision ------------------------------------------------------------
@@ -173,14 +173,14 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         self.optimizers = [engine.optimizer]
         self.model = engine
         if self.lightning_module.automatic_optimization:
-            # The Trainer says which batch is the window's last, also where an epoch ends before the window is full.
+            # The Trainer says which batch is the window's last, even if an epoch ends before the window is full.
             engine.set_gradient_accumulation_boundary(True)
 
     def _resolved(self, trainer: Trainer, has_optimizer: bool = False) -> LoadedConfig:
         plugin: Any = self.precision_plugin
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == ClipAlgorithm.VALUE:
             raise ValueError(BY_VALUE.format(f"{trainer.gradient_clip_val:g}"))
-        # A hook of the user's decides itself whether and how to clip.
+        # If the user overrides this hook, the hook decides whether and how to clip.
         clips = trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", self.lightning_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         source = trainer.fit_loop._data_source.instance  # the loader that was passed to fit(), unless a hook makes it
@@ -202,7 +202,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         return self._creation(empty_init, self.precision_plugin.tensor_init_context())
 
     def model_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
-        """Context for making a model outside of ``configure_model``; ``Trainer.init_module`` enters it."""
+        """Return a context for making a model outside of ``configure_model``; ``Trainer.init_module`` enters it."""
         return self.tensor_init_context(empty_init)
 
     def model_to_device(self) -> None:
@@ -213,11 +213,11 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
     def on_train_start(self) -> None:
         random, self._random = self._random, None
         trainer = self.lightning_module.trainer
-        for callback in trainer.checkpoint_callbacks:  # a resumed one would save this step again, in mid-window
+        for callback in trainer.checkpoint_callbacks:  # a resumed callback would save this step again, in mid-window
             vars(callback)["_last_global_step_saved"] = trainer.global_step
         loop = trainer.fit_loop
         if random is not None and 0 < loop.epoch_loop.batch_progress.current.ready < loop.max_batches:
-            # In the middle of an epoch its loader is started again, and draws a seed that the run had drawn before.
+            # After resuming within an epoch, the loader is started again, and draws a seed that the run drew before.
             restore_random_states(random, self.root_device)
 
     @contextlib.contextmanager
@@ -238,15 +238,16 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         engine.set_gradient_accumulation_boundary(not self._accumulating)
 
     def step_engine(self) -> None:
-        """Clip, step and publish the window; does nothing if it is empty."""
+        """Clip, step and publish the window; do nothing if it is empty."""
         engine, module = self.engine, self.lightning_module
         if module is not None and module.automatic_optimization:
-            engine.set_gradient_accumulation_boundary(True)  # also where the last batch had no backward
+            engine.set_gradient_accumulation_boundary(True)  # even if the last batch had no backward
         if engine.world_size > 1 or engine.in_window:
             engine.step()
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of the window's gradients over all ranks: float32, 0-dim, on the CPU. All ranks have to call.
+        """Return the 2-norm of the window's gradients over all ranks: float32, 0-dim, on the CPU. All ranks have to
+        call it.
 
         Use it in ``on_before_optimizer_step`` in place of ``lightning.pytorch.utilities.grad_norm``, which does not
         work because gradients are not in ``.grad``.
@@ -264,7 +265,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         return not self._restored
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state dict; at stage 3 with this rank's shards, which a weights-only file gets gathered."""
+        """Return the module's state dict; at stage 3 with this rank's shards, gathered only for a weights-only file."""
         self._handed_out = super().lightning_module_state_dict()
         return dict(self._handed_out)
 
@@ -277,7 +278,7 @@ class LongshoreStrategy(EngineStrategy, TrainerParallelStrategy):
         """Save a folder to which every rank writes its shards; or, for weights only, one file as Lightning's.
 
         Raises:
-            CheckpointError: in the middle of an accumulation window, or if it cannot be written.
+            CheckpointError: an accumulation window is unfinished, or the checkpoint cannot be written.
         """
         path, handed_out = Path(self.broadcast(filepath)), self._handed_out
         self._handed_out = None

@@ -16,9 +16,9 @@ from longshore.engine import Engine
 
 
 class EngineAccelerator(Accelerator):
-    """An ``Accelerator`` whose model is an engine, which scales, reduces and clips itself.
+    """An ``Accelerator`` whose model is an engine, which scales, reduces and clips gradients itself.
 
-    The Trainer cannot be given one, so that :meth:`take_over` converts the accelerator that it made.
+    The Trainer does not accept an accelerator, so :meth:`take_over` converts the one that the Trainer made.
     """
 
     _engine: Engine
@@ -27,7 +27,7 @@ class EngineAccelerator(Accelerator):
     @classmethod
     def take_over(cls, accelerator: Accelerator, engine: Engine) -> EngineAccelerator:
         """Convert an accelerator, in place."""
-        # Only methods differ, so that its attributes stay valid.
+        # The classes differ only in their methods, so the attributes stay valid.
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         # The engine scales the loss itself.
@@ -40,7 +40,7 @@ class EngineAccelerator(Accelerator):
         self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """The norm before clipping: float32, 0-dim. With a finite ``max_norm`` the step clips, and fills it in.
+        """Return the norm before clipping: float32, 0-dim. If ``max_norm`` is finite, the step clips and fills it in.
 
         Raises:
             ValueError: ``max_norm`` is not the engine's, or ``norm_type`` is not 2.
@@ -56,7 +56,7 @@ class EngineAccelerator(Accelerator):
         return self._pending_norm
 
     def step_engine(self) -> None:
-        """Step the engine, and fill in the norm. Raises ValueError if it would clip although nobody asked for it."""
+        """Step the engine, and fill in the norm. Raises ValueError if it would clip without a request to clip."""
         clip = self._engine.config.gradient_clipping
         if clip is not None and self._pending_norm is None:
             raise _clipped_otherwise("nothing", clip)
@@ -68,7 +68,7 @@ class EngineAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Does nothing: the stage decides at which backward gradients are reduced."""
+        """Do nothing: the stage decides at which backward gradients are reduced."""
         yield
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

@@ -18,7 +18,7 @@ _DEFAULT = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "c
 
 
 class TrainerSettings:
-    """The engine's configuration, from a configuration and the Trainer's arguments.
+    """The engine's configuration, made from a longshore configuration and the Trainer's arguments.
 
     Values that are ``"auto"`` in the file come from the arguments, and so do those of batch sizes, clipping, precision
     and the optimizer's hyperparameters that the file leaves out.
@@ -30,7 +30,7 @@ class TrainerSettings:
 
     Attributes:
         config: for the engine; without a scheduler, which the Trainer steps.
-        notes: about the file, for its reader.
+        notes: remarks about the file, for its author.
 
     Raises:
         ConfigError: everything in the configuration that is wrong or contradicts the arguments, at once.
@@ -53,7 +53,7 @@ class TrainerSettings:
         self.config = loaded.config.model_copy(update={"scheduler": None})
 
     def scheduler(self, training_steps: int) -> SchedulerConfig | None:
-        """The schedule that the configuration names, for that many optimizer steps; None: the arguments' own."""
+        """Return the configuration's schedule for ``training_steps`` optimizer steps; None: the arguments' own."""
         return self._load(training_steps).config.scheduler if self._file.get("scheduler") else self._schedule
 
     def _load(self, training_steps: int | None) -> Any:
@@ -77,7 +77,7 @@ class TrainerSettings:
 
 
 def _says(path: str, value: Any, argument: str, fills: bool) -> ArgumentValue:
-    """A statement of the arguments; ``argument``: its name."""
+    """Return a statement of the arguments; ``argument`` is the argument's name."""
     advice = 'make them the same, or leave it to the arguments: write "auto"'
     return ArgumentValue(path, value, f"TrainingArguments({argument}={value!r})", advice, fills)
 
@@ -116,10 +116,10 @@ def _schedule(args: Any, training_steps: int | None) -> Iterator[ArgumentValue]:
 
 
 def _precision(args: Any, data: Mapping[str, Any]) -> Iterator[ArgumentValue]:
-    """Statements about the dtype.
+    """Yield statements about the dtype.
 
-    ``bf16=True`` alone means autocast, as in the plain Trainer. ``"auto"`` in the file means what it does there:
-    parameters of that dtype with float32 masters.
+    ``bf16=True`` alone means autocast, as in the plain Trainer. ``"auto"`` in the file has the meaning of the file's
+    format: parameters of that dtype with float32 masters.
     """
     wanted, says = _wanted_dtype(args)
     auto = {f"{name}.enabled": name == wanted for name in ("bf16", "fp16")}
@@ -134,19 +134,19 @@ def _precision(args: Any, data: Mapping[str, Any]) -> Iterator[ArgumentValue]:
 
 
 def _wanted_dtype(args: Any) -> tuple[str | None, ArgumentValue]:
-    """The dtype below float32 that the arguments ask for, and a statement of it for a field of a Config."""
+    """Return the dtype below float32 that the arguments ask for, and a statement of it for a field of a Config."""
     wanted = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     argument = f"TrainingArguments(bf16={args.bf16!r}, fp16={args.fp16!r})"
     return wanted, ArgumentValue("autocast", wanted, argument, "make them the same, or leave it to the arguments")
 
 
 def _autocast_dtype(args: Any) -> dict[str, str]:
-    """What ``"auto"`` means as autocast's dtype; any will do where autocast is off."""
+    """Return the meaning of ``"auto"`` as autocast's dtype; any dtype will do if autocast is off."""
     return {"torch_autocast.dtype": _wanted_dtype(args)[0] or "bf16"}
 
 
 def _agreed_config(config: Config, args: Any, world_size: int) -> Config:
-    """The Config, with the arguments' values in the fields that it leaves open."""
+    """Return the Config with the arguments' values in the fields that it leaves open."""
     kind = config.optimizer.type if config.optimizer is not None else ""
     statements = [*_batch(args, world_size), *_optimizer(args, {"type": kind})]
     fields, problems = settle_config(config, [each._replace(advice="leave it out here") for each in statements])
@@ -162,5 +162,5 @@ def _agreed_config(config: Config, args: Any, world_size: int) -> Config:
     if problems:
         raise ConfigError("longshore.Config", problems)
     given = {name: getattr(config, name) for name in config.model_fields_set}
-    # Validated again: fp16 comes with loss scaling.
+    # Validate again, since fp16 comes with loss scaling.
     return Config(**{**given, **fields, "scheduler": None}).resolved(world_size)

@@ -42,10 +42,10 @@ class TrainerMixin:
             ``"auto"`` or left out come from ``TrainingArguments``. None: ZeRO-2 with the optimizer on the host.
         weights: a safetensors file or a folder of them, for a model made under ``longshore.Init(empty=True)``.
         offload: settings of the host side in addition to the configuration, as for :func:`longshore.initialize`.
-        args, kwargs: the trainer's own.
+        args, kwargs: the trainer's own arguments.
 
     Attributes:
-        engine: None before training begins.
+        engine: the engine; None before training begins.
 
     Raises:
         ConfigError: the configuration is wrong, or contradicts ``TrainingArguments``; shows both values.
@@ -73,7 +73,7 @@ class TrainerMixin:
         def __getattr__(self, name: str) -> Any: ...
 
     def _base(self) -> Any:
-        """The methods of the trainer that this class is mixed into."""
+        """Return the methods of the trainer that this class is mixed into."""
         return super()
 
     # -- before training ------------------------------------------------------
@@ -113,7 +113,7 @@ class TrainerMixin:
         return TrainerSettings(self._longshore_config, self.args, self.args.world_size)
 
     def _in_shards(self) -> bool:
-        """Whether several ranks share the parameters, so that no rank has the whole model."""
+        """Return whether several ranks share the parameters, so that no rank has the whole model."""
         config = self._settings().config if self.engine is None else self.engine.config
         return self.args.world_size > 1 and config.stage == 3
 
@@ -125,7 +125,7 @@ class TrainerMixin:
     # -- the engine -----------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The engine's optimizer; the engine is made at the first call for a model."""
+        """Return the engine's optimizer; the engine is made at the first call for a model."""
         engine = self.engine
         if engine is None or engine.module is not self.model or not isinstance(self.optimizer, EngineOptimizer):
             self._start_engine()
@@ -168,7 +168,7 @@ class TrainerMixin:
         self.optimizer = EngineOptimizer(engine, self.accelerator)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Parameter groups with and without weight decay, as the Trainer makes them."""
+        """Return parameter groups with and without weight decay, as the Trainer makes them."""
         decayed = set(self._base().get_decay_parameter_names(self.model))
         trainable = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
         groups: list[dict[str, Any]] = [
@@ -178,7 +178,7 @@ class TrainerMixin:
         return [group for group in groups if group["params"]]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The configuration's schedule, or the arguments'."""
+        """Return the configuration's schedule, or the arguments' schedule."""
         named = self._settings().scheduler(num_training_steps) if self.lr_scheduler is None else None
         if named is None:
             return self._base().create_scheduler(num_training_steps, optimizer)
@@ -198,7 +198,7 @@ class TrainerMixin:
     # -- checkpoints ----------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As ``transformers.Trainer.train``; ``True`` resumes from the newest complete checkpoint."""
+        """Train as ``transformers.Trainer.train`` does; ``True`` resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_complete(Path(self.args.output_dir))
         elif resume_from_checkpoint and not (Path(resume_from_checkpoint) / _STATE).is_file():
@@ -253,7 +253,7 @@ class TrainerMixin:
             self.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Does nothing: the engine's checkpoint includes the loss scale."""
+        """Do nothing: the engine's checkpoint includes the loss scale."""
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -263,7 +263,7 @@ class TrainerMixin:
             self._base()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As ``transformers.Trainer.save_model``; all ranks have to call it."""
+        """Save as ``transformers.Trainer.save_model`` does; all ranks have to call it."""
         if self.engine is None or not self._in_shards():
             self._base().save_model(output_dir, _internal_call)
             return
@@ -303,14 +303,14 @@ def _has_engine_part(checkpoint: str) -> bool:
 
 
 def _newest_complete(output_dir: Path) -> str:
-    """The newest complete ``checkpoint-N``; a killed run may leave incomplete ones.
+    """Return the newest complete ``checkpoint-N``; a killed run may leave incomplete ones.
 
     Raises:
         ValueError: there is none.
     """
-    paths = {path.name.rpartition("-")[2]: path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-    numbers = sorted((number for number in paths if number.isdecimal() and paths[number].is_dir()), key=int)
-    for path in (paths[number] for number in reversed(numbers)):
+    found = [(path.name.rpartition("-")[2], path) for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    numbered = sorted((int(number), path) for number, path in found if number.isdecimal() and path.is_dir())
+    for _, path in reversed(numbered):
         try:
             json.loads((path / _STATE).read_text())
             if _has_engine_part(str(path)):

@@ -22,7 +22,7 @@ from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def adagrad(scalars: Scalars, g: Tensor, p: Tensor, total: Tensor) -> tuple[Tensor, ...]:
-    """The new master and sum of squares."""
+    """Return the new master and sum of squares."""
     l2 = scalar(scalars, 0)
     eps = scalar(scalars, 1)
     negative_step_size = scalar(scalars, 2)

@@ -25,7 +25,7 @@ from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def adam(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """The new master, first moment and second moment."""
+    """Return the new master, first moment and second moment."""
     decay = scalar(scalars, 0)
     l2 = scalar(scalars, 1)
     one_minus_beta1 = scalar(scalars, 2)
@@ -38,7 +38,7 @@ def adam(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[
         g = fma(p, l2, g)
     else:
         p = p * decay
-    # torch's lerp counts from the nearer end, so that a weight of 1 gives the gradient exactly. The difference is exact
+    # torch's lerp starts from the nearer end, so that a weight of 1 gives the gradient exactly. The difference is exact
     # in float32.
     from_moment = one_minus_beta1 < 0.5
     m = fma(where(from_moment, one_minus_beta1, one_minus_beta1 - 1.0), g - m, where(from_moment, m, g))
@@ -63,9 +63,9 @@ class AdamRule(Rule):
     weight_decay: float
     step: int
     decoupled: bool
-    """AdamW's weight decay; otherwise Adam's, a term in the gradient."""
+    """Whether weight decay is AdamW's; otherwise it is Adam's, a term in the gradient."""
     bias_correction: bool = True
-    """False: the moments count as they are, and ``step`` changes nothing."""
+    """Whether the moments are corrected for their start at zero; otherwise ``step`` has no effect."""
 
     @cached_property
     def scalars(self) -> tuple[float, ...]:
@@ -114,7 +114,7 @@ class AdamW(RuleOptimizer):
         betas: decay rates of the first and second moment.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
-        amsgrad: refused when true, as are ``capturable``, ``differentiable`` and ``foreach``, by name.
+        amsgrad: not supported; True raises an error, as with ``capturable``, ``differentiable`` and ``foreach``.
         maximize: ascend instead.
         fused: None or True, which are the same; steps are always fused.
         bias_correction: False takes the moments as they are, without the correction for their start at zero. torch has
@@ -124,7 +124,7 @@ class AdamW(RuleOptimizer):
         offload: settings of the host side.
 
     Raises:
-        ValueError: an option, a value or a parameter that cannot be honoured, by name.
+        ValueError: an option, a value or a parameter, which the message names, is not supported.
     """
 
     rules = AdamFamily
@@ -169,8 +169,8 @@ class Adam(RuleOptimizer):
 
     rules = AdamFamily
     twin = torch.optim.Adam
-    deepspeed_defaults: ClassVar = {"weight_decay": 0.0}  # also of the AdamW that Adam means in such a file
-    suggested: ClassVar = {"lr": 1e-4, "adam_w_mode": False}  # without which it is AdamW in such a file
+    deepspeed_defaults: ClassVar = {"weight_decay": 0.0}  # also for AdamW, which the name Adam means in such a file
+    suggested: ClassVar = {"lr": 1e-4, "adam_w_mode": False}  # without it, the name means AdamW
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def lion(scalars: Scalars, g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:
-    """The new master and moment. The sign of zero, of either sign, is 0, and that of NaN is NaN."""
+    """Return the new master and moment. The sign of zero, of either sign, is 0, and that of NaN is NaN."""
     decay = scalar(scalars, 0)
     beta1 = scalar(scalars, 1)
     one_minus_beta1 = scalar(scalars, 2)
@@ -73,7 +73,7 @@ class Lion(RuleOptimizer):
     Arguments and errors are those of :class:`~longshore.AdamW`, and:
 
     Args:
-        betas: of the update, and of the moment.
+        betas: decay rates of the update and of the moment.
         weight_decay: decoupled weight decay.
     """
 

@@ -24,7 +24,7 @@ from longshore.optim.tiled_optimizer import RuleOptimizer
 
 
 def sgd(scalars: Scalars, g: Tensor, p: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
-    """The new master and momentum buffer; without momentum the buffer stays as it is."""
+    """Return the new master and momentum buffer; without momentum the buffer stays as it is."""
     l2 = scalar(scalars, 0)
     momentum = scalar(scalars, 1)
     one_minus_dampening = scalar(scalars, 2)
@@ -51,8 +51,7 @@ def sgd(scalars: Scalars, g: Tensor, p: Tensor, buffer: Tensor) -> tuple[Tensor,
 class SGDRule(Rule):
     """The hyper-parameters of one group, for parameters with or without a momentum buffer.
 
-    Without momentum a state buffer may do without the momentum; one that is there is
-    not changed.
+    Without momentum a state buffer may lack the momentum array; if it has one, the array is not changed.
     """
 
     name = "SGD"
@@ -65,7 +64,7 @@ class SGDRule(Rule):
     weight_decay: float
     nesterov: bool
     first: bool
-    """There is no momentum buffer yet: it becomes the gradient."""
+    """Whether there is no momentum buffer yet; the gradient then becomes the buffer."""
 
     @cached_property
     def scalars(self) -> tuple[float, ...]:
@@ -112,14 +111,13 @@ class SGD(RuleOptimizer):
     """``torch.optim.SGD`` with master weights and momentum buffers in host memory.
 
     The weights are those of ``torch.optim.SGD(fused=True)`` on the CPU with
-    float32 masters, bit for bit. Where no group has momentum, the host keeps the
-    masters alone.
+    float32 masters, bit for bit. If no group has momentum, the host keeps only the masters.
 
     Arguments and errors are those of :class:`~longshore.AdamW`, and:
 
     Args:
         momentum: decay rate of the momentum buffer; 0: no buffer.
-        dampening: takes this part of the gradient out of the buffer.
+        dampening: the share of the gradient that is left out of the buffer.
         weight_decay: an L2 term in the gradient.
         nesterov: Nesterov's momentum; needs ``momentum`` and no ``dampening``.
     """
