@@ -63,7 +63,7 @@ REFUSED = {
     **_for("use torch.cuda.nvtx.range", "utils.instrument_w_nvtx utils.nvtx"),
     "autotuning": "choose batch and bucket sizes yourself",
     "checkpoint": "longshore export, inspect and import-deepspeed read checkpoints",
-    "launcher": "start ranks with torchrun: torchrun --nproc-per-node=N -m longshore run --as-deepspeed SCRIPT",
+    "launcher": "start ranks with torchrun: torchrun --nproc-per-node=N -m longshore run-deepspeed SCRIPT",
     "monitor": "write figures with the logger of your choice after engine.step()",
     "nebula": "save with engine.save_checkpoint(async_save=True)",
     "ops.lamb": _LAMB,

@@ -17,7 +17,7 @@ class Due(NamedTuple):
 
     parameter: int
     versions: list[int]
-    pieces: list[Tensor]
+    gradients: list[Tensor]
     copies: list[CopyHandle]
 
 
@@ -51,16 +51,16 @@ class EarlyNorms:
         for parameter in tile.segments:
             parts = self._parts_of(parameter)
             if all(part.complete and segment.arrivals > 0 for part, segment in parts):
-                pieces = [part.queued_gradient(segment) for part, segment in parts]
+                gradients = [part.queued_gradient(segment) for part, segment in parts]
                 copies = [segment.handle for _, segment in parts if segment.handle is not None]
-                found.append(Due(parameter, [part.version for part, _ in parts], pieces, copies))
+                found.append(Due(parameter, [part.version for part, _ in parts], gradients, copies))
         return found
 
     def measure(self, due: Sequence[Due], scale: Scale) -> None:
         """Measure parameters on the worker, after every addition that was queued when they became due."""
         for copy in (copy for one in due for copy in one.copies):
             copy.wait()
-        blocks = self._kernels.block_sums([one.pieces for one in due], scale)
+        blocks = self._kernels.block_sums([one.gradients for one in due], scale)
         for one, sums in zip(due, blocks, strict=True):
             self._sums[one.parameter] = _Sums(one.versions, scale, sums)
 
