@@ -6,8 +6,9 @@ SETUP := $(VENV)/.setup
 DOCS := $(VENV)/.docs
 NATIVE := $(wildcard native/*.h native/*.inl native/*.cpp)
 SANITIZERS := address,undefined thread
-# Each process takes half of the tests in the order of collection, and what the other has left when its own are done.
-PARALLEL := -n 2 --dist worksteal
+# Three processes for two cores: ranks often wait for each other. Each takes a third of the tests in the order of
+# collection, and what another has left when its own are done.
+PARALLEL := -n 3 --dist worksteal
 
 .PHONY: setup demo test test-slow test-full test-chaos test-mutants test-mutants-sample test-sanitized test-model bench docs wheel lint clean
 

@@ -53,12 +53,13 @@ def test_training_goes_on(setting: Setting, tmp_path: Path) -> None:
         assert buffers["before"] < buffers["during"] <= 2 * buffers["before"]  # a head was idle in that step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param(Setting(1), marks=pytest.mark.slow),
-        pytest.param(Setting(2, "split"), marks=pytest.mark.slow),
-        pytest.param(Setting(3), marks=pytest.mark.slow),
+        Setting(1),
+        Setting(2, "split"),
+        Setting(3),
         Setting(3, "simulated", ahead=True),
     ],
 )
@@ -185,7 +186,8 @@ if len(sys.argv) > 2:
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param([], marks=pytest.mark.slow), ["fails"]])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [[], ["fails"]])
 def test_a_process_that_ends_waits_for_it(how: list[str], tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), *how], capture_output=True, text=True)
     assert ran.returncode == len(how), ran.stderr

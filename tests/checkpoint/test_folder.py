@@ -110,6 +110,7 @@ test_folder.save(Path(sys.argv[2]), "a", 2)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     save(tmp_path, "a", 1)
     tests = str(Path(__file__).parents[1])
@@ -177,6 +178,7 @@ def end_of_replacing(root: Path, at: int, error: BaseException, names: tuple[str
     return len(calls)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("names", [("rename",), CALLS_OF_COMMIT])
 @pytest.mark.parametrize("error", [Stop(), OSError(errno.EIO, "bad disk")], ids=["ends", "fails"])
 def test_replacing_that_ends_half_way(error: BaseException, names: tuple[str, ...], tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from checkpoint import resume_cases as cases
 from checkpoint.resume_cases import Setting
 
 COUNTS = (1, 2, 3, 4)
+COUNT_PAIRS = [
+    pytest.param(*pair, marks=pytest.mark.slow if 4 in pair else []) for pair in itertools.permutations(COUNTS, 2)
+]
 RunOn = Callable[..., list[Any]]
 
 
@@ -36,7 +39,7 @@ def check(run_on: RunOn, saving: int, first: Setting, loading: int, second: Sett
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("saving", "loading"), list(itertools.permutations(COUNTS, 2)))
+@pytest.mark.parametrize(("saving", "loading"), COUNT_PAIRS)
 def test_every_number_of_ranks(saving: int, loading: int, run_on: RunOn, tmp_path: Path) -> None:
     """Of stages, places and tiles that differ, too."""
     first = Setting((saving + loading) % 4, ("cpu", "simulated", "none")[saving % 3])
@@ -55,7 +58,7 @@ def test_every_stage(turn: int, first_stage: int, second_stage: int, run_on: Run
     check(run_on, saving, Setting(first_stage), loading, Setting(second_stage, tile_numel=11), tmp_path)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow), (4, 3)])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (3, 2), pytest.param(4, 3, marks=pytest.mark.slow)])
 def test_large_tensors_are_shared_out(saving: int, loading: int, run_on: RunOn, tmp_path: Path) -> None:
     saved = run_on(saving, cases.save_shared_out, Setting(saving % 3), str(tmp_path))
     for found in run_on(loading, cases.load_whole, Setting(), str(tmp_path)):

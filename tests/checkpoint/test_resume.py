@@ -35,7 +35,9 @@ def check(ranks: Ranks | None, first: Setting, second: Setting, folder: Path) ->
         cases.check_same(other["end"], one["end"])
 
 
-@pytest.mark.parametrize(("first", "second"), FEW)
+@pytest.mark.parametrize(
+    ("first", "second"), [*(pytest.param(*row, marks=pytest.mark.slow) for row in FEW[:-1]), FEW[-1]]
+)
 def test_two_ranks(first: Setting, second: Setting, two_ranks: Ranks, tmp_path: Path) -> None:
     check(two_ranks, first, second, tmp_path)
 

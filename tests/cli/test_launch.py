@@ -174,6 +174,7 @@ def test_what_torchrun_does_not_know_is_its_parsers_error(capfd: pytest.CaptureF
     assert "--dry-run" in out and "--rdzv-endpoint" in out and "before torch is imported" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_ranks(run: Callable[..., Any], tmp_path: Path) -> None:
     """Bound before torch is there; otherwise as python would have started them, with torchrun's exit code."""
     script = tmp_path / "script.py"

@@ -82,6 +82,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert undecided.returncode == 2 and "the command is longshore run-deepspeed SCRIPT" in undecided.stderr
 
 
+@pytest.mark.slow
 def test_the_former_name(tmp_path: Path) -> None:
     path = tmp_path / "says.py"
     path.write_text("import sys, deepspeed\nprint(deepspeed.__name__, sys.argv)\nraise SystemExit(5)\n")
@@ -90,6 +91,7 @@ def test_the_former_name(tmp_path: Path) -> None:
     assert ours.returncode == 5 and "'--local_rank=0', '--x'" in ours.stdout
 
 
+@pytest.mark.slow
 def test_the_one_rank_without_a_launcher(tmp_path: Path) -> None:
     path = tmp_path / "ranks.py"
     path.write_text(

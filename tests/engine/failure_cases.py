@@ -115,6 +115,29 @@ def failing_backward_discarded_at_once(stage: int, failing: list[int], slow: boo
     return said
 
 
+def window_discarded_between_backwards(stage: int) -> list[str]:
+    """Rank 0 catches an error of the first backward and goes on; rank 1 begins a second backward of that window."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    said = []
+    if rank == 0:
+        said.append(raised_by(lambda: explode(engine, 0, rank)))
+    else:
+        backward(engine, 0, rank)
+
+        def rest_of_window() -> None:
+            backward(engine, 1, rank)
+            engine.step()
+
+        said.append(raised_by(rest_of_window))
+    engine.zero_grad()
+    check_trains_on(engine, stage, rank, range(3))
+    engine.optimizer.close()
+    return said
+
+
 def one_backward_less(stage: int, debug: bool) -> tuple[str, float]:
     """Rank 1 runs one backward less than rank 0."""
     import torch.distributed as dist

@@ -50,6 +50,14 @@ def test_ranks_that_give_up_their_window_at_once_meet_again(
 
 
 @STAGES
+def test_a_rank_hears_in_its_second_backward_that_the_window_was_given_up(stage: int, two_ranks: Ranks) -> None:
+    """What it queued for that backward is not sent: the other rank is at its next window."""
+    first, second = two_ranks(failure_cases.window_discarded_between_backwards, stage)
+    assert first == ["RuntimeError: exploded on purpose"]
+    assert second[0].startswith("GradientError: rank 0 failed in this window")
+
+
+@STAGES
 def test_a_rank_that_runs_one_backward_less_is_named_within_seconds(stage: int, two_ranks: Ranks) -> None:
     for said, seconds in two_ranks(failure_cases.one_backward_less, stage, debug=True):
         assert said.startswith("RankError: ")

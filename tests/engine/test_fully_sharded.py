@@ -149,6 +149,7 @@ def test_an_exception_in_an_accumulation_window(where: str, two_ranks: Ranks) ->
     check_told(two_ranks(cases.failing_once_more, where), [0])
 
 
+@pytest.mark.covering(1)
 @DTYPES
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("reentrant", [True, False])

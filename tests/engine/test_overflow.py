@@ -47,7 +47,11 @@ def check(setup: Setup, overflows: list[Overflow], begin_with_good: bool, two_ra
         skips(setup, overflows, begin_with_good)
 
 
-@pytest.mark.parametrize("row", FEW, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize(
+    "row",
+    [*FEW[:10], *(pytest.param(row, marks=pytest.mark.slow) for row in FEW[10:])],
+    ids=lambda row: "-".join(map(str, row)),
+)
 def test_every_pair(row: tuple, two_ranks: Ranks) -> None:
     stage, place, who, scaling, clip, parameter, when, value, last, begin_with_good = row
     overflow = Overflow(parameter, *when, value, last)

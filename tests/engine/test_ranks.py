@@ -52,6 +52,7 @@ def environments_of(rank: int, ports: list[int]) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_meet_however_they_were_started(tmp_path: Path) -> None:
     ports = [free_port() for _ in range(3)]
     children = [
@@ -108,6 +109,7 @@ def test_one_rank_under_torchrun_has_a_group(monkeypatch: pytest.MonkeyPatch) ->
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_missed_in_time() -> None:
     environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "127.0.0.1"}
     began = time.monotonic()

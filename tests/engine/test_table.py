@@ -31,11 +31,14 @@ def is_distinct(scenario: str, world_size: int, stage: int, place: str, bucket: 
 
 
 LONG = "40 steps with tiny tiles"
-"""A cell takes as long as ten others: ``make test`` has two."""
+"""A cell takes as long as ten others: ``make test`` has one."""
 
 
-def is_quick(scenario: str, world_size: int, stage: int, *rest: str) -> bool:
-    return scenario != LONG or (world_size == 2 and stage >= 2 and rest == ("simulated", "small", "bf16", "mixed"))
+def is_quick(scenario: str, world_size: int, stage: int, place: str, bucket: str, dtype: str, ahead: str) -> bool:
+    if scenario == LONG:
+        return (world_size, stage, place, bucket, dtype, ahead) == (2, 3, "simulated", "small", "bf16", "mixed")
+    # On two ranks, where a cell takes ten times as long, some steps ahead are right and some wrong.
+    return world_size == 1 or ahead in ("off", "mixed")
 
 
 ROWS = [
@@ -68,6 +71,7 @@ def test_every_cell(
             assert result["clipped"] == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", COLUMNS["stage"])
 @pytest.mark.parametrize("place", ["none", *COLUMNS["place"]])
 def test_on_one_rank_the_stage_changes_nothing(stage: int, place: str) -> None:

@@ -41,6 +41,7 @@ def test_a_parameter_used_by_some_ranks_of_tensor_parallelism_is_named(four_rank
         assert said.startswith("GradientError: parameter extra.weight has a gradient on rank 0, 2, and none on the")
 
 
+@pytest.mark.slow
 def test_reading_and_writing(four_ranks: Ranks) -> None:
     four_ranks(cases.read_and_written)
 

@@ -137,7 +137,7 @@ def test_the_output_may_take_the_place_of_the_gradient(
     assert same_bits(found_buffer.cpu(), buffer) and same_bits(found.cpu(), gradient)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_outputs_round_ties_to_even(device: DeviceKernels, host: HostKernels, dtype: torch.dtype) -> None:
     """Every midpoint of two neighbours, and its neighbours in float32."""
     values = every_value(dtype)

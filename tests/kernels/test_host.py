@@ -406,6 +406,7 @@ def run_python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_threads_follow_the_affinity_and_not_openmp() -> None:
     """torchrun sets OMP_NUM_THREADS=1 for torch's sake; the host step takes what the process may use."""
     cpus = os.sched_getaffinity(0)
@@ -425,6 +426,7 @@ def test_threads_of_a_cpu_set() -> None:
     assert HostKernels(threads=3, cpu_set=[first]).threads == 3
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_and_does_not_hang() -> None:
     """Neither in a call nor when it drops the kernels that it inherited."""
     code = """

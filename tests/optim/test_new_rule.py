@@ -94,6 +94,7 @@ assert "### `Signum`" in page and "| `rate` | a number of at least 0 and below 1
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_rule_is_one_file(case: str) -> None:
     """In a process of its own: what is made from all rules is made when it is imported."""

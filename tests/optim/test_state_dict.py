@@ -82,7 +82,7 @@ def test_to_torch(kind: Kind, fused: dict[str, Any]) -> None:
             assert torch.equal(ours.state[ours_one][key], value)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @EVERY_KIND

@@ -101,6 +101,7 @@ def probe(*tokens: int, dtype: torch.dtype = torch.float32, **settings: Any) -> 
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_compute_by_a_clock() -> None:
     found = probe(8, 4, clock=ticking()).compute(RankThreads(1), 2, CPU)
     assert isinstance(found, MeasuredCompute) and found.tokens == [4, 8]
@@ -161,6 +162,7 @@ def test_an_exchange_moves_what_it_counts(monkeypatch: pytest.MonkeyPatch, cpus:
     assert allocated == [4 * 300, 2 * 600] * 2
 
 
+@pytest.mark.slow
 def test_more_tokens_take_longer() -> None:
     found = probe(8, 256).compute(RankThreads(1), 1, CPU)
     assert isinstance(found, MeasuredCompute)

@@ -96,6 +96,7 @@ raise SystemExit("an exception")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_leaves_no_memory_behind() -> None:
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", _ENDS], capture_output=True, text=True)
     assert ended.stderr.strip() == "an exception"

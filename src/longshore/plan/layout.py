@@ -25,7 +25,7 @@ _MOST_RANGES = 50_000
 """At stage 0 every rank steps the ranges of all shards; beyond this number, padding between them is not counted."""
 
 
-class OwnedRange(NamedTuple):
+class PlannedRange(NamedTuple):
     """A range of one parameter that this rank steps."""
 
     parameter: int  # index among the trainable parameters
@@ -60,7 +60,7 @@ class RankLayout:
     choice: PlanChoice
     ranks: int
     staged: bool
-    owned: tuple[OwnedRange, ...]  # what the rank steps, in the order of its tiles
+    owned: tuple[PlannedRange, ...]  # what the rank steps, in the order of its tiles
     buckets: tuple[PlannedBucket, ...]  # in the order in which backward launches them; none on one rank
     host: tuple[TileGroup, ...]  # tiles of the store on the host, or of the only store
     device: tuple[TileGroup, ...]  # tiles whose state stays on the device
@@ -87,7 +87,7 @@ def lay_out(model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, stage
             (end - first) * (each.numel // max(1, each.shape[0]))
             for each, (first, end) in zip(model.trainable, rows, strict=True)
         ]
-    owned = [OwnedRange(index, each.numel, each.dtype, None) for index, each in enumerate(model.trainable)]
+    owned = [PlannedRange(index, each.numel, each.dtype, None) for index, each in enumerate(model.trainable)]
     buckets: list[PlannedBucket] = []
     if ranks > 1:
         owned, buckets = _sharded(model, job.bucket_numel, choice.stage, (ranks, rank), numels)
@@ -105,7 +105,7 @@ def lay_out(model: PlannedModel, job: Job, choice: PlanChoice, ranks: int, stage
 
 def _sharded(
     model: PlannedModel, bucket_numel: int, stage: int, place: tuple[int, int], numels: Sequence[int]
-) -> tuple[list[OwnedRange], list[PlannedBucket]]:
+) -> tuple[list[PlannedRange], list[PlannedBucket]]:
     """Return the ranges and buckets of one of several ranks; ``place`` is the number of ranks and the rank."""
     ranks, rank = place
     # At stage 3, a bucket has parameters of one unit.
@@ -114,7 +114,7 @@ def _sharded(
         for index, each in enumerate(model.trainable)
     ]
     filled = fill_buckets(keyed, ReductionSettings(stage, bucket_numel).bucket_numel)
-    owned: list[OwnedRange] = []
+    owned: list[PlannedRange] = []
     buckets: list[PlannedBucket] = []
     for bucket, members in enumerate(filled):
         dtype = model.trainable[members[0][0]].dtype
@@ -127,7 +127,7 @@ def _sharded(
             ranges = members
             if stage > 0 or ranks * len(filled) <= _MOST_RANGES:
                 ranges = [(part[0], part[2]) for each in shards for part in shard_parts(members, shard_numel, each)]
-        owned += [OwnedRange(index, numel, dtype, bucket) for index, numel in ranges]
+        owned += [PlannedRange(index, numel, dtype, bucket) for index, numel in ranges]
         numel = sum(numel for _, numel in members)
         buckets.append(PlannedBucket(tuple(index for index, _ in members), numel, shard_numel, dtype))
     return owned[::-1], buckets  # the engine gives shards to its store in this order

@@ -27,7 +27,8 @@ def test_resumes(kind: str, tmp_path: Path) -> None:
     cases.resumed(str(tmp_path), kind)
 
 
-@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.slow), 0.25])
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [None, 0.25])
 def test_ddp(clip: float | None, two_ranks: Ranks) -> None:
     two_ranks(cases.both, clip)
 

@@ -87,7 +87,8 @@ def _means(model: torch.nn.Module, batches: list[Tensor], steps: int) -> list[Te
     return [(a + b) / 2 for a, b in zip(*by_rank, strict=True)]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_resuming_is_exact(stage: int, two_ranks: Ranks, tmp_path: Path) -> None:
     for whole, resumed in two_ranks(rank_cases.resume, str(tmp_path), stage):
         assert_same(resumed, whole)

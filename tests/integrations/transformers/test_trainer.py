@@ -50,11 +50,13 @@ def test_smoothed_labels_at_stage_3(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.same_as_ddp, str(tmp_path), 3, 1, label_smoothing_factor=0.1, max_steps=2)
 
 
+@pytest.mark.slow
 def test_generates_at_stage_3(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.generated, str(tmp_path))
 
 
-@pytest.mark.parametrize("number", [*(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_resumes(number: int, two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks(cases.resumed, str(tmp_path), number)
 
