@@ -20,7 +20,7 @@ def rows(out: str) -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in lines}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_equal(cli, text, tmp_path, monkeypatch):
     from PIL import Image
 

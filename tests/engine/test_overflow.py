@@ -63,8 +63,7 @@ def test_the_pairs_are_all_there() -> None:
         assert {(row[a], row[b]) for row in FEW} == set(itertools.product(first, second))
 
 
-@pytest.mark.slow
-@pytest.mark.covering(1)
+@pytest.mark.full
 @pytest.mark.parametrize("stage, place, who, scaling", list(SETUPS))
 def test_every_position(stage: int, place: str, who: tuple[int, int], scaling: str, two_ranks: Ranks) -> None:
     """Every parameter in every backward."""

@@ -244,7 +244,7 @@ MUTANTS = [
     Mutant(
         "ranks of tensor parallelism get other samples",
         "engine/model_sharding.py",
-        "rank=grid.data_rank(ranks.rank)",
+        "rank=alike.index(ranks.rank)",
         "rank=ranks.rank % 2",
         (TENSOR_PARALLEL + "::test_batches",),
     ),

@@ -47,7 +47,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         part, sharded = flat(value), sharded_store(optimizer)
         if sharded is not None:
-            part = sharded.part_to_hold(record.index, part)
+            part = sharded.ownership.on_device(record.index, part)
         record.held.copy_(part.view(record.held.shape))
         torch.autograd.graph.increment_version(param)
     if record.index in optimizer._core.store:

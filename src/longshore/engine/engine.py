@@ -103,7 +103,7 @@ class Engine(nn.Module):
                 return self.module(*inputs, **kwargs)
             except BaseException:
                 if (sharded := sharded_store(self.optimizer)) is not None:
-                    sharded.forward_failed()
+                    sharded.ownership.interrupted()
                 raise
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class Engine(nn.Module):
         steps = window.sizes.accumulation_steps if scale_wrt_gas else 1
         divided = loss / steps if steps > 1 else loss
         window.has_raw(optimizer._core.gradients_arrived)  # from a loss.backward() before this call
-        optimizer._core.look_again()
+        optimizer._core.source.look_again()
         optimizer._core.store.begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
         try:

@@ -160,8 +160,8 @@ def data_parallel(ranks: Ranks, sharded: FullyShardedModel | None) -> Ranks:
     """Return ``ranks`` counted by the batches that they run; ranks that run a batch together have one index."""
     if sharded is None:
         return ranks
-    grid = sharded.grid
-    return replace(ranks, rank=grid.data_rank(ranks.rank), world_size=len(grid.alike(0)))
+    alike = sharded.grid.alike(sharded.tp_rank)
+    return replace(ranks, rank=alike.index(ranks.rank), world_size=len(alike))
 
 
 def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:

@@ -252,7 +252,7 @@ def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel
         )
     register(optimizer)
     if sharded is not None:
-        sharded.when_gathered(optimizer._core.look_again)
+        sharded.when_gathered(lambda: optimizer._core.source.look_again())
 
 
 def _schedule(given: Any, config: Config, optimizer: Optimizer, client: Optimizer | None) -> Any:

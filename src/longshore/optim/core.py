@@ -169,10 +169,6 @@ class OptimizerCore:
 
     # -- the accumulation window ----------------------------------------------
 
-    def look_again(self) -> None:
-        """Add parameters that were frozen, or not gathered, until now."""
-        self.source.look_again()
-
     @property
     def gradients_arrived(self) -> int:
         """Number of gradients that hooks took to the host in this window (``release_gradients=True``)."""

@@ -166,7 +166,7 @@ class GradientSource(ABC):
         """
 
     def look_again(self) -> None:
-        """Add parameters that were frozen until now."""
+        """Add parameters that were frozen, or not gathered, until now."""
         return
 
     def fingerprint(self) -> Fingerprint:

@@ -179,10 +179,6 @@ class RankGrid:
         """Return the ranks with this place in tensor parallelism, in order: their gradients are averaged."""
         return [rank for rank, position in enumerate(self.positions) if position.tp_rank == tp_rank]
 
-    def data_rank(self, rank: int) -> int:
-        """Return the place of a rank among those with its place in tensor parallelism."""
-        return self.alike(self.positions[rank].tp_rank).index(rank)
-
 
 @dataclass(frozen=True)
 class ParameterLayout:

@@ -141,10 +141,6 @@ class ShardedStore(ParameterStore):
             # Give up at once: the others may be in the middle of this backward, where they gather and wait.
             self.window.given_up = self.ownership.interrupted()
 
-    def forward_failed(self) -> None:
-        """Note that a forward raised."""
-        self.ownership.interrupted()
-
     def foresee(self, forecast: Forecast) -> None:
         self.local.foresee(OwnedForecast(forecast, self.ownership))
 
@@ -351,10 +347,6 @@ class ShardedStore(ParameterStore):
         if self.ownership.replicates:
             return held
         return self.ownership.assemble(parameter, lambda each: held[self.ownership.place(each)].float())
-
-    def part_to_hold(self, parameter: int, values: Tensor) -> Tensor:
-        """Return the range of the whole parameter, flat, that this process has on its device."""
-        return self.ownership.on_device(parameter, values)
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self._before_writing()

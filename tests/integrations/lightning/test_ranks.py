@@ -148,7 +148,7 @@ if run.global_rank == 0:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.parametrize("torchrun", [pytest.param(False, marks=pytest.mark.full), True])
 def test_processes_that_lightning_or_torchrun_starts(torchrun: bool, tmp_path: Path) -> None:
     script, path = tmp_path / "script.py", tmp_path / "weights.pt"
     script.write_text(_SCRIPT.format(tests=str(Path(__file__).parents[2]), path=str(path)))
