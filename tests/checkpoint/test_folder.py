@@ -325,6 +325,111 @@ def test_keep_last(tmp_path: Path) -> None:
     assert prune(tmp_path, 1, "nobody's") == [] and load(tmp_path) == 3
 
 
+def test_keep_last_spares_copies_and_what_others_put_there(tmp_path: Path) -> None:
+    for number in range(2):
+        save(tmp_path, f"mine{number}", number)
+    shutil.copytree(tmp_path / "mine0", tmp_path / "best")
+    (tmp_path / "mine0" / "tokenizer").mkdir()
+    (tmp_path / "mine0" / "tokenizer" / "vocab.txt").write_text("mine")
+    save(tmp_path, "mine2", 2, keep_last=1)
+    assert [*tmp_path.rglob("vocab.txt")] == [tmp_path / "mine0" / "tokenizer" / "vocab.txt"]
+    assert os.listdir(tmp_path / "mine0") == ["tokenizer"] and not (tmp_path / "mine1").exists()
+    assert number_in(tmp_path / "best") == 0 and load(tmp_path) == 2 and hidden(tmp_path) == []
+
+
+def test_steps_and_not_the_clock_say_what_keep_last_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "first", 1)
+    save(tmp_path, "second", 2)
+    monkeypatch.setattr(folder_module.time, "time_ns", lambda: 10)
+    save(tmp_path, "third", 3, keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "second", "third"]
+
+
+def test_all_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for number in range(3):
+        save(root, str(number), number)
+    (root / "1" / "state.json").unlink()
+    (root / "2" / "notes.txt").write_text("mine")
+    (root / "3").mkdir()
+    folder_module.remove_all(root)
+    assert sorted(path.relative_to(root).as_posix() for path in root.rglob("*")) == ["2", "2/notes.txt", "3"]
+    shutil.rmtree(root)
+    save(root, "a", 1)
+    folder_module.remove_all(root)
+    assert not root.exists()
+    folder_module.remove_all(root)
+
+
+# -- what others wrote --------------------------------------------------------
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "tokenizer.json").write_text("mine")
+
+
+def put_manifest(path: Path) -> None:
+    path.mkdir()
+    (path / "manifest.json").write_text('{"format": "theirs", "files": {}}')
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        put_folder,
+        put_manifest,
+        lambda path: path.write_text("mine"),
+        lambda path: path.symlink_to("elsewhere"),
+        lambda path: path.symlink_to("nothing"),
+    ],
+    ids=["folder", "manifest", "file", "link", "dangling"],
+)
+def test_nothing_else_of_that_name_is_replaced(lay: Callable[[Path], Any], tmp_path: Path) -> None:
+    root, path = tmp_path / "root", tmp_path / "root" / "best"
+    save(root, "elsewhere", 1)
+    lay(path)
+    before = sorted((each.name, each.is_symlink()) for each in root.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"best is not a checkpoint of longshore .* choose another tag, or move"):
+        save(root, "best", 2)
+    assert sorted((each.name, each.is_symlink()) for each in root.rglob("*")) == before
+    assert load(root, "elsewhere") == 1
+
+
+def test_what_comes_to_that_name_while_a_checkpoint_is_written_stays(tmp_path: Path) -> None:
+    draft = Draft(tmp_path, "a")
+    put_folder(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="a is not a checkpoint of longshore"):
+        draft.commit([], {}, True)
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_others_put_into_a_checkpoint_is_in_the_next_of_that_tag(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, "a", 1)
+    put_folder(path / "tokenizer")
+    (path / "notes.txt").write_text("mine")
+    (path / "link").symlink_to("notes.txt")
+    if not links:
+
+        def refuse(*arguments: Any, **options: Any) -> None:
+            raise PermissionError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+    for number in (2, 3):
+        save(tmp_path, "a", number)
+        assert load(tmp_path) == number and hidden(tmp_path) == []
+        assert (path / "tokenizer" / "tokenizer.json").read_text() == (path / "notes.txt").read_text() == "mine"
+        assert (path / "link").is_symlink()
+    (path / "optimizer-00000-of-00001.safetensors").write_text("mine")
+    draft = Draft(tmp_path, "a")
+    (draft.path / "optimizer-00000-of-00001.safetensors").write_text("new")
+    with pytest.raises(CheckpointError, match="has a file of that name: move it away, or choose another tag"):
+        draft.commit([], {}, True)
+
+
 def test_keep_last_of_one_tag(tmp_path: Path) -> None:
     for number in range(3):
         save(tmp_path, "same", number, keep_last=1)
@@ -533,19 +638,15 @@ def test_a_folder_that_is_a_link(tmp_path: Path) -> None:
 
 
 def test_a_link_in_place_of_a_tag(tmp_path: Path) -> None:
-    """Loaded; replaced and pruned as a link: what it points to is somebody's."""
+    """Loaded; neither replaced nor pruned: what it points to is somebody's."""
     outside = save(tmp_path / "elsewhere", "a", 1)
     root = tmp_path / "root"
     save(root, "first", 0)
     (root / "a").symlink_to(outside)
     assert load(root, "a") == 1
-    save(root, "a", 2)
-    assert not (root / "a").is_symlink() and load(root, "a") == 2 and hidden(root) == []
-    (root / "b").symlink_to(outside)
-    assert prune(root, 1, "run") == ["b", "first"]
-    (root / "dangling").symlink_to("nothing")
-    save(root, "dangling", 3)
-    assert load(root) == 3 and number_in(outside) == 1
+    save(root, "second", 2)
+    assert prune(root, 1, "run") == ["first"]
+    assert (root / "a").is_symlink() and number_in(outside) == 1
 
 
 def test_a_file_in_place_of_a_tag(tmp_path: Path) -> None:
@@ -553,8 +654,6 @@ def test_a_file_in_place_of_a_tag(tmp_path: Path) -> None:
     assert [*candidates(tmp_path)] == []
     with pytest.raises(CheckpointError, match="no checkpoint"):
         load(tmp_path, "a")
-    save(tmp_path, "a", 1)
-    assert load(tmp_path) == 1
 
 
 @pytest.mark.parametrize("name", [TENSORS, "state.json", "manifest.json"])

@@ -107,10 +107,31 @@ MUTANTS = [
         (FOLDER,),
     ),
     Mutant(
+        "a user's folder is deleted for a checkpoint of its name",
+        "checkpoint/folder.py",
+        "            return sorted(names - _listed_in(path)) if names else []\n",
+        "            return []\n",
+        (FOLDER,),
+    ),
+    Mutant(
+        "what others put into a checkpoint is deleted with it",
+        "checkpoint/folder.py",
+        "            _link(former / name, self.path / name)\n",
+        "            pass\n",
+        (FOLDER,),
+    ),
+    Mutant(
+        "a copy of a checkpoint is pruned",
+        "checkpoint/folder.py",
+        'copied = path.is_symlink() or whole.manifest.get("tag") != path.name',
+        "copied = path.is_symlink()",
+        (FOLDER,),
+    ),
+    Mutant(
         "checkpoints of other runs are pruned",
         "checkpoint/folder.py",
-        "            if whole.run == run and not kept:\n",
-        "            if not kept:\n",
+        "            if whole.run == run and not copied ",
+        "            if not copied ",
         (FOLDER,),
     ),
     Mutant(

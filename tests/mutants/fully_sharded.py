@@ -69,6 +69,20 @@ MUTANTS = [
         "_APART if self._apart else _OTHER",
         (GATHERING,),
     ),
+    Mutant(
+        "a file of another user is shared",
+        "sharding/shared_memory.py",
+        " or found.st_uid != os.geteuid()",
+        "",
+        (SHARED_MEMORY,),
+    ),
+    Mutant(
+        "names of shared files tell the next",
+        "sharding/shared_memory.py",
+        'f"longshore-{name[:32]}"',
+        'f"longshore-{self._token:x}-{self._generation}-{len(self._blocks)}"',
+        (SHARED_MEMORY,),
+    ),
     # -- gathering, and the count of windows ----------------------------------
     Mutant(
         "parameters are used before they are there",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,75 @@ def test_files_that_a_killed_rank_left_are_removed(tmp_path: Path, monkeypatch: 
         os.utime(path, (0, 0))
     SharedMemory(0, lambda row: torch.stack([row, row]))
     assert sorted(tmp_path.iterdir()) == sorted([recent, other])
+
+
+def _next_path(blocks: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the block that is made next, which nobody else knows."""
+    paths: list[Path] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "SharedBlock", lambda path, capacity: paths.append(path) or _refuse())
+        assert blocks.lend(100, held=False) is None
+    blocks._no_room, blocks._lent_for = False, 0  # as if this had not been
+    return paths[0]
+
+
+def _refuse(*arguments: object, **options: object) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_names_of_files_tell_nothing_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
+    made = [SharedMemory(0, lambda row: torch.stack([row, row])) for _ in range(2)]
+    names = set()
+    for each in made:
+        each.works = True
+        names.add(_next_path(each, monkeypatch).name)
+        each._begin_anew(2)
+        names.add(_next_path(each, monkeypatch).name)
+    assert len(names) == 4
+    assert all(f"{each._token:x}" not in name and str(each._token) not in name for each in made for name in names)
+
+
+def _by_another_user(path: Path) -> None:
+    path.write_bytes(b"theirs")
+    path.chmod(0o666)
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [_by_another_user, lambda path: path.symlink_to("victim"), Path.mkdir, os.mkfifo],
+    ids=["others may read", "link", "folder", "pipe"],
+)
+def test_a_file_that_no_rank_made_is_neither_written_nor_removed(
+    lay: Callable[[Path], object], tmp_path: Path, blocks: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
+    (tmp_path / "victim").write_bytes(b"victim")
+    (tmp_path / "victim").chmod(0o600)
+    path = _next_path(blocks, monkeypatch)
+    lay(path)
+    assert blocks.lend(100, held=False) is None
+    assert (tmp_path / "victim").read_bytes() == b"victim"
+    assert not path.is_file() or path.is_symlink() or path.read_bytes() == b"theirs"
+    row = blocks.come(None)
+    assert not blocks.met([row, row]) and not blocks.works, "the ranks use sockets"
+
+
+def test_another_users_file_is_refused(tmp_path: Path, blocks: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
+    path = _next_path(blocks, monkeypatch)
+    path.touch(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(path).st_uid + 1)
+    assert blocks.lend(100, held=False) is None
+    assert path.stat().st_size == 0
+
+
+def test_a_folder_that_cannot_be_written(blocks: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.os, "open", _refuse)
+    monkeypatch.setattr(module.os, "unlink", _refuse)
+    assert blocks.lend(100, held=False) is None
+    row = blocks.come(None)
+    assert not blocks.met([row, row]) and not blocks.works
 
 
 _ENDS = """

@@ -15,7 +15,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +158,14 @@ class Draft:
 
     Raises:
         ValueError: ``tag`` is not a valid tag.
+        CheckpointError: something else than a checkpoint has that name.
         OSError: the folder cannot be written.
     """
 
     def __init__(self, root: Path, tag: str) -> None:
         self.root = root
         self.tag = check_tag(tag)
+        others_in(root / tag)  # before anything is written
         self.path = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
         self._lock: int | None = None
         root.mkdir(parents=True, exist_ok=True)
@@ -188,16 +190,25 @@ class Draft:
             about: more entries of the manifest.
             latest: whether the file ``latest`` is to name the checkpoint.
 
+        Files that others put into the former checkpoint's folder are in the new one, too.
+
         Raises:
-            CheckpointError: a file is missing, or has another size.
+            CheckpointError: a file is missing, or has another size; or something else than a checkpoint has the name.
             OSError: the disk failed.
         """
         listed = {written.name: {"bytes": written.num_bytes, "sha256": written.sha256} for written in files}
-        head = {"format": FORMAT, "version": VERSION, "created_ns": time.time_ns(), "latest": latest}
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "tag": self.tag,
+            "created_ns": time.time_ns(),
+            "latest": latest,
+        }
         write_json(self.path / MANIFEST, {**head, **about, "files": listed})
         # Removed while locked: a process that had opened it could otherwise take the lock, and remove the folder.
         (self.path / _LOCK).unlink()
         WholeCheckpoint(self.path)  # raises, for example, if a rank wrote into the folder of another machine
+        self._carry_over()
         sync_folder(self.path)
         asides = take_name(self.path, self.root / self.tag, f"{_REPLACED}{self.tag}")
         self._unlock()
@@ -207,7 +218,18 @@ class Draft:
                 write_latest(self.root, self.tag)
         finally:
             for aside in asides:
-                _remove(aside)
+                _remove_replaced(aside, self.root / self.tag)
+
+    def _carry_over(self) -> None:
+        """Link what others put into the former checkpoint's folder: a tokenizer, for example."""
+        former = self.root / self.tag
+        for name in others_in(former):
+            if os.path.lexists(self.path / name):
+                raise CheckpointError(
+                    f"{former / name} was not written by longshore, and the new checkpoint has a file of that name: "
+                    "move it away, or choose another tag"
+                )
+            _link(former / name, self.path / name)
 
     def discard(self) -> None:
         """Remove the draft."""
@@ -218,6 +240,51 @@ class Draft:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _listed_in(path: Path) -> set[str]:
+    """Return the names of a checkpoint's own files, which may be missing or damaged. Raises CheckpointError if the
+    folder has no manifest that names them."""
+    where = str(path / MANIFEST)
+    manifest = checked(read_json(path / MANIFEST), dict, where)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{where} is not the manifest of a {FORMAT}")
+    return {MANIFEST, *filter(is_file_name, checked_entry(manifest, "files", dict, where))}
+
+
+def others_in(path: Path) -> list[str]:
+    """Return the names of what others put into a checkpoint's folder; ``path`` may also be free, or an empty folder.
+
+    Raises:
+        CheckpointError: ``path`` is anything else, which a checkpoint of that name would delete.
+    """
+    reason = "it is a file or a link"
+    if path.is_dir() and not path.is_symlink():
+        names = set(os.listdir(path))
+        try:
+            return sorted(names - _listed_in(path)) if names else []
+        except CheckpointError as error:
+            reason = str(error)
+    elif not os.path.lexists(path):
+        return []
+    raise CheckpointError(
+        f"{path} is not a checkpoint of longshore ({reason}), and saving under this name would delete it: choose "
+        "another tag, or move it away"
+    )
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make ``target`` the same as ``source``, by links if the file system has them."""
+    if source.is_dir() and not source.is_symlink():
+        target.mkdir()
+        for entry in source.iterdir():
+            _link(entry, target / entry.name)
+        shutil.copystat(source, target)
+        return
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def take_name(folder: Path, target: Path, prefix: str) -> list[Path]:
@@ -324,31 +391,64 @@ def _folders(root: Path) -> list[Path]:
 
 
 def prune(root: Path, keep_last: int, run: str) -> list[str]:
-    """Remove one run's complete checkpoints except the newest ``keep_last``, the one that ``latest`` names, and those
-    saved with ``latest`` False; returns their tags."""
+    """Remove one run's complete checkpoints except the ``keep_last`` of the most steps, the one that ``latest`` names,
+    those saved with ``latest`` False, and copies under other names; return their tags.
+
+    What others put into their folders stays there.
+    """
     latest, own = read_latest(root), []
     for path in _folders(root):
         with contextlib.suppress(CheckpointError):
             whole = WholeCheckpoint(path)
-            kept = path.name.startswith(".") or whole.manifest.get("latest") is False
-            if whole.run == run and not kept:
+            copied = path.is_symlink() or whole.manifest.get("tag") != path.name
+            if whole.run == run and not copied and whole.manifest.get("latest") is not False:
                 own.append(whole)
-    own.sort(key=lambda whole: (whole.created_ns, whole.step))
-    gone = [whole.tag for whole in own[: max(0, len(own) - keep_last)] if whole.tag != latest]
-    for tag in gone:
-        # Rename first: a partly removed folder must not look like a checkpoint.
-        aside = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
+    own.sort(key=lambda whole: (whole.step, whole.created_ns))  # the clock may have been set back
+    gone = [whole for whole in own[: max(0, len(own) - keep_last)] if whole.tag != latest]
+    for whole in gone:
         with contextlib.suppress(FileNotFoundError):  # another process has renamed it
-            os.rename(root / tag, aside)
+            _remove_own(whole.path, {MANIFEST, *whole.files})
+    return [whole.tag for whole in gone]
+
+
+def remove_all(root: Path) -> None:
+    """Remove all checkpoints of a folder, complete or not, and the folder if nothing else is in it."""
+    _remove_stale(root)
+    for path in _folders(root):
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            _remove_own(path, _listed_in(path))
+    (root / LATEST).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        root.rmdir()
+
+
+def _remove_own(path: Path, own: Set[str]) -> None:
+    """Remove a checkpoint, whose files are ``own``; what others put into its folder stays there."""
+    # A partly removed folder must not look like a checkpoint, so it is renamed, or loses its manifest, first.
+    if own >= set(os.listdir(path)):
+        aside = path.with_name(f"{_DRAFT}{tag_of(path)}-{secrets.token_hex(4)}")
+        os.rename(path, aside)
         _remove(aside)
-    return gone
+    else:
+        for name in sorted(own, key=lambda name: name != MANIFEST):
+            _remove(path / name)
 
 
 def _remove(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    else:
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _remove_replaced(path: Path, new: Path) -> None:
+    """Remove a checkpoint that ``new`` has replaced: its files, and what ``new`` has, too."""
+    with contextlib.suppress(CheckpointError, OSError):  # what longshore did not write stays
+        own = _listed_in(path)
+        for name in sorted(os.listdir(path), key=lambda name: name == MANIFEST):  # last: it says what the rest is
+            if name in own or os.path.lexists(new / name):
+                _remove(path / name)
+        path.rmdir()
 
 
 def _remove_stale(root: Path) -> None:
@@ -358,7 +458,7 @@ def _remove_stale(root: Path) -> None:
             _remove(path)
     for path in root.glob(f"{_REPLACED}*"):
         if (root / tag_of(path) / MANIFEST).is_file():
-            _remove(path)
+            _remove_replaced(path, root / tag_of(path))
 
 
 def _abandoned(path: Path) -> bool:

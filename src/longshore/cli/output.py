@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,7 +91,9 @@ class RunFolder:
                     f"free some, or choose another folder"
                 )
             if not self._resume:
-                shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
+                from longshore.checkpoint.folder import remove_all  # imports torch, and --help need not wait for it
+
+                remove_all(self.path / CHECKPOINTS)
                 for name in _OURS:
                     (self.path / name).unlink(missing_ok=True)
         except OSError as error:
@@ -223,14 +226,13 @@ class MetricsFile:
 
 def save_file(path: Path, save: Callable[[Path], object], option: str) -> None:
     """Let ``save`` write the file ``path`` atomically, in any folder. An error names ``option``."""
-    beside = path.with_name(f".{path.name}.writing")
     try:
-        try:
+        # A folder that nobody else can write into: a link in place of the file would be followed.
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.writing-", dir=path.parent) as folder:
+            beside = Path(folder) / path.name
             save(beside)
             _fsync(beside)
             os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as error:
         raise CommandError(f"cannot write {option} {path}: {os_reason(error)}") from error
 
@@ -241,10 +243,9 @@ def check_writable(path: Path, option: str) -> None:
         raise CommandError(f"{option} {path} is a folder: give the name of a file", USAGE)
     if not path.parent.is_dir():
         raise CommandError(f"{option} {path}: there is no folder {path.parent}: make it, or choose another", USAGE)
-    beside = path.with_name(f".{path.name}.writing")
     try:
-        beside.touch()
-        beside.unlink()
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.writing-", dir=path.parent):
+            pass
     except OSError as error:
         raise CommandError(f"cannot write {option} {path}: {os_reason(error)}") from error
 

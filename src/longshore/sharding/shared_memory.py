@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import hashlib
 import logging
 import mmap
 import operator
 import os
 import secrets
+import stat
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,8 +40,7 @@ class SharedBlock:
     def __init__(self, path: Path, capacity: int) -> None:
         self.path = path
         self.capacity = capacity
-        # The first rank makes the file. Other users must not read it: it has weights in it.
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
+        with os.fdopen(_open_own(path), "rb+") as file:
             # The memory is allocated now: if there were no room when it is written, the process would end.
             os.posix_fallocate(file.fileno(), 0, capacity)
             self.memory = mmap.mmap(file.fileno(), capacity)
@@ -75,7 +77,7 @@ class SharedMemory:
     """
 
     def __init__(self, rank: int, rows: Callable[[Tensor], Tensor]) -> None:
-        # All ranks use rank 0's number in the names of files.
+        # All ranks use rank 0's number for the names of files, which nobody else can guess.
         tokens = rows(torch.tensor([secrets.randbits(62)])).view(-1).tolist()
         self._token: int = tokens[0]
         _remove_stale()
@@ -109,11 +111,12 @@ class SharedMemory:
             self._no_room = True
             _LOGGER.warning("%d blocks of shared memory are in use; sockets take over, which is slower", _MOST)
             return None
-        path = _FOLDER / f"longshore-{self._token:x}-{self._generation}-{len(self._blocks)}"
+        name = hashlib.sha256(f"{self._token}-{self._generation}-{len(self._blocks)}".encode()).hexdigest()
+        path = _FOLDER / f"longshore-{name[:32]}"
         try:
             block = SharedBlock(path, -(-num_bytes // _ROUNDING) * _ROUNDING)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            _unlink(path, os.getpid())
             self._no_room = True
             if self.works:
                 _LOGGER.warning(
@@ -196,6 +199,25 @@ def _remove_stale() -> None:
                 path.unlink()
 
 
+def _open_own(path: Path) -> int:
+    """Open a file that a rank made, or make it; no other user can read or write it, since it has weights in it.
+
+    Raises:
+        OSError: something else has that name, or another user made it.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        descriptor = os.open(path, flags)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "somebody else made the file", str(path))
+    return descriptor
+
+
 def _unlink(path: Path, owner: int) -> None:
     if os.getpid() == owner:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is there no more, or is not ours to remove
+            path.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import secrets
 import warnings
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -155,7 +156,7 @@ def _in_place_of_a_file(path: Path, is_first: bool) -> Generator[None, None, Non
     if not (is_first and path.is_file()):
         yield
         return
-    aside = path.with_name(f"{path.name}.replaced")
+    aside = path.with_name(f".{path.name}.replaced-{secrets.token_hex(4)}")
     path.rename(aside)
     try:
         yield
