@@ -41,9 +41,13 @@ class SharedBlock:
         self.path = path
         self.capacity = capacity
         with os.fdopen(_open_own(path), "rb+") as file:
-            # The memory is allocated now: if there were no room when it is written, the process would end.
-            os.posix_fallocate(file.fileno(), 0, capacity)
-            self.memory = mmap.mmap(file.fileno(), capacity)
+            try:
+                # The memory is allocated now: if there were no room when it is written, the process would end.
+                os.posix_fallocate(file.fileno(), 0, capacity)
+                self.memory = mmap.mmap(file.fileno(), capacity)
+            except OSError:
+                _unlink(path, os.getpid())
+                raise
         self.free = False
         """Whether it can be lent: all ranks agreed to that in the last meeting, and it was not lent since."""
         self.lent_for = 0
@@ -116,7 +120,6 @@ class SharedMemory:
         try:
             block = SharedBlock(path, -(-num_bytes // _ROUNDING) * _ROUNDING)
         except OSError as error:
-            _unlink(path, os.getpid())
             self._no_room = True
             if self.works:
                 _LOGGER.warning(
