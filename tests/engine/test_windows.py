@@ -273,3 +273,12 @@ def test_a_step_that_is_not_due_does_not_move_the_schedule() -> None:
             train(engine, [loss_of(engine, number)])
             rates += engine.get_lr()
     assert rates == [0, 0, 0, 0.25, 0.25, 0.5]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("before", ["step", "norm"])
+@pytest.mark.parametrize("raw", [False, True])
+def test_one_rank_without_a_gradient(stage: int, before: str, raw: bool, two_ranks: Ranks) -> None:
+    """After a step() that had nothing to apply, and after the norm was measured in the middle of a window."""
+    two_ranks(window_cases.one_rank_without_a_gradient, stage, before, raw)

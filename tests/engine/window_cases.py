@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from support import loss_of
+import torch
+import torch.distributed as dist
+from support import loss_of, whole
 
+from engine.failure_cases import OPTIONS, make_engine
 from engine.files import started
+from engine.scenarios import HEADS, Backward, Oracle, Scenario, _mean, _sum, inputs
 
 
 def batch_numbers(config: dict[str, Any]) -> dict[str, Any]:
@@ -30,3 +34,53 @@ def batch_numbers_or_error(config: dict[str, Any]) -> Any:
         return batch_numbers(config)
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def one_rank_without_a_gradient(stage: int, before: str, raw: bool) -> None:
+    """What all ranks know of a window is agreed on anew: rank 0 cannot know that rank 1 has more gradients now.
+
+    ``before``: what they agreed on before that.
+    """
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
+
+    def backward(number: int, takes_part: bool = True) -> None:
+        x = inputs(0, 10 * number, rank, torch.float32)
+        loss = engine(x, HEADS) if takes_part else x.requires_grad_().sum()
+        loss.backward() if raw else engine.backward(loss)
+
+    numbers = [1, 2]
+    if before == "step":
+        engine.step()
+        assert not engine.was_step_applied()
+    else:
+        numbers = [0, 1, 2]
+        backward(0)
+        engine.optimizer.grad_norm()
+    backward(1, rank == 1)
+    backward(2)
+    engine.step()
+    assert engine.was_step_applied()
+    found = {
+        (number, place): oracle._backward(Backward(), number, 0, place, 1) for number in numbers for place in (0, 1)
+    }
+    nothing = [None] * len(oracle.loop.parameters)
+    found[1, 0] = nothing
+    if raw and stage == 2:  # no hook told rank 0 of its first loss.backward(): its only one is reduced with that
+        found[1, 0], found[2, 0] = found[2, 0], nothing
+    by_backward = [[found[number, place] for place in (0, 1)] for number in numbers]
+    rounds = [[each] for each in by_backward]
+    if stage < 2 and before == "step":
+        rounds = [by_backward]  # each rank adds its gradients up
+    elif stage < 2:
+        rounds = [by_backward[:1], by_backward[1:]]
+    oracle.loop.step(
+        [
+            _sum([_mean([_sum([each[place][index] for each in members]) for place in (0, 1)]) for members in rounds])
+            for index in range(len(oracle.loop.parameters))
+        ]
+    )
+    for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
+        assert torch.equal(whole(ours), theirs)
+    engine.optimizer.close()

@@ -194,11 +194,11 @@ MUTANTS = [
         (FAILURES,),
     ),
     Mutant(
-        "what comes after an agreement is not agreed on",
-        "sharding/rounds.py",
-        "            self._window.active = None\n            self._window.arrivals[parameter]",
-        "            self._window.arrivals[parameter]",
-        ("tests/engine/test_access.py",),
+        "an agreement outlives its step",
+        "optim/core.py",
+        "            self._agreed = None\n",
+        "            pass\n",
+        ("tests/engine/test_windows.py::test_one_rank_without_a_gradient",),
     ),
     Mutant(
         "two plain backwards are one round",

@@ -182,7 +182,7 @@ class Engine(nn.Module):
         self._applied = False
         window, raw = self._window, self._window.has_raw(self.optimizer._core.gradients_arrived)
         # After a failed backward step() is due, so that this rank meets the others, and all of them raise.
-        if not window.failed and not (window.due(raw) and self._anything()):
+        if not window.failed and not window.due(raw):
             window.calls += 1
             return
         if raw and not window.scaled and self.loss_scaling.value != 1.0:
@@ -193,7 +193,10 @@ class Engine(nn.Module):
         began = time.perf_counter()
         self._stepping = True
         try:
-            with self._timing("step"):
+            with self._timing("step"), self.optimizer._core.one_agreement() as gradients:
+                if window.boundary is None and window.backwards == 0 and not gradients:
+                    window.calls += 1  # no rank had a backward, not even a loss.backward()
+                    return
                 self._applied = self._apply_window()
         finally:
             self._stepping = False
@@ -212,11 +215,6 @@ class Engine(nn.Module):
             counts = self.global_steps, self.skipped_steps, self.global_samples
             norm, scale = self.get_global_grad_norm(), self.loss_scaling.value
             self._reports.step(StepFigures(*counts, self.get_lr(), norm, scale, exposed_s))
-
-    def _anything(self) -> bool:
-        """Return whether there was a backward; the ranks agree, since one of them may have called loss.backward()."""
-        window = self._window
-        return window.boundary is not None or window.backwards > 0 or bool(self.optimizer._core.window_gradients())
 
     def _apply_window(self) -> bool:
         """Clip and step; return False if an overflow skipped the step."""

@@ -6,6 +6,7 @@ checkpoints and traces use the core.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -68,6 +69,8 @@ class OptimizerCore:
         """Whether a step was applied."""
         # These change with each window.
         self.clipping = Clipping()
+        self._agreed: Mapping[int, Tensor | None] | None = None
+        """Gradients that all ranks agreed on, in :meth:`one_agreement`."""
         self.ledger: Mapping[int, Entry] = {}
         """Entries of the last stepped window, by parameter."""
         self.when_discarded: Callable[[], None] = lambda: None
@@ -178,12 +181,23 @@ class OptimizerCore:
     def window_gradients(self) -> Mapping[int, Tensor | None]:
         """Return the gradients of this window, as agreed by all ranks, by the index of their record. Each is flat and
         on the device, or None if the store has it."""
+        if self._agreed is not None:
+            return self._agreed
         found, failure = {}, None
         try:
             found = self._collect()
         except Exception as error:
             failure = error  # agree() tells the other ranks, which raise too
         return self.store.agree(found, failure)
+
+    @contextlib.contextmanager
+    def one_agreement(self) -> Iterator[Mapping[int, Tensor | None]]:
+        """Agree on :meth:`window_gradients` once for a ``with`` block, in which there is no backward."""
+        self._agreed = self.window_gradients()
+        try:
+            yield self._agreed
+        finally:
+            self._agreed = None
 
     def _collect(self) -> dict[int, Tensor | None]:
         """Return the gradients that this process found, after every check that could end the step."""

@@ -82,7 +82,6 @@ class WindowStatus:
         backwards: how many backwards began in this window; ``rounds`` of them reduce their gradients at once.
         arrivals: how many gradients arrived on this rank, by parameter. :class:`LocalGradients` writes it under its
             lock.
-        active: the parameters with a gradient on any rank, as all ranks agreed; None if gradients arrived since.
         failure: why the window cannot be stepped; the first reason counts.
         given_up: whether a backward of the window raised, and the other ranks are being told that the window ended.
     """
@@ -98,7 +97,6 @@ class WindowStatus:
         self.backwards = 0
         self.rounds = 0
         self.arrivals: dict[int, int] = {}
-        self.active: list[int] | None = None
         self.failure: BaseException | None = None
         self.given_up = False
 

@@ -184,7 +184,6 @@ class LocalGradients:
         """Queue the meeting that opens the backward's round, and the reduction of gradients kept before it."""
         with self._lock:
             self._window.rounds += 1
-            self._window.active = None
             current = self._round = Round(self._window.rounds, self._ordered(), self._launch, self._settings.early)
             pending = self.take()[1]
         buckets = list(self._ownership.buckets)  # copied: step() may add some while the thread is still at this round
@@ -292,7 +291,6 @@ class LocalGradients:
     def arrive(self, parameter: int, gradient: Tensor, by_hook: bool) -> None:
         """Take one more gradient; ``by_hook``: whether a hook brings it during a backward."""
         with self._lock:
-            self._window.active = None
             self._window.arrivals[parameter] = self._window.arrivals.get(parameter, 0) + 1
             bucket = self._ownership.bucket_of.get(parameter)
             if bucket is None:
@@ -342,7 +340,6 @@ class LocalGradients:
     def forget(self, parameter: int) -> None:
         """Drop the parameter's gradient, which the user discarded."""
         with self._lock:
-            self._window.active = None
             self._window.arrivals.pop(parameter, None)
             for pending in self._deferred:
                 pending.forget(parameter)

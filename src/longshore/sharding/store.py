@@ -21,7 +21,6 @@ from longshore.sharding.ownership import OwnedForecast, Ownership, Replicated
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.rounds import LocalGradients
 from longshore.tiles import (
-    GRADIENT,
     Forecast,
     OwnedRange,
     ParameterStep,
@@ -186,8 +185,6 @@ class ShardedStore(ParameterStore):
         if window.given_up and window.failure is not None:
             raise window.failure  # no other rank comes to a meeting for this step
         failure = window.failure or failure
-        if failure is None and window.active is not None:
-            return dict.fromkeys(window.active, None)  # no gradient arrived since
         closing, kept = self._gradients.take()
         parameters, order = list(self.ownership.dtypes), self._gradients.planned_order()
         backwards, used = window.backwards, [parameter in window.arrivals for parameter in parameters]
@@ -214,11 +211,10 @@ class ShardedStore(ParameterStore):
 
         try:
             self.ownership.outside_of_the_model(Action.STEP, failure is not None)
-            window.active = self.collectives.run(settle)
+            return dict.fromkeys(self.collectives.run(settle), None)
         except BaseException as error:
             window.fail(error)
             raise
-        return dict.fromkeys(window.active, None)
 
     @contextlib.contextmanager
     def preparing(self, same: Mapping[str, Tensor]) -> Iterator[None]:
@@ -338,8 +334,6 @@ class ShardedStore(ParameterStore):
         """Return a copy of the whole array, gathered from all ranks, which all have to call this. A gradient is the
         reduced one."""
         self.check_usable()
-        # Each range of a parameter that any rank used has a gradient.
-        assert which != GRADIENT or (self.window.active is not None and parameter in self.window.active)
         return self.ownership.assemble(parameter, lambda each: self.local.read_state(each.index, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
