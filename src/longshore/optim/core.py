@@ -107,6 +107,10 @@ class OptimizerCore:
                 "use optimizer.add_param_group(), or build the optimizer anew"
             ) from None
 
+    def members(self) -> set[int]:
+        """Return the indices of the parameters that are in the groups now."""
+        return {record.index for group in self._groups() for record in self.records_of(group)}
+
     def register(self, group: Mapping[str, Any], place: int) -> None:
         """Add the parameters of the ``place``-th group. If one cannot be stepped, raise ValueError and add none."""
         names = group.get("param_names")
@@ -140,7 +144,7 @@ class OptimizerCore:
         self.parameters.update((record.index, record.parameter) for record in records)
         if self._source is None:
             store = self.offload.make_store(records[0].device, self.release_gradients, self.parameters)
-            self._source = (ReleasedGradients if self.release_gradients else KeptGradients)(store)
+            self._source = (ReleasedGradients if self.release_gradients else KeptGradients)(store, _members(self))
             if annotating():
                 store.set_recorders([Ranges()])
             store.foresee(_OptimizerForecast(self))
@@ -163,6 +167,7 @@ class OptimizerCore:
         if self._source is not None:
             fresh.store.set_recorders(self._source.store.recorders)
         self.close()
+        fresh.source.members = _members(self)
         self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
 
     def close(self) -> None:
@@ -206,10 +211,15 @@ class OptimizerCore:
             self.family.check_group(group)
             self.records_of(group)
         gradients = source.collect()
-        for record in self.records:
+        for record in self._present():
             if record.parameter.requires_grad or record.index in gradients:
                 record.check()
         return gradients
+
+    def _present(self) -> list[ParameterRecord]:
+        """Return the records of the parameters that are in the groups now, in the order of their index."""
+        members = self.members()
+        return [record for record in self.records if record.index in members]
 
     def forget_window(self) -> None:
         """Reset everything that depends on a discarded window."""
@@ -231,7 +241,7 @@ class OptimizerCore:
         store.check_usable()
         gradients = self.window_gradients()
         records = {record.index: record for record in self.records}
-        with store.preparing({record.name: record.values() for record in records.values()} if debugging() else {}):
+        with store.preparing({record.name: record.values() for record in self._present()} if debugging() else {}):
             scale = self.clipping.scale_for(source.fingerprint)
             self._name_states(store)
             steps: dict[int, ParameterStep] = {}
@@ -240,7 +250,7 @@ class OptimizerCore:
                 steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
                 histories[record.index] = history
             entries = _balance(records.values(), source.produced, steps, store)
-            _adopt_masters(store, records.values(), steps)
+            _adopt_masters(store, self._present(), steps)
             for index in steps:
                 # Fill the states that are not zero before a first step.
                 for name, value in self.family.initial(records[index].history).items():
@@ -282,6 +292,12 @@ class OptimizerCore:
         local = store.local
         if not all(name in local.arrays for name in names):
             local.set_states([name for name in self.family.states if name in names or name in local.arrays])
+
+
+def _members(core: OptimizerCore) -> Callable[[], set[int]]:
+    """Return ``core.members``, as a function that does not keep the core alive."""
+    alive = weakref.proxy(core)
+    return lambda: alive.members()
 
 
 class _OptimizerForecast(Forecast):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -132,11 +132,14 @@ class GradientSource(ABC):
     """Base class of objects that find the gradients of a window for an optimizer.
 
     Attributes:
+        members: returns the indices of the parameters that are in the optimizer's groups now. Users may take some out,
+            which are then left alone, as in torch.
         produced: number of gradients that hooks saw in this window, by parameter.
     """
 
-    def __init__(self, store: ParameterStore) -> None:
+    def __init__(self, store: ParameterStore, members: Callable[[], Set[int]]) -> None:
         self.store = store
+        self.members = members
         self.records: dict[int, ParameterRecord] = {}
         self.produced: dict[int, int] = {}
 
@@ -171,9 +174,9 @@ class GradientSource(ABC):
 
     def fingerprint(self) -> Fingerprint:
         """Return the gradients of this window as they are now."""
-        seen = {}
+        seen, members = {}, self.members()
         for index, record in self.records.items():
-            if (gradient := record.parameter.grad) is not None:
+            if index in members and (gradient := record.parameter.grad) is not None:
                 changes = self.store.arrivals(index) if is_released(gradient) else gradient._version
                 seen[index] = Seen(record.name, weakref.ref(gradient), changes)
         return seen
@@ -184,8 +187,10 @@ class GradientSource(ABC):
 
     def zero_grad(self) -> None:
         """Discard the window, with ``.grad`` set to None."""
-        for record in self.records.values():
-            record.parameter.grad = None
+        members = self.members()
+        for index, record in self.records.items():
+            if index in members or is_released(record.parameter.grad):
+                record.parameter.grad = None
 
     def close(self) -> None:
         """Remove hooks and placeholders from the parameters, and close the store."""
@@ -200,10 +205,11 @@ class KeptGradients(GradientSource):
         self.records.update((record.index, record) for record in records)
 
     def collect(self) -> dict[int, Tensor | None]:
+        members = self.members()
         found: dict[int, Tensor | None] = {
             index: self.found(record, gradient)
             for index, record in self.records.items()
-            if (gradient := record.parameter.grad) is not None
+            if index in members and (gradient := record.parameter.grad) is not None
         }
         if thawed := [self.records[index] for index in found if index not in self.store]:
             self.watch(thawed)
@@ -217,14 +223,16 @@ class ReleasedGradients(GradientSource):
     accumulates, the placeholder is lifted: taken out of ``.grad``.
     """
 
-    def __init__(self, store: ParameterStore) -> None:
-        super().__init__(store)
+    def __init__(self, store: ParameterStore, members: Callable[[], Set[int]]) -> None:
+        super().__init__(store, members)
         self._hooks: dict[int, ReleaseHooks] = {}
         # These belong to one window.
         self._placeholders: dict[int, Tensor] = {}
         self._lifted: set[int] = set()
         self._entered: set[int] = set()
         """Parameters that autograd is accumulating into, according to the hooks of their nodes."""
+        self._taken: Set[int] | None = None
+        """Parameters whose gradients are taken in this window: those in the groups at its first gradient."""
         # Neither hooks nor placeholders stay on parameters that outlive the optimizer.
         self._finalizer = weakref.finalize(self, _remove_hooks, self._hooks, self._placeholders)
         self._finalizer.atexit = False
@@ -252,7 +260,17 @@ class ReleasedGradients(GradientSource):
     def look_again(self) -> None:
         self.register(list(self.records.values()))  # frozen parameters have no hooks until they thaw
 
+    def _takes(self, index: int) -> bool:
+        if self._taken is None:
+            try:
+                self._taken = self.members()
+            except ReferenceError:  # the optimizer is gone, and somebody still has a state of it
+                self._taken = frozenset()
+        return index in self._taken
+
     def _before(self, index: int) -> None:
+        if not self._takes(index):
+            return
         record = self.records[index]
         self._entered.add(index)
         on_host, gradient = self._resolve(record)
@@ -266,6 +284,8 @@ class ReleasedGradients(GradientSource):
             raise _foreign(record)
 
     def _after(self, index: int) -> None:
+        if not self._takes(index):
+            return
         record = self.records[index]
         leaf = record.leaf()
         assert leaf is not None
@@ -327,7 +347,15 @@ class ReleasedGradients(GradientSource):
     def collect(self) -> dict[int, Tensor | None]:
         found: dict[int, Tensor | None] = {}
         self.look_again()
+        members = self.members()
         for index, record in self.records.items():
+            if index not in members:
+                if self.store.arrivals(index) > 0:
+                    raise GradientError(
+                        f"parameter {record.name} was taken out of its group after its gradient had left for the host: "
+                        "take parameters out between windows, right after step() or zero_grad()"
+                    )
+                continue
             on_host, gradient = self._resolve(record)
             if index in self._lifted:
                 raise GradientError(
@@ -356,6 +384,7 @@ class ReleasedGradients(GradientSource):
     def consumed(self) -> None:
         for each in (self.produced, self._lifted, self._entered, self._placeholders):
             each.clear()
+        self._taken = None
         super().zero_grad()
 
     def zero_grad(self) -> None:

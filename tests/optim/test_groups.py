@@ -1,0 +1,141 @@
+"""Parameters that users take out of their groups, put back, or give to another optimizer: as in torch."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longshore
+from longshore.errors import GradientError
+
+RELEASE = pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
+
+
+def _pair(release: bool, **options: Any) -> tuple[list[nn.Parameter], Any, list[nn.Parameter], Any]:
+    """The parameters and optimizer of ours, and those of torch."""
+    values = [torch.randn(4, 8, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    ours, theirs = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    return (
+        ours,
+        longshore.AdamW(ours, lr=0.1, release_gradients=release, **options),
+        theirs,
+        torch.optim.AdamW(theirs, lr=0.1, fused=True, **options),
+    )
+
+
+def _backward(parameters: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sum((each * torch.randn(each.shape, generator=generator)).sum() for each in parameters).backward()  # pyright: ignore
+
+
+def _same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+@RELEASE
+def test_a_parameter_that_was_taken_out_is_left_alone(release: bool) -> None:
+    ours, optimizer, theirs, plain = _pair(release)
+    for step in range(5):
+        if step == 1:
+            for each in (optimizer, plain):
+                each.param_groups[0]["params"].pop(1)
+        if step == 3:
+            for each, parameters in ((optimizer, ours), (plain, theirs)):
+                each.param_groups[0]["params"].append(parameters[1])
+        for each, parameters in ((optimizer, ours), (plain, theirs)):
+            _backward(parameters, step)
+            norm = each.grad_norm() if each is optimizer else _norm(each)
+            each.step()
+            if each is optimizer:
+                measured = norm
+            else:
+                assert torch.equal(measured, norm)
+        _same(ours, theirs)
+        if step in (1, 2):
+            assert ours[1].grad is not None and theirs[1].grad is not None
+            assert torch.equal(ours[1].grad, theirs[1].grad)  # of both backwards: nobody's to clear
+        if step != 2:
+            optimizer.zero_grad()
+            plain.zero_grad()
+        else:
+            for each in (*ours, *theirs):
+                each.grad = None
+
+
+def _norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    total = sum(float(each.double().pow(2).sum()) for each in gradients)
+    return torch.tensor(total, dtype=torch.float64).sqrt().float()
+
+
+@RELEASE
+def test_another_optimizer_takes_it_over(release: bool) -> None:
+    ours, optimizer, theirs, plain = _pair(release)
+    others = longshore.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    for step in range(4):
+        for each, parameters, other in ((optimizer, ours, others[0]), (plain, theirs, others[1])):
+            if step == 1:
+                taken = each.param_groups[0]["params"].pop(0)
+                other.add_param_group({"params": [taken]})
+            _backward(parameters, step)
+            each.step()
+            each.zero_grad()
+            other.step()
+            other.zero_grad()
+        _same(ours, theirs)
+    before = ours[0].detach().clone()
+    _backward(ours, 9)
+    optimizer.zero_grad()
+    others[0].step()
+    assert not torch.equal(ours[0], before)
+
+
+def test_clipping_counts_what_is_in_the_groups() -> None:
+    ours, optimizer, theirs, plain = _pair(False)
+    for each in (optimizer, plain):
+        each.param_groups[0]["params"].pop(0)
+    for parameters in (ours, theirs):
+        _backward(parameters, 0)
+        assert parameters[0].grad is not None
+        parameters[0].grad *= 1e6
+    optimizer.clip_grad_norm_(0.5)
+    found = _norm(plain)
+    for each in theirs[1:]:
+        assert each.grad is not None
+        each.grad *= torch.clamp(0.5 / (found + 1e-6), max=1.0)
+    optimizer.step()
+    plain.step()
+    _same(ours, theirs)
+
+
+def test_in_the_middle_of_a_window_is_an_error() -> None:
+    ours, optimizer, _, _ = _pair(True)
+    before = [each.detach().clone() for each in ours]
+    _backward(ours, 0)
+    optimizer.param_groups[0]["params"].pop(1)
+    for call in (optimizer.grad_norm, optimizer.step):
+        with pytest.raises(GradientError, match=r"parameter 0\.1 was taken out of its group .* between windows"):
+            call()
+    _same([nn.Parameter(each) for each in before], ours)
+    optimizer.zero_grad()
+    assert all(each.grad is None for each in ours)
+    _backward(ours, 1)
+    optimizer.step()
+    assert torch.equal(ours[1], before[1]) and not torch.equal(ours[0], before[0])
+
+
+def test_a_state_that_is_kept_does_not_keep_the_hooks_at_work() -> None:
+    ours, optimizer, _, _ = _pair(True)
+    _backward(ours, 0)
+    optimizer.step()
+    state = optimizer.state[ours[0]]
+    del optimizer
+    gc.collect()
+    _backward(ours, 1)
+    assert all(type(each.grad) is Tensor for each in ours)
+    assert state["step"] == 1
