@@ -65,6 +65,21 @@ def test_torchs_elementwise_optimizers_on_host_tiles(
             assert torch.equal(optimizer.state[parameter][name], expected), name
 
 
+@EVERY_TORCH
+def test_a_learning_rate_that_is_a_tensor(kind: str, options: dict[str, Any]) -> None:
+    """torch then computes with it in its dtype. (256 elements: torch's loops have no scalar tail.)"""
+    theirs, ours = (nn.Parameter(torch.linspace(-1, 1, 256)) for _ in range(2))
+    rates = [torch.tensor(0.1 + options["lr"]) for _ in range(2)]
+    plain = getattr(torch.optim, kind)([theirs], **{**options, "lr": rates[0]}, foreach=False)
+    optimizer = clients(kind, [ours], {**options, "lr": rates[1]})
+    for step in range(6):
+        for each, rate, stepped in ((theirs, rates[0], plain), (ours, rates[1], optimizer)):
+            each.grad = torch.randn(256, generator=torch.Generator().manual_seed(step))
+            stepped.step()
+            rate.mul_(0.7)
+        assert torch.equal(theirs, ours), step
+
+
 def test_neither_the_cut_nor_torchs_threads_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """More elements than a buffer has, and a length that leaves a tail for torch's own loops."""
     seen, whole = set(), torch.optim.RMSprop.step

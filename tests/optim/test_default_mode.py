@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from support import PlainLoop, loss_of, same_weights, simulated, small_model, twins
@@ -326,10 +330,8 @@ def test_unseen_writes_are_adopted_by_refresh_master_and_named_by_debug(monkeypa
     ("options", "message"),
     [
         ({"amsgrad": True}, "amsgrad"),
-        ({"foreach": True}, "foreach"),
         ({"capturable": True}, "capturable"),
         ({"differentiable": True}, "differentiable"),
-        ({"fused": False}, "fused=False"),
         ({"lr": -1.0}, "lr must not be negative"),
         ({"lr": float("nan")}, "lr must not be negative"),
         ({"lr": torch.ones(2)}, "lr as a tensor"),
@@ -338,6 +340,8 @@ def test_unseen_writes_are_adopted_by_refresh_master_and_named_by_debug(monkeypa
         ({"betas": (0.9, 1.0)}, r"betas\[1\]"),
         ({"betas": (-0.1, 0.9)}, r"betas\[0\]"),
         ({"betas": 0.9}, "betas is a pair"),
+        ({"betas": "ab"}, "betas is a pair"),
+        ({"betas": {0.5: 1, 0.9: 2}}, "betas is a pair"),
         ({"offload": longshore.Offload(cpu_set=[99999])}, "CPU 99999"),
         ({"offload": longshore.Offload(threads=5000)}, "1 to 4096"),
     ],
@@ -347,7 +351,7 @@ def test_options_are_refused_by_name(options: dict[str, object], message: str) -
         longshore.AdamW(small_model().parameters(), **options)
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "foreach", "capturable", "differentiable"])
+@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
 def test_options_set_on_a_group_are_refused_too(option: str) -> None:
     model = small_model()
     with pytest.raises(ValueError, match=option):
@@ -361,9 +365,57 @@ def test_options_set_on_a_group_are_refused_too(option: str) -> None:
     assert torch.equal(before, vector(model))
 
 
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+@pytest.mark.parametrize("value", [None, False, True])
+def test_how_a_step_is_computed_may_be_wished_for(option: str, value: bool | None) -> None:
+    """LitGPT and torchtune pass these. The weights are those of fused=True, and torch goes on so from the state."""
+    optimizer = longshore.AdamW([{"params": [*small_model().parameters()], option: value}], **{option: value})
+    (group,) = optimizer.state_dict()["param_groups"]
+    assert (group["fused"], group["foreach"]) == (True, None)
+
+
+class Sequenced(Sequence):
+    """A list of another library, as a configuration's."""
+
+    def __init__(self, *values: float) -> None:
+        self._values = values
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@pytest.mark.parametrize(
+    "pair", [[0.9, 0.95], Sequenced(0.9, 0.95), numpy.array([0.9, 0.95])], ids=["list", "other", "numpy"]
+)
+def test_numbers_of_other_libraries(pair: Any, tmp_path: Path) -> None:
+    """Options of OmegaConf and NumPy: they count, and a checkpoint has them as plain numbers."""
+    models = [small_model() for _ in range(2)]
+    plain = longshore.AdamW(models[0].parameters(), lr=0.25, betas=(0.9, 0.95), weight_decay=0.5)
+    other = longshore.AdamW(models[1].parameters(), lr=numpy.float32(0.25), betas=pair, weight_decay=numpy.float64(0.5))
+    for model, optimizer in zip(models, (plain, other), strict=True):
+        loss_of(model, 0).backward()
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * numpy.cos(0.5)
+        optimizer.step()
+    assert torch.equal(vector(models[0]), vector(models[1]))
+    longshore.save(tmp_path, models[1], other, "a")
+    longshore.load(tmp_path, models[1], other)
+    (group,) = other.param_groups
+    assert [type(group[name]) for name in ("lr", "weight_decay")] == [float, float]
+    assert group["betas"] == [0.9, 0.95]
+
+
+def test_the_profiler_sees_zero_grad_as_torchs() -> None:
+    optimizer = longshore.AdamW(small_model().parameters())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.zero_grad()
+    assert "Optimizer.zero_grad#AdamW.zero_grad" in {event.name for event in profile.events()}
+
+
 def test_honoured_or_harmless_options() -> None:
-    optimizer = longshore.AdamW(small_model().parameters(), fused=True, foreach=False, maximize=True)
-    assert optimizer.defaults["fused"] is True
+    longshore.AdamW(small_model().parameters(), maximize=True)
     with pytest.raises(ValueError, match="tile_numel"):
         longshore.Offload(tile_numel=0)
     with pytest.raises(ValueError, match="threads is a number"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_in
@@ -62,7 +63,7 @@ class OptimizerState:
         """Return everything but the arrays, as nested values."""
         groups = [
             {
-                "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
+                "options": {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
                 "parameters": self._names(group),
             }
             for group in self.optimizer.param_groups
@@ -245,3 +246,13 @@ def _arrays_of(record: ParameterRecord) -> list[str]:
 
 def _options_by_name(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: group["options"] for group in about["groups"] for name in group["parameters"]}
+
+
+def _plain(option: Any) -> Any:
+    """Return an option in Python's own types: numbers of NumPy and sequences of other libraries are converted."""
+    if isinstance(option, (np.generic, np.ndarray)):
+        return option.tolist()
+    if isinstance(option, Sequence) and not isinstance(option, str):
+        parts = [_plain(part) for part in option]
+        return tuple(parts) if isinstance(option, tuple) else parts
+    return option

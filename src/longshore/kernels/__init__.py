@@ -7,6 +7,7 @@ from longshore.kernels.base import (
     SUPPORTED_DTYPES,
     UNSCALED,
     HostRule,
+    OneElement,
     Rule,
     Scale,
     TileSegment,
@@ -15,7 +16,7 @@ from longshore.kernels.base import (
 )
 from longshore.kernels.device import DeviceKernels, Kernels
 from longshore.kernels.host import HostKernels
-from longshore.kernels.torch_rules import next_scalars
+from longshore.kernels.torch_rules import next_scalars, torch_options
 from longshore.machine import usable_cpus
 
 __all__ = [
@@ -27,12 +28,14 @@ __all__ = [
     "HostRule",
     "InstructionSet",
     "Kernels",
+    "OneElement",
     "Rule",
     "Scale",
     "TileSegment",
     "TorchRule",
     "next_scalars",
     "supported_instruction_sets",
+    "torch_options",
     "total_of_blocks",
     "usable_cpus",
 ]

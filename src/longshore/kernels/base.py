@@ -51,13 +51,20 @@ class Rule(ABC):
         raise NotImplementedError
 
 
+class OneElement(NamedTuple):
+    """A tensor of one element among an optimizer's options: torch computes with it in its dtype."""
+
+    value: float
+    dtype: torch.dtype
+
+
 class TorchRule(NamedTuple):
     """One step of an elementwise optimizer of ``torch.optim``, on host tiles."""
 
     kind: str
     """Name of the optimizer in ``torch.optim``."""
     options: tuple[tuple[str, Any], ...]
-    """The group's options, as numbers."""
+    """The group's options, as numbers; tensors are a :class:`OneElement`."""
     rows: tuple[tuple[str, int], ...]
     """Names in torch of the states that the step reads and writes, with their rows of the buffer."""
     step: int

@@ -7,19 +7,27 @@ differently. Each range is therefore copied to a buffer of one size without such
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.kernels.base import Scale, TileSegment, TorchRule
+from longshore.kernels.base import OneElement, Scale, TileSegment, TorchRule
 
 _LOOP_NUMEL = 64
 """Multiple of the number of elements that any of torch's vectorized loops takes at once."""
 
 BUFFER_NUMEL = 1 << 14
 """Number of elements of the largest buffer: master, gradient and states stay in the cache."""
+
+
+def torch_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the options of a rule in the form that torch's optimizer takes."""
+    return {
+        name: torch.tensor(value.value, dtype=value.dtype, device="cpu") if isinstance(value, OneElement) else value
+        for name, value in options
+    }
 
 
 class _Stepper:
@@ -30,7 +38,7 @@ class _Stepper:
         self.master = torch.zeros(numel, dtype=torch.float32, device="cpu")
         self.gradient = torch.zeros_like(self.master)
         self._states = {name: torch.zeros_like(self.master) for name, _ in rule.rows}
-        self.optimizer = getattr(torch.optim, rule.kind)([self.master], **dict(rule.options), foreach=False)
+        self.optimizer = getattr(torch.optim, rule.kind)([self.master], **torch_options(rule.options), foreach=False)
 
     def step(self) -> dict[str, Any]:
         """Step the buffer, and return torch's state."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.kernels import HostRule, Rule, TorchRule, next_scalars
+from longshore.kernels import HostRule, OneElement, Rule, TorchRule, next_scalars, torch_options
 
 
 class History(NamedTuple):
@@ -29,12 +30,13 @@ class History(NamedTuple):
 
 
 def number(value: Any, name: str) -> float:
-    """Read a number or a tensor of one element; raises ValueError for a larger tensor, TypeError for anything else."""
+    """Read a number (NumPy's, too) or a tensor of one element; raises ValueError for a larger tensor, TypeError for
+    anything else."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor has one element, not {value.numel()}")
         return float(value.item())
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a number or a one-element tensor, not {type(value).__name__}")
     return float(value)
 
@@ -56,10 +58,14 @@ def beta(value: Any, name: str) -> float:
 
 
 def betas(value: Any, name: str) -> tuple[float, float]:
-    """Read a pair of decay rates."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ValueError(f"{name} is a pair, not {value!r}")
-    return beta(value[0], f"{name}[0]"), beta(value[1], f"{name}[1]")
+    """Read a pair of decay rates: a tuple, a list, or any other sequence of two."""
+    try:
+        if isinstance(value, (str, bytes, Mapping, Set)):
+            raise TypeError
+        first, second = value
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is a pair, not {value!r}") from None
+    return beta(first, f"{name}[0]"), beta(second, f"{name}[1]")
 
 
 def flag(value: Any, name: str) -> bool:
@@ -71,7 +77,6 @@ _REFUSED = {
     "amsgrad": "the maximum of second moments is not kept; use amsgrad=False",
     "capturable": "a step that runs on the host cannot be captured in a CUDA graph; use capturable=False",
     "differentiable": "autograd cannot see a step that runs on the host; use differentiable=False",
-    "foreach": "longshore always runs one fused pass; leave foreach unset",
 }
 
 IMPLEMENTATION_FLAGS = {"foreach": None, "fused": True, "capturable": False, "differentiable": False}
@@ -139,8 +144,6 @@ class RuleFamily:
         for name, why in _REFUSED.items():
             if group.get(name):
                 raise ValueError(f"{name}={group[name]} is not supported: {why}")
-        if group.get("fused") is False:
-            raise ValueError("fused=False is not supported: longshore always runs one fused pass; leave fused unset")
         self.values_of(group)
         for name, value in self._fixed.items():
             if group[name] != value:
@@ -221,12 +224,12 @@ class TorchFamily(RuleFamily):
         self._names = [name for name in self._make().defaults if name not in IMPLEMENTATION_FLAGS]
 
     def values_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the group's options in a form that can be compared: tensors as numbers, lists as tuples."""
+        """Return the group's options in a form that can be compared: tensors with their dtype, lists as tuples."""
         return {name: _plain(group[name], name) for name in self._names}
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        self._make(**self.values_of(group))  # torch's constructor checks the values
+        self._make(**torch_options(self.values_of(group).items()))  # torch's constructor checks the values
 
     def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
         return [name for name in self.states if name not in self._switches or group[self._switches[name]]]
@@ -250,5 +253,5 @@ class TorchFamily(RuleFamily):
 
 def _plain(value: Any, name: str) -> Any:
     if isinstance(value, Tensor):
-        return number(value, name)
+        return OneElement(number(value, name), value.dtype)
     return tuple(_plain(part, name) for part in value) if isinstance(value, (list, tuple)) else value

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from longshore.optim.clipping import gradient_norm
 from longshore.optim.core import OptimizerCore
-from longshore.optim.family import RuleFamily
+from longshore.optim.family import IMPLEMENTATION_FLAGS, RuleFamily
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import group_members
 from longshore.optim.state import StateMap, clear_state, loadable_state, merged_group, write_state
@@ -111,7 +111,8 @@ class TiledOptimizer(torch.optim.Optimizer):
             ValueError: ``set_to_none=False`` with ``release_gradients=True``: there is no ``.grad`` to fill with zeros.
         """
         if set_to_none:
-            self._core.source.zero_grad()
+            with torch.autograd.profiler.record_function(self._zero_grad_profile_name):  # as torch's
+                self._core.source.zero_grad()
         elif self._core.release_gradients:
             raise ValueError(
                 "zero_grad(set_to_none=False) fills .grad with zeros, and release_gradients=True keeps none on "
@@ -295,17 +296,21 @@ class RuleOptimizer(TiledOptimizer):
         """Build the optimizer from ``locals()`` of the subclass's constructor, taken first."""
         options = {name: value for name, value in arguments.items() if name not in _NO_GROUP_OPTIONS}
         family = self.rules(**{name: options[name] for name in self.rules.initial_states.values()})
-        if options.get("fused", True) is None:
-            options["fused"] = True
+        options.update(_wishes(options))
         super().__init__(arguments["params"], options, family, arguments["release_gradients"], arguments["offload"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if "fused" in self.defaults:
-            self.param_groups[-1]["fused"] = True  # None means True here; False is refused
+        self.param_groups[-1].update(_wishes(self.defaults))
 
     @classmethod
     def defaults_by_name(cls) -> dict[str, Any]:
         """Return the options of a group that a configuration may give, with their defaults in the signature."""
         parameters, fixed = inspect.signature(cls).parameters, cls.rules.initial_states.values()
         return {name: parameters[name].default for name in cls.rules.options if name not in fixed}
+
+
+def _wishes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``foreach`` and ``fused`` are in every group, whatever users pass: they wish for how a step is
+    computed, not for what."""
+    return {name: IMPLEMENTATION_FLAGS[name] for name in ("foreach", "fused") if name in options}

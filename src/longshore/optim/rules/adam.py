@@ -114,9 +114,9 @@ class AdamW(RuleOptimizer):
         betas: decay rates of the first and second moment.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
-        amsgrad: not supported; True raises an error, as with ``capturable``, ``differentiable`` and ``foreach``.
+        amsgrad: not supported; True raises an error, as with ``capturable`` and ``differentiable``.
         maximize: ascend instead.
-        fused: None or True, which are the same; steps are always fused.
+        fused: of no effect, as ``foreach``: steps are always fused.
         bias_correction: False takes the moments as they are, without the correction for their start at zero. torch has
             no such option.
         release_gradients: take each gradient to the host during backward and free it on the device. ``.grad`` is then a
