@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import longshore
+from longshore.optim.client import from_client
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> None:
@@ -342,3 +343,25 @@ def test_every_scheduler_of_torch_is_tested() -> None:
         if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
     }
     assert public - {"LRScheduler"} == set(SCHEDULERS)
+
+
+@pytest.mark.filterwarnings("ignore:torch.optim.NAdam has no kernel")
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad", "NAdam"])
+def test_switches_that_an_older_state_lacks_are_off(kind: str) -> None:
+    """As torch's: a state of a torch that had no ``maximize`` descends."""
+    options: dict[str, Any] = {"lr": 0.1, "maximize": True}
+    options |= {"nesterov": True, "momentum": 0.9} if kind == "SGD" else {}
+    options |= {"decoupled_weight_decay": True} if kind in ("Adam", "NAdam") else {}
+    parameters = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    theirs = getattr(torch.optim, kind)([parameters[0]], **options)
+    make = getattr(longshore, kind, None)
+    client = None if make else getattr(torch.optim, kind)([parameters[1]], **options)
+    ours = make([parameters[1]], **options) if make else from_client(client, release_gradients=False)
+    for each, parameter in ((theirs, parameters[0]), (ours, parameters[1])):
+        saved = each.state_dict()
+        for name in ("maximize", "nesterov", "decoupled_weight_decay"):
+            saved["param_groups"][0].pop(name, None)
+        each.load_state_dict(saved)
+    switches = [name for name in ("maximize", "nesterov", "decoupled_weight_decay") if name in theirs.param_groups[0]]
+    for name in switches:
+        assert ours.param_groups[0][name] == theirs.param_groups[0][name], name

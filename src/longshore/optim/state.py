@@ -245,6 +245,10 @@ def loadable_state(
 def merged_group(
     loaded: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any], family: RuleFamily
 ) -> dict[str, Any]:
-    """Return the group after loading: as in the state, except for fixed options and those of how a step is computed."""
+    """Return the group after loading: as in the state, except for fixed options and those of how a step is computed.
+
+    As in torch, switches that an older torch did not save are off, whatever the optimizer was built with.
+    """
+    off = dict.fromkeys({"maximize", "nesterov", "decoupled_weight_decay"} & defaults.keys(), False)
     flags = {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
-    return {**defaults, **loaded, **flags, **{name: own[name] for name in family.initial_states.values()}}
+    return {**defaults, **off, **loaded, **flags, **{name: own[name] for name in family.initial_states.values()}}
