@@ -105,8 +105,31 @@ def test_what_cannot_go_on(train, trained, tmp_path):
     assert "--lr 0.001 there, 0.5 here; --seq-len 16 there, 8 here. Give the options that it was begun with" in other
     other = train("--resume", "--out", out, "--stage", "0").refused()
     assert "training without the engine there, by the engine (--stage) here" in other
+    other = train("--resume", "--out", out, "--release-gradients").refused()
+    assert "--release-gradients False there, True here" in other
     (out / "run.json").write_text(json.dumps({"longshore": "0"}))
     assert "is another one" in train("--resume", "--out", out).refused()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("prescale_gradients", True),
+        ("data_types", {"grad_accum_dtype": "bf16"}),
+        ("communication_data_type", "fp16"),
+        ("gradient_predivide_factor", 2.0),
+        ("optimizer", {"type": "AdamW", "params": {"betas": [0.5, 0.9]}}),
+    ],
+)
+def test_another_configuration_whose_bits_differ_is_refused(name, value, train, tmp_path):
+    out, config = tmp_path / "run", tmp_path / "config.json"
+    file = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    config.write_text(json.dumps(file))
+    assert train("--save-every", "2", "--out", out, "--config", config).code == 0
+    config.write_text(json.dumps({**file, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}))
+    assert train("--resume", "--out", out, "--config", config).code == 0
+    config.write_text(json.dumps({**file, name: value}))
+    assert " in --config " in train("--resume", "--out", out, "--config", config).refused()
 
 
 def test_a_new_run_takes_the_former_checkpoints_away(train, tmp_path):

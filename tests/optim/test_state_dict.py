@@ -357,7 +357,7 @@ def test_switches_that_an_older_state_lacks_are_off(kind: str) -> None:
     make = getattr(longshore, kind, None)
     client = None if make else getattr(torch.optim, kind)([parameters[1]], **options)
     ours = make([parameters[1]], **options) if make else from_client(client, release_gradients=False)
-    for each, parameter in ((theirs, parameters[0]), (ours, parameters[1])):
+    for each in (theirs, ours):
         saved = each.state_dict()
         for name in ("maximize", "nesterov", "decoupled_weight_decay"):
             saved["param_groups"][0].pop(name, None)

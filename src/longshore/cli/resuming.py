@@ -22,6 +22,19 @@ from longshore.cli.terminal import USAGE, CommandError, warnings_as_lines
 
 _OPTIMIZER = ("lr", "schedule", "warmup", "weight_decay", "clip")
 _LOOP = ("seq_len", "steps", "batch_size", "seed")
+_ENGINE = (
+    "dtype",
+    "autocast",
+    "cast_inputs",
+    "loss_scaling",
+    "communication_dtype",
+    "accumulation_dtype",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "optimizer",
+    "scheduler",
+)
+"""Fields of the engine's configuration that change bits, besides those that the options above have."""
 
 
 class RunCheckpoints:
@@ -105,7 +118,7 @@ def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
     def get(section: str, name: str) -> Any:
         return (settings.get(section) or {}).get(name)
 
-    shape = get("model", "shape") or {}
+    shape, engine = get("model", "shape") or {}, get("engine", "config")
     ranks, accumulation = get("loop", "ranks") or 0, get("loop", "accumulation") or 0
     options = {name: get("optimizer", name) for name in _OPTIMIZER} | {name: get("loop", name) for name in _LOOP}
     return {
@@ -116,4 +129,7 @@ def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         "backwards a step (ranks times --accumulation)": ranks * accumulation,
         "training": "by the engine (--stage)" if settings.get("engine") else "without the engine",
+        # The host adds gradients up in float32, the device in their dtype; the engine's are always on the host.
+        "--release-gradients": None if engine else get("optimizer", "release_gradients"),
+        **{f"{name} in --config": (engine or {}).get(name) for name in _ENGINE},
     }
