@@ -132,6 +132,30 @@ def test_another_configuration_whose_bits_differ_is_refused(name, value, train, 
     assert " in --config " in train("--resume", "--out", out, "--config", config).refused()
 
 
+@pytest.mark.parametrize("spelled", [["--resume", "auto"], ["--resume=auto"], ["--resume-auto"]], ids="".join)
+def test_one_line_for_a_script_that_is_queued_again(spelled, train, tmp_path, results, interrupted):
+    out = tmp_path / "run"
+    assert "needs --out" in train(*spelled).refused()
+    assert "leave one out" in train(*spelled, "--overwrite", "--out", out).refused()
+    assert train(*RUN, "--out", tmp_path / "straight").code == 0
+    interrupted(5)
+    first = train(*RUN, "--save-every", "2", *spelled, "--out", out)
+    assert first.code == 130 and "continuing" not in first.out
+    again = train(*RUN, "--save-every", "2", *spelled, "--out", out)
+    assert again.code == 0 and "continuing after step 5" in again.out
+    assert results(out).differing(results(tmp_path / "straight")) == []
+    assert "--lr 0.001 there, 0.5 here" in train(*RUN, *spelled, "--lr", "0.5", "--out", out).refused()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "notes.txt").write_text("mine")
+    assert "is not empty and has no run of longshore" in train(*spelled, "--out", tmp_path / "theirs").refused()
+
+
+def test_a_folder_that_cannot_be_written_is_found_first(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    monkeypatch.setattr("longshore.cli.job.read_text", None)
+    assert f"{tmp_path} is read-only: choose another" in train("--out", tmp_path / "a" / "b").refused()
+
+
 def test_a_new_run_takes_the_former_checkpoints_away(train, tmp_path):
     out = tmp_path / "run"
     assert train("--save-every", "2", "--out", out).code == 0

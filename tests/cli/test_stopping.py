@@ -25,7 +25,12 @@ def _signals_as_in_a_terminal():
     """Whoever runs the tests in the background may have them ignored."""
     former = {
         number: signal.signal(number, handler)
-        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))
+        for number, handler in (
+            (signal.SIGINT, signal.default_int_handler),
+            (signal.SIGTERM, signal.SIG_DFL),
+            (signal.SIGHUP, signal.SIG_DFL),
+            (signal.SIGUSR1, signal.SIG_DFL),
+        )
     }
     yield
     for number, handler in former.items():
@@ -58,7 +63,15 @@ def send(monkeypatch):
     return patch
 
 
-@pytest.mark.parametrize("number, name, code", [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)])
+@pytest.mark.parametrize(
+    "number, name, code",
+    [
+        (signal.SIGINT, "Ctrl-C", 130),
+        (signal.SIGTERM, "SIGTERM", 143),
+        (signal.SIGHUP, "SIGHUP", 129),
+        (signal.SIGUSR1, "SIGUSR1", 138),
+    ],
+)
 def test_a_signal_ends_after_the_step(train, tmp_path, results, send, number, name, code):
     handlers = signal.getsignal(number)
     send(number, step=3)
@@ -82,6 +95,15 @@ def test_a_second_signal_ends_at_once(train, tmp_path, results, send):
     assert ran.code == 143
     assert "ended at once; the file that was being written is removed" in ran.err
     assert results(tmp_path / "run").names == {"run.json", "metrics.jsonl"}
+
+
+def test_a_warning_is_not_the_first_of_two(train, tmp_path, results, send):
+    """A batch system warns with SIGUSR1 and sends SIGTERM later: that is no wish to lose what is being written."""
+    send(signal.SIGUSR1, step=2)
+    send(signal.SIGTERM)
+    ran = train("--out", tmp_path / "run")
+    assert ran.code == 128 + signal.SIGUSR1
+    assert results(tmp_path / "run").run["result"]["steps"] == 2
 
 
 def test_a_signal_before_training(train, monkeypatch):

@@ -76,7 +76,7 @@ def _dispatch(arguments: list[str]) -> int:
     # app() is not called: its handling of interrupts and errors differs between versions of typer.
     command = typer.main.get_command(app)
     try:
-        with command.make_context("longshore", arguments) as context:
+        with command.make_context("longshore", _with_resume_auto(arguments)) as context:
             command.invoke(context)
     except typer.Exit as done:
         return done.exit_code
@@ -84,6 +84,17 @@ def _dispatch(arguments: list[str]) -> int:
         if sys.stdout is not None:  # it is None after >&-
             sys.stdout.flush()
     return 0
+
+
+def _with_resume_auto(arguments: Sequence[str]) -> list[str]:
+    """Replace ``train --resume auto`` by ``--resume-auto``, since an option has a value always or never."""
+    found: list[str] = []
+    for given in arguments:
+        if given == "--resume=auto" or (given == "auto" and found[-1:] == ["--resume"]):
+            found[len(found) - (given == "auto") :] = ["--resume-auto"]
+        else:
+            found.append(given)
+    return found if arguments[:1] == ["train"] else [*arguments]
 
 
 def _explain(error: Exception) -> tuple[str, int]:

@@ -128,19 +128,24 @@ def _combined(messages: list[tuple[str, int] | None]) -> tuple[str, int]:
 
 
 class StopSignals:
-    """A context in which Ctrl-C and SIGTERM ask to end: the first after the current step, the second at once.
+    """A context in which signals ask to end after the current step; a second Ctrl-C or SIGTERM ends at once.
 
-    A signal that was ignored stays ignored. Any rank of ``group`` may receive one; the first rank says so.
+    SIGHUP (a terminal was closed) and SIGUSR1 (a batch system's warning) only ask. A signal that was ignored, as under
+    nohup, stays ignored. Any rank of ``group`` may receive one; the first rank says so.
     """
+
+    _URGENT = signal.SIGINT, signal.SIGTERM
+    _OTHERS = signal.SIGHUP, signal.SIGUSR1
 
     def __init__(self, group: RunGroup) -> None:
         self._group = group
         self._received = 0
+        self._urgent = False
         self._agreed = 0
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (*self._URGENT, *self._OTHERS):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._handle)
         return self
@@ -150,8 +155,12 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        if number in self._URGENT:
+            if self._urgent:
+                raise StopNow(128 + number)
+            self._urgent = True
         if self._received:
-            raise StopNow(128 + number)
+            return
         self._received = number
         if self._group.leads:
             # print() is not used, since the signal may have interrupted one.
@@ -166,7 +175,7 @@ class StopSignals:
     @property
     def name(self) -> str:
         """The name of the signal on which the ranks agreed last."""
-        return "Ctrl-C" if self._agreed == signal.SIGINT else "SIGTERM"
+        return "Ctrl-C" if self._agreed == signal.SIGINT else signal.Signals(self._agreed).name
 
     @property
     def exit_code(self) -> int:

@@ -40,7 +40,7 @@ class Prepared:
 
 
 def run(settings: TrainSettings, given: Mapping[str, Any]) -> int:
-    """Train, and return the exit code: 0, or 130 or 143 after a signal.
+    """Train, and return the exit code: 0, or 128 plus the number of a signal.
 
     Args:
         settings: the command line, with ``train``'s defaults for options that were not given.
@@ -79,8 +79,8 @@ def _train(
     description = describe(settings, prepared.text, prepared.corpus, prepared.model)
     checkpoints = RunCheckpoints(settings, stepper)
     group.together(lambda: _open(settings, prepared, description))
-    progress = group.guarded(checkpoints.load) if settings.resume else None
-    if settings.resume:
+    progress = group.guarded(checkpoints.load) if settings.continues else None
+    if settings.continues:
         console.print(
             f"continuing after step {progress['step']}" if progress else "no checkpoint yet: from the beginning"
         )
@@ -294,7 +294,7 @@ def _read(settings: TrainSettings, leads: bool) -> tuple[TextDocuments, Corpus, 
     folder = None
     if leads:
         if settings.out is not None:
-            folder = RunFolder(settings.out, settings.overwrite, settings.resume)
+            folder = RunFolder(settings.out, settings.overwrite, settings.continues, settings.resume_auto)
         if settings.trace is not None:
             check_trace(settings.trace, folder)
         for note in settings.engine.notes if settings.engine is not None else ():
@@ -331,7 +331,7 @@ def _make_stepper(settings: TrainSettings, network: nn.Module) -> TrainStepper:
 def _open(settings: TrainSettings, prepared: Prepared, description: dict[str, Any]) -> None:
     folder = prepared.folder
     if folder is not None:
-        if settings.resume:
+        if folder.resumes:
             check_same_run(folder.path, folder.former(), description)
         folder.open(description, weight_bytes=nbytes(prepared.model.parameters()))
 

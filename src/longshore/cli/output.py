@@ -38,12 +38,15 @@ _OURS = (METRICS, CURVE, WEIGHTS, *_MODEL_FILES.split())
 
 
 class RunFolder:
-    """The folder ``--out``, which must be new or empty, or, with ``overwrite`` or ``resume``, contain a run."""
+    """The folder ``--out``, which must be new or empty, or, with ``overwrite`` or ``resume``, contain a run.
 
-    def __init__(self, path: Path, overwrite: bool, resume: bool = False) -> None:
-        """Check the folder without changing it."""
+    Attributes:
+        resumes: whether a run in it is continued.
+    """
+
+    def __init__(self, path: Path, overwrite: bool, resume: bool = False, or_begin: bool = False) -> None:
+        """Check the folder without changing it. ``or_begin``: with ``resume``, there need not be a run yet."""
         self.path = path
-        self._resume = resume
         self._unlock: weakref.finalize[..., RunFolder] | None = None
         try:
             names = {entry.name for entry in path.iterdir()} if path.exists() else set()
@@ -51,9 +54,16 @@ class RunFolder:
             raise CommandError(f"--out {path} is not a folder: choose another", USAGE) from error
         except OSError as error:
             raise CommandError(f"cannot read --out {path}: {os_reason(error)}") from error
-        if resume and not _is_run(path / RUN):
-            raise CommandError(f"--out {path} has no run to continue: leave --resume out to begin one", USAGE)
-        if resume or not names - {_WRITING}:
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise CommandError(f"cannot write to --out {path}: {there} is read-only: choose another folder", USAGE)
+        self.resumes = resume and (_is_run(path / RUN) or not or_begin)
+        if self.resumes and not _is_run(path / RUN):
+            raise CommandError(
+                f"--out {path} has no run to continue: leave --resume out to begin one (--resume auto does either)",
+                USAGE,
+            )
+        if self.resumes or not names - {_WRITING}:
             return
         if not _is_run(path / RUN):
             raise CommandError(f"--out {path} is not empty and has no run of longshore: choose another folder", USAGE)
@@ -90,7 +100,7 @@ class RunFolder:
                     f"the weights take {weight_bytes} bytes, but the disk of --out {self.path} has only {free} left: "
                     f"free some, or choose another folder"
                 )
-            if not self._resume:
+            if not self.resumes:
                 from longshore.checkpoint.folder import remove_all  # imports torch, and --help need not wait for it
 
                 remove_all(self.path / CHECKPOINTS)

@@ -217,6 +217,10 @@ _RESUME = (
     "Continue the run in --out from its newest checkpoint; the weights are those of a run that was never stopped. "
     "Ranks and stage may change, the number of backwards in a step over all ranks may not."
 )
+_RESUME_AUTO = (
+    "Continue the run in --out, or begin one if there is none yet, so that a script that is queued again is one line; "
+    "--resume auto is the same."
+)
 _TWO_RANKS = "Also train on two ranks, with ZeRO-1, 2 and 3; one run is killed and resumed."
 
 
@@ -237,15 +241,21 @@ class TrainSettings(CommandSettings):
     trace: Annotated[Path | None, _output(_TRACE)] = None
     save_every: Annotated[int, _output(_SAVE, at_least=0)] = 0
     resume: Annotated[bool, _output(_RESUME)] = False
+    resume_auto: Annotated[bool, _output(_RESUME_AUTO)] = False
+
+    @property
+    def continues(self) -> bool:
+        """Whether a run in ``out`` is continued."""
+        return self.resume or self.resume_auto
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, given in (("--save-every", self.save_every), ("--resume", self.resume), ("--trace", self.trace)):
+        for option, given in (("--save-every", self.save_every), ("--resume", self.continues), ("--trace", self.trace)):
             if given and self.out is None and option != "--trace":
                 raise SettingsError(f"{option} needs --out DIR, the folder of the run")
             if given and self.optimizer.plain:
                 raise SettingsError(f"{option} is for runs of longshore, and --plain trains without it: leave one out")
-        if self.resume and self.overwrite:
+        if self.continues and self.overwrite:
             raise SettingsError("--resume continues the run in --out, and --overwrite replaces it: leave one out")
         if self.overwrite and self.out is None:
             raise SettingsError("--overwrite needs --out DIR: without it nothing is written")
