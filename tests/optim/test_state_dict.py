@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import longshore
+from longshore.errors import BrokenStateError
 from longshore.optim.client import from_client
+from longshore.optim.state import write_state
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> None:
@@ -365,3 +367,35 @@ def test_switches_that_an_older_state_lacks_are_off(kind: str) -> None:
     switches = [name for name in ("maximize", "nesterov", "decoupled_weight_decay") if name in theirs.param_groups[0]]
     for name in switches:
         assert ours.param_groups[0][name] == theirs.param_groups[0][name], name
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_loading_that_is_interrupted_is_seen(release: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = model_of_sixteens(), model_of_sixteens()
+    saving = longshore.AdamW(model.parameters(), release_gradients=release)
+    train(model, saving, range(3))
+    saved = saving.state_dict()
+    optimizer = longshore.AdamW(other.parameters(), release_gradients=release)
+    train(other, optimizer, range(1))
+    calls: list[None] = []
+
+    def interrupted(*arguments: Any) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        write_state(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("longshore.optim.tiled_optimizer.write_state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(saved)
+    loss_of(other, 1).backward()
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(BrokenStateError, match="loaded in part only .load_state_dict ended half way: KeyboardInt"):
+            call()
+    other.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(saved)
+    for each, stepped in ((model, saving), (other, optimizer)):
+        stepped.zero_grad()
+        train(each, stepped, range(3, 5))
+    assert same_weights(model, other)

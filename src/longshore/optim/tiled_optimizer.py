@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from longshore.errors import CheckpointError
 from longshore.optim.clipping import gradient_norm
 from longshore.optim.core import OptimizerCore
 from longshore.optim.family import IMPLEMENTATION_FLAGS, RuleFamily
@@ -223,14 +224,18 @@ class TiledOptimizer(torch.optim.Optimizer):
         if self._loading is None:
             raise TypeError("a longshore optimizer is restored with load_state_dict, not by unpickling")
         core = self._core
-        self.param_groups = [
-            merged_group(group, mine, self.defaults, core.family)
-            for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
-        ]
         core.begin_load()
-        for record in core.records:
-            clear_state(record, core.store)
-            write_state(record, core, self._loading.get(record.index, {}))
+        try:
+            self.param_groups = [
+                merged_group(group, mine, self.defaults, core.family)
+                for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
+            ]
+            for record in core.records:
+                clear_state(record, core.store)
+                write_state(record, core, self._loading.get(record.index, {}))
+        except BaseException as failure:  # Ctrl-C: some states are loaded, and others are not
+            core.store.broken = CheckpointError(f"load_state_dict ended half way: {type(failure).__name__} {failure}")
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an optimizer of longshore owns threads and pinned memory: copy its state_dict() instead")
