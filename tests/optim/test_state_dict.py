@@ -391,7 +391,7 @@ def test_loading_that_is_interrupted_is_seen(release: bool, monkeypatch: pytest.
             optimizer.load_state_dict(saved)
     loss_of(other, 1).backward()
     for call in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(BrokenStateError, match="loaded in part only .load_state_dict ended half way: KeyboardInt"):
+        with pytest.raises(BrokenStateError, match=r"in part only .load_state_dict ended half way: KeyboardInt"):
             call()
     other.load_state_dict(model.state_dict())
     optimizer.load_state_dict(saved)

@@ -167,6 +167,14 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"{name} is not supported: longshore shards over data-parallel ranks only; leave it out")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.parallel.DistributedDataParallel) or kind == "FullyShardedDataParallel":
+            which = f"module {name} of the model" if name else "the model"
+            raise ValueError(
+                f"{which} is a {kind}, which reduces gradients itself, as the engine does: give initialize() the "
+                "module inside it"
+            )
     return model
 
 

@@ -19,8 +19,13 @@ from longshore.kernels import HostRule, Scale
 from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
-from longshore.optim.offload import StoreFactory
-from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter
+from longshore.optim.offload import Offload, StoreFactory
+from longshore.optim.parameters import (
+    ParameterRecord,
+    check_no_shared_memory,
+    check_not_wrapped,
+    check_parameter,
+)
 from longshore.tiles import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
 
 
@@ -141,6 +146,8 @@ class OptimizerCore:
     def _lay_out(self, records: list[ParameterRecord]) -> None:
         if not records:
             return
+        if self.release_gradients and isinstance(self.offload, Offload):
+            check_not_wrapped([record.parameter for record in records])
         self.parameters.update((record.index, record.parameter) for record in records)
         if self._source is None:
             store = self.offload.make_store(records[0].device, self.release_gradients, self.parameters)

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.clipping import Fingerprint, Seen
-from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks
+from longshore.optim.parameters import ParameterRecord, check_not_wrapped, check_trainable, flat, has_hooks
 from longshore.optim.shards import gradient_part, held_part, like
-from longshore.tiles import ParameterStore
+from longshore.tiles import ParameterStore, TileStore
 
 # These operations read no values, and torch calls them before operations that raise the error below.
 _HARMLESS = frozenset(
@@ -225,6 +225,7 @@ class ReleasedGradients(GradientSource):
 
     def __init__(self, store: ParameterStore, members: Callable[[], Set[int]]) -> None:
         super().__init__(store, members)
+        self._unchecked = isinstance(store, TileStore)  # an engine's model was checked
         self._hooks: dict[int, ReleaseHooks] = {}
         # These belong to one window.
         self._placeholders: dict[int, Tensor] = {}
@@ -259,6 +260,12 @@ class ReleasedGradients(GradientSource):
 
     def look_again(self) -> None:
         self.register(list(self.records.values()))  # frozen parameters have no hooks until they thaw
+
+    def check_first_backward(self) -> None:
+        """Raise ValueError, in the first backward, if a wrapper that was made since reduces the gradients itself."""
+        if self._unchecked:
+            self._unchecked = False
+            check_not_wrapped([record.parameter for record in self.records.values()])
 
     def _takes(self, index: int) -> bool:
         if self._taken is None:
@@ -413,6 +420,7 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
     alive = source()
     if alive is None:
         return
+    alive.check_first_backward()  # raises, before anything was taken: the wrapper's own error would name neither
     try:
         hook(alive, index)
     except BaseException as failure:
