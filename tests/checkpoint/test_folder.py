@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from longshore.checkpoint import folder as folder_module
+from longshore.checkpoint import replacing
 from longshore.checkpoint.boxes import Box, BoxReader, SavedBoxes, WantedBoxes
 from longshore.checkpoint.folder import Draft, WholeCheckpoint, candidates, check_tag, prune, read_latest
 from longshore.checkpoint.rank_group import RankGroup
@@ -484,14 +485,14 @@ def test_a_name_that_another_process_takes_again_and_again(tmp_path: Path, monke
     save(tmp_path, "a", 1)
     other = save(tmp_path / "elsewhere", "a", 5)
     times: list[Path] = []
-    synced = folder_module.sync_folder
+    synced = replacing.sync_folder
 
     def sync(path: Path) -> None:
         if not (tmp_path / "a").exists() and len(times) < 5:
             times.append(shutil.copytree(other, tmp_path / "a"))
         synced(path)
 
-    monkeypatch.setattr(folder_module, "sync_folder", sync)
+    monkeypatch.setattr(replacing, "sync_folder", sync)
     save(tmp_path, "a", 2)
     assert len(times) == 5 and load(tmp_path, "a") == 2 and hidden(tmp_path) == []
 

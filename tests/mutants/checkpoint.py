@@ -108,15 +108,15 @@ MUTANTS = [
     ),
     Mutant(
         "a user's folder is deleted for a checkpoint of its name",
-        "checkpoint/folder.py",
-        "            return sorted(names - _listed_in(path)) if names else []\n",
+        "checkpoint/replacing.py",
+        "            return sorted(names - listed_in(path)) if names else []\n",
         "            return []\n",
         (FOLDER,),
     ),
     Mutant(
         "what others put into a checkpoint is deleted with it",
         "checkpoint/folder.py",
-        "            _link(former / name, self.path / name)\n",
+        "            link_tree(former / name, self.path / name)\n",
         "            pass\n",
         (FOLDER,),
     ),

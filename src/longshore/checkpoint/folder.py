@@ -7,15 +7,13 @@ sizes and checksums, is written last. ``latest`` names the newest tag.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
-import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +29,27 @@ from longshore.checkpoint.files import (
     sync_folder,
     write_json,
 )
+from longshore.checkpoint.replacing import (
+    DRAFT,
+    FORMAT,
+    MANIFEST,
+    REPLACED,
+    link_tree,
+    listed_in,
+    others_in,
+    remove,
+    remove_own,
+    remove_replaced,
+    tag_of,
+    take_name,
+)
 from longshore.errors import CheckpointError
 
-FORMAT = "longshore checkpoint"
 VERSION = 1
-MANIFEST = "manifest.json"
 LATEST = "latest"
-_DRAFT, _REPLACED = ".writing-", ".replaced-"
 _LOCK = "lock"
 _STALE_S = 7 * 24 * 3600.0
 _LONGEST_TAG = 200
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-"""Errors of renaming a folder to a name that exists."""
-_MOST_ATTEMPTS = 100
 
 Candidate = tuple[Path, CheckpointError | None]
 """The folder of a checkpoint, and the reason why it cannot be loaded, if there is one."""
@@ -166,7 +172,7 @@ class Draft:
         self.root = root
         self.tag = check_tag(tag)
         others_in(root / tag)  # before anything is written
-        self.path = root / f"{_DRAFT}{tag}-{secrets.token_hex(4)}"
+        self.path = root / f"{DRAFT}{tag}-{secrets.token_hex(4)}"
         self._lock: int | None = None
         root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
@@ -210,7 +216,7 @@ class Draft:
         WholeCheckpoint(self.path)  # raises, for example, if a rank wrote into the folder of another machine
         self._carry_over()
         sync_folder(self.path)
-        asides = take_name(self.path, self.root / self.tag, f"{_REPLACED}{self.tag}")
+        asides = take_name(self.path, self.root / self.tag, f"{REPLACED}{self.tag}")
         self._unlock()
         try:
             sync_folder(self.root)
@@ -218,7 +224,7 @@ class Draft:
                 write_latest(self.root, self.tag)
         finally:
             for aside in asides:
-                _remove_replaced(aside, self.root / self.tag)
+                remove_replaced(aside, self.root / self.tag)
 
     def _carry_over(self) -> None:
         """Link what others put into the former checkpoint's folder: a tokenizer, for example."""
@@ -229,93 +235,17 @@ class Draft:
                     f"{former / name} was not written by longshore, and the new checkpoint has a file of that name: "
                     "move it away, or choose another tag"
                 )
-            _link(former / name, self.path / name)
+            link_tree(former / name, self.path / name)
 
     def discard(self) -> None:
         """Remove the draft."""
         self._unlock()
-        _remove(self.path)
+        remove(self.path)
 
     def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _listed_in(path: Path) -> set[str]:
-    """Return the names of a checkpoint's own files, which may be missing or damaged. Raises CheckpointError if the
-    folder has no manifest that names them."""
-    where = str(path / MANIFEST)
-    manifest = checked(read_json(path / MANIFEST), dict, where)
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{where} is not the manifest of a {FORMAT}")
-    return {MANIFEST, *filter(is_file_name, checked_entry(manifest, "files", dict, where))}
-
-
-def others_in(path: Path) -> list[str]:
-    """Return the names of what others put into a checkpoint's folder; ``path`` may also be free, or an empty folder.
-
-    Raises:
-        CheckpointError: ``path`` is anything else, which a checkpoint of that name would delete.
-    """
-    reason = "it is a file or a link"
-    if path.is_dir() and not path.is_symlink():
-        names = set(os.listdir(path))
-        try:
-            return sorted(names - _listed_in(path)) if names else []
-        except CheckpointError as error:
-            reason = str(error)
-    elif not os.path.lexists(path):
-        return []
-    raise CheckpointError(
-        f"{path} is not a checkpoint of longshore ({reason}), and saving under this name would delete it: choose "
-        "another tag, or move it away"
-    )
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make ``target`` the same as ``source``, by links if the file system has them."""
-    if source.is_dir() and not source.is_symlink():
-        target.mkdir()
-        for entry in source.iterdir():
-            _link(entry, target / entry.name)
-        shutil.copystat(source, target)
-        return
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def take_name(folder: Path, target: Path, prefix: str) -> list[Path]:
-    """Rename a folder to ``target``, even if another folder or a file has that name.
-
-    Returns:
-        The folders or files that had that name, which now have names that begin with ``prefix``.
-
-    Raises:
-        OSError: renaming failed; the former folder has its name again.
-    """
-    asides: list[Path] = []
-    try:
-        while True:
-            try:
-                os.rename(folder, target)
-                return asides
-            except OSError as error:
-                # Another process may save under the same name in between, and so it may take several attempts.
-                if error.errno not in _TAKEN or len(asides) == _MOST_ATTEMPTS:
-                    raise
-            aside = target.with_name(f"{prefix}-{secrets.token_hex(4)}")
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(target, aside)
-                asides.append(aside)
-                sync_folder(target.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            if asides and not os.path.lexists(target):
-                os.rename(asides[-1], target)
-        raise
 
 
 def write_latest(root: Path, tag: str) -> None:
@@ -354,7 +284,7 @@ def candidates(root: Path) -> list[Candidate]:
             whole = WholeCheckpoint(path)
             found.append((named, whole.created_ns, whole.step, path, None))
         except CheckpointError as error:
-            if not path.name.startswith(_REPLACED):
+            if not path.name.startswith(REPLACED):
                 found.append((named, -1, -1, path, error))
     found.sort(key=lambda entry: entry[:3], reverse=True)
     if latest is not None and not any(named for named, *_ in found):
@@ -372,12 +302,6 @@ def of_tag(found: Sequence[Candidate], root: Path, tag: str) -> list[Candidate]:
     return mine
 
 
-def tag_of(path: Path) -> str:
-    """Return the tag of a checkpoint's folder, also of one that was being replaced."""
-    name = path.name
-    return name[len(_REPLACED) :].rpartition("-")[0] if name.startswith(_REPLACED) else name
-
-
 def _folders(root: Path) -> list[Path]:
     """Return the folders of checkpoints: those with a tag, and those being replaced when the process ended."""
     try:
@@ -386,7 +310,7 @@ def _folders(root: Path) -> list[Path]:
         return []
     found = [path for path in entries if not path.name.startswith(".") and (path / MANIFEST).is_file()]
     names = {path.name for path in found}
-    replaced = [path for path in entries if path.name.startswith(_REPLACED)]
+    replaced = [path for path in entries if path.name.startswith(REPLACED)]
     return [*found, *(path for path in replaced if tag_of(path) not in names)]
 
 
@@ -407,7 +331,7 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
     gone = [whole for whole in own[: max(0, len(own) - keep_last)] if whole.tag != latest]
     for whole in gone:
         with contextlib.suppress(FileNotFoundError):  # another process has renamed it
-            _remove_own(whole.path, {MANIFEST, *whole.files})
+            remove_own(whole.path, {MANIFEST, *whole.files})
     return [whole.tag for whole in gone]
 
 
@@ -416,49 +340,20 @@ def remove_all(root: Path) -> None:
     _remove_stale(root)
     for path in _folders(root):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
-            _remove_own(path, _listed_in(path))
+            remove_own(path, listed_in(path))
     (root / LATEST).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         root.rmdir()
 
 
-def _remove_own(path: Path, own: Set[str]) -> None:
-    """Remove a checkpoint, whose files are ``own``; what others put into its folder stays there."""
-    # A partly removed folder must not look like a checkpoint, so it is renamed, or loses its manifest, first.
-    if own >= set(os.listdir(path)):
-        aside = path.with_name(f"{_DRAFT}{tag_of(path)}-{secrets.token_hex(4)}")
-        os.rename(path, aside)
-        _remove(aside)
-    else:
-        for name in sorted(own, key=lambda name: name != MANIFEST):
-            _remove(path / name)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _remove_replaced(path: Path, new: Path) -> None:
-    """Remove a checkpoint that ``new`` has replaced: its files, and what ``new`` has, too."""
-    with contextlib.suppress(CheckpointError, OSError):  # what longshore did not write stays
-        own = _listed_in(path)
-        for name in sorted(os.listdir(path), key=lambda name: name == MANIFEST):  # last: it says what the rest is
-            if name in own or os.path.lexists(new / name):
-                _remove(path / name)
-        path.rmdir()
-
-
 def _remove_stale(root: Path) -> None:
     """Remove drafts of processes that were killed."""
-    for path in root.glob(f"{_DRAFT}*"):
+    for path in root.glob(f"{DRAFT}*"):
         if _abandoned(path):
-            _remove(path)
-    for path in root.glob(f"{_REPLACED}*"):
+            remove(path)
+    for path in root.glob(f"{REPLACED}*"):
         if (root / tag_of(path) / MANIFEST).is_file():
-            _remove_replaced(path, root / tag_of(path))
+            remove_replaced(path, root / tag_of(path))
 
 
 def _abandoned(path: Path) -> bool:

@@ -23,9 +23,9 @@ from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import (
     ParameterRecord,
     check_no_shared_memory,
-    check_not_wrapped,
     check_parameter,
 )
+from longshore.optim.shards import check_not_wrapped
 from longshore.tiles import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,27 +180,6 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device | None, s
         raise ValueError(f"parameter {name} is {parameter.layout}; longshore steps dense parameters only")
     if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         raise ValueError(f"parameter {name} is expanded: several elements share memory; use .contiguous()")
-
-
-def check_not_wrapped(parameters: Collection[Tensor]) -> None:
-    """Raise ValueError if another library reduces the gradients of a parameter after the hooks that would take them."""
-    own = {id(parameter) for parameter in parameters}
-    if any(getattr(parameter, "_is_flat_param", False) for parameter in parameters):
-        raise ValueError(
-            "release_gradients=True takes gradients before FullyShardedDataParallel has reduced them: use fully_shard "
-            "(FSDP2), or release_gradients=False"
-        )
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    # There is no way from a parameter to its wrapper. A module is looked for by its type alone: asking an object for
-    # its class can run any code.
-    ddp = torch.nn.parallel.DistributedDataParallel
-    for wrapper in [each for each in gc.get_objects() if issubclass(type(each), ddp)]:
-        if any(id(parameter) in own for parameter in wrapper.parameters()):
-            raise ValueError(
-                "release_gradients=True takes gradients before DistributedDataParallel has reduced them: use "
-                "release_gradients=False, or longshore.initialize with the module inside it"
-            )
 
 
 def check_trainable(parameter: Tensor, name: str) -> None:

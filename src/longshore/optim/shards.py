@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -77,3 +78,25 @@ def over_ranks(parameters: Mapping[int, Tensor], sums: Mapping[int, float]) -> f
 
 def _placing(tensor: Any) -> tuple[Any, Any]:
     return tensor.device_mesh, tensor.placements
+
+
+def check_not_wrapped(parameters: Collection[Tensor]) -> None:
+    """Raise ValueError if another library reduces the gradients of a parameter after the hooks that would take them."""
+    own = {id(parameter) for parameter in parameters}
+    if any(getattr(parameter, "_is_flat_param", False) for parameter in parameters):
+        raise ValueError(
+            "release_gradients=True takes gradients before FullyShardedDataParallel has reduced them: use fully_shard "
+            "(FSDP2), or release_gradients=False"
+        )
+    ranks = sys.modules.get("torch.distributed")
+    if ranks is None or not (ranks.is_available() and ranks.is_initialized()):
+        return
+    # There is no way from a parameter to its wrapper. A module is looked for by its type alone: asking an object for
+    # its class can run any code.
+    ddp = torch.nn.parallel.DistributedDataParallel
+    for wrapper in [each for each in gc.get_objects() if issubclass(type(each), ddp)]:
+        if any(id(parameter) in own for parameter in wrapper.parameters()):
+            raise ValueError(
+                "release_gradients=True takes gradients before DistributedDataParallel has reduced them: use "
+                "release_gradients=False, or longshore.initialize with the module inside it"
+            )
