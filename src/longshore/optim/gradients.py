@@ -22,8 +22,7 @@ from torch.autograd.graph import Node
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.clipping import Fingerprint, Seen
-from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks
-from longshore.optim.placeholders import is_released, new_placeholder
+from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks, is_released, new_placeholder
 from longshore.optim.shards import check_not_wrapped, gradient_part
 from longshore.tiles import ParameterStore, TileStore
 
