@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from longshore.engine import add_config_arguments as add_config_arguments
     from longshore.engine import init_distributed as init_distributed
     from longshore.engine import initialize as initialize
+    from longshore.engine.client import from_client as from_client
+    from longshore.engine.gathering import gather as gather
     from longshore.engine.loss_scale import LossScaleError as LossScaleError
     from longshore.engine.ranks import RendezvousError as RendezvousError
     from longshore.errors import BrokenStateError as BrokenStateError
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from longshore.optim import AdamW as AdamW
     from longshore.optim import Lion as Lion
     from longshore.optim import Offload as Offload
-    from longshore.optim.client import from_client as from_client
-    from longshore.sharding import gather as gather
     from longshore.tracing import annotate as annotate
     from longshore.tracing import trace as trace
     from longshore.transfer import SimulatedTransfer as SimulatedTransfer
@@ -43,12 +43,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "longshore.checkpoint.one_line": "load save wait_for_checkpoint",
     "longshore.engine": "Config ConfigError Engine Init add_config_arguments init_distributed initialize",
+    "longshore.engine.gathering": "gather",
     "longshore.engine.loss_scale": "LossScaleError",
     "longshore.engine.ranks": "RendezvousError",
     "longshore.errors": "BrokenStateError CheckpointError GradientError LongshoreError ParameterError RankError",
     "longshore.optim": "SGD Adagrad Adam AdamW Lion Offload",
-    "longshore.optim.client": "from_client",
-    "longshore.sharding": "gather",
+    "longshore.engine.client": "from_client",
     "longshore.tracing": "annotate trace",
     "longshore.transfer": "SimulatedTransfer",
 }

@@ -200,14 +200,14 @@ MUTANTS = [
     # -- gathered.py, and DTensors in optim/ ----------------------------------
     Mutant(
         "every rank keeps what it wrote itself",
-        "sharding/gathered.py",
+        "engine/gathering.py",
         "                _broadcast(tensor, modifier_rank)\n",
         "                pass\n",
         (FULLY_SHARDED,),
     ),
     Mutant(
         "what was written is not taken up",
-        "sharding/gathered.py",
+        "engine/gathering.py",
         "    torch.autograd.graph.increment_version(tensor)\n",
         "",
         (FULLY_SHARDED,),

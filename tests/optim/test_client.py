@@ -11,7 +11,7 @@ from support import KIND_NAMES, KINDS, Kind, PlainLoop, loss_of, same_weights, s
 from torch import Tensor, nn
 
 import longshore
-from longshore.optim.client import from_client
+from longshore.engine.client import from_client
 
 TORCHS: list[tuple[str, dict[str, Any]]] = [
     ("ASGD", {"lr": 1e-2, "t0": 2, "weight_decay": 0.1}),

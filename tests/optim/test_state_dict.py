@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import longshore
+from longshore.engine.client import from_client
 from longshore.errors import BrokenStateError
-from longshore.optim.client import from_client
 from longshore.optim.state import write_state
 
 

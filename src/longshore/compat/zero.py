@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longshore.engine import Config, Init
+from longshore.engine.gathering import gather
 from longshore.engine.model_sharding import units_of
-from longshore.sharding import gather
 
 
 class _Reusable(AbstractContextManager[None]):

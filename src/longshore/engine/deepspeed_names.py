@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from longshore.engine.config import Config
 from longshore.engine.data import TrainingLoader, make_loader
+from longshore.engine.gathering import gather
 from longshore.engine.loss_scale import LossScale
 from longshore.engine.precision import DTYPES
 from longshore.engine.ranks import Ranks
 from longshore.engine.window import Window
 from longshore.optim.shards import is_sharded
 from longshore.optim.tiled_optimizer import TiledOptimizer
-from longshore.sharding import gather
 
 _NO_MODEL_PARALLELISM = "longshore shards over data-parallel ranks only; use engine.compile()"
 INSTEAD = {

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from longshore.engine.client import from_client
 from longshore.engine.config import Config
-from longshore.optim.client import from_client
 from longshore.optim.offload import StoreFactory
 from longshore.optim.tiled_optimizer import OPTIMIZERS, TiledOptimizer
 

@@ -1,7 +1,6 @@
 """Training of one model by several ranks: buckets, rounds of reductions, and the ZeRO stages."""
 
-from longshore.sharding.gathered import gather
 from longshore.sharding.reduction import ReductionSettings
 from longshore.sharding.store import ShardedOffload, ShardedStore, sharded_store
 
-__all__ = ["ReductionSettings", "ShardedOffload", "ShardedStore", "gather", "sharded_store"]
+__all__ = ["ReductionSettings", "ShardedOffload", "ShardedStore", "sharded_store"]
