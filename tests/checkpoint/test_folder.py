@@ -497,6 +497,26 @@ def test_a_name_that_another_process_takes_again_and_again(tmp_path: Path, monke
     assert len(times) == 5 and load(tmp_path, "a") == 2 and hidden(tmp_path) == []
 
 
+def test_a_checkpoint_that_another_process_replaces_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "a", 1)
+    other = save(tmp_path / "elsewhere", "a", 5)
+    read, calls = replacing.read_json, list[Path]()
+
+    def replaced(path: Path) -> Any:
+        calls.append(path)
+        if len(calls) == 1:
+            shutil.rmtree(tmp_path / "a")
+            other.rename(tmp_path / "a")
+            raise CheckpointError("gone")
+        return read(path)
+
+    monkeypatch.setattr(replacing, "read_json", replaced)
+    save(tmp_path, "a", 2)
+    assert len(calls) > 1 and load(tmp_path, "a") == 2
+
+
 @pytest.mark.slow
 def test_two_processes_that_save_the_same_tag(tmp_path: Path) -> None:
     check_many(tmp_path, [["a", "b"], ["a"]], 15)

@@ -45,18 +45,28 @@ def others_in(path: Path) -> list[str]:
         CheckpointError: ``path`` is anything else, which a checkpoint of that name would delete.
     """
     reason = "it is a file or a link"
-    if path.is_dir() and not path.is_symlink():
-        names = set(os.listdir(path))
-        try:
-            return sorted(names - listed_in(path)) if names else []
-        except CheckpointError as error:
-            reason = str(error)
-    elif not os.path.lexists(path):
+    before = None
+    while (now := _inode_of(path)) != before:  # again, where another process replaced it in between
+        before = now
+        if path.is_dir() and not path.is_symlink():
+            try:
+                names = set(os.listdir(path))
+                return sorted(names - listed_in(path)) if names else []
+            except (CheckpointError, OSError) as error:
+                reason = str(error)
+    if before is None:
         return []
     raise CheckpointError(
         f"{path} is not a checkpoint of longshore ({reason}), and saving under this name would delete it: choose "
         "another tag, or move it away"
     )
+
+
+def _inode_of(path: Path) -> int | None:
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return None  # there is nothing
 
 
 def link_tree(source: Path, target: Path) -> None:
