@@ -101,7 +101,7 @@ class TestFolder:
 
     def test_below_a_file(self, train, tmp_path):
         (tmp_path / "file").touch()
-        assert "Not a directory" in train("--out", tmp_path / "file" / "run").refused()
+        assert f"below {tmp_path / 'file'}, which is a file" in train("--out", tmp_path / "file" / "run").refused()
 
     def test_unwritable(self, train, tmp_path, monkeypatch):
         def refuse(*_, **__):
@@ -115,7 +115,7 @@ class TestFolder:
     def test_read_only(self, train, small_disk, monkeypatch):
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
         monkeypatch.setattr("longshore.cli.job.Loop.run", lambda *_: pytest.fail("trained"))
-        assert "Read-only file system" in train("--out", small_disk / "run").refused()
+        assert "on a disk that is read-only" in train("--out", small_disk / "run").refused()
 
 
 class TestFullDisk:

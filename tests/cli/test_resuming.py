@@ -153,7 +153,7 @@ def test_one_line_for_a_script_that_is_queued_again(spelled, train, tmp_path, re
 def test_a_folder_that_cannot_be_written_is_found_first(train, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     monkeypatch.setattr("longshore.cli.job.read_text", None)
-    assert f"{tmp_path} is read-only: choose another" in train("--out", tmp_path / "a" / "b").refused()
+    assert f"{tmp_path} is not yours to write to: choose another" in train("--out", tmp_path / "a" / "b").refused()
 
 
 def test_a_new_run_takes_the_former_checkpoints_away(train, tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -117,20 +119,27 @@ def test_into_the_folder_of_the_run(train, tmp_path, results):
     assert results(out).run["settings"]["trace"] == str(out / "trace.html")
 
 
-def test_a_run_that_ends_before(train, tmp_path, monkeypatch):
-    from longshore.cli.group import StopSignals
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Makes a signal come when the loop has asked ``steps`` times whether one came."""
+    from longshore.cli.group import RunGroup
 
-    monkeypatch.setattr(StopSignals, "__call__", lambda *_: True)
+    def patch(steps: int) -> None:
+        asked = itertools.count()
+        monkeypatch.setattr(RunGroup, "largest", lambda *_: signal.SIGUSR1 if next(asked) >= steps else 0)
+
+    return patch
+
+
+def test_a_run_that_ends_before(train, tmp_path, stop_after):
+    stop_after(0)
     ran = train("--steps", "40", "--trace", tmp_path / "trace.html")
     assert "nothing was traced: the run ended before step 19" in ran.out
     assert not (tmp_path / "trace.html").exists()
 
 
-def test_a_run_that_ends_in_the_middle(train, tmp_path, monkeypatch):
-    from longshore.cli.group import StopSignals
-
-    asked = iter([False] * 20 + [True] * 9)
-    monkeypatch.setattr(StopSignals, "__call__", lambda *_: next(asked))
+def test_a_run_that_ends_in_the_middle(train, tmp_path, stop_after):
+    stop_after(20)
     ran = train("--steps", "40", "--trace", tmp_path / "trace.html")
     assert "traced: 2 steps from step 19" in ran.out
     assert steps_in(tmp_path / "trace.html") == 2
@@ -170,7 +179,7 @@ class TestRefused:
         def deny(*_: object, **__: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(Path, "touch", deny)
+        monkeypatch.setattr("tempfile.mkdtemp", deny)
         refused = train("--trace", tmp_path / "trace.html").refused()
         assert f"cannot write --trace {tmp_path / 'trace.html'}: Permission denied" in refused
 

@@ -55,8 +55,12 @@ class RunFolder:
         except OSError as error:
             raise CommandError(f"cannot read --out {path}: {os_reason(error)}") from error
         there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            raise CommandError(f"--out {path} is below {there}, which is a file: choose another folder", USAGE)
         if not os.access(there, os.W_OK | os.X_OK):
-            raise CommandError(f"cannot write to --out {path}: {there} is read-only: choose another folder", USAGE)
+            read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+            why = "on a disk that is read-only" if read_only else "not yours to write to"
+            raise CommandError(f"cannot write to --out {path}: {there} is {why}: choose another folder", USAGE)
         self.resumes = resume and (_is_run(path / RUN) or not or_begin)
         if self.resumes and not _is_run(path / RUN):
             raise CommandError(
