@@ -6,6 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -282,10 +283,11 @@ def raising(module: nn.Module, where: str) -> Any:
     return module.register_forward_hook(explode if where == "forward" else in_backward)
 
 
-def failing_in(path: str, where: str, ranks: Sequence[int], raw: bool) -> list[str]:
+def failing_in(path: str, where: str, ranks: Sequence[int], raw: bool, until: str = "") -> list[str]:
     """A module in which some ranks raise, before or behind what the others gather; all discard, and go on.
 
     ``raw``: those that do not raise call ``loss.backward()``. Whoever raised has left already, and calls nothing.
+    ``until``: whoever raised discards only when the others have said, under this name, that they were told.
     """
     with beside() as pair:
         pair.train(0)
@@ -305,6 +307,12 @@ def failing_in(path: str, where: str, ranks: Sequence[int], raw: bool) -> list[s
             engine.step()
 
         said = raised_by(window)
+        if until:
+            store = dist.distributed_c10d._get_default_store()
+            if pair.rank in ranks:
+                store.wait([until], timedelta(seconds=20))
+            else:
+                store.set(until, "told")
         engine.zero_grad()
         for step in range(2, 4):
             pair.train(step)

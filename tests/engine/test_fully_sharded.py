@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,6 +143,13 @@ def check_told(said: list[list[str]], raised: list[int]) -> None:
 )
 def test_an_exception_anywhere(path: str, where: str, raw: bool, ranks: list[int], two_ranks: Ranks) -> None:
     check_told(two_ranks(cases.failing_in, path, where, ranks, raw), ranks)
+
+
+@pytest.mark.parametrize(("path", "where"), [("blocks.2", "backward"), ("blocks.1", "forward")])
+def test_an_exception_is_told_at_once(path: str, where: str, two_ranks: Ranks) -> None:
+    """And not only when the rank that raised discards its window: a script may take a while to do so, or never does."""
+    until = f"told {secrets.token_hex(8)}"
+    check_told(two_ranks(cases.failing_in, path, where, [0], False, until), [0])
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

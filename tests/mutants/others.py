@@ -90,7 +90,7 @@ MUTANTS = [
         "integrations/lightning/models.py",
         "found.keys() == handed_out.keys()",
         "True",
-        (f"{LIGHTNING_CHECKPOINTS}::test_what_hooks_put_into_the_state_dict_comes_back",),
+        (f"{LIGHTNING_CHECKPOINTS}::test_a_state_dict_that_hooks_changed_is_seen",),
     ),
     Mutant(
         "a file that a folder was to replace is lost",

@@ -145,7 +145,7 @@ def _gathered(seed: int, where: str, keep: int, fails: float) -> dict[str, int]:
         return {
             "shared": shared,
             "blocks": len(gathering.shared._blocks),
-            "names": len(list(module._FOLDER.glob(f"longshore-{gathering.shared._token:x}-*"))),
+            "names": sum(block.remove_file.alive for block in gathering.shared._blocks),
         }
     finally:
         gathering.close()

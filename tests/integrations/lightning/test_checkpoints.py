@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import longshore
 from integrations.lightning.modules import Net, assert_same, fitted, loader, plain_adamw, trainer, weights
 from longshore.errors import CheckpointError
-from longshore.integrations.lightning import LongshoreStrategy
+from longshore.integrations.lightning import LongshoreStrategy, models
 
 
 class Scheduled(Net):
@@ -195,6 +196,22 @@ def test_what_hooks_put_into_the_state_dict_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "LongshoreStrategy" / "epoch=1-step=14.ckpt"
     assert path.is_dir()
     assert_same(run(3, path, LongshoreStrategy()), expected)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda given: {**given, "extra": torch.zeros(1)},
+        lambda given: {"weight": given["weight"]},
+        lambda given: {**given, "bias": given["bias"].clone()},
+        lambda given: list(given.values()),
+    ],
+    ids=["one more", "one less", "another tensor", "no dictionary"],
+)
+def test_a_state_dict_that_hooks_changed_is_seen(changed: Callable[[dict[str, Any]], Any]) -> None:
+    given = {"weight": torch.ones(2), "bias": torch.ones(1)}
+    assert models.unchanged(dict(given), given)
+    assert not models.unchanged(changed(given), given)
 
 
 def test_in_the_middle_of_a_window_it_is_an_error(tmp_path: Path) -> None:
