@@ -48,7 +48,7 @@ class Settings:
 
 
 class Arrays:
-    """What is stepped. In the 2-byte buffer the gradient comes in and the parameter goes out, for everybody.
+    """What is stepped. In the 2-byte slot the gradient comes in and the parameter goes out, for everybody.
 
     No two arrays are a power of two apart. Where they are (512 MiB here, with
     arrays laid end to end), streams that move in step fall on the same banks of
@@ -58,19 +58,19 @@ class Arrays:
     def __init__(self, numel: int) -> None:
         generator = torch.Generator().manual_seed(0)
         row_numel = numel + STAGGER_NUMEL
-        self.buffers = [allocate_zeros(3 * row_numel).view(3, row_numel) for _ in range(2)]
-        self.buffer, self.other_buffer = (buffer[:, :numel] for buffer in self.buffers)
+        self.state_buffers = [allocate_zeros(3 * row_numel).view(3, row_numel) for _ in range(2)]
+        self.state, self.other_state = (buffer[:, :numel] for buffer in self.state_buffers)
         self.gradient32 = allocate_zeros(numel + 3 * STAGGER_NUMEL)[3 * STAGGER_NUMEL :]
-        self.gradient, self.buffer, self.output = (_bfloat16(numel, 4 + index) for index in range(3))
+        self.gradient, self.slot, self.output = (_bfloat16(numel, 4 + index) for index in range(3))
         self.gradient.normal_(std=1e-3, generator=generator)
-        self.buffer[0].normal_(std=0.02, generator=generator)
-        self.buffer[1].copy_(self.gradient)
-        self.buffer[2].copy_(self.gradient).square_()
-        for touched in (self.other_buffer, self.gradient32, self.output):
+        self.state[0].normal_(std=0.02, generator=generator)
+        self.state[1].copy_(self.gradient)
+        self.state[2].copy_(self.gradient).square_()
+        for touched in (self.other_state, self.gradient32, self.output):
             touched.fill_(1.0)
 
     def restore_gradient(self) -> None:
-        self.buffer.copy_(self.gradient)
+        self.slot.copy_(self.gradient)
 
 
 def _bfloat16(numel: int, stagger: int) -> Tensor:
@@ -84,17 +84,18 @@ def _bfloat16(numel: int, stagger: int) -> Tensor:
 def ours(
     arrays: Arrays, threads: int, *, in_place: bool = True, tiled: bool = False, instructions: str | None = None
 ) -> Callable[[], None]:
-    """The native pass. In place, the parameter overwrites its gradient; out of place, buffer A gives buffer B.
+    """The native pass. In place, the parameter overwrites its gradient; out of place, one state buffer gives the
+    other.
 
     ``tiled``: in calls of the default tile size rather than in one.
     """
     kernels = HostKernels(threads, instruction_set=InstructionSet[instructions] if instructions else None)
-    numel = arrays.buffer.numel()
-    output = arrays.buffer if in_place else arrays.output
-    source, target = arrays.buffers[0], arrays.buffers[0 if in_place else 1]
+    numel = arrays.slot.numel()
+    output = arrays.slot if in_place else arrays.output
+    source, target = arrays.state_buffers[0], arrays.state_buffers[0 if in_place else 1]
     cut = TILE_NUMEL if tiled else numel
     tables = [
-        [TileSegment(start, arrays.buffer[start : start + cut], output[start : start + cut], 0)]
+        [TileSegment(start, arrays.slot[start : start + cut], output[start : start + cut], 0)]
         for start in range(0, numel, cut)
     ]
 
@@ -107,14 +108,14 @@ def ours(
 
 def by_hand(arrays: Arrays) -> Callable[[], None]:
     """Plain torch with preallocated buffers: cast, scale, ``AdamW(fused=True)``, cast back."""
-    master = torch.nn.Parameter(arrays.buffer[0])
+    master = torch.nn.Parameter(arrays.state[0])
     optimizer = torch.optim.AdamW(
         [master], lr=RULE.lr, betas=(RULE.beta1, RULE.beta2), eps=RULE.eps, weight_decay=RULE.weight_decay, fused=True
     )
     optimizer.state[master] = {
         "step": torch.tensor(RULE.step - 1.0),
-        "exp_avg": arrays.buffer[1],
-        "exp_avg_sq": arrays.buffer[2],
+        "exp_avg": arrays.state[1],
+        "exp_avg_sq": arrays.state[2],
     }
     master.grad = arrays.gradient32
     return _cast_scale_step_cast(arrays, optimizer.step)
@@ -134,13 +135,13 @@ def deepspeed_cpu_adam(arrays: Arrays) -> Callable[[], None]:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        master = torch.nn.Parameter(arrays.buffer[0])
+        master = torch.nn.Parameter(arrays.state[0])
         optimizer = DeepSpeedCPUAdam(
             [master], lr=RULE.lr, betas=(RULE.beta1, RULE.beta2), eps=RULE.eps, weight_decay=RULE.weight_decay
         )
     except Exception as failure:
         raise NotAvailable(f"DeepSpeedCPUAdam does not load: {type(failure).__name__}: {failure}"[:300]) from failure
-    optimizer.state[master] = {"step": RULE.step - 1, "exp_avg": arrays.buffer[1], "exp_avg_sq": arrays.buffer[2]}
+    optimizer.state[master] = {"step": RULE.step - 1, "exp_avg": arrays.state[1], "exp_avg_sq": arrays.state[2]}
     master.grad = arrays.gradient32
     return _cast_scale_step_cast(arrays, optimizer.step)
 
@@ -148,10 +149,10 @@ def deepspeed_cpu_adam(arrays: Arrays) -> Callable[[], None]:
 def _cast_scale_step_cast(arrays: Arrays, step: Callable[[], Any]) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
-        arrays.gradient32.copy_(arrays.buffer)
+        arrays.gradient32.copy_(arrays.slot)
         arrays.gradient32.mul_(CLIP_SCALE)
         step()
-        arrays.buffer.copy_(arrays.buffer[0])
+        arrays.slot.copy_(arrays.state[0])
 
     return run
 
@@ -177,10 +178,10 @@ def check_agreement(threads: int, with_deepspeed: bool) -> None:
         arrays.restore_gradient()
         contestant(arrays)()
         moved = name == "ours out of place"
-        buffer, output = (arrays.other_buffer, arrays.output) if moved else (arrays.buffer, arrays.buffer)
+        state, output = (arrays.other_state, arrays.output) if moved else (arrays.state, arrays.slot)
         exact = name != "DeepSpeed"  # it rounds otherwise
         same = torch.equal if exact else torch.allclose
-        if not same(buffer, expected.buffer) or (exact and not torch.equal(output, expected.buffer)):
+        if not same(state, expected.state) or (exact and not torch.equal(output, expected.slot)):
             raise RuntimeError(f"{name} does not compute the step that torch computes; its time would mean nothing")
 
 
@@ -197,7 +198,7 @@ def measure(values: Mapping[str, Any], note: Note) -> dict[str, Any]:
     steps: dict[str, Callable[[], None]] = {}
     try:
         floor_pass = load_floor(settings.threads)
-        steps["floor"] = lambda: floor_pass(arrays.buffer, arrays.gradient32)
+        steps["floor"] = lambda: floor_pass(arrays.state, arrays.gradient32)
     except NotAvailable as reason:
         missing["floor"] = str(reason)
     steps["ours"] = ours(arrays, settings.threads)
