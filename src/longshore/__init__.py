@@ -43,12 +43,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "longshore.checkpoint.one_line": "load save wait_for_checkpoint",
     "longshore.engine": "Config ConfigError Engine Init add_config_arguments init_distributed initialize",
+    "longshore.engine.client": "from_client",
     "longshore.engine.gathering": "gather",
     "longshore.engine.loss_scale": "LossScaleError",
     "longshore.engine.ranks": "RendezvousError",
     "longshore.errors": "BrokenStateError CheckpointError GradientError LongshoreError ParameterError RankError",
     "longshore.optim": "SGD Adagrad Adam AdamW Lion Offload",
-    "longshore.engine.client": "from_client",
     "longshore.tracing": "annotate trace",
     "longshore.transfer": "SimulatedTransfer",
 }

@@ -24,8 +24,14 @@ def ddp(view: bool, after: bool) -> None:
     if after:
         optimizer = longshore.AdamW(model.parameters(), release_gradients=True)
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=view)
-        with said:
-            wrapped(torch.ones(2, 19)).sum().backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(2):
+            wrapped(torch.ones(2, 19)).sum().backward()  # hooks never raise (law 8), and took nothing
+            assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+            with pytest.raises(longshore.GradientError, match=_REFUSED.format("DistributedDataParallel")):
+                optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
         optimizer.close()
     else:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=view)

@@ -20,11 +20,7 @@ from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.offload import Offload, StoreFactory
-from longshore.optim.parameters import (
-    ParameterRecord,
-    check_no_shared_memory,
-    check_parameter,
-)
+from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter
 from longshore.optim.shards import check_not_wrapped
 from longshore.tiles import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
 

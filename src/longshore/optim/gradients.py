@@ -159,6 +159,7 @@ class ReleasedGradients(GradientSource):
     def __init__(self, store: ParameterStore, members: Callable[[], Set[int]]) -> None:
         super().__init__(store, members)
         self._unchecked = isinstance(store, TileStore)  # an engine's model was checked
+        self._wrapped: ValueError | None = None
         self._hooks: dict[int, ReleaseHooks] = {}
         # These belong to one window.
         self._placeholders: dict[int, Tensor] = {}
@@ -195,10 +196,16 @@ class ReleasedGradients(GradientSource):
         self.register(list(self.records.values()))  # frozen parameters have no hooks until they thaw
 
     def check_first_backward(self) -> None:
-        """Raise ValueError, in the first backward, if a wrapper that was made since reduces the gradients itself."""
+        """Raise ValueError if a wrapper that was made before the first backward reduces the gradients itself: then none
+        is taken, in any backward."""
         if self._unchecked:
             self._unchecked = False
-            check_not_wrapped([record.parameter for record in self.records.values()])
+            try:
+                check_not_wrapped([record.parameter for record in self.records.values()])
+            except ValueError as wrapped:
+                self._wrapped = wrapped
+        if self._wrapped is not None:
+            raise self._wrapped
 
     def _takes(self, index: int) -> bool:
         if self._taken is None:
@@ -348,8 +355,8 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
     alive = source()
     if alive is None:
         return
-    alive.check_first_backward()  # raises, before anything was taken: the wrapper's own error would name neither
     try:
+        alive.check_first_backward()  # before anything is taken: a wrapper's own error would name neither
         hook(alive, index)
     except BaseException as failure:
         own = isinstance(failure, LongshoreError)
