@@ -27,7 +27,7 @@ version_of() { "$1" -c 'import sys; print("%d%02d" % sys.version_info[:2])' 2>/d
 newer() {
     local minor path
     for minor in 12 13 14; do
-        for path in "$(command -v "python3.$minor")" "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.$minor".*/bin/python3; do
+        for path in "$(command -v "python3.$minor" || true)" "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.$minor".*/bin/python3; do
             if [ -x "$path" ] && [ "$(version_of "$path")" = "3$minor" ]; then
                 echo "$path"
                 break
