@@ -58,13 +58,16 @@ def beta(value: Any, name: str) -> float:
 
 
 def betas(value: Any, name: str) -> tuple[float, float]:
-    """Read a pair of decay rates: a tuple, a list, or any other sequence of two."""
+    """Read a pair of decay rates, which are both numbers or, as in torch, both tensors: a tuple, a list, or any other
+    sequence of two."""
     try:
         if isinstance(value, (str, bytes, Mapping, Set)):
             raise TypeError
         first, second = value
     except (TypeError, ValueError):
         raise ValueError(f"{name} is a pair, not {value!r}") from None
+    if isinstance(first, Tensor) != isinstance(second, Tensor):
+        raise ValueError(f"{name} must be two numbers or two tensors, and is {value!r}")
     return beta(first, f"{name}[0]"), beta(second, f"{name}[1]")
 
 
