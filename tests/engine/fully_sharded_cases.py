@@ -271,6 +271,25 @@ def discarded_between(forward_first: bool) -> None:
         pair.check("after")
 
 
+def discarded_while_gathered(part: str) -> None:
+    """``zero_grad()`` of a module while its parameters are gathered, after a forward that no backward followed; nothing
+    was reduced yet. ``part``: of which module; ``""`` is the model."""
+    with beside() as pair:
+        pair.engine(words_of(0, pair.rank)).backward()
+        pair.engine(words_of(1, pair.rank))
+        assert not hasattr(pair.model.head.weight, "full_tensor"), "nothing is gathered"
+        pair.model.get_submodule(part).zero_grad()
+        kept = [each for name, each in pair.twin.named_parameters() if part and name != "embedding.weight"]
+        assert (pair.engine.optimizer.grad_norm() > 0) == bool(part)
+        pair.engine.step()
+        assert pair.engine.was_step_applied() == bool(part)
+        for parameter in pair.twin.parameters():
+            parameter.requires_grad_(any(parameter is each for each in kept))
+        if part:
+            pair.plain(lambda model, rank: [model(words_of(0, rank))])
+        pair.check("after")
+
+
 def raising(module: nn.Module, where: str) -> Any:
     """A hook by which a module's forward or backward raises; to be removed."""
 

@@ -109,6 +109,11 @@ def test_zero_grad_between_forward_and_backward(forward_first: bool, two_ranks: 
     two_ranks(cases.discarded_between, forward_first)
 
 
+@pytest.mark.parametrize("part", ["", "head"])
+def test_a_modules_zero_grad_discards_while_its_parameters_are_gathered(part: str, two_ranks: Ranks) -> None:
+    two_ranks(cases.discarded_while_gathered, part)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])

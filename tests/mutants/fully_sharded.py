@@ -184,6 +184,20 @@ MUTANTS = [
         (FULLY_SHARDED,),
     ),
     Mutant(
+        "a module's zero_grad() misses its shards",
+        "sharding/fsdp.py",
+        ".zero_grad(set_to_none)",
+        "",
+        (FULLY_SHARDED,),
+    ),
+    Mutant(
+        "a tied parameter is known in one module",
+        "sharding/fsdp.py",
+        "member._module_info.module, *member._module_info.shared_modules]",
+        "member._module_info.module]",
+        (FULLY_SHARDED,),
+    ),
+    Mutant(
         "hooks outlive the engine",
         "sharding/fsdp.py",
         "for hook in (self._hook, *self._hooks.values()):",

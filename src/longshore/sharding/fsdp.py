@@ -6,6 +6,7 @@ Only this file, and ``ModuleGather`` in fully_sharded.py, use FSDP2's private in
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -68,6 +69,8 @@ class FullyShardedModel:
         self._hook = model.register_forward_hook(self._after_forward)
         # Each of these stays until its module's first forward.
         self._hooks: dict[nn.Module, RemovableHandle] = {}
+        for module in model.modules():
+            module.zero_grad = functools.partial(_zero_grad, module, module.zero_grad)
         _MODELS.add(self)
 
     def _check_meshes(self) -> tuple[Any, RankGrid]:
@@ -113,6 +116,8 @@ class FullyShardedModel:
         """Restore the model to how ``fully_shard`` made it."""
         for hook in (self._hook, *self._hooks.values()):
             hook.remove()
+        for module in self.model.modules():
+            module.__dict__.pop("zero_grad", None)
         _MODELS.discard(self)
         self.gather_by(lambda _: DefaultAllGather())
 
@@ -156,6 +161,16 @@ class FullyShardedModel:
         assert isinstance(root, FSDPModule)
         if root._get_fsdp_state()._is_root is not None:  # None: there was no forward yet
             root.reset_iter_state()
+
+
+def _zero_grad(module: nn.Module, former: Callable[[bool], None], set_to_none: bool = True) -> None:
+    """Clear the gradients of a module, those of its shards too: while parameters are gathered, the module has these,
+    and ``former``, its own method, would not find the shards."""
+    former(set_to_none)
+    within = set(module.modules())
+    members = [member for model in _MODELS for member in model.members.values()]
+    found = [each for each in members if not within.isdisjoint(_modules_with(each))]
+    nn.ParameterList(each.sharded_param for each in found).zero_grad(set_to_none)
 
 
 @contextlib.contextmanager
@@ -226,6 +241,11 @@ def tensor_parallel_size(model: nn.Module) -> int:
 def _groups_of(module: FSDPModule) -> Sequence[Any]:
     """Return FSDP2's records of the groups of parameters that it gathers together for a module."""
     return module._get_fsdp_state()._fsdp_param_groups
+
+
+def _modules_with(member: Any) -> list[nn.Module]:
+    """Return the modules that have a parameter: several if it is tied."""
+    return [member._module_info.module, *member._module_info.shared_modules]
 
 
 def _parallel_placements(member: Any) -> Sequence[Any]:
