@@ -110,7 +110,8 @@ NB_MODULE(_native, m) {
         .value("AVX512", InstructionSet::avx512);
     m.def("supported_instruction_sets", &supported_instruction_sets, "What this CPU runs, the best last.");
 
-    nb::class_<ThreadPool>(m, "ThreadPool", "Threads that share out one native call at a time.")
+    nb::class_<ThreadPool>(m, "ThreadPool", "Threads that share out one native call at a time.",
+                           nb::is_weak_referenceable())
         .def(nb::init<int, const std::vector<int>&>(), nb::arg("threads"), nb::arg("cpu_set"))
         .def_prop_ro("threads", &ThreadPool::threads);
 

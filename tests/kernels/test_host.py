@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
 import os
@@ -426,6 +427,46 @@ def test_threads_of_a_cpu_set() -> None:
     assert HostKernels(threads=3, cpu_set=[first]).threads == 3
 
 
+def _native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted with Linux's /proc")
+def test_kernels_for_the_same_cpus_share_their_threads() -> None:
+    """An optimizer for each parameter must not start threads for each."""
+    cpu, values = min(os.sched_getaffinity(0)), torch.zeros(1 << 18)
+    before = _native_threads()
+    many = [HostKernels(threads=5) for _ in range(100)]
+    assert _native_threads() == before + 4  # the caller is the fifth
+    bound = [HostKernels(threads=5, cpu_set=[cpu]) for _ in range(100)]
+    assert _native_threads() == before + 9
+    for kernels in (*many, *bound):
+        kernels.accumulate(values, values, add=True)
+    del many[1:], bound, kernels
+    gc.collect()
+    assert _native_threads() == before + 4
+    many.pop().accumulate(values, values, add=True)
+    assert _native_threads() == before  # nobody uses them any more
+
+
+def test_threads_of_python_share_the_threads_of_the_kernels() -> None:
+    """They take turns, and each gets its own results."""
+    sums: dict[int, Tensor] = {}
+
+    def add(number: int) -> None:
+        kernels, total = HostKernels(threads=3), torch.zeros(1 << 18)
+        for _ in range(20):
+            kernels.accumulate(total, torch.full((1 << 18,), float(number)), add=True)
+        sums[number] = total
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(bool((sums[number] == 20.0 * number).all()) for number in range(4))
+
+
 @pytest.mark.slow
 def test_a_forked_child_is_told_and_does_not_hang() -> None:
     """Neither in a call nor when it drops the kernels that it inherited."""
@@ -441,7 +482,9 @@ if child == 0:
     try:
         kernels.accumulate(values, values, add=True)
     except RuntimeError as error:
-        del kernels
+        own = HostKernels(threads=2)  # threads of its own, not those of the parent
+        own.accumulate(values, values, add=True)
+        del kernels, own
         os._exit(0 if "forked" in str(error) else 2)
     os._exit(1)
 print(os.waitpid(child, 0)[1])

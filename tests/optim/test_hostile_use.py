@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import threading
 import weakref
 from typing import Any
 
@@ -409,6 +410,22 @@ def test_whatever_the_default_device(release: bool) -> None:
         assert optimizer.state_dict()["state"][0]["step"].device.type == "cpu"
     plain.step_on_grads()
     assert same_weights(plain_model, model)
+
+
+@MODES
+def test_an_optimizer_for_each_parameter_starts_no_threads(release: bool) -> None:
+    many = parameters(500, 8)
+    first = longshore.AdamW(many[:1], release_gradients=release, offload=longshore.Offload(threads=3))
+    native, python = len(os.listdir("/proc/self/task")), threading.active_count()
+    rest = [
+        longshore.AdamW([each], release_gradients=release, offload=longshore.Offload(threads=3)) for each in many[1:]
+    ]
+    torch.cat(many).sum().backward()
+    for optimizer in (first, *rest):
+        optimizer.step()
+    assert (len(os.listdir("/proc/self/task")), threading.active_count()) == (native, python)
+    for optimizer in (first, *rest):
+        optimizer.close()
 
 
 @MODES

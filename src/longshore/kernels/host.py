@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ _ENTRIES = {name: index for index, name in enumerate(_native.rules())}
 
 
 class HostKernels:
-    """Native kernels, together with the threads that run them.
+    """Native kernels, together with the threads that run them, which objects with equal arguments share.
 
     Every call releases the GIL. The number of threads, the number of segments and the instruction set change no bits.
 
@@ -54,7 +55,7 @@ class HostKernels:
         if instruction_set is not None and instruction_set not in supported:
             raise ValueError(f"this CPU does not run {instruction_set.name} code; it runs {supported}")
         self.instruction_set = supported[-1] if instruction_set is None else instruction_set
-        self._pool = _native.ThreadPool(threads, cpus)
+        self._pool = _pool_of(threads, cpus)
         self.threads = self._pool.threads
 
     def step_tile(
@@ -105,6 +106,21 @@ class HostKernels:
         """
         rows = [[(_address(part), dtype_code(part), part.numel()) for part in ranges] for ranges in parameters]
         return _native.block_sums(self._pool, rows, scale, self.instruction_set)
+
+
+_POOLS: weakref.WeakValueDictionary[tuple[object, ...], _native.ThreadPool] = weakref.WeakValueDictionary()
+"""The thread pools of this process that are in use."""
+
+
+def _pool_of(threads: int, cpu_set: Sequence[int]) -> _native.ThreadPool:
+    """Return the process's thread pool of this size on these CPUs, so that an optimizer for each parameter does not
+    start threads for each. Its callers take turns."""
+    # The threads run on the CPUs that were usable when they started, and do not exist in a forked process.
+    key = os.getpid(), threads, bool(cpu_set), tuple(cpu_set or usable_cpus())
+    pool = _POOLS.get(key)
+    if pool is None:
+        pool = _POOLS[key] = _native.ThreadPool(threads, cpu_set)
+    return pool
 
 
 class NativeTile(NamedTuple):

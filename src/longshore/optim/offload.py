@@ -56,7 +56,8 @@ class Offload(StoreFactory):
             bfloat16 and some 300 microseconds of a PCIe 4 link; 16 Mi where nothing is copied, since a call for each
             tile is then all that smaller ones bring.
         threads: host threads that step; default: what ``longshore launch`` granted, or else one for each CPU that the
-            process may use, whatever ``OMP_NUM_THREADS`` says.
+            process may use, whatever ``OMP_NUM_THREADS`` says. Optimizers with equal ``threads`` and ``cpu_set`` share
+            them.
         cpu_set: logical CPUs that those threads may run on; default: any.
         transfer: how bytes move; default: by the parameters' device. Tests pass a
             :class:`~longshore.transfer.SimulatedTransfer`. With ``device="none"`` nothing moves: a simulated device
