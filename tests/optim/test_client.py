@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,19 +66,61 @@ def test_torchs_elementwise_optimizers_on_host_tiles(
             assert torch.equal(optimizer.state[parameter][name], expected), name
 
 
+def _as_tensors(value: Any) -> Any:
+    return tuple(map(torch.tensor, value)) if isinstance(value, tuple) else torch.tensor(value)
+
+
 @EVERY_TORCH
-def test_a_learning_rate_that_is_a_tensor(kind: str, options: dict[str, Any]) -> None:
-    """torch then computes with it in its dtype. (256 elements: torch's loops have no scalar tail.)"""
-    theirs, ours = (nn.Parameter(torch.linspace(-1, 1, 256)) for _ in range(2))
-    rates = [torch.tensor(0.1 + options["lr"]) for _ in range(2)]
-    plain = getattr(torch.optim, kind)([theirs], **{**options, "lr": rates[0]}, foreach=False)
-    optimizer = clients(kind, [ours], {**options, "lr": rates[1]})
-    for step in range(6):
-        for each, rate, stepped in ((theirs, rates[0], plain), (ours, rates[1], optimizer)):
-            each.grad = torch.randn(256, generator=torch.Generator().manual_seed(step))
-            stepped.step()
-            rate.mul_(0.7)
-        assert torch.equal(theirs, ours), step
+def test_options_that_are_tensors(kind: str, options: dict[str, Any]) -> None:
+    """torch then computes with them in their dtype. (256 elements: torch's loops have no scalar tail.)"""
+    make = getattr(torch.optim, kind)
+    values = {**make([torch.zeros(1)]).defaults, **options}
+    numeric = [name for name, value in values.items() if isinstance(value, (float, tuple))]
+    assert "lr" in numeric
+    for option in numeric:
+        theirs, ours = (nn.Parameter(torch.linspace(-1, 1, 256)) for _ in range(2))
+        tensors = [{**options, option: _as_tensors(values[option])} for _ in range(2)]
+        plain, optimizer = make([theirs], **tensors[0], foreach=False), clients(kind, [ours], tensors[1])
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in (plain, optimizer)]
+        for step in range(4):
+            for each, stepped, scheduler in zip((theirs, ours), (plain, optimizer), schedulers, strict=True):
+                each.grad = torch.randn(256, generator=torch.Generator().manual_seed(step))
+                stepped.step()
+                scheduler.step()
+            assert torch.equal(theirs, ours), (option, step)
+
+
+@EVERY_TORCH
+def test_a_learning_rate_that_is_a_tensor_in_an_engine_and_its_checkpoint(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    def engine_of(model: nn.Module, rate: float) -> Any:
+        client = getattr(torch.optim, kind)(model.parameters(), **{**options, "lr": torch.tensor(rate)})
+        config = {"train_micro_batch_size_per_gpu": 5, "gradient_clipping": 0.0}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"torch\.optim\.\w+ has no kernel in longshore")
+            return longshore.initialize(model=model, optimizer=client, config=config)[0]
+
+    rate = torch.tensor(0.1 + options["lr"])
+    theirs, ours = sixteens(), sixteens()
+    plain = getattr(torch.optim, kind)(theirs.parameters(), **{**options, "lr": rate}, foreach=False)
+    engine = engine_of(ours, 0.1 + options["lr"])
+    try:
+        for step in range(4):
+            if step == 2:
+                engine.save_checkpoint(str(tmp_path), tag="half")
+                engine.destroy()
+                engine = engine_of(ours := sixteens(1), 1.0)
+                engine.load_checkpoint(str(tmp_path), tag="half")
+            train(theirs, plain, range(step, step + 1))
+            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(x).pow(2).sum())
+            engine.step()
+            for optimizer in (plain, engine.optimizer):
+                optimizer.param_groups[0]["lr"].mul_(0.7)
+            assert same_weights(theirs, ours), step
+    finally:
+        engine.destroy()
 
 
 def test_neither_the_cut_nor_torchs_threads_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:

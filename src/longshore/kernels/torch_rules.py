@@ -24,10 +24,13 @@ BUFFER_NUMEL = 1 << 14
 
 def torch_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Return the options of a rule in the form that torch's optimizer takes."""
-    return {
-        name: torch.tensor(value.value, dtype=value.dtype, device="cpu") if isinstance(value, OneElement) else value
-        for name, value in options
-    }
+    return {name: _torch_option(value) for name, value in options}
+
+
+def _torch_option(value: Any) -> Any:
+    if isinstance(value, OneElement):
+        return torch.tensor(value.value, dtype=value.dtype, device="cpu")
+    return tuple(map(_torch_option, value)) if isinstance(value, tuple) else value
 
 
 class _Stepper:
