@@ -10,7 +10,7 @@ SANITIZERS := address,undefined thread
 # collection, and what another has left when its own are done.
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: setup demo test test-slow test-full test-chaos test-mutants test-mutants-sample test-sanitized test-model bench docs wheel lint clean
+.PHONY: setup demo test test-slow test-full test-chaos test-mutants test-mutants-sample fuzz fuzz-sample test-sanitized test-model bench docs wheel lint clean
 
 setup: $(SETUP)
 
@@ -41,6 +41,14 @@ test-mutants: $(SETUP)
 # What fits five minutes, another sample for each commit.
 test-mutants-sample: $(SETUP)
 	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 4 --seed $$(git rev-parse HEAD)
+
+# An hour of random programs on one rank; each that is not plain PyTorch's is made small and printed.
+FUZZ_MINUTES ?= 60
+fuzz: $(SETUP)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(FUZZ_MINUTES)
+
+fuzz-sample: $(SETUP)
+	$(MAKE) fuzz FUZZ_MINUTES=2
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)

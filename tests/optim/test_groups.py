@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import longshore
-from longshore.errors import GradientError
+from longshore.errors import GradientError, ParameterError
 
 RELEASE = pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
 
@@ -139,3 +139,17 @@ def test_a_state_that_is_kept_does_not_keep_the_hooks_at_work() -> None:
     _backward(ours, 1)
     assert all(type(each.grad) is Tensor for each in ours)
     assert state["step"] == 1
+
+
+@RELEASE
+def test_a_parameter_that_is_put_into_a_group_twice_is_named_and_nothing_is_stepped(release: bool) -> None:
+    ours, optimizer, _, _ = _pair(release)
+    before = [parameter.detach().clone() for parameter in ours]
+    optimizer.param_groups[0]["params"].append(ours[1])
+    _backward(ours, 0)
+    with pytest.raises(ParameterError, match=r"parameter 0\.1 is in the parameter groups twice"):
+        optimizer.step()
+    assert all(torch.equal(parameter, value) for parameter, value in zip(ours, before, strict=True))
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.step()
+    assert not any(torch.equal(parameter, value) for parameter, value in zip(ours, before, strict=True))

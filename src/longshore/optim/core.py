@@ -210,9 +210,15 @@ class OptimizerCore:
     def _collect(self) -> dict[int, Tensor | None]:
         """Return the gradients that this process found, after every check that could end the step."""
         source = self.source  # first: parameters may have been replaced
+        seen = set[int]()
         for group in self._groups():
             self.family.check_group(group)
-            self.records_of(group)
+            for record in self.records_of(group):
+                if record.index in seen:
+                    raise ParameterError(
+                        f"parameter {record.name} is in the parameter groups twice; keep it in one place"
+                    )
+                seen.add(record.index)
         gradients = source.collect()
         for record in self._present():
             if record.parameter.requires_grad or record.index in gradients:

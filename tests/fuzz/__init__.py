@@ -1,0 +1,5 @@
+"""A differential fuzzer: random training programs, each run in plain PyTorch and in longshore (``make fuzz``).
+
+A program is a list of statements of Python. The same statements run with the names of ``worlds.py``, once bound to
+torch's classes and once to longshore's, and everything that a program can see is compared after each statement.
+"""

@@ -1,0 +1,46 @@
+"""Play random programs: ``python -m fuzz``, with ``tests`` on the path (``make fuzz``).
+
+Each finding is printed with its seed and a script that reproduces it. ``--seed`` plays one program again, ``--show``
+prints it, and ``--replay`` runs a printed script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fuzz.playing import Case, fuzz, replay, script_of
+from fuzz.vocabulary import SETS
+
+
+def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m fuzz")
+    parser.add_argument("--minutes", type=float, default=1.0, help="until then programs are started")
+    parser.add_argument("--seed", type=int, help="play the program of this seed only")
+    parser.add_argument("--show", action="store_true", help="print the program of --seed, and play nothing")
+    parser.add_argument("--without", action="append", default=[], choices=SETS, help="a set of words that is not used")
+    parser.add_argument("--replay", type=Path, help="a file with a printed script")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = arguments_of(words)
+    torch.set_num_threads(1)
+    if arguments.replay is not None:
+        replay(arguments.replay)
+        return 0
+    if arguments.show:
+        case = Case(arguments.seed or 0, tuple(arguments.without))
+        print(script_of(case.program, case.compare_states))
+        return 0
+    tally = fuzz(arguments.minutes, arguments.seed, arguments.without)
+    print(tally)
+    return 1 if tally.findings or not tally.steps else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

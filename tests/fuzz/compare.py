@@ -1,0 +1,180 @@
+"""Run a program on both sides, and compare all that it can see after each statement."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuzz.refusals import refusal_of
+from fuzz.worlds import OurWorld, PlainWorld, World
+
+_NOT_COMPARED = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+_RECOVERY = """\
+for parameter in m.parameters():
+    parameter.grad = None
+if "o" in globals():
+    o.zero_grad()
+    for group in o.param_groups:
+        group["lr"] = abs(group["lr"])"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, and after which statement.
+
+    Attributes:
+        kind: says the same of two programs if they probably found the same.
+    """
+
+    kind: str
+    place: int
+    details: str = ""
+
+
+@dataclass
+class Outcome:
+    finding: Finding | None = None
+    steps: int = 0
+    raised: Counter[str] = field(default_factory=Counter)
+    """Errors that both sides raised, by the class of plain PyTorch's."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Documented errors of ours where plain PyTorch goes on."""
+    incomplete: bool = False
+    """Whether a name was missing, as after a statement was taken out, or a statement was no Python."""
+
+
+def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
+    """Run a program.
+
+    Args:
+        program: statements.
+        compare_states: after each statement; False: at the end only, since reading states may hide what is wrong.
+    """
+    outcome = Outcome()
+    ours, plain = OurWorld(), PlainWorld()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for place, statement in enumerate(program):
+                outcome.finding = _statement(place, statement, ours, plain, outcome)
+                last = place == len(program) - 1
+                outcome.finding = outcome.finding or _compared(place, ours, plain, compare_states or last)
+                if outcome.finding is not None:
+                    break
+        finally:
+            ours.end()
+    return outcome
+
+
+def _statement(place: int, statement: str, ours: World, plain: World, outcome: Outcome) -> Finding | None:
+    failure = _raised_by(statement, ours)
+    if failure is not None and (why := refusal_of(failure)) is not None:
+        # Nothing happened, so the plain side does nothing either. Both discard the window.
+        outcome.refused[why] += 1
+        for world in (ours, plain):
+            if (again := _raised_by(_RECOVERY, world)) is not None:
+                return Finding(f"no recovery: {_words(again)}", place, f"after {_words(failure)}")
+        return None
+    expected = _raised_by(statement, plain)
+    outcome.incomplete |= isinstance(expected, (NameError, SyntaxError))
+    outcome.steps += ".step(" in statement and failure is None
+    if expected is not None:
+        outcome.raised[type(expected).__name__] += 1
+    if failure is None and expected is not None:
+        return Finding(f"only plain PyTorch raises {type(expected).__name__}", place, _words(expected))
+    if failure is not None and expected is None:
+        return Finding(f"only longshore raises {_head(failure)}", place, _words(failure))
+    if failure is not None and not isinstance(failure, type(expected)):
+        kind = f"longshore raises {type(failure).__name__}, plain PyTorch {type(expected).__name__}"
+        return Finding(kind, place, f"{_words(failure)}\nplain: {_words(expected)}")
+    return None
+
+
+def _raised_by(statement: str, world: World) -> BaseException | None:
+    try:
+        exec(compile(statement, "<program>", "exec"), world.names)
+    except (KeyboardInterrupt, SystemExit, Exception) as failure:
+        if type(failure) is KeyboardInterrupt:
+            raise
+        return failure
+    return None
+
+
+def _words(failure: BaseException | None) -> str:
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _head(failure: BaseException) -> str:
+    """The error without what differs from case to case."""
+    return re.sub(r"[-+.\d]+|\[.*?\]", "#", _words(failure))[:90]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, with NaN equal to NaN."""
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _compared(place: int, ours: World, plain: World, states: bool) -> Finding | None:
+    mine, theirs = ours.names.get("m"), plain.names.get("m")
+    if mine is None or theirs is None:
+        return None
+    for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        if not same(p.detach(), q.detach()):
+            return Finding("weights differ", place, f"{name}: {_difference(p, q)}")
+        if ours.released:
+            continue
+        if (p.grad is None) != (q.grad is None):
+            found = "None" if p.grad is None else "a tensor"
+            return Finding("one .grad is None", place, f"{name}: longshore's is {found}")
+        if p.grad is not None and q.grad is not None and not same(p.grad, q.grad):
+            return Finding("gradients differ", place, f"{name}: {_difference(p.grad, q.grad)}")
+    if (o := ours.names.get("o")) is None or (t := plain.names.get("o")) is None:
+        return None
+    for number, (group, twin) in enumerate(zip(o.param_groups, t.param_groups, strict=True)):
+        for key in sorted((group.keys() & twin.keys()) - _NOT_COMPARED):
+            if not _equal_options(group[key], twin[key]):
+                return Finding("options differ", place, f"group {number}: {key} is {group[key]}, plain {twin[key]}")
+    if not states:
+        return None
+    pairs = zip(mine.named_parameters(), theirs.parameters(), strict=True)
+    return next((found for (name, p), q in pairs if (found := _states(place, name, _read(o, p), _read(t, q)))), None)
+
+
+def _equal_options(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)
+
+
+def _read(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
+    with contextlib.suppress(KeyError):
+        if parameter in optimizer.state:
+            return {key: value for key, value in optimizer.state[parameter].items() if value is not None}
+    return {}
+
+
+def _states(place: int, name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Finding | None:
+    if not mine and float(theirs.get("step", 0.0)) == 0.0 and not theirs.keys() - {"step", "sum"}:
+        return None  # torch's Adagrad has states from the beginning
+    if mine.keys() != theirs.keys():
+        return Finding("states have other names", place, f"{name}: {sorted(mine)}, plain {sorted(theirs)}")
+    for key in sorted(mine):
+        a, b = (torch.as_tensor(each[key]).float() for each in (mine, theirs))
+        if not same(a, b):
+            return Finding(f"{key} differs", place, f"{name}: {_difference(a, b)}")
+    return None
+
+
+def _difference(a: Tensor, b: Tensor) -> str:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{a.dtype} {list(a.shape)}, plain {b.dtype} {list(b.shape)}"
+    a, b = a.detach().reshape(-1), b.detach().reshape(-1)
+    other = ~((a == b) | (a.isnan() & b.isnan()))
+    first = int(other.nonzero()[0])
+    return f"{int(other.sum())} of {a.numel()}; [{first}] is {a[first].item()}, plain {b[first].item()}"

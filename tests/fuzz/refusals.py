@@ -1,0 +1,31 @@
+"""Errors that longshore's documentation announces where plain PyTorch goes on. Any other is a finding."""
+
+from __future__ import annotations
+
+import re
+
+REFUSALS = {
+    "gradient on the host is touched": r"release_gradients=True has moved the gradient to the host",
+    "zero_grad fills": r"zero_grad\(set_to_none=False\) fills \.grad with zeros",
+    "GradScaler with released gradients": r"GradScaler cannot see gradients that release_gradients=True moved",
+    "clipped twice": r"clip_grad_norm_ was already called in this window",
+    "changed after clipping": r"changed after optimizer\.clip_grad_norm_\(\) had measured it",
+    "interrupted backward": r"a backward was interrupted while it accumulated the gradient",
+    "taken out too late": r"was taken out of its group after its gradient had left for the host",
+    "foreign placeholder": r"is a placeholder that does not stand for its gradient of this window",
+    "save with gradients on the host": r"gradients? .*would be (lost|applied to the loaded weights)",
+    "copied": r"owns threads and pinned memory",
+    "option out of range": r"^(lr must not be negative|Invalid learning rate)",
+    "not in the groups": r"not a parameter of this optimizer",
+    "state of another shape": r"not a dense float tensor",
+    "state of another name": r"unknown state '\w+'; longshore keeps",
+    "Adagrad's states before its first step": r"^'(step|sum)'$",
+    "twice in the groups": r"is in the parameter groups twice; keep it in one place",
+    "state deleted": r"is part of the optimizer's state and cannot be deleted",
+}
+
+
+def refusal_of(failure: BaseException) -> str | None:
+    """The name of the refusal, None if it is none."""
+    text = str(failure)
+    return next((name for name, pattern in REFUSALS.items() if re.search(pattern, text)), None)

@@ -1,0 +1,216 @@
+"""The statements of training scripts, each with random parts. A word is one function; words belong to a set that can be
+switched off (``--without``)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Facts:
+    """What a program has so far, as far as the choice of its next statement depends on it."""
+
+    def __init__(self, dice: random.Random, parameters: int, kind: str, states: tuple[str, ...], build: str) -> None:
+        self.dice = dice
+        self.parameters = parameters
+        self.kind = kind
+        self.states = states
+        self.build = build
+        """Expression that builds the optimizer."""
+        self.has: set[str] = set()
+        """Names that were assigned."""
+
+    def p(self) -> str:
+        return f"p[{self.dice.randrange(self.parameters)}]"
+
+    def seed(self) -> int:
+        return self.dice.randrange(10)
+
+    def loss(self) -> str:
+        head = self.dice.choice(["", "", ", 1"])
+        one = f"m({self.seed()}{head})"
+        return self.dice.choice([one, one, one, f"({one} + m({self.seed()}, 1))", f"({one} * 1e3)"])
+
+    def group(self) -> str:
+        return f"o.param_groups[{self.dice.choice([0, 0, -1])}]"
+
+    def scale(self) -> float:
+        return self.dice.choice([0.0, 0.5, 3.0, 1e-3])
+
+
+class Word(NamedTuple):
+    of: str
+    weight: int
+    write: Callable[[Facts], str]
+    """Returns statements with blank lines between them; empty: none here."""
+
+
+WORDS: list[Word] = []
+
+
+def word(of: str, weight: int = 1) -> Callable[[Callable[[Facts], str]], Callable[[Facts], str]]:
+    def add(write: Callable[[Facts], str]) -> Callable[[Facts], str]:
+        WORDS.append(Word(of, weight, write))
+        return write
+
+    return add
+
+
+def phrases(of: str, weight: int, *templates: str) -> None:
+    """Words with a place for each random part: ``{p}``, ``{q}`` (parameters), ``{s}`` (a seed), ``{l}`` (a loss),
+    ``{g}`` (a group), ``{f}`` (a factor), ``{k}`` (a state)."""
+
+    def write(facts: Facts) -> str:
+        text = facts.dice.choice(templates)
+        if "{k}" in text and not facts.states:
+            return ""
+        return text.format(
+            p=facts.p(),
+            q=facts.p(),
+            s=facts.seed(),
+            l=facts.loss(),
+            g=facts.group(),
+            f=facts.scale(),
+            k=facts.dice.choice(facts.states) if facts.states else "",
+            o=facts.build,
+        )
+
+    word(of, weight)(write)
+
+
+phrases("training", 12, "{l}.backward()")
+phrases("training", 10, "o.step()")
+phrases("training", 6, "o.zero_grad()", "o.zero_grad()", "m.zero_grad()", "o.zero_grad(set_to_none=False)")
+phrases("training", 2, "p[:] = list(m.parameters())", "for q in m.parameters():\n    q.grad = None")
+phrases(
+    "training", 2, "with torch.no_grad():\n    {l}", "with torch.inference_mode():\n    {l}", "m.eval()", "m.train()"
+)
+phrases("backward", 2, "loss = {l}\nloss.backward(retain_graph=True)\nloss.backward()", "loss = {l}")
+phrases("backward", 1, "loss.backward()", "loss.backward(retain_graph=True)")
+phrases("backward", 2, "({p} * x({s}, {p})).sum().backward()", "({p}.float() ** 2).sum().backward()")
+phrases("backward", 1, "torch.autograd.backward([{l}, {l}])", "torch.autograd.backward({l}, inputs=[{p}])")
+phrases("backward", 2, "gradients_of({l}, p)", "gradients_of({l}, [{p}])")
+phrases("backward", 1, "({l} * float('inf')).backward()", "({l} * float('nan')).backward()")
+phrases("threads", 1, "in_thread(lambda: {l}.backward())", "in_thread(o.step)", "in_thread(o.zero_grad)")
+phrases(
+    "closures",
+    2,
+    "def closure():\n    o.zero_grad()\n    loss = {l}\n    loss.backward()\n    return loss\no.step(closure)",
+)
+phrases("closures", 1, "def closure():\n    loss = {l}\n    loss.backward()\n    return loss\no.step(closure)")
+phrases("frozen", 3, "{p}.requires_grad_(False)", "{p}.requires_grad_(True)", "m.requires_grad_(True)")
+phrases("gradients", 2, "{p}.grad = None", "{p}.grad = None", "{p}.grad = x({s}, {p})")
+phrases(
+    "gradients",
+    3,
+    "{p}.grad.mul_({f})",
+    "{p}.grad = {p}.grad * {f}",
+    "{p}.grad.zero_()",
+    "{p}.grad.data.clamp_(-0.1, 0.1)",
+)
+phrases("gradients", 2, "torch.nn.utils.clip_grad_norm_(p, 0.1)", "torch.nn.utils.clip_grad_value_(p, 0.01)")
+phrases("gradients", 1, "for q in p:\n    if q.grad is not None:\n        q.grad *= {f}")
+phrases("clipping", 3, "clip(o, {f} or 0.01)", "o.grad_norm() if hasattr(o, 'grad_norm') else None")
+phrases("hooks", 2, "h = {p}.register_hook(lambda g: g * {f})", "h = {p}.register_hook(raising(Interrupt))")
+phrases("hooks", 1, "h = {p}.register_hook(raising(ValueError))", "h = {p}.register_hook(raising(ValueError, 2))")
+phrases("hooks", 1, "h = {p}.register_post_accumulate_grad_hook(raising(Interrupt))")
+phrases("hooks", 1, "h = {p}.register_post_accumulate_grad_hook(lambda q: None)", "h.remove()", "h.remove()")
+phrases("hooks", 1, "h = m.trunk.register_forward_hook(raising(Interrupt))")
+phrases("hooks", 1, "h = m.trunk.register_full_backward_hook(raising(Interrupt))")
+phrases(
+    "hooks", 1, "h = o.register_step_pre_hook(raising(Interrupt))", "h = o.register_step_post_hook(raising(Interrupt))"
+)
+phrases(
+    "groups", 3, "{g}['lr'] = {f}", "{g}['lr'] *= 0.5", "{g}['lr'] = torch.tensor(0.02)", "{g}['weight_decay'] = {f}"
+)
+phrases("groups", 1, "{g}['maximize'] = True", "{g}['maximize'] = False", "{g}['lr'] = -1.0")
+phrases(
+    "groups",
+    1,
+    "{g}.update(betas=(0.5, 0.9)) if 'betas' in {g} else None",
+    "{g}.update(eps={f}) if 'eps' in {g} else None",
+)
+phrases("groups", 1, "{g}.update(momentum=({f} or 2.0) / 4) if 'momentum' in {g} else None")
+phrases("groups", 2, "o.add_param_group({{'params': [{p}], 'lr': {f}}})", "o.add_param_group({{'params': [{p}]}})")
+phrases(
+    "members",
+    2,
+    "out = {g}['params'].pop()",
+    "{g}['params'].append(out)\n\ndel out",
+    "{g}['params'].insert(0, out)\n\ndel out",
+)
+phrases("data", 2, "with torch.no_grad():\n    {p}.copy_(x({s}, {p}))", "with torch.no_grad():\n    {p}.mul_({f})")
+phrases(
+    "data",
+    1,
+    "with torch.no_grad():\n    {p}.clamp_(-0.1, 0.1)",
+    "with torch.no_grad():\n    {p}.view(-1)[:1].fill_({f})",
+)
+phrases(
+    "data",
+    2,
+    "{p}.data = x({s}, {p})",
+    "{p}.data = {p}.data * {f}",
+    "nn.init.constant_({p}, {f})",
+    "{p}.data = {p}.data.clone()",
+)
+phrases("data", 1, "weights = copy.deepcopy(m.state_dict())", "m.load_state_dict(weights)")
+phrases("data", 1, "{p}.data, spare = x({s}, {p}), {p}.data", "{p}.data = spare.view({p}.shape)")
+phrases("data", 1, "nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(p).to(m.dtype) * {f}, p[1:3])")
+phrases(
+    "unseen",
+    2,
+    "{p}.data.clamp_(-0.1, 0.1)",
+    "{p}.data.copy_(x({s}, {p}))",
+    "{p}.data.fill_({f})",
+    "{p}.data.mul_({f})",
+)
+phrases("unseen", 1, "{p}.detach().numpy()[...] = {f}", "for q in p:\n    q.data.add_({f})")
+phrases(
+    "state",
+    1,
+    "if '{k}' in o.state[{p}]:\n    o.state[{p}]['{k}'] = x({s}, {p}).float().abs()",
+    "if {p} in o.state:\n    del o.state[{p}]",
+    "o.state.pop({p}, None)",
+)
+phrases(
+    "state",
+    1,
+    "if 'step' in o.state[{p}]:\n    o.state[{p}]['step'] = torch.tensor(3.0)",
+    "len(o.state[{p}])",
+    "o.state.clear()",
+)
+phrases(
+    "state edits", 2, "o.state[{p}]['{k}'].zero_()", "o.state[{p}]['{k}'].mul_({f})", "o.state[{p}]['step'].zero_()"
+)
+phrases(
+    "state edits", 1, "for s in o.state.values():\n    s['{k}'].zero_()", "kept = o.state[{p}]['{k}']", "kept.zero_()"
+)
+phrases("state edits", 1, "o.state_dict()['state'][0]['{k}'].zero_()", "sd = o.state_dict()", "o.load_state_dict(sd)")
+phrases("saving", 2, "sd = copy.deepcopy(o.state_dict())", "o.load_state_dict(sd)")
+phrases(
+    "saving", 2, "o.load_state_dict(copy.deepcopy(o.state_dict()))", "o.load_state_dict(through_file(o.state_dict()))"
+)
+phrases("saving", 2, "sd = copy.deepcopy(o.state_dict())\n\no = rebuilt(o, lambda: {o})\n\no.load_state_dict(sd)")
+phrases("saving", 1, "o = rebuilt(o, lambda: {o})", "save = saved(m, o)", "save = saved(m, o)", "loaded(save, m, o)")
+phrases("through torch", 2, "o.load_state_dict(through_torch(o))")
+phrases("schedulers", 2, "s.step()", "s.step()", "s.step()", "s.load_state_dict(copy.deepcopy(s.state_dict()))")
+phrases("schedulers", 1, "s = torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1))")
+phrases(
+    "schedulers",
+    1,
+    "s = torch.optim.lr_scheduler.StepLR(o, 2, 0.3)",
+    "s = torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)",
+)
+phrases("schedulers", 1, "s = torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=9)")
+phrases("scaler", 1, "scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_interval=2)")
+phrases(
+    "scaler", 2, "scaler.scale({l}).backward()\n\nscaler.step(o)\n\nscaler.update()", "scaler.scale({l}).backward()"
+)
+phrases("scaler", 1, "scaler.unscale_(o)", "scaler.step(o)\n\nscaler.update()")
+phrases(
+    "scaler", 1, "scaler.scale({l} * float('inf')).backward()\n\nscaler.step(o)\n\nscaler.update()\n\no.zero_grad()"
+)
+
+SETS = tuple(dict.fromkeys(each.of for each in WORDS))
