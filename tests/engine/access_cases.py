@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from support import whole
 
@@ -67,6 +68,39 @@ def read_and_write(stage: int, dtype: torch.dtype, world_size: int, staged: bool
         oracle.loop.step(gradients)
         for name, ours, theirs in zip(names, model.parameters(), oracle.model.parameters(), strict=True):
             assert torch.equal(whole(ours), theirs), name
+    finally:
+        engine.optimizer.close()
+
+
+def edit_state(stage: int) -> None:
+    """Edits of handed-out states on all ranks; a copy that is edited after a step which it did not follow."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    model = make_model(torch.float32)
+    config = longshore.Config(stage=stage, offload_device="cpu", optimizer={"type": "AdamW", **OPTIONS})
+    engine = longshore.initialize(model=model, config=config, offload=longshore.Offload(100, threads=1)).engine
+    oracle = Oracle(Scenario(), torch.float32, 2, stage, **OPTIONS)
+    try:
+        for step in range(3):
+            drive(engine, Window(), step, rank, torch.float32)
+            oracle.loop.step(oracle.gradients(Window(), step, 1))
+            index = [parameter.numel() > 20 for parameter in model.parameters()].index(True)
+            state = engine.optimizer.state[list(model.parameters())[index]]
+            theirs = oracle.loop.optimizer.state[oracle.loop.masters[index]]
+            state["exp_avg"].mul_(0.5)
+            state["step"].add_(1)
+            kept = state["exp_avg_sq"]
+            kept[:1] = 0.25
+            theirs["exp_avg"].mul_(0.5)
+            theirs["step"].add_(1)
+            theirs["exp_avg_sq"][: kept[:1].numel()] = 0.25
+        for ours, plain in zip(model.parameters(), oracle.model.parameters(), strict=True):
+            assert torch.equal(whole(ours), plain)
+        drive(engine, Window(), 3, rank, torch.float32)
+        kept.zero_()
+        with pytest.raises(longshore.LongshoreError, match=r"exp_avg_sq, which was read .* before a step, was edited"):
+            drive(engine, Window(), 4, rank, torch.float32)
     finally:
         engine.optimizer.close()
 

@@ -18,6 +18,11 @@ def test_two_ranks_read_and_write_whole_values(stage: int, dtype: torch.dtype, s
     two_ranks(access_cases.read_and_write, stage, dtype, 2, staged)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_two_ranks_edit_states_that_were_handed_out(stage: int, two_ranks: Ranks) -> None:
+    two_ranks(access_cases.edit_state, stage)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("raw", [False, True])

@@ -216,7 +216,7 @@ def test_adagrads_sums_begin_with_one_value_for_all_groups() -> None:
         ("Lion", {"step": 1}, "lacks exp_avg"),
         ("Adagrad", {"step": 1}, "lacks sum"),
         ("Adagrad", {"sum": torch.zeros(3)}, "lacks step"),
-        ("SGD", {"step": 1}, "unknown state 'step'; longshore keeps momentum_buffer, master"),
+        ("SGD", {"step": 1, "sum": torch.zeros(3)}, "unknown state 'sum'; longshore keeps momentum_buffer, master"),
         ("SGD", {"momentum_buffer": torch.zeros(4)}, r"momentum_buffer is .*\[4\]"),
     ],
 )

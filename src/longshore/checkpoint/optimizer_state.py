@@ -15,7 +15,7 @@ from longshore.checkpoint.model_state import ModelState, box_of_shard
 from longshore.errors import CheckpointError
 from longshore.optim.family import History, TorchFamily
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.state import clear_state, merged_group
+from longshore.optim.state import as_parameter, clear_state, merged_group
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.tiles import MASTER, StateSnapshot
 
@@ -61,6 +61,8 @@ class OptimizerState:
 
     def about(self) -> dict[str, Any]:
         """Return everything but the arrays, as nested values."""
+        self.optimizer._core.take_edits()
+        handed_out = self.optimizer._core.handed_out
         groups = [
             {
                 "options": {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
@@ -74,11 +76,12 @@ class OptimizerState:
                 "scalars": dict(record.history.scalars),
                 "arrays": _arrays_of(record),
                 "published": not record.changed,
+                "entries": dict(handed_out.entries.get(id(record.parameter), {})),
             }
             for name, record in self.records.items()
-            if record.has_state or _arrays_of(record)
+            if record.has_state or _arrays_of(record) or id(record.parameter) in handed_out.entries
         }
-        return {"kind": self.kind, "groups": groups, "parameters": parameters}
+        return {"kind": self.kind, "groups": groups, "parameters": parameters, "others": dict(handed_out.others)}
 
     def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBoxes], StateSnapshot | None]:
         """Return the boxes that this process writes and, with ``memory_bytes``, the snapshot from which they are read.
@@ -175,7 +178,7 @@ class OptimizerState:
         """Reset the state, as if nothing had been stepped."""
         self.optimizer._core.begin_load()
         for record in self.records.values():
-            clear_state(record, self._store)
+            clear_state(record, self.optimizer._core)
 
     def abandon(self, failure: BaseException) -> None:
         """Mark the state as broken after a failed load: the optimizer does not step until a load succeeds."""
@@ -201,11 +204,14 @@ class OptimizerState:
 
     def restore_histories(self, about: Mapping[str, Any], among: Mapping[str, str]) -> None:
         """Restore everything but the arrays, once these are loaded."""
+        handed_out = self.optimizer._core.handed_out
+        handed_out.others = dict(about.get("others", {}))
         for name, source in among.items():
             entry = about["parameters"].get(source)
             if entry is None:
                 continue
             record = self.records[name]
+            handed_out.keep(record, as_parameter(entry.get("entries", {}), record.parameter))
             arrays = frozenset(entry["arrays"])
             scalars = tuple((key, entry["scalars"].get(key, 0.0)) for key in self._family.scalars)
             record.history = History(entry["step"], arrays - {MASTER}, scalars)
@@ -227,8 +233,12 @@ def checked_about(content: Any, where: str) -> dict[str, Any]:
         checked_entry(group, "options", dict, f"{where}: a group")
         for name in checked_entry(group, "parameters", list, f"{where}: a group"):
             checked(name, str, f"{where}: a parameter of a group")
+    if "others" in content:
+        checked_entry(content, "others", dict, where)
     for name, about in checked_entry(content, "parameters", dict, where).items():
         at = f"{where}: {name}"
+        if "entries" in about:
+            checked_entry(about, "entries", dict, at)
         if (step := checked_entry(about, "step", int, at)) > 2**53:
             raise CheckpointError(f"{at} has made {step} steps, more than can be counted")
         for key, value in checked_entry(about, "scalars", dict, at).items():

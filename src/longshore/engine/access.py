@@ -44,6 +44,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         ValueError: the shape differs, or no engine steps the parameter.
     """
     optimizer, record = _found(param, value)
+    optimizer._core.take_edits()
     with torch.no_grad():
         part, sharded = flat(value), sharded_store(optimizer)
         if sharded is not None:
@@ -54,6 +55,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         optimizer._core.store.write_state(record.index, MASTER, flat(_copy(value)))
         record.has_master = True
         record.mark_published()  # the parameter is the rounded master now
+        optimizer._core.handed_out.follow(optimizer._core, {record.index})
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:

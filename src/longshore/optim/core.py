@@ -19,6 +19,7 @@ from longshore.kernels import HostRule, Scale
 from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
+from longshore.optim.handed_out import HandedOut
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter
 from longshore.optim.shards import check_not_wrapped
@@ -68,6 +69,7 @@ class OptimizerCore:
         """Whether the constructor still adds groups. They are laid out together: a tile may have several groups."""
         self._begun = False
         """Whether a step was applied."""
+        self.handed_out = HandedOut()
         # These change with each window.
         self.clipping = Clipping()
         self._agreed: Mapping[int, Tensor | None] | None = None
@@ -251,6 +253,7 @@ class OptimizerCore:
         gradients = self.window_gradients()
         records = {record.index: record for record in self.records}
         with store.preparing({record.name: record.values() for record in self._present()} if debugging() else {}):
+            self.take_edits()
             scale = self.clipping.scale_for(source.fingerprint)
             self._name_states(store)
             steps: dict[int, ParameterStep] = {}
@@ -274,6 +277,13 @@ class OptimizerCore:
 
         store.commit(steps, scale, published)
         self.ledger = entries
+        if self.handed_out.copies:
+            self.handed_out.follow(self, steps.keys())
+
+    def take_edits(self) -> None:
+        """Take what the user did to states that were handed out, before the state is used."""
+        if self.handed_out.copies or self.handed_out.assigned:
+            self.handed_out.write_back(self)
 
     def planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
         """Yield the record, the next rule and the history after it for each parameter whose index is in ``among``."""

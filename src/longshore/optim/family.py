@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
@@ -121,6 +121,11 @@ class RuleFamily:
     def __init__(self, **fixed: Any) -> None:
         self._fixed = {name: self.options[name](value, name) for name, value in fixed.items()}
 
+    @cached_property
+    def entries(self) -> tuple[str, ...]:
+        """Names of all entries that a parameter's state may have. Entries with other names are the user's."""
+        return (*(("step",) if self.keeps_step else ()), *self.states, *self.scalars, "master")
+
     def values_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the group's options as plain numbers.
 
@@ -206,6 +211,13 @@ ELEMENTWISE: Mapping[str, _States] = {
 }
 """Optimizers by their name in ``torch.optim``. The new value of an element depends only on that element, its gradient,
 its states and the step count."""
+
+
+def states_of_all_rules() -> set[str]:
+    """Return the names of the states of every optimizer, longshore's and torch's elementwise ones."""
+    native = (name for family in RuleFamily.__subclasses__() for name in getattr(family, "states", ()))
+    elementwise = (name for found in ELEMENTWISE.values() for name in (*found.arrays, *found.scalars))
+    return {*native, *elementwise, "master"}
 
 
 class TorchFamily(RuleFamily):

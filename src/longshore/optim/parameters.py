@@ -110,6 +110,14 @@ class ParameterRecord:
         self.has_state = True
         self.mark_published()
 
+    def publish_values(self, values: Tensor) -> None:
+        """Give the parameter the rounded values (flat, of :attr:`held`) to which its master was set."""
+        with torch.no_grad():
+            self.held.copy_(values.view(self.held.shape))
+        torch.autograd.graph.increment_version(self.parameter)
+        self.has_master = True
+        self.mark_published()
+
     @property
     def held(self) -> Tensor:
         """This process's shard of the parameter, or all of it."""

@@ -1,127 +1,75 @@
-"""``optimizer.state``, which is looked up at each access because state buffers move, and checks of a ``state_dict``."""
+"""Checks of a ``state_dict``, and writing of states to the state buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily
+from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily, states_of_all_rules
+from longshore.optim.gradients import GradientSource
 from longshore.optim.parameters import ParameterRecord, flat
-from longshore.optim.shards import like, part_of
+from longshore.optim.shards import part_of
 from longshore.tiles import MASTER, ParameterStore
 
-if TYPE_CHECKING:
-    from longshore.optim.core import OptimizerCore
 
+class StateOwner(Protocol):
+    """The parts of an ``OptimizerCore`` with which states are read and written."""
 
-class ParameterState(MutableMapping[str, Tensor]):
-    """One parameter's states as torch names them (Adam: ``step``, ``exp_avg``, ``exp_avg_sq``) and, if the parameter is
-    not float32, ``master``.
+    family: RuleFamily
+    by_id: dict[int, ParameterRecord]
+    handed_out: Any  # HandedOut
 
-    Reading gives a copy: float32, on the CPU, of the parameter's shape (``step`` and other single numbers: 0-dim), so
-    an in-place change affects only the copy. Setting a key writes to the state buffers.
-    """
+    @property
+    def store(self) -> ParameterStore: ...
 
-    def __init__(self, record: ParameterRecord, core: OptimizerCore) -> None:
-        self._record = record
-        self._core = core
+    @property
+    def records(self) -> list[ParameterRecord]: ...
 
-    def _keys(self) -> tuple[str, ...]:
-        record, family = self._record, self._core.family
-        if not record.has_state:
-            return ()
-        step = ("step",) if family.keeps_step else ()
-        states = (name for name in family.states if name in record.history.states)
-        scalars = (name for name, _ in record.history.scalars)
-        return (*step, *states, *scalars, *(() if record.dtype == torch.float32 else (MASTER,)))
+    @property
+    def source(self) -> GradientSource: ...
 
-    def __getitem__(self, key: str) -> Tensor:
-        if key not in self._keys():
-            raise KeyError(key)
-        record = self._record
-        single = {"step": float(record.history.step), **dict(record.history.scalars)}
-        if key in single:
-            return torch.tensor(single[key], dtype=torch.float32, device="cpu")
-        values = self._core.store.read_state(record.index, key).view(record.kept.shape)
-        return like(record.parameter, values) if record.keeps_shard else values
+    def have_states(self, store: ParameterStore, names: Collection[str]) -> None: ...
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        write_state(self._record, self._core, checked_state(self._record, {key: value}, self._core.family))
-
-    def __delitem__(self, key: str) -> None:
-        raise TypeError(f"{key!r} is part of the optimizer's state and cannot be deleted; set it instead")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys())
-
-    def __len__(self) -> int:
-        return len(self._keys())
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
-class StateMap(MutableMapping[Tensor, Any]):
-    """Mapping from the parameters that were stepped or loaded to their state."""
-
-    def __init__(self, core: OptimizerCore) -> None:
-        self._core = core
-
-    def _record(self, parameter: Tensor) -> ParameterRecord:
-        record = self._core.by_id.get(id(parameter))
-        if record is None:
-            raise KeyError("not a parameter of this optimizer")
-        return record
-
-    def __getitem__(self, parameter: Tensor) -> ParameterState:
-        return ParameterState(self._record(parameter), self._core)
-
-    def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        record = self._record(parameter)
-        checked = checked_state(record, state, self._core.family)
-        clear_state(record, self._core.store)
-        write_state(record, self._core, checked)
-
-    def __delitem__(self, parameter: Tensor) -> None:
-        clear_state(self._record(parameter), self._core.store)
-
-    def __contains__(self, parameter: object) -> bool:
-        record = self._core.by_id.get(id(parameter))
-        return record is not None and len(ParameterState(record, self._core)) > 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (record.parameter for record in self._core.by_id.values() if record.parameter in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def items(self) -> Any:
-        """Return each parameter with its state as a plain dictionary, as ``state_dict()`` packs them."""
-        return [(parameter, dict(self[parameter])) for parameter in self]
+    def members(self) -> set[int]: ...
 
 
 def checked_state(record: ParameterRecord, state: Mapping[str, Any], family: RuleFamily) -> dict[str, Any]:
-    """Check a state that was given for one parameter, and return it as numbers and tensors.
+    """Check a state that was given for one parameter, and return it as numbers and tensors; entries that are not part
+    of any optimizer's state stay as they are.
 
     Raises:
-        ValueError: there is an unknown key, a tensor of another shape, or an invalid step count.
+        ValueError: there is a state of another optimizer, a tensor of another shape, or an invalid step count.
     """
     checked: dict[str, Any] = {}
     for key, value in state.items():
-        if (key == "step" and family.keeps_step) or key in family.scalars:
+        if key in family.entries and (key == "step" or key in family.scalars):
             checked[key] = _number(value, record.name, key)
-        elif key in family.states or key == MASTER:
+        elif key in family.entries:
             if value is not None or key not in family.optional_states:
                 checked[key] = _array(value, record, key)
         elif key in family.refused_states:
             raise ValueError(f"parameter {record.name}: {family.refused_states[key]}")
+        elif key in states_of_all_rules():
+            keeps = ", ".join(family.entries)
+            raise ValueError(f"parameter {record.name}: unknown state {key!r}; longshore keeps {keeps}")
         else:
-            keeps = (*(("step",) if family.keeps_step else ()), *family.states, *family.scalars, MASTER)
-            raise ValueError(f"parameter {record.name}: unknown state {key!r}; longshore keeps {', '.join(keeps)}")
+            checked[key] = value
     return checked
+
+
+def as_parameter(value: Any, parameter: Tensor) -> Any:
+    """Return an entry of a loaded state that is not ours with tensors in the parameter's dtype and on its device, as
+    torch loads them."""
+    if isinstance(value, Tensor):
+        return value.to(parameter.device, parameter.dtype if parameter.is_floating_point() else None)
+    if isinstance(value, dict):
+        return {key: as_parameter(part, parameter) for key, part in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(as_parameter(part, parameter) for part in value)
+    return value
 
 
 def _number(value: Any, name: str, key: str) -> float:
@@ -149,10 +97,11 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 
-def write_state(record: ParameterRecord, core: OptimizerCore, state: Mapping[str, Any]) -> None:
+def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, Any]) -> None:
     """Write some of a parameter's state, as returned by :func:`checked_state`; unset states count as zero."""
     store, family = core.store, core.family
-    if not state:
+    core.handed_out.keep(record, {key: value for key, value in state.items() if key not in family.entries})
+    if not state.keys() & family.entries:
         return
     if record.index not in store:
         core.source.watch([record])
@@ -175,10 +124,14 @@ def write_state(record: ParameterRecord, core: OptimizerCore, state: Mapping[str
         record.published = None  # compare with the parameter before the next step
 
 
-def clear_state(record: ParameterRecord, store: ParameterStore) -> None:
-    """Reset a parameter's state to that before its first step; its master will be read from the parameter again."""
+def clear_state(record: ParameterRecord, core: StateOwner) -> None:
+    """Reset a parameter's state to that before its first step; its master will be read from the parameter again.
+
+    As in torch, tensors that were handed out are then no longer part of the state.
+    """
+    core.handed_out.forget(record)
     # Clear it even if no step was completed: a step that failed half way wrote here too.
-    store.clear_state(record.index)
+    core.store.clear_state(record.index)
     record.history = History()
     record.has_state = record.has_master = False
     record.published = None
@@ -221,7 +174,7 @@ def loadable_state(
                     "build the optimizer with its parameters in the same order"
                 )
         family.check_group(merged_group(group, mine, defaults, family))
-    unknown = sorted(set(state_dict["state"]) - set(keys), key=str)
+    unknown = sorted(key for key in state_dict["state"] if isinstance(key, int) and key not in set(keys))
     if unknown:
         raise ValueError(f"the state has entries that belong to no parameter: {unknown}")
     required = {*family.states, *family.scalars} - family.optional_states
@@ -235,7 +188,10 @@ def loadable_state(
         loaded = checked_state(record, entries, family)
         if loaded.get("step") == 0 and not record.parameter.requires_grad:
             continue  # torch's Adagrad keeps the state of frozen parameters too
-        loadable[record.index] = loaded
+        loadable[record.index] = {
+            key: value if key in family.entries else as_parameter(value, record.parameter)
+            for key, value in loaded.items()
+        }
         missing = sorted(required - set(entries))
         if missing:
             raise ValueError(f"parameter {record.name}: the state lacks {', '.join(missing)}")

@@ -16,9 +16,10 @@ from longshore.errors import CheckpointError
 from longshore.optim.clipping import gradient_norm
 from longshore.optim.core import OptimizerCore
 from longshore.optim.family import IMPLEMENTATION_FLAGS, RuleFamily
+from longshore.optim.handed_out import StateMap
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import group_members
-from longshore.optim.state import StateMap, clear_state, loadable_state, merged_group, write_state
+from longshore.optim.state import clear_state, loadable_state, merged_group, write_state
 from longshore.tiles import SpeculationRecord
 
 
@@ -40,6 +41,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         # The base class calls add_param_group, which needs these.
         self._core = OptimizerCore(lambda: me.param_groups, family, offload, bool(release_gradients))
         self._loading: dict[int, dict[str, Any]] | None = None
+        self._others: dict[Any, Any] = {}
         family.check_group(defaults)
         super().__init__(params, defaults)
         self._core.end_building()
@@ -194,6 +196,13 @@ class TiledOptimizer(torch.optim.Optimizer):
         for parameter, entries in value.items():
             state[parameter] = entries
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch does: its tensors are those of :attr:`state`, float32 on the CPU."""
+        self._core.take_edits()
+        found = super().state_dict()
+        found["state"] = {key: dict(each) if isinstance(each, dict) else each for key, each in found["state"].items()}
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of its twin in ``torch.optim``.
 
@@ -218,6 +227,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         core, groups = optimizer._core, optimizer.param_groups
         records = [record for group in groups for record in core.records_of(group)]
         optimizer._loading = loadable_state(state_dict, groups, optimizer.defaults, records, core.family)
+        others = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
+        optimizer._others = others
         return {**state_dict, "state": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -231,8 +242,9 @@ class TiledOptimizer(torch.optim.Optimizer):
                 for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
             ]
             for record in core.records:
-                clear_state(record, core.store)
+                clear_state(record, core)
                 write_state(record, core, self._loading.get(record.index, {}))
+            core.handed_out.others = self._others
         except BaseException as failure:  # Ctrl-C: some states are loaded, and others are not
             core.store.broken = CheckpointError(f"load_state_dict ended half way: {type(failure).__name__} {failure}")
             raise
@@ -249,12 +261,14 @@ class TiledOptimizer(torch.optim.Optimizer):
         Every element that differs from its rounded master becomes the master. Other writes (``load_state_dict``,
         initialisers, ``p.data = x``) are found at the next step without this call.
         """
-        store = self._core.store
-        for record in self._core.records:
+        core = self._core
+        core.take_edits()
+        for record in core.records:
             if record.has_master:
                 record.check()
-                store.adopt(record.index, record.values(), keep_matching=True)
+                core.store.adopt(record.index, record.values(), keep_matching=True)
                 record.mark_published()
+        core.handed_out.follow(core, core.parameters)
 
     @property
     def speculation(self) -> SpeculationRecord | None:

@@ -330,6 +330,11 @@ class ShardedStore(ParameterStore):
         owned = self.ownership.owned(parameter)
         return sum(self.local.count_differing(each.index, values[self.ownership.place(each)]) for each in owned)
 
+    def differs(self, parameter: int, which: str, values: Tensor) -> bool:
+        values = self.ownership.part(parameter, values)
+        owned = self.ownership.owned(parameter)
+        return any(self.local.differs(each.index, which, values[each.elements]) for each in owned)
+
     def read_state(self, parameter: int, which: str) -> Tensor:
         """Return a copy of the whole array, gathered from all ranks, which all have to call this. A gradient is the
         reduced one."""

@@ -144,6 +144,11 @@ class ParameterStore(Protocol):
         """Return how many elements of ``values`` differ from the rounded master; bits are compared."""
 
     @abstractmethod
+    def differs(self, parameter: int, which: str, values: Tensor) -> bool:
+        """Return whether any bit of one array of the parameter, of the part in this process, is not that of ``values``
+        (float32, flat, on the CPU)."""
+
+    @abstractmethod
     def read_state(self, parameter: int, which: str) -> Tensor:
         """Return a copy of one array of the parameter, by name: float32, flat, on the host.
 

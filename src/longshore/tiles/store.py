@@ -76,6 +76,12 @@ class TileStore:
             for tile, segment in backend.parts[parameter]:
                 yield backend, tile, segment
 
+    def _kept(self, parameter: int, which: str) -> Iterator[tuple[Backend, Segment, Tensor]]:
+        """Yield the parts of one array of a parameter, in state buffers, which may not have been made before a step."""
+        row = self.arrays.index(which)
+        for backend, tile, segment in self._placed(parameter):
+            yield backend, segment, tile.have_buffer(backend.buffers)[row, segment.layout.in_buffer]
+
     # -- layout ---------------------------------------------------------------
 
     def set_states(self, states: Sequence[str]) -> None:
@@ -336,8 +342,7 @@ class TileStore:
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()
         self._void(parameter)
-        for backend, tile, segment in self._placed(parameter):
-            master = tile.have_buffer(backend.buffers)[0, segment.layout.in_buffer]
+        for backend, segment, master in self._kept(parameter, MASTER):
             host = backend.transfer.read(segment.part_of(values))
             if keep_matching:
                 backend.kernels.reconcile(master, host, adopt=True)
@@ -347,11 +352,17 @@ class TileStore:
     def count_differing(self, parameter: int, values: Tensor) -> int:
         self.check_usable()
         differing = 0
-        for backend, tile, segment in self._placed(parameter):
-            master = tile.have_buffer(backend.buffers)[0, segment.layout.in_buffer]
+        for backend, segment, master in self._kept(parameter, MASTER):
             host = backend.transfer.read(segment.part_of(values))
             differing += backend.kernels.reconcile(master, host, adopt=False)
         return differing
+
+    def differs(self, parameter: int, which: str, values: Tensor) -> bool:
+        self.check_usable()
+        return not all(
+            torch.equal(kept.view(torch.int32).cpu(), segment.part_of(values).view(torch.int32))
+            for _, segment, kept in self._kept(parameter, which)
+        )
 
     def read_state(self, parameter: int, which: str) -> Tensor:
         if which == GRADIENT:
@@ -359,12 +370,7 @@ class TileStore:
             found = [segment.wait().float().cpu() for _, _, segment in self._placed(parameter) if segment.arrivals > 0]
         else:
             self.check_usable()
-            row = self.arrays.index(which)
-            # Before the first step there may be no buffer yet, because only numbers such as the step count were set.
-            found = [
-                tile.have_buffer(backend.buffers)[row, segment.layout.in_buffer].cpu()
-                for backend, tile, segment in self._placed(parameter)
-            ]
+            found = [kept.cpu() for _, _, kept in self._kept(parameter, which)]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
@@ -372,11 +378,8 @@ class TileStore:
             self.settle()
         self.check_usable()
         self._void(parameter)
-        for backend, tile, segment in self._placed(parameter):
-            if which == GRADIENT:
-                target = segment.wait()
-            else:
-                target = tile.have_buffer(backend.buffers)[self.arrays.index(which), segment.layout.in_buffer]
+        of_gradient = ((backend, segment, segment.wait()) for backend, _, segment in self._placed(parameter))
+        for _, segment, target in of_gradient if which == GRADIENT else self._kept(parameter, which):
             target.copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:

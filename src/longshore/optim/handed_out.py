@@ -1,0 +1,380 @@
+"""``optimizer.state``: what users have of the state, and how their edits get into the state buffers.
+
+State buffers move, so users get copies. A copy is watched as long as anybody may edit it: its edits are written back
+before the state is used, and a step that changes the state changes the copy, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.errors import ParameterError
+from longshore.optim.parameters import ParameterRecord, flat
+from longshore.optim.shards import like
+from longshore.optim.state import StateOwner, checked_state, clear_state, write_state
+from longshore.tiles import MASTER
+
+_LEAST_BYTES = 1 << 26
+"""Bytes of copies that are handed out before those that nobody has any more are looked for."""
+
+
+class _Copy:
+    """A copy of one state of a parameter that was handed out.
+
+    Args:
+        values: the copy's memory, flat, in a tensor that nobody else has.
+        handed: the tensor that the user has.
+    """
+
+    def __init__(self, values: Tensor, handed: Tensor) -> None:
+        self.values = values
+        self.handed = weakref.ref(handed)
+        self.checksum: int | None = None
+        """Checksum of a copy that a step left behind, since only all ranks together can read the new state."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a tensor, a view or an array of the user's is over this memory."""
+        # Two are ours: ``values``, and the storage that is asked.
+        return torch._C._storage_Use_Count(self.values.untyped_storage()._cdata) > 2  # pyright: ignore
+
+    def check_unedited(self, record: ParameterRecord, name: str) -> None:
+        """Raise ParameterError if the copy was edited after a step had left it behind."""
+        if self.checksum != self.compute_checksum():
+            raise ParameterError(
+                f"parameter {record.name}: {name}, which was read from optimizer.state before a step, was edited after "
+                "it. The state is spread over ranks, and such a copy keeps the values before the step: read "
+                "optimizer.state again after each step, and edit that"
+            )
+
+    def compute_checksum(self) -> int:
+        return zlib.crc32(self.values.numpy().tobytes())
+
+
+class HandedOut:
+    """Everything that the user of one optimizer has of its state, or has put into it, by ``id(parameter)``."""
+
+    def __init__(self) -> None:
+        self.copies: dict[int, dict[str, _Copy]] = {}
+        self.assigned: dict[int, dict[str, Any]] = {}
+        """States that were assigned and are not written yet."""
+        self.entries: dict[int, dict[str, Any]] = {}
+        """Entries of a parameter's state that are the user's."""
+        self.states: weakref.WeakValueDictionary[int, ParameterState] = weakref.WeakValueDictionary()
+        """The mappings that users have."""
+        self.others: dict[Any, Any] = {}
+        """Entries of ``optimizer.state`` whose keys are no tensors."""
+        self._new_bytes, self._most_bytes = 0, _LEAST_BYTES
+
+    def keep(self, record: ParameterRecord, entries: Mapping[str, Any]) -> None:
+        """Keep entries of a parameter's state that are the user's."""
+        if entries:
+            self.entries.setdefault(id(record.parameter), {}).update(entries)
+
+    def forget(self, record: ParameterRecord) -> None:
+        """Forget what was handed out or assigned for a parameter, because its state is about to be replaced."""
+        for kept in (self.copies, self.assigned, self.entries):
+            kept.pop(id(record.parameter), None)
+
+    def hand_out(self, record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
+        """Return a copy of a state: float32, on the CPU, of the parameter's shape (numbers: 0-dim)."""
+        copy = self.copies.get(id(record.parameter), {}).get(name)
+        if copy is None:
+            self._make_room(record, core)
+            values = _read(record, name, core)
+        else:
+            if copy.checksum is not None:
+                copy.check_unedited(record, name)
+                copy.values.copy_(_read(record, name, core))
+                copy.checksum = None
+            handed = copy.handed()
+            if handed is not None:
+                return handed
+            values = copy.values
+        if name in _numbers(record):
+            handed = values.view(())
+        else:
+            handed = values.view(record.kept.shape)
+            handed = like(record.parameter, handed) if record.keeps_shard else handed
+        self.copies.setdefault(id(record.parameter), {})[name] = _Copy(values.detach(), handed)
+        return handed
+
+    def _make_room(self, record: ParameterRecord, core: StateOwner) -> None:
+        self._new_bytes += 4 * record.kept.numel() + 1024
+        if self._new_bytes > self._most_bytes:
+            self.write_back(core)
+            held = [copy for copies in self.copies.values() for copy in copies.values()]
+            self._new_bytes = sum(copy.values.nbytes + 1024 for copy in held)
+            self._most_bytes = max(_LEAST_BYTES, 2 * self._new_bytes)
+
+    def write_back(self, core: StateOwner) -> None:
+        """Write all edits to the state buffers, and forget the copies that nobody has any more.
+
+        Raises:
+            ValueError: what was assigned is no state of the parameter.
+            ParameterError: a copy was edited that a step had left behind.
+        """
+        for key in list(self.assigned):
+            record, assigned = core.by_id[key], self.assigned[key]
+            write_state(record, core, checked_state(record, assigned, core.family))
+            del self.assigned[key]
+            for name, value in assigned.items():
+                if _is_plain(value, record) and name not in _numbers(record):
+                    # As in torch, the tensor is the state now.
+                    self.copies.setdefault(key, {})[name] = _Copy(flat(value), value)
+        for key in list(self.copies):
+            record, copies = core.by_id[key], self.copies[key]
+            for name, copy in list(copies.items()):
+                if copy.checksum is not None:
+                    copy.check_unedited(record, name)
+                elif _differs(record, name, copy.values, core):
+                    _write(record, name, copy.values, core)
+                if not copy.in_use:
+                    del copies[name]
+            if not copies:
+                del self.copies[key]
+
+    def follow(self, core: StateOwner, changed: Collection[int]) -> None:
+        """Bring copies up to date after the states of the parameters with these indices changed: a step of torch's
+        changes the tensors that users have."""
+        for key, copies in self.copies.items():
+            record = core.by_id[key]
+            for name, copy in copies.items() if record.index in changed else ():
+                if not copy.in_use or copy.checksum is not None:
+                    continue
+                if name in _numbers(record) or core.store.local is core.store:
+                    copy.values.copy_(_read(record, name, core))
+                else:
+                    copy.checksum = copy.compute_checksum()
+
+
+def _numbers(record: ParameterRecord) -> dict[str, float]:
+    return {"step": float(record.history.step), **dict(record.history.scalars)}
+
+
+def _read(record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
+    """Return a state, flat: float32, on the CPU."""
+    numbers = _numbers(record)
+    if name in numbers:
+        return torch.tensor([numbers[name]], dtype=torch.float32, device="cpu")
+    return core.store.read_state(record.index, name)
+
+
+def _differs(record: ParameterRecord, name: str, values: Tensor, core: StateOwner) -> bool:
+    if name in _numbers(record):
+        return not torch.equal(values.view(torch.int32), _read(record, name, core).view(torch.int32))
+    return core.store.differs(record.index, name, values)
+
+
+def _write(record: ParameterRecord, name: str, values: Tensor, core: StateOwner) -> None:
+    if name in _numbers(record):
+        write_state(record, core, checked_state(record, {name: values}, core.family))
+        return
+    stays = name == MASTER and not record.changed
+    if stays and record.held.numel() != values.numel():
+        raise ParameterError(
+            f"parameter {record.name}: its master was edited in optimizer.state, and this process has a shard of the "
+            "parameter: use longshore.utils.safe_set_full_fp32_param()"
+        )
+    write_state(record, core, {name: values})
+    if stays:
+        # The master is the parameter with more digits: whoever edits it means both.
+        record.publish_values(values)
+
+
+def _is_plain(value: Any, record: ParameterRecord) -> bool:
+    """Return whether a tensor can be watched as it is."""
+    return (
+        type(value) is Tensor
+        and value.device.type == "cpu"
+        and value.dtype == torch.float32
+        and value.shape == record.kept.shape
+        and value.is_contiguous()
+        and not value.is_neg()
+    )
+
+
+class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore[reportGeneralTypeIssues]
+    """One parameter's states as torch names them (Adam: ``step``, ``exp_avg``, ``exp_avg_sq``), ``master`` if the
+    parameter is not float32, and whatever else users put into it.
+
+    Reading a state gives a tensor: float32, on the CPU, of the parameter's shape (``step`` and other single numbers:
+    0-dim). Editing it in place, or setting a key, changes the state.
+    """
+
+    # The dictionary of the base class stays empty: it is a base for isinstance() alone.
+
+    def __init__(self, record: ParameterRecord, core: StateOwner) -> None:
+        self._record = record
+        self._core = core
+        self._left: dict[str, Any] | None = None
+        """All entries, once they were taken out of the optimizer's state."""
+
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the states that are in the state buffers or in the parameter's history."""
+        record, family = self._record, self._core.family
+        if not record.has_state:
+            return ()
+        step = ("step",) if family.keeps_step else ()
+        states = (name for name in family.states if name in record.history.states)
+        scalars = (name for name, _ in record.history.scalars)
+        return (*step, *states, *scalars, *(() if record.dtype == torch.float32 else (MASTER,)))
+
+    def _set(self) -> dict[str, Any]:
+        """Return what users have set."""
+        handed_out, key = self._core.handed_out, id(self._record.parameter)
+        return {**handed_out.assigned.get(key, {}), **handed_out.entries.get(key, {})}
+
+    def __getitem__(self, key: str) -> Any:
+        entries = self._set() if self._left is None else self._left
+        if key in entries or self._left is not None:
+            return entries[key]
+        if key not in self._names():
+            raise KeyError(key)
+        return self._core.handed_out.hand_out(self._record, key, self._core)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self._left is not None:
+            self._left[key] = value
+            return
+        handed_out, record = self._core.handed_out, self._record
+        if key not in self._core.family.entries:
+            checked_state(record, {key: value}, self._core.family)  # not a state of another optimizer
+            handed_out.keep(record, {key: value})
+            return
+        if value is None and key in self._core.family.optional_states:
+            self.pop(key, None)
+            return
+        # Scripts that prune or grow parameters set states of another shape, and move all to the new parameter then.
+        handed_out.copies.get(id(record.parameter), {}).pop(key, None)
+        handed_out.assigned.setdefault(id(record.parameter), {})[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if self._left is not None:
+            del self._left[key]
+            return
+        handed_out, identity = self._core.handed_out, id(self._record.parameter)
+        found = [kept for kept in (handed_out.entries, handed_out.assigned) if key in kept.get(identity, ())]
+        for kept in found:
+            del kept[identity][key]
+        if key not in self._names():
+            if not found:
+                raise KeyError(key)
+            return
+        if key not in self._core.family.optional_states:
+            raise TypeError(f"{key!r} is part of the optimizer's state and cannot be deleted; set it instead")
+        handed_out.copies.get(identity, {}).pop(key, None)
+        history = self._record.history
+        self._record.history = history._replace(states=history.states - {key})
+
+    def clear(self) -> None:
+        if self._left is None:
+            clear_state(self._record, self._core)
+        else:
+            self._left.clear()
+
+    def leave(self) -> None:
+        """Take all entries out of the optimizer's state: it is about to be cleared, and somebody has this mapping."""
+        self._left = {key: self[key] for key in self}
+
+    def __iter__(self) -> Iterator[str]:
+        if self._left is not None:
+            return iter(self._left)
+        return iter(dict.fromkeys((*self._names(), *self._set())))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(list(self))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __or__(self, other: Any) -> dict[str, Any]:
+        return dict(self) | other
+
+    def __ror__(self, other: Any) -> dict[str, Any]:
+        return other | dict(self)
+
+    def __ior__(self, other: Any) -> ParameterState:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[str, Any]:
+        """Return a plain dictionary with the same entries."""
+        return dict(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[reportGeneralTypeIssues]
+    """Mapping from the parameters that were stepped or loaded to their state, and from other keys that users set."""
+
+    def __init__(self, core: StateOwner) -> None:
+        self._core = core
+
+    def _record(self, parameter: Tensor) -> ParameterRecord:
+        record = self._core.by_id.get(id(parameter))
+        if record is None:
+            raise KeyError("not a parameter of this optimizer")
+        return record
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, Tensor):
+            return self._core.handed_out.others.setdefault(key, {})  # torch's is a defaultdict
+        states = self._core.handed_out.states
+        found = states.get(id(key))
+        if found is None:
+            found = states[id(key)] = ParameterState(self._record(key), self._core)
+        return found
+
+    def __setitem__(self, key: Any, state: Any) -> None:
+        if not isinstance(key, Tensor):
+            self._core.handed_out.others[key] = state
+            return
+        record, entries = self._record(key), dict(state)
+        del self[key]
+        self._core.handed_out.states[id(key)] = found = ParameterState(record, self._core)
+        found.update(entries)
+        self._core.handed_out.write_back(self._core)
+
+    def __delitem__(self, key: Any) -> None:
+        handed_out = self._core.handed_out
+        if not isinstance(key, Tensor):
+            del handed_out.others[key]
+            return
+        record = self._record(key)
+        found = handed_out.states.pop(id(key), None)
+        if found is not None:
+            found.leave()
+        clear_state(record, self._core)
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, Tensor):
+            return key in self._core.handed_out.others
+        return id(key) in self._core.by_id and len(self[key]) > 0
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from [record.parameter for record in self._core.records if record.parameter in self]
+        yield from list(self._core.handed_out.others)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(list(self))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def copy(self) -> dict[Any, Any]:
+        """Return a plain dictionary with the same entries."""
+        return dict(self)
