@@ -194,6 +194,27 @@ MUTANTS = [
         (FAILURES,),
     ),
     Mutant(
+        "what was reduced is not compared",
+        "sharding/store.py",
+        "            agreed.check_reduced()\n",
+        "",
+        ("tests/engine/test_one_sided.py",),
+    ),
+    Mutant(
+        "ranks that met for different things give up nothing",
+        "sharding/collective_thread.py",
+        "self.differed = True",
+        "self.differed = False",
+        ("tests/engine/test_one_sided.py",),
+    ),
+    Mutant(
+        "a step that was refused is told to nobody",
+        "engine/engine.py",
+        "sharded.window.refused = True",
+        "pass",
+        ("tests/engine/test_one_sided.py",),
+    ),
+    Mutant(
         "an agreement outlives its step",
         "optim/core.py",
         "            self._agreed = None\n",

@@ -56,9 +56,8 @@ def test_ranks_that_do_the_same_meet(two_ranks: Ranks) -> None:
 )
 def test_ranks_that_differ_are_named(difference: tuple, two_ranks: Ranks) -> None:
     for said in two_ranks(collective_cases.meeting, *difference):
-        assert said.startswith(
-            "RankError: the ranks do different things: rank 0 is in backward 1 of its window, rank 1"
-        )
+        assert said.startswith("RankError: the ranks do different things: rank 0 is in backward 1 of its window")
+        assert ("(window 0), rank 1 is in backward 1 of its window (window 1);" in said) == (difference[2] == [0, 1])
 
 
 def test_a_rank_in_its_last_backward_meets_those_that_are_there(two_ranks: Ranks) -> None:

@@ -180,16 +180,16 @@ class Engine(nn.Module):
         """
         self._check_alive()
         self._applied = False
-        window, raw = self._window, self._window.has_raw(self.optimizer._core.gradients_arrived)
-        # After a failed backward step() is due, so that this rank meets the others, and all of them raise.
-        if not window.failed and not window.due(raw):
+        window = self._window
+        try:
+            due = window.due(window.has_raw(self.optimizer._core.gradients_arrived), self.loss_scaling.value)
+        except LongshoreError:
+            if (sharded := sharded_store(self.optimizer)) is not None:
+                sharded.window.refused = True
+            raise
+        if not due:
             window.calls += 1
             return
-        if raw and not window.scaled and self.loss_scaling.value != 1.0:
-            raise GradientError(
-                f"gradients came from loss.backward() without the loss scale ({self.loss_scaling.value:g}); "
-                "call engine.backward(loss), or engine.scale(loss).backward()"
-            )
         began = time.perf_counter()
         self._stepping = True
         try:

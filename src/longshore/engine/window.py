@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from longshore.engine.config import Config
 from longshore.engine.wording import is_integer
-from longshore.errors import LongshoreError
+from longshore.errors import GradientError, LongshoreError
 
 _DISCARDS_OF_A_LOOP = 3
 """Discarded windows before a warning: a bad batch is discarded once, but a loop that always discards never trains."""
@@ -120,12 +120,26 @@ class Window:
 
     # -- the step -------------------------------------------------------------
 
-    def due(self, raw: bool) -> bool:
+    def due(self, raw: bool, loss_scale: float) -> bool:
         """Return whether a ``step()`` is due; ``raw``: gradients arrived outside of ``engine.backward()``.
+
+        After a failed backward it is, so that this rank meets the others, and all of them raise.
 
         Raises:
             LongshoreError: the number of backwards is unknown, because some were not the engine's.
+            GradientError: these have no loss scale.
         """
+        if self.failed:
+            return True
+        due = self._counted(raw)
+        if due and raw and not self.scaled and loss_scale != 1.0:
+            raise GradientError(
+                f"gradients came from loss.backward() without the loss scale ({loss_scale:g}); "
+                "call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        return due
+
+    def _counted(self, raw: bool) -> bool:
         if self.boundary is not None:
             return self.boundary
         if self.sizes.accumulation_steps == 1:

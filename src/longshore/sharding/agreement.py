@@ -25,7 +25,7 @@ ADVICE = (
 )
 
 _MASK_BITS = 62
-_HEAD = 5
+_HEAD = 7
 """Count of the numbers in a row before those of buckets and parameters."""
 
 Rows = Callable[[Tensor], Tensor]
@@ -52,14 +52,25 @@ class Action(IntEnum):
     """No rank waits for this action: it informs the other ranks, whatever they are doing."""
     SAVE = 8, "saving a checkpoint"
     LOAD = 9, "loading a checkpoint"
+    MEASURE = 10, "measuring the norm"
+    TELL = 11, "telling the others what it has"
+    """Goes on with what the ranks met for."""
 
 
-def explain_difference(doing: Sequence[tuple[Action, int]], rank: int, words: Callable[[Action, int], str]) -> None:
-    """Raise an error since the ranks met for different actions; return if ``rank`` refused the step itself."""
-    if any(action is not Action.COMMIT for action, _ in doing):
-        said = ", ".join(f"rank {other} is {words(*each)}" for other, each in enumerate(doing))
-        raise RankError(f"the ranks do different things: {said}; {ADVICE}")
-    refusing = [other for other, (_, number) in enumerate(doing) if number == REFUSED]
+def explain_difference(doing: Sequence[Sequence[int]], rank: int, words: Callable[[Sequence[int]], str]) -> None:
+    """Raise an error since the ranks met for different actions; return if ``rank`` refused the step itself.
+
+    ``doing``: for each rank the action, its number, and the window.
+    """
+    if any(action != Action.COMMIT for action, *_ in doing):
+        said = [words(each) for each in doing]
+        if len(set(said)) == 1:
+            said = [f"{each} (window {window})" for each, (_, _, window, *_) in zip(said, doing, strict=True)]
+        if len(set(said)) == 1:
+            raise RankError(f"all ranks are {said[0]}, but of different parameters; {ADVICE}")
+        told = ", ".join(f"rank {other} is {each}" for other, each in enumerate(said))
+        raise RankError(f"the ranks do different things: {told}; {ADVICE}")
+    refusing = [other for other, (_, number, *_) in enumerate(doing) if number == REFUSED]
     if not refusing:
         raise RankError(
             "the ranks are about to step differently: other parameters, learning rates, options or "
@@ -84,6 +95,9 @@ class WindowStatus:
             lock.
         failure: why the window cannot be stepped; the first reason counts.
         given_up: whether a backward of the window raised, and the other ranks are being told that the window ended.
+        refused: whether this rank raised an error before it met the others for a step. If it discards the window, they
+            are told; it may also mend what was wrong, and step.
+        settled: how many agreements reduced gradients that were kept until then.
     """
 
     def __init__(self) -> None:
@@ -99,6 +113,8 @@ class WindowStatus:
         self.arrivals: dict[int, int] = {}
         self.failure: BaseException | None = None
         self.given_up = False
+        self.refused = False
+        self.settled = 0
 
     def stepped(self) -> None:
         """Count the window as stepped."""
@@ -134,6 +150,8 @@ class Statement:
         order: the order in which it proposes to launch buckets.
         used: for each parameter, whether the rank has a gradient.
         early: whether all of its gradients were already reduced during its last backward.
+        layout: checksum of the parameters that it laid out.
+        reduced: how many reductions its window had.
     """
 
     deferred: Sequence[bool] = ()
@@ -142,12 +160,14 @@ class Statement:
     order: Sequence[int] = ()
     used: Sequence[bool] = ()
     early: bool = False
+    layout: int = 0
+    reduced: int = 0
 
     def row(self) -> Tensor:
         """Return the statement as a row of int64, equally long on all ranks with the same buckets and parameters."""
         # Rounds beyond the mask count as summed, which is right for any round.
         mask = sum(1 << bit for bit, summed in enumerate(self.deferred[:_MASK_BITS]) if summed)
-        head = [len(self.deferred), mask, self.failed, self.backwards, self.early]
+        head = [len(self.deferred), mask, self.failed, self.backwards, self.early, self.layout, self.reduced]
         return torch.tensor([*head, *self.order, *self.used], dtype=torch.int64)
 
 
@@ -155,7 +175,7 @@ class Statement:
 class Agreement:
     """Result of an agreement, equal on all ranks; the fields are those of :class:`Statement`.
 
-    ``failed`` lists ranks, and ``backwards`` is by rank.
+    ``failed`` lists ranks, and ``backwards`` and ``reduced`` are by rank.
     """
 
     deferred: Sequence[bool]
@@ -165,6 +185,7 @@ class Agreement:
     used: Sequence[bool]
     used_by_rank: Sequence[Sequence[bool]]
     early: bool
+    reduced: Sequence[int]
 
     def check(self, rank: int, failure: BaseException | None, kind: type[LongshoreError]) -> None:
         """Raise if any rank failed: this rank's own ``failure``, or an error of ``kind`` that names the ranks."""
@@ -177,6 +198,15 @@ class Agreement:
                 "zero_grad() on every rank discards the window"
             )
 
+    def check_reduced(self) -> None:
+        """Raise RankError if some ranks discarded gradients that others still have."""
+        if len(set(self.reduced)) > 1:
+            counts = ", ".join(f"rank {rank} has those of {count}" for rank, count in enumerate(self.reduced))
+            raise RankError(
+                f"some ranks discarded gradients that had been reduced with those of the others: of the reductions of "
+                f"this window {counts}; call zero_grad() on every rank"
+            )
+
     def check_backwards(self) -> None:
         """Raise RankError if the ranks ran different numbers of backwards in this window."""
         if len(set(self.backwards)) > 1:
@@ -187,8 +217,11 @@ class Agreement:
 
 
 def agree_on(gather_rows: Rows, statement: Statement) -> Agreement:
-    """Exchange the statements of all ranks, and return their agreement."""
+    """Exchange the statements of all ranks, and return their agreement. Raises RankError if they laid out different
+    parameters."""
     rows = gather_rows(statement.row()).tolist()
+    if any(row[5] != rows[0][5] for row in rows):
+        raise RankError("the ranks train different parameters; freeze and thaw the same ones on every rank")
     mask = functools.reduce(operator.or_, (row[1] for row in rows))
     first_used = _HEAD + len(statement.order)
     used_by_rank = [[bool(bit) for bit in row[first_used:]] for row in rows]
@@ -200,6 +233,7 @@ def agree_on(gather_rows: Rows, statement: Statement) -> Agreement:
         used=[any(column) for column in zip(*used_by_rank, strict=True)],
         used_by_rank=used_by_rank,
         early=all(row[4] for row in rows),
+        reduced=[row[6] for row in rows],
     )
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshore.errors import GradientError, RankError
-from longshore.sharding.agreement import ADVICE, Action, explain_difference
-from longshore.sharding.shared_memory import NOTE_NUMEL, SharedBlock, SharedMemory
+from longshore.sharding.agreement import Action, explain_difference
+from longshore.sharding.shared_memory import SharedBlock, SharedMemory
 from longshore.tiles import Recorder, Worker, debugging
 
 T = TypeVar("T")
@@ -27,6 +27,8 @@ _PATIENCE_S = 1.0
 _NOTICE_S = 30.0
 _NOTICE_DEBUGGING_S = 1.0
 """How long a rank waits for the others before it logs a warning."""
+_NOTE_NUMEL = 8
+"""Count of the numbers that every message of a meeting has room for; :meth:`CollectiveThread.rows` sends more apart."""
 
 _LOGGER = logging.getLogger("longshore")
 
@@ -35,7 +37,8 @@ _LOGGER = logging.getLogger("longshore")
 class _Meeting:
     """Meeting at which this rank waits for the others to do the same; ``doing`` says what, for messages.
 
-    ``row``: the action, its number, the window, whether this rank gave up its window, and its note.
+    ``row``: the action, its number, the window (at TELL the action of the last meeting), whether this rank gave up its
+    window, and its note.
     """
 
     row: list[int]
@@ -60,8 +63,10 @@ class Outgoing(NamedTuple):
 class CollectiveThread:
     """Thread that runs the collectives of one group of ranks, one after the other.
 
-    Every sequence of collectives begins with :meth:`meet`, in which each rank says what it is about to do. So ranks
-    that do different things get an error at once and do not wait for each other.
+    Every sequence of collectives begins with :meth:`meet`, in which each rank says what it is about to do, and goes on
+    with :meth:`rows`, in which it says how much it is about to tell. All of these messages have one size. So ranks that
+    do different things get an error at once: they do not wait for each other, and no collective gets other sizes than
+    it expects, which would end the process.
 
     Args:
         group: process group of the ranks, used by this thread alone; :meth:`close` destroys it.
@@ -71,6 +76,7 @@ class CollectiveThread:
 
     Attributes:
         gives_up: whether this rank gave up its window and the others may not know; the next meeting tells them.
+        differed: whether the ranks met for different things, so that all of them give up their windows.
         given_up: number of the window that another rank went on to when it gave one up; set when a meeting raises for
             that.
         notes: the note that each rank added in the last meeting, by rank.
@@ -79,7 +85,6 @@ class CollectiveThread:
     def __init__(self, group: Any, device: torch.device, limit_bytes: int, modules: Sequence[str] = ()) -> None:
         # These are fixed.
         self._modules = modules
-        self._no_note = [0] * NOTE_NUMEL if modules else []
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.group = group
@@ -92,12 +97,14 @@ class CollectiveThread:
         self._dead: RankError | None = None
         # These change with each window.
         self.gives_up = False
+        self.differed = False
         self.given_up = 0
         # These change with each meeting. The first is also read by the thread that waits for a job.
         self._meeting: _Meeting | None = None
         self._latest: Any = None
         """Handle of the last exchange of rows that began."""
         self._last_met = "when the engine was made"
+        self._last_action = Action.STEP
         self.notes: list[list[int]] = []
         # This is made by the first exchange in host memory.
         self._shared: SharedMemory | None = None
@@ -196,23 +203,26 @@ class CollectiveThread:
 
     def begin(self, action: Action, number: int, window: int, note: Sequence[int] = ()) -> _Meeting:
         """Come to a meeting without waiting, which :meth:`finish` does; one meeting at a time. See :meth:`meet`."""
-        row = [action, number, window, False, *(note or self._no_note)]
-        meeting = _Meeting(row, f"{self._words(action, number)} (window {window})")
+        row = [action, number, window, False, *note, *[0] * (_NOTE_NUMEL - len(note))]
+        at = "" if action is Action.TELL else f" (window {window})"
+        meeting = _Meeting(row, self._words(row) + at)
         self._come(meeting)
         return meeting
 
-    def _words(self, action: Action, number: int) -> str:
-        if action is Action.BACKWARD and number:
+    def _words(self, row: Sequence[int]) -> str:
+        action, number = Action(row[2] if row[0] == Action.TELL else row[0]), row[1]
+        if row[0] == Action.BACKWARD and number:
             return f"{action.words} {number} of its window"
         return f"{action.words} of {self._modules[number]}" if action is Action.GATHER else action.words
 
     def _come(self, meeting: _Meeting) -> None:
-        meeting.row[3], self.gives_up = self.gives_up, False
+        if meeting.row[0] != Action.TELL:
+            meeting.row[3], self.gives_up = self.gives_up, False
         meeting.rows, meeting.work = self._gather_rows(torch.tensor(meeting.row, dtype=torch.int64))
 
     def finish(self, meeting: _Meeting) -> bool:
         """Wait for the others; see :meth:`meet`."""
-        action = meeting.row[0]
+        action = Action(meeting.row[0])
         while True:
             meeting.since = time.monotonic()
             self._meeting = meeting
@@ -225,18 +235,18 @@ class CollectiveThread:
                 self._meeting = None
             self._last_met = meeting.doing
             self.notes = [row[4:] for row in rows]
-            try:
-                doing = [(Action(row[0]), row[1]) for row in rows]
-            except ValueError:
-                raise RankError(f"the ranks do different things; {ADVICE}") from None
-            left = [rank for rank, (other, _) in enumerate(doing) if other is Action.LEAVE]
+            doing = [Action(row[0]) for row in rows]
+            left = [rank for rank, other in enumerate(doing) if other is Action.LEAVE]
             gave_up = left or [rank for rank, row in enumerate(rows) if row[3]]
             if action is Action.LEAVE or all(row[:3] == rows[0][:3] for row in rows):
+                self._last_action = action if action is not Action.TELL else self._last_action
                 return True
             if not gave_up:
-                closing = [other is Action.CLOSE for other, _ in doing]
+                closing = [other is Action.CLOSE for other in doing]
                 if not any(closing) or all(closing):
-                    explain_difference(doing, self.rank, self._words)
+                    self.differed = True
+                    explain_difference(rows, self.rank, self._words)
+                    self.differed = False
                     return True
                 if action is Action.CLOSE:
                     return False
@@ -250,12 +260,26 @@ class CollectiveThread:
 
     # -- collectives, from jobs -----------------------------------------------
 
-    def rows(self, row: Tensor) -> Tensor:
-        """Return every rank's ``row``, stacked, on the CPU: shape ``[world_size, *row.shape]``."""
-        rows, work = self._gather_rows(row)
-        with self._communicating():
-            work.wait()
-        return rows.view(self.world_size, *row.shape).cpu()
+    def rows(self, row: Tensor, during: Action | None = None) -> Tensor:
+        """Return every rank's ``row``, stacked, on the CPU: shape ``[world_size, *row.shape]``.
+
+        ``during``: what the ranks do; None: what they met for last. Raises the errors of :meth:`meet`.
+        """
+        said = row.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        note = torch.zeros(8 * _NOTE_NUMEL, dtype=torch.uint8)
+        fits = said.numel() <= note.numel()
+        if fits:
+            note[: said.numel()] = said
+        doing = self._last_action if during is None else during
+        self.meet(Action.TELL, said.numel(), doing, note.view(torch.int64).tolist())
+        if fits:
+            found = torch.tensor(self.notes, dtype=torch.int64).view(torch.uint8)[:, : said.numel()]
+        else:
+            gathered, work = self._gather_rows(said)
+            with self._communicating():
+                work.wait()
+            found = gathered.cpu()
+        return found.reshape(-1).view(row.dtype).view(self.world_size, *row.shape)
 
     def _gather_rows(self, row: Tensor) -> tuple[Tensor, Any]:
         mine = row.to(self.device)

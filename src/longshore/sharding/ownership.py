@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Ownership:
         dtypes: dtypes of all parameters, in the order in which they were added.
         buckets: all buckets, in the order of their index.
         bucket_of: the bucket of each parameter; a parameter without elements is in none.
+        layout: checksum of the parameters.
     """
 
     replicates = True
@@ -76,6 +78,7 @@ class Ownership:
         self.dtypes: dict[int, torch.dtype] = {}
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
+        self.layout = 0
         self._owned: dict[int, list[ShardRange]] = {}
         self._next_range = 0
 
@@ -84,6 +87,8 @@ class Ownership:
     ) -> list[tuple[int, int, torch.dtype]]:
         """Lay out parameters ``(index, numel, dtype)``; return this rank's new ranges in the same form and order."""
         entries = list(parameters)
+        if entries:
+            self.layout = zlib.crc32(repr(entries).encode(), self.layout)
         added = self._plan(entries, bucket_numel)
         for parameter, _, dtype in entries:
             self.dtypes[parameter] = dtype
@@ -191,9 +196,9 @@ class Ownership:
                     for entry in entries:
                         targets[entry.owned.parameter][entry.in_parameter].copy_(values[entry.in_slice])
 
-    def assemble(self, parameter: int, read: Callable[[ShardRange], Tensor]) -> Tensor:
-        """Return a whole parameter's state (float32, flat) from its ranges; ``read`` returns that of an owned range.
-        All ranks have to call this method."""
+    def assemble(self, parameter: int, which: str, read: Callable[[ShardRange], Tensor]) -> Tensor:
+        """Return a whole parameter's state (float32, flat) from its ranges; ``read`` returns that of an owned range,
+        and ``which`` is its name. All ranks have to call this method."""
         if parameter not in self.bucket_of:
             return torch.empty(0, dtype=torch.float32)
         counts = self._counts(parameter)
@@ -202,7 +207,7 @@ class Ownership:
             padded[: owned.numel] = read(owned)
 
         def collect() -> list[Tensor]:
-            self.collectives.meet(Action.READ, parameter, 0)
+            self.collectives.meet(Action.READ, zlib.crc32(f"{parameter} {which}".encode()), 0)
             outgoing = self.collectives.outgoing(padded.nbytes, self.collectives.device)
             outgoing.memory.copy_(padded.view(torch.uint8))
             return [each.to("cpu", copy=True).view(torch.float32) for each in self.collectives.gather(outgoing)]
@@ -217,7 +222,9 @@ class Ownership:
     def total(self, part: float) -> float:
         """Return the sum over all parameters; ``part`` is the sum over this rank's owned ranges that count."""
         # The parts are added in the order of the ranks, so that all of them have the same bits.
-        parts = self.collectives.run(lambda: self.collectives.rows(torch.tensor([part], dtype=torch.float64)))
+        parts = self.collectives.run(
+            lambda: self.collectives.rows(torch.tensor([part], dtype=torch.float64), Action.MEASURE)
+        )
         return sum(parts.view(-1).tolist())
 
 
@@ -253,7 +260,7 @@ class Replicated(Ownership):
     def publish(self, bucket: Bucket, targets: Mapping[int, Tensor]) -> None:
         return
 
-    def assemble(self, parameter: int, read: Callable[[ShardRange], Tensor]) -> Tensor:
+    def assemble(self, parameter: int, which: str, read: Callable[[ShardRange], Tensor]) -> Tensor:
         return torch.cat([torch.empty(0, dtype=torch.float32), *(read(owned) for owned in self.owned(parameter))])
 
     def total(self, part: float) -> float:

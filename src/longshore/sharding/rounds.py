@@ -188,11 +188,13 @@ class LocalGradients:
             pending = self.take()[1]
         buckets = list(self._ownership.buckets)  # copied: step() may add some while the thread is still at this round
         ready = self._local.transfer.mark()
-        window = self._window.number  # read now: it changes when another rank gives up
+        # Read now: the one changes when another rank gives up, the other as the buckets do.
+        window, layout = self._window.number, self._ownership.layout
 
         def meet() -> None:
             self._collectives.meet(Action.BACKWARD, current.number, window)
-            summed = agree_on(self._collectives.rows, Statement([bool(some.summed) for some in pending])).deferred
+            said = Statement([bool(some.summed) for some in pending], layout=layout)
+            summed = agree_on(self._collectives.rows, said).deferred
             self.reduce_pending(pending, summed, buckets, ready)
 
         self._open(current, meet)
@@ -220,10 +222,11 @@ class LocalGradients:
                 self._launch(current, bucket, kept.lend(bucket.parameters))
 
             closing = self._closing = self._round = Round(1, self._ordered(), launch, lends=True)
+            layout = self._ownership.layout
 
         def meet() -> None:
             if self._collectives.meet(Action.CLOSE, closing.number, self._window.number):
-                closing.sums = any(agree_on(self._collectives.rows, Statement([sums])).deferred)
+                closing.sums = any(agree_on(self._collectives.rows, Statement([sums], layout=layout)).deferred)
             else:
                 closing.failed = True  # another rank is at its step already, and this one soon will be
 

@@ -28,8 +28,6 @@ _MOST = 48
 """Maximal number of blocks: a rank sends, as the bits of one number, which of them it is done with."""
 _NO_ROOM, _APART, _OTHER = -1, -2, -3
 """Values sent in place of a block's number: there is no room; this rank stands apart; no shared block is brought."""
-NOTE_NUMEL = 4
-"""Count of the numbers that a rank sends in a meeting."""
 
 _LOGGER = logging.getLogger("longshore")
 
@@ -166,6 +164,7 @@ class SharedMemory:
         """Take the numbers that each rank sent; return whether all came with the same block, which may then be read."""
         if not self.works:
             return False
+        said = [each[:4] for each in said]  # a message may have room for more
         indices = {index for _, index, _, _ in said}
         self.works = _NO_ROOM not in indices
         if not self.works or _APART in indices or any(each[:3] != said[0][:3] for each in said):

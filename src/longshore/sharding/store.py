@@ -169,7 +169,10 @@ class ShardedStore(ParameterStore):
             pass  # another rank gave up the same window
         finally:
             # Checked here, since nothing else notes that a plain loss.backward() raised because another rank gave up.
-            if (self.window.failure is not None or self.window.told) and not self.window.given_up:
+            window, collectives = self.window, self.collectives
+            lost = window.failure is not None or window.told or window.refused or collectives.differed
+            collectives.differed = False
+            if lost and not window.given_up:
                 self.ownership.give_up()
             self.window.told = False  # failures from now on belong to another window
             self.local.discard()
@@ -188,19 +191,22 @@ class ShardedStore(ParameterStore):
         closing, kept = self._gradients.take()
         parameters, order = list(self.ownership.dtypes), self._gradients.planned_order()
         backwards, used = window.backwards, [parameter in window.arrivals for parameter in parameters]
-        ready = self.transfer.mark()
+        ready, layout, reduced = self.transfer.mark(), self.ownership.layout, window.rounds + window.settled
 
         def settle() -> list[int]:
-            self.collectives.meet(Action.STEP, len(parameters), window.number)
+            self.collectives.meet(Action.STEP, 0, window.number)
             early = closing is not None and closing.reduced_all_of(kept)
             sums, failed = [bool(some.summed) for some in kept], failure is not None
-            agreed = agree_on(self.collectives.rows, Statement(sums, failed, backwards, order, used, early))
+            said = Statement(sums, failed, backwards, order, used, early, layout, reduced)
+            agreed = agree_on(self.collectives.rows, said)
             agreed.check(self.collectives.rank, failure, GradientError)
+            agreed.check_reduced()
             self.ownership.check_used(parameters, agreed.used_by_rank)
             if debugging():
                 agreed.check_backwards()
             self._gradients.order = list(agreed.order)
             active = [parameter for parameter, anywhere in zip(parameters, agreed.used, strict=True) if anywhere]
+            window.settled += bool(active)
             if not agreed.early:
                 if closing is not None:
                     self.local.discard()  # some rank has more or other gradients than those that were reduced
@@ -242,7 +248,11 @@ class ShardedStore(ParameterStore):
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         self.check_usable()
-        self._meet(Action.COMMIT, verdict_number(steps, scale))
+        try:
+            self._meet(Action.COMMIT, verdict_number(steps, scale))
+        except KeyboardInterrupt as error:  # the others may step
+            self.broken = error
+            raise
         own = {
             each.index: ParameterStep(step.rule, step.target[self.ownership.place(each)], None)
             for parameter, step in steps.items()
@@ -252,11 +262,8 @@ class ShardedStore(ParameterStore):
         try:
             self.ownership.before_publishing()
             self.local.commit(own, scale)
-        except Exception as error:
-            failure = error  # the others are told below
         except BaseException as error:
-            self.broken = error
-            raise
+            failure = error  # the others are told below
         ready = self.transfer.mark()
 
         def publish() -> None:
@@ -339,13 +346,13 @@ class ShardedStore(ParameterStore):
         """Return a copy of the whole array, gathered from all ranks, which all have to call this. A gradient is the
         reduced one."""
         self.check_usable()
-        return self.ownership.assemble(parameter, lambda each: self.local.read_state(each.index, which))
+        return self.ownership.assemble(parameter, which, lambda each: self.local.read_state(each.index, which))
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
         """Return the whole parameter, flat; ``held`` is the part of it that this process has on its device."""
         if self.ownership.replicates:
             return held
-        return self.ownership.assemble(parameter, lambda each: held[self.ownership.place(each)].float())
+        return self.ownership.assemble(parameter, "values", lambda each: held[self.ownership.place(each)].float())
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self._before_writing()

@@ -1,0 +1,36 @@
+"""What one of two ranks does alone is told on both, with an error; no collective gets another size than it expects."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import Ranks
+
+from engine import one_sided_cases as cases
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+@pytest.mark.covering(1)
+@STAGES
+@pytest.mark.parametrize("before", ["", "norm"])
+def test_the_norm_on_one_rank(stage: int, before: str, two_ranks: Ranks) -> None:
+    for said in two_ranks(cases.called_on_one_rank, stage, "norm", before):
+        assert said.startswith("RankError: the ranks do different things: rank 0 is "), said
+
+
+@pytest.mark.covering(1)
+@STAGES
+@pytest.mark.parametrize("before", ["", "norm"])
+def test_a_window_discarded_on_one_rank(stage: int, before: str, two_ranks: Ranks) -> None:
+    """Kept gradients can be discarded on one rank; reduced ones are on the others, too."""
+    for said in two_ranks(cases.called_on_one_rank, stage, "zero_grad", before):
+        reduced = stage > 1 or before == "norm"
+        assert said.startswith("RankError: some ranks discarded gradients that had been reduced") == reduced, said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_step_that_one_rank_refuses(stage: int, two_ranks: Ranks) -> None:
+    """It refuses before it meets the other, which hears of it when that window is discarded."""
+    first, second = two_ranks(cases.called_on_one_rank, stage, "raw backward", "")
+    assert first == "GradientError: rank 1 failed in this window and discarded it; call zero_grad() and go on"
+    assert second.startswith("LongshoreError: gradients came from loss.backward(), which the engine does not count")
