@@ -150,6 +150,12 @@ def test_links_lead_to_files(page: Path) -> None:
 # -- the site -----------------------------------------------------------------
 
 
+def test_every_regression_test_is_on_the_page_of_bugs_elsewhere() -> None:
+    page = (DOCS / "bugs_elsewhere.md").read_text()
+    files = [path.name for path in (ROOT / "tests/regressions").glob("test_*.py")]
+    assert files and [name for name in files if f"`tests/regressions/{name}`" not in page] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     said = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
     there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
