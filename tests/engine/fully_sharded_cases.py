@@ -655,11 +655,23 @@ def old_parameters_are_empty() -> None:
         engine.destroy()
 
 
+def parameter_without_elements() -> None:
+    """It is used, and FSDP2 could not reduce its gradient."""
+    with beside() as pair:
+        for model in (pair.model, pair.twin):
+            for block in model.blocks:
+                block.up.register_forward_hook(lambda _, args, output, block=block: output + block.nothing.sum())
+        for step in range(3):
+            pair.train(step)
+
+
 def refused(what: str) -> str:
     model: Any = make_tower()
     arguments: dict[str, Any] = {}
     if what == "scalar":
         model.temperature = nn.Parameter(torch.ones(()))
+    elif what == "strides":
+        model.extra.weight = nn.Parameter(torch.ones(WIDTH, 3).t())
     elif what == "dtypes":
         for block in model.blocks:
             block.up.to(torch.bfloat16)

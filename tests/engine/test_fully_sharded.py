@@ -249,6 +249,7 @@ def test_parameters_from_before_are_empty(two_ranks: Ranks) -> None:
     "what, says",
     [
         ("scalar", "ValueError: parameter temperature has no dimension, and FSDP2 cannot shard it; give it the shape"),
+        ("strides", "ValueError: parameter extra.weight is not contiguous (its strides are (1, 3)), and FSDP2 cannot"),
         ("class", "ValueError: wrap_policy names Blok, and the model has no module of that class"),
         ("stage", "ValueError: wrap_policy is for stage 3, and the stage is 2; leave it out"),
         (
@@ -270,6 +271,10 @@ def test_parameters_from_before_are_empty(two_ranks: Ranks) -> None:
 def test_refused(what: str, says: str, two_ranks: Ranks) -> None:
     for said in two_ranks(cases.refused, what):
         assert said.startswith(says), said
+
+
+def test_a_parameter_without_elements_is_used(two_ranks: Ranks) -> None:
+    two_ranks(cases.parameter_without_elements)
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,13 @@ MUTANTS = [
         (FULLY_SHARDED,),
     ),
     Mutant(
+        "FSDP2 reduces gradients without elements",
+        "sharding/fsdp.py",
+        "    leaf.grad = None\n",
+        "    pass\n",
+        (FULLY_SHARDED,),
+    ),
+    Mutant(
         "a tied parameter is known in one module",
         "sharding/fsdp.py",
         "member._module_info.module, *member._module_info.shared_modules]",

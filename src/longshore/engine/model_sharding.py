@@ -89,6 +89,11 @@ def _check_parameters(parameters: Mapping[str, Tensor], scalars: bool) -> None:
             )
         if parameter.ndim == 0 and not scalars:
             raise ValueError(f"parameter {name} has no dimension, and FSDP2 cannot shard it; give it the shape [1]")
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"parameter {name} is not contiguous (its strides are {parameter.stride()}), and FSDP2 cannot shard "
+                "it; give the module nn.Parameter(parameter.detach().contiguous()), or use stage 2"
+            )
 
 
 def _replace_parameters(

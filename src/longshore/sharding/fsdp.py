@@ -137,6 +137,11 @@ class FullyShardedModel:
 
         def once(module: nn.Module, *_: object) -> None:
             self._hooks.pop(module).remove()
+            assert isinstance(module, FSDPModule)
+            for member in (member for group in _groups_of(module) for member in group.fsdp_params):
+                if member.sharded_param.numel() == 0:
+                    # Nobody takes this gradient, and FSDP2 cannot reduce a tensor without elements.
+                    member._unsharded_param.register_post_accumulate_grad_hook(_drop_gradient)
             call()
 
         for module in self.modules:
@@ -161,6 +166,10 @@ class FullyShardedModel:
         assert isinstance(root, FSDPModule)
         if root._get_fsdp_state()._is_root is not None:  # None: there was no forward yet
             root.reset_iter_state()
+
+
+def _drop_gradient(leaf: Tensor) -> None:
+    leaf.grad = None
 
 
 def _zero_grad(module: nn.Module, former: Callable[[bool], None], set_to_none: bool = True) -> None:
