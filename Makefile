@@ -42,13 +42,15 @@ test-mutants: $(SETUP)
 test-mutants-sample: $(SETUP)
 	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 4 --seed $$(git rev-parse HEAD)
 
-# An hour of random programs on one rank; each that is not plain PyTorch's is made small and printed.
+# Random programs for so many minutes on one rank (half of them with an optimizer, half with an engine), and for as many
+# on two; each that is not plain PyTorch's is made small and printed.
 FUZZ_MINUTES ?= 60
 fuzz: $(SETUP)
-	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(FUZZ_MINUTES)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(FUZZ_MINUTES) --ranks 1
+	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(FUZZ_MINUTES) --ranks 2
 
 fuzz-sample: $(SETUP)
-	$(MAKE) fuzz FUZZ_MINUTES=2
+	$(MAKE) fuzz FUZZ_MINUTES=1
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)

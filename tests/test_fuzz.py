@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from fuzz.__main__ import main
 from fuzz.compare import Finding, run
-from fuzz.playing import Case, script_of, smallest
+from fuzz.playing import Case, play, script_of, smallest
 from fuzz.refusals import refusal_of
 from fuzz.shrink import shrunk
 from fuzz.vocabulary import SETS
+from ranks import Ranks
 
 from longshore.optim.family import RuleFamily
 from longshore.optim.gradients import KeptGradients
@@ -70,9 +71,33 @@ def test_without_a_fault_nothing_is_found() -> None:
     assert sum(outcome.steps for outcome in outcomes) > 50
 
 
+def test_without_a_fault_nothing_is_found_in_engines() -> None:
+    outcomes = [run(case.program, case.compare_states) for seed in range(8) for case in [Case(seed, engine=True)]]
+    assert all(outcome.finding is None for outcome in outcomes), [outcome.finding for outcome in outcomes]
+    assert sum(outcome.steps for outcome in outcomes) > 20
+
+
+ONE_HEAD_EACH = [
+    "ours(stage={stage}, tile_numel=50)",
+    "m = Net()\np = list(m.parameters())",
+    "e = engine(m, 'AdamW', p, lr=0.1, accumulation=2, clip=0.1)\no = e.optimizer",
+    *["e.backward(e(1 + rank))", "e.backward(e(2 + rank, rank))", "e.step()"] * 2,
+]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_engine_on_two_ranks_is_compared_on_both(stage: int, two_ranks: Ranks) -> None:
+    program = [each.format(stage=stage) for each in ONE_HEAD_EACH]
+    for outcome in two_ranks(play, program, False):
+        assert (outcome.finding, outcome.steps) == (None, 2)
+    wrong = [*program[:-1], "e.backward(e(1) * (2.0 if type(e).__name__ == 'Engine' and rank else 1.0))", "e.step()"]
+    found = [each.finding for each in two_ranks(play, wrong, False)]
+    assert found[0] == found[1] and found[0] is not None and found[0].kind == "weights differ"
+
+
 def test_a_seed_stands_for_one_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Case(7).program == Case(7).program != Case(8).program
-    main(["--seed", "7", "--show"])
+    main(["--seed", "7", "--show", "--one-line"])
     file = tmp_path / "case.py"
     file.write_text(shown := capsys.readouterr().out)
     assert shown.strip() == script_of(Case(7).program, Case(7).compare_states)

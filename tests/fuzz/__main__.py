@@ -7,8 +7,9 @@ prints it, and ``--replay`` runs a printed script.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,11 +21,25 @@ from fuzz.vocabulary import SETS
 def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fuzz")
     parser.add_argument("--minutes", type=float, default=1.0, help="until then programs are started")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="two: programs of an engine only")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--engine", action="store_true", help="programs of longshore.initialize only")
+    which.add_argument("--one-line", action="store_true", help="programs of an optimizer only")
     parser.add_argument("--seed", type=int, help="play the program of this seed only")
     parser.add_argument("--show", action="store_true", help="print the program of --seed, and play nothing")
     parser.add_argument("--without", action="append", default=[], choices=SETS, help="a set of words that is not used")
     parser.add_argument("--replay", type=Path, help="a file with a printed script")
     return parser.parse_args(words)
+
+
+def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
+    dice, without = random.SystemRandom(), tuple(arguments.without)
+    while True:
+        seed = dice.randrange(1 << 32) if arguments.seed is None else arguments.seed
+        engine = arguments.engine or arguments.ranks > 1 or (not arguments.one_line and seed % 4 < 2)
+        yield Case(seed, without, arguments.ranks, engine)
+        if arguments.seed is not None:
+            return
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -33,11 +48,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.replay is not None:
         replay(arguments.replay)
         return 0
+    cases = cases_of(arguments)
     if arguments.show:
-        case = Case(arguments.seed or 0, tuple(arguments.without))
+        case = next(cases)
         print(script_of(case.program, case.compare_states))
         return 0
-    tally = fuzz(arguments.minutes, arguments.seed, arguments.without)
+    tally = fuzz(cases, arguments.minutes, arguments.ranks)
     print(tally)
     return 1 if tally.findings or not tally.steps else 0
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support import whole
 from torch import Tensor
 
+from fuzz.engines import gathered
 from fuzz.refusals import refusal_of
 from fuzz.worlds import OurWorld, PlainWorld, World
 
@@ -20,7 +22,9 @@ _NOT_COMPARED = frozenset({"params", "param_names", "fused", "foreach", "captura
 _RECOVERY = """\
 for parameter in m.parameters():
     parameter.grad = None
-if "o" in globals():
+if "e" in globals():
+    e.zero_grad()
+elif "o" in globals():
     o.zero_grad()
     for group in o.param_groups:
         group["lr"] = abs(group["lr"])"""
@@ -64,9 +68,10 @@ def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             for place, statement in enumerate(program):
-                outcome.finding = _statement(place, statement, ours, plain, outcome)
+                found = _statement(place, statement, ours, plain, outcome)
                 last = place == len(program) - 1
-                outcome.finding = outcome.finding or _compared(place, ours, plain, compare_states or last)
+                found = found or _compared(place, ours, plain, compare_states or last)
+                outcome.finding = next((each for each in gathered(found) if each is not None), None)
                 if outcome.finding is not None:
                     break
         finally:
@@ -76,9 +81,12 @@ def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
 
 def _statement(place: int, statement: str, ours: World, plain: World, outcome: Outcome) -> Finding | None:
     failure = _raised_by(statement, ours)
-    if failure is not None and (why := refusal_of(failure)) is not None:
+    refused = gathered(None if failure is None else refusal_of(failure))
+    if any(refused):
         # Nothing happened, so the plain side does nothing either. Both discard the window.
-        outcome.refused[why] += 1
+        outcome.refused.update(why for why in refused[:1] if why)
+        if not all(refused):
+            return Finding(f"only some ranks refuse: {next(filter(None, refused))}", place, _words(failure))
         for world in (ours, plain):
             if (again := _raised_by(_RECOVERY, world)) is not None:
                 return Finding(f"no recovery: {_words(again)}", place, f"after {_words(failure)}")
@@ -127,8 +135,8 @@ def _compared(place: int, ours: World, plain: World, states: bool) -> Finding | 
     if mine is None or theirs is None:
         return None
     for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        if not same(p.detach(), q.detach()):
-            return Finding("weights differ", place, f"{name}: {_difference(p, q)}")
+        if not same(mine_now := whole(p).detach(), q.detach()):
+            return Finding("weights differ", place, f"{name}: {_difference(mine_now, q)}")
         if ours.released:
             continue
         if (p.grad is None) != (q.grad is None):
@@ -142,7 +150,7 @@ def _compared(place: int, ours: World, plain: World, states: bool) -> Finding | 
         for key in sorted((group.keys() & twin.keys()) - _NOT_COMPARED):
             if not _equal_options(group[key], twin[key]):
                 return Finding("options differ", place, f"group {number}: {key} is {group[key]}, plain {twin[key]}")
-    if not states:
+    if not states or len(gathered(None)) > 1:  # each rank has states of its own
         return None
     pairs = zip(mine.named_parameters(), theirs.parameters(), strict=True)
     return next((found for (name, p), q in pairs if (found := _states(place, name, _read(o, p), _read(t, q)))), None)

@@ -27,24 +27,27 @@ _FAIL_IN_TORCH = {
 }
 
 
-def program_of(seed: int, without: Collection[str] = ()) -> list[str]:
-    """The statements of the seed; ``without``: sets of words that are not used."""
+def program_of(seed: int, without: Collection[str] = (), engine: bool = False) -> list[str]:
+    """The statements of the seed; ``without``: sets of words that are not used; ``engine``: a program of an engine."""
     dice = random.Random(seed)
-    facts, lines = _beginning(dice)
-    words = [each for each in WORDS if each.of not in without]
+    facts, lines = _engine(dice) if engine else _beginning(dice)
+    always, step = ("engine", "e.step()") if engine else ("training", "o.step()")
+    words = [each for each in WORDS if each.of not in without and each.of.startswith("engine") is engine]
     # Scripts of one kind use few sets of words, often: more of what they do meets.
-    sets = sorted({each.of for each in words} - {"training"})
-    chosen = {"training", *dice.sample(sets, min(len(sets), dice.choice([1, 2, 2, 3, 4, len(sets)])))}
+    sets = sorted({each.of for each in words} - {always})
+    chosen = {always, *dice.sample(sets, min(len(sets), dice.choice([1, 2, 2, 3, 4, len(sets)])))}
     words = [each for each in words if each.of in chosen]
-    weights = [each.weight * (0.4 if each.of == "training" else 1) for each in words]
+    weights = [each.weight * (0.4 if each.of == always else 1) for each in words]
     for _ in range(dice.choice([4, 8, 12, 20, 30])):
         if dice.random() < 0.35:
-            lines += [f"{facts.loss()}.backward()" for _ in range(dice.choice([1, 1, 2]))]
+            loss = f"e({facts.seed()} + rank)" if engine else facts.loss()
+            backward = f"e.backward({loss})" if engine else f"{loss}.backward()"
+            lines += [backward] * dice.choice([1, 1, 2])
             lines += _any(facts, words, weights) if dice.random() < 0.5 else []
-            lines += ["o.step()", *(["o.zero_grad()"] if dice.random() < 0.7 else [])]
+            lines += [step, *(["o.zero_grad()"] if dice.random() < 0.7 and not engine else [])]
         else:
             lines += _any(facts, words, weights)
-    return [*lines, "m(0).backward()", "o.step()"]
+    return [*lines, "e.backward(e(0))" if engine else "m(0).backward()", step]
 
 
 def _any(facts: Facts, words: Any, weights: list[float]) -> list[str]:
@@ -66,6 +69,28 @@ def _beginning(dice: random.Random) -> tuple[Facts, list[str]]:
     settings = ", ".join(f"{key}={value!r}" for key, value in _settings(dice).items())
     lines = [f"ours({settings})", f"m = Net({', '.join(shown)})\np = list(m.parameters())", f"o = {build}"]
     return Facts(dice, parameters, kind, _STATES[kind], build), lines
+
+
+def _engine(dice: random.Random) -> tuple[Facts, list[str]]:
+    stage = dice.choice([0, 1, 2, 3])
+    net = {"dtype": dice.choice(["fp32", "fp32", "bf16"]), "odd": stage < 3 and dice.random() < 0.4}
+    kind = dice.choice(["AdamW", "AdamW", "Adam", "SGD", "Lion", "Adagrad"])
+    parameters = 7 + net["odd"]
+    settings = {key: value for key, value in _settings(dice).items() if key not in ("release_gradients", "ratio")}
+    settings = {"stage": stage, **settings, **({"bucket": dice.choice([40, 1100])} if dice.random() < 0.5 else {})}
+    options = {key: value for key, value in _options(dice, kind).items() if key != "initial_accumulator_value"}
+    options.update({"clip": dice.choice([0.1, 10.0])} if dice.random() < 0.3 else {})
+    options.update({"accumulation": dice.choice([2, 3])} if dice.random() < 0.4 else {})
+    options.update({"schedule": True} if dice.random() < 0.2 else {})
+    common = "".join(f", {key}={value!r}" for key, value in options.items())
+    cut = dice.randrange(1, parameters)
+    groups = dice.choice(["p", "p", f"[{{'params': p[:{cut}], 'weight_decay': 0.0}}, {{'params': p[{cut}:]}}]"])
+    lines = [
+        f"ours({', '.join(f'{key}={value!r}' for key, value in settings.items())})",
+        f"m = Net({', '.join(f'{key}={value!r}' for key, value in net.items() if value)})\np = list(m.parameters())",
+        f"e = engine(m, {kind!r}, {groups}{common})\no = e.optimizer\np = list(m.parameters())",
+    ]
+    return Facts(dice, parameters, kind, _STATES[kind], ""), lines
 
 
 def _settings(dice: random.Random) -> dict[str, Any]:

@@ -152,6 +152,17 @@ class Twin:
                 parameter.grad = None
         return loss
 
+    def step_on(self, gradients: dict[Tensor, Tensor], max_norm: float | None) -> None:
+        """A step on these float32 gradients, clipped."""
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient.to(parameter.dtype)
+            self._marks[parameter], self._sums[parameter] = parameter.grad, gradient
+        if max_norm is not None:
+            self.clip(max_norm)
+        self.step()
+        for parameter in gradients:
+            parameter.grad = None
+
     def _step_all(self, members: list[Tensor]) -> None:
         """The step of torch itself."""
         real = self.kind([torch.zeros(1)], **how_of(self.kind))  # pyright: ignore

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,10 +28,12 @@ class Case:
 
     seed: int
     without: tuple[str, ...] = ()
+    ranks: int = 1
+    engine: bool = False
 
     @property
     def program(self) -> list[str]:
-        return program_of(self.seed, self.without)
+        return program_of(self.seed, self.without, self.engine)
 
     @property
     def compare_states(self) -> bool:
@@ -105,19 +106,18 @@ def smallest(play: Play, program: list[str], found: Finding, compare_states: boo
     return shrunk(program, fails)
 
 
-def fuzz(minutes: float, seed: int | None, without: Collection[str] = ()) -> Tally:
-    """Play new programs for some minutes, or the one of a seed; print each finding, made small."""
-    dice, tally, player = random.SystemRandom(), Tally(), Player()
+def fuzz(cases: Iterable[Case], minutes: float, ranks: int) -> Tally:
+    """Play cases for some minutes; print each finding, made small."""
+    tally, player = Tally(), Player(ranks)
     end = time.monotonic() + 60.0 * minutes
     try:
-        while seed is not None or time.monotonic() < end:
-            case = Case(dice.randrange(1 << 32) if seed is None else seed, tuple(without))
+        for case in cases:
             outcome = player(case.program, case.compare_states)
             tally.add(case.program, outcome)
             if outcome.finding is not None and tally.findings[outcome.finding.kind] <= 3:
                 small = smallest(player, case.program, outcome.finding, case.compare_states)
                 print(report(case, outcome.finding, small), flush=True)
-            if seed is not None:
+            if time.monotonic() > end:
                 break
     finally:
         player.stop()
@@ -126,6 +126,7 @@ def fuzz(minutes: float, seed: int | None, without: Collection[str] = ()) -> Tal
 
 def report(case: Case, found: Finding, program: list[str]) -> str:
     switches = "".join(f" --without '{each}'" for each in case.without)
+    switches += f" --ranks {case.ranks} --{'engine' if case.engine else 'one-line'}"
     return f"""\
 ---- seed {case.seed}{switches}: {found.kind}
 {found.details}

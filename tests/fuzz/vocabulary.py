@@ -72,6 +72,7 @@ def phrases(of: str, weight: int, *templates: str) -> None:
             l=facts.loss(),
             g=facts.group(),
             f=facts.scale(),
+            b=facts.dice.choice([True, False]),
             k=facts.dice.choice(facts.states) if facts.states else "",
             o=facts.build,
         )
@@ -212,5 +213,24 @@ phrases("scaler", 1, "scaler.unscale_(o)", "scaler.step(o)\n\nscaler.update()")
 phrases(
     "scaler", 1, "scaler.scale({l} * float('inf')).backward()\n\nscaler.step(o)\n\nscaler.update()\n\no.zero_grad()"
 )
+
+# -- of an engine; ``rank`` is 0 on one rank ------------------------------------------------------
+
+phrases("engine", 10, "e.backward(e({s} + rank))", "e.backward(e({s} + rank, 1))", "e.backward(e({s}))")
+phrases("engine", 8, "e.step()")
+phrases("engine", 2, "e.zero_grad()", "with torch.no_grad():\n    e({s})")
+phrases("engine heads", 3, "e.backward(e({s}, rank % 2))", "e.backward(e({s}, 1 - rank % 2))")
+phrases("engine heads", 2, "e.backward(e({s}) + e({s} + rank, 1))", "loss = e({s} + rank) * {f}\n\ne.backward(loss)")
+phrases("engine idle", 3, "e.backward(e({s}) if rank else nothing())", "e.backward(nothing() if rank else e({s}))")
+phrases("engine idle", 1, "e.backward(nothing())", "e.step()", "e.backward(e({s}), scale_wrt_gas=False)")
+phrases("engine windows", 2, "e.set_gradient_accumulation_boundary({b})", "e.set_gradient_accumulation_boundary(None)")
+phrases("engine windows", 1, "e.set_gradient_accumulation_steps(2)", "e.set_gradient_accumulation_steps(1)")
+phrases("engine windows", 2, "with e.no_sync():\n    e.backward(e({s} + rank))")
+phrases("engine frozen", 2, "{p}.requires_grad_(False)", "{p}.requires_grad_(True)", "m.requires_grad_(True)")
+phrases("engine interrupts", 1, "h = m.trunk.register_forward_hook(raising(Interrupt))", "h.remove()")
+phrases("engine interrupts", 1, "h = m.trunk.register_full_backward_hook(raising(ValueError))")
+phrases("engine groups", 2, "{g}['lr'] = {f}", "{g}['lr'] *= 0.5", "{g}['weight_decay'] = {f}")
+phrases("engine saving", 1, "o.load_state_dict(copy.deepcopy(o.state_dict()))")
+phrases("engine data", 1, "with torch.no_grad():\n    {p}.mul_({f})", "nn.init.constant_({p}, {f})")
 
 SETS = tuple(dict.fromkeys(each.of for each in WORDS))

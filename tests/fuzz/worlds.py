@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import longshore
+from fuzz.engines import PlainEngine, our_engine
 from fuzz.plain import twin
 from longshore.optim.family import ELEMENTWISE
 
@@ -102,6 +104,11 @@ def through_file(value: Any) -> Any:
     return torch.load(file)
 
 
+def nothing() -> Tensor:
+    """A loss of no parameter."""
+    return torch.ones(1, requires_grad=True).sum()
+
+
 def gradients_of(loss: Tensor, parameters: list[Tensor]) -> None:
     """Assign gradients from ``torch.autograd.grad``."""
     trained = [p for p in parameters if p.requires_grad]
@@ -121,6 +128,9 @@ class World:
             **{each.__name__: each for each in (x, raising, in_thread, through_file, gradients_of)},
             **{each.__name__: each for each in (self.ours, self.client, self.clip, self.saved, self.loaded)},
             "rebuilt": self.rebuilt,
+            "engine": self.engine,
+            "nothing": nothing,
+            "rank": dist.get_rank() if dist.is_initialized() else 0,
             "through_torch": self.through_torch,
         }
 
@@ -130,7 +140,11 @@ class World:
 
     @property
     def released(self) -> bool:
-        return bool(self.settings.get("release_gradients"))
+        """Whether ``.grad`` is longshore's."""
+        return bool(self.settings.get("release_gradients")) or "stage" in self.settings
+
+    def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
+        raise NotImplementedError
 
     def client(self, name: str, params: Any, **options: Any) -> Any:
         raise NotImplementedError
@@ -174,6 +188,9 @@ class PlainWorld(World):
         made = twin(name)(*args, released=self.released, **options)
         self.kind = name
         return made
+
+    def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
+        return PlainEngine(self.settings["stage"], model, kind, params, options)
 
     def client(self, name: str, params: Any, **options: Any) -> Any:
         return self._make(name, params, **options)
@@ -219,6 +236,11 @@ class OurWorld(World):
         self.made.append(optimizer)
         return optimizer
 
+    def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
+        engine = our_engine(self.settings, model, kind, params, options)
+        self.made.append(engine)
+        return engine
+
     def client(self, name: str, params: Any, **options: Any) -> Any:
         theirs = getattr(torch.optim, name)(params, **options)
         return self._keep(name, longshore.from_client(theirs, **self._how()))
@@ -241,6 +263,6 @@ class OurWorld(World):
         longshore.load(self._folder.name, model, optimizer, save)
 
     def end(self) -> None:
-        for optimizer in self.made:
-            optimizer.close()
+        for made in self.made:
+            made.destroy() if hasattr(made, "destroy") else made.close()
         self._folder.cleanup()
