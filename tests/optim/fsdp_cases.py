@@ -181,8 +181,9 @@ def whole_state_is_cut() -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     replicated = distribute_tensor(value, parameter.device_mesh, [Replicate()])  # pyright: ignore
+    optimizer.state[parameter]["exp_avg"] = replicated
     with pytest.raises(ValueError, match=r"placed as \(Replicate\(\),\) on"):
-        optimizer.state[parameter]["exp_avg"] = replicated
+        optimizer.state_dict()  # what was assigned is checked when it is used
     optimizer.close()
 
 

@@ -462,6 +462,9 @@ def test_sparse_and_misfit_gradients_are_refused_by_name_and_nothing_is_lost() -
 def test_a_parameter_that_changed_its_dtype_is_named() -> None:
     model = small_model()
     optimizer = longshore.AdamW(model.named_parameters())
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
     model.to(torch.bfloat16)
     loss_of(model, 0, torch.bfloat16).backward()
     with pytest.raises(longshore.ParameterError, match=r"0\.weight was torch.float32"):
@@ -573,7 +576,7 @@ def test_no_threads_are_left_behind() -> None:
 
 @pytest.mark.parametrize("release", [False, True])
 def test_parameters_replaced_before_the_first_step(release: bool) -> None:
-    """As Accelerate does when it puts a model on FSDP2: the new ones are stepped; afterwards it is an error."""
+    """As Accelerate does when it puts a model on FSDP2: the new ones are stepped."""
     model, twin = small_model(), small_model()
     optimizer = longshore.AdamW([torch.zeros(3, requires_grad=True)], lr=1e-2, release_gradients=release)
     loop = PlainLoop(twin.parameters(), lr=1e-2)
@@ -586,9 +589,6 @@ def test_parameters_replaced_before_the_first_step(release: bool) -> None:
         loop.step_on_grads()
     assert same_weights(model, twin)
     assert [record.parameter is each for record, each in zip(optimizer._core.records, model.parameters(), strict=True)]
-    optimizer.param_groups[0]["params"][0] = torch.zeros(3, requires_grad=True)
-    with pytest.raises(longshore.ParameterError, match="a tensor that this optimizer was not built with"):
-        optimizer.step()
 
 
 def test_replaced_by_what_cannot_be_stepped() -> None:

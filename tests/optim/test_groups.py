@@ -138,6 +138,7 @@ def test_a_state_that_is_kept_does_not_keep_the_hooks_at_work() -> None:
     gc.collect()
     _backward(ours, 1)
     assert all(type(each.grad) is Tensor for each in ours)
+    assert not any(each._post_accumulate_grad_hooks for each in ours)
     assert state["step"] == 1
 
 

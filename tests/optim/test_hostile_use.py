@@ -58,14 +58,28 @@ def test_groups_edited_by_hand_are_followed() -> None:
 
 
 @MODES
-def test_a_strange_tensor_in_a_group_is_an_error(release: bool) -> None:
-    a, stranger = parameters(2)
-    optimizer = longshore.AdamW([a], offload=OFF, release_gradients=release)
-    optimizer.param_groups[0]["params"].append(stranger)
-    a.grad = torch.ones(16)
-    with pytest.raises(longshore.ParameterError, match="add_param_group"):
-        optimizer.step()
-    assert a.eq(0).all()
+def test_a_tensor_that_is_put_into_a_group_is_stepped_as_in_torch(release: bool) -> None:
+    theirs, ours, plain, optimizer = pair(release=release)
+    more = [nn.Parameter(torch.ones(16)) for _ in range(2)]
+    for step in range(3):
+        if step == 1:
+            for each, parameter in zip((plain, optimizer), more, strict=True):
+                each.param_groups[0]["params"].append(parameter)
+        for first, second in zip((theirs, ours), more, strict=True):
+            (first.pow(2) + second.pow(3)).sum().backward()
+        for each in (plain, optimizer):
+            each.step()
+            each.zero_grad()
+        for parameter in more:
+            parameter.grad = None
+        assert torch.equal(theirs, ours) and torch.equal(*more)
+    assert more[1].ne(1).all() and optimizer.state[more[1]]["step"] == 2
+    double = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer.param_groups[0]["params"].append(double)
+    (ours * 2).sum().backward()
+    if not release:
+        with pytest.raises(ValueError, match=r"0\.2 is torch\.float64"):
+            optimizer.step()
 
 
 @MODES
@@ -414,6 +428,7 @@ def test_whatever_the_default_device(release: bool) -> None:
 
 @MODES
 def test_an_optimizer_for_each_parameter_starts_no_threads(release: bool) -> None:
+    gc.collect()  # optimizers of other tests may still have threads
     many = parameters(500, 8)
     first = longshore.AdamW(many[:1], release_gradients=release, offload=longshore.Offload(threads=3))
     native, python = len(os.listdir("/proc/self/task")), threading.active_count()

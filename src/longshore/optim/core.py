@@ -20,8 +20,9 @@ from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.handed_out import HandedOut
+from longshore.optim.membership import take_up
 from longshore.optim.offload import Offload, StoreFactory
-from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter
+from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.shards import check_not_wrapped
 from longshore.tiles import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
 
@@ -58,7 +59,7 @@ class OptimizerCore:
         self.family = family
         self.offload = offload
         self.release_gradients = release_gradients
-        self._groups = groups
+        self.groups = groups
         # These grow with parameter groups.
         self._source: GradientSource | None = None
         self.by_id: dict[int, ParameterRecord] = {}
@@ -83,8 +84,10 @@ class OptimizerCore:
     @property
     def source(self) -> GradientSource:
         """Source of the window's gradients."""
-        if not self._begun and self._replaced():
+        if not self._begun and self._outdated():
             self._lay_out_anew()
+        if self._source is None:
+            take_up(self)  # lazy parameters may have their shapes by now
         if self._source is None:
             raise ValueError("the optimizer has no parameters")
         return self._source
@@ -101,32 +104,34 @@ class OptimizerCore:
 
     def records_of(self, group: Mapping[str, Any]) -> list[ParameterRecord]:
         """Return the records of the parameters that are in a group now. As in torch, a parameter that the user removed
-        is no longer stepped. An unknown one raises ParameterError."""
+        is no longer stepped, and one that the user put into the group is (see :func:`take_up`)."""
         try:
             return [self.by_id[id(parameter)] for parameter in group["params"]]
         except KeyError:
-            raise ParameterError(
-                "a parameter group holds a tensor that this optimizer was not built with; "
-                "use optimizer.add_param_group(), or build the optimizer anew"
-            ) from None
+            take_up(self)
+            return [self.by_id[id(parameter)] for parameter in group["params"]]
 
     def members(self) -> set[int]:
         """Return the indices of the parameters that are in the groups now."""
-        return {record.index for group in self._groups() for record in self.records_of(group)}
+        _ = self.source  # parameters may have been moved
+        return {record.index for group in self.groups() for record in self.records_of(group)}
 
     def register(self, group: Mapping[str, Any], place: int) -> None:
         """Add the parameters of the ``place``-th group. If one cannot be stepped, raise ValueError and add none."""
         names = group.get("param_names")
         records, taken = [], set[int]()
         device = self.records[0].device if self.by_id else None
+        first = 1 + max((record.index for record in self.records), default=-1)
         for position, parameter in enumerate(group["params"]):
             name = names[position] if names else f"{place}.{position}"
+            if is_lazy(parameter) and isinstance(self.offload, Offload):
+                continue  # it is taken up when it has a shape
             check_parameter(parameter, name, device, self.offload.takes_shards)
             if (key := id(parameter)) in self.by_id or key in taken:
                 raise ValueError(f"parameter {name} is in the parameter groups twice; keep it in one place")
             taken.add(key)
             device = parameter.device
-            records.append(ParameterRecord(len(self.by_id) + position, name, parameter, self.offload))
+            records.append(ParameterRecord(first + position, name, parameter, self.offload))
         if not self._building:
             check_no_shared_memory([*self.records, *records])
             self._lay_out(records)
@@ -136,7 +141,7 @@ class OptimizerCore:
         """Lay out all groups that the optimizer was built with. Raises ValueError if they have no parameters, or
         two that share memory."""
         self._building = False
-        if not self.by_id:
+        if not any(group["params"] for group in self.groups()):
             raise ValueError("optimizer got parameter groups without a single parameter")
         check_no_shared_memory(self.records)
         self._lay_out(self.records)
@@ -156,23 +161,33 @@ class OptimizerCore:
         self._name_states(self._source.store)
         self._source.register(records)
 
-    def _replaced(self) -> bool:
-        """Return whether all parameters were replaced by others before the first step."""
-        found = {id(parameter) for group in self._groups() for parameter in group["params"]}
-        return bool(found) and found.isdisjoint(self.by_id) and not any(record.has_state for record in self.records)
+    def _outdated(self) -> bool:
+        """Return whether, before the first step, all parameters were replaced, or one was moved or converted. A state
+        that was loaded, or a gradient that is on the host, would be lost: then the step says what changed."""
+        found = {id(parameter) for group in self.groups() for parameter in group["params"]}
+        if self._source is None or not found or any(record.has_state for record in self.records):
+            return False
+        known = [record for key, record in self.by_id.items() if key in found]
+        moved = isinstance(self.offload, Offload) and any(record.moved for record in known)
+        return not known or (moved and not self._source.produced)
 
     def _lay_out_anew(self) -> None:
-        """Replace all parameters by those in the groups. Accelerate makes the optimizer first, then shards the model
-        with FSDP2 and puts the shards into the groups. If this raises, nothing was replaced."""
-        fresh = OptimizerCore(self._groups, self.family, self.offload, self.release_gradients)
-        for place, group in enumerate(self._groups()):
+        """Lay out the parameters that are in the groups now: Accelerate makes the optimizer first, then shards the
+        model with FSDP2, and others move or convert the model then. If this raises, nothing was changed."""
+        fresh = OptimizerCore(self.groups, self.family, self.offload, self.release_gradients)
+        for place, group in enumerate(self.groups()):
             fresh.register(group, place)
         fresh.end_building()
         fresh.store.foresee(_OptimizerForecast(self))
         if self._source is not None:
             fresh.store.set_recorders(self._source.store.recorders)
-        self.close()
+            if fresh.store.local.transfer is self._source.store.local.transfer:
+                self._source.remove_hooks()  # both use the transfer that the user gave
+            else:
+                self.close()
+            self._source.replaced_by = fresh._source
         fresh.source.members = _members(self)
+        self.handed_out.states.clear()
         self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
 
     def close(self) -> None:
@@ -213,7 +228,7 @@ class OptimizerCore:
         """Return the gradients that this process found, after every check that could end the step."""
         source = self.source  # first: parameters may have been replaced
         seen = set[int]()
-        for group in self._groups():
+        for group in self.groups():
             self.family.check_group(group)
             for record in self.records_of(group):
                 if record.index in seen:
@@ -288,7 +303,7 @@ class OptimizerCore:
     def planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
         """Yield the record, the next rule and the history after it for each parameter whose index is in ``among``."""
         arrays = self.store.local.arrays
-        for group in self._groups():
+        for group in self.groups():
             known: dict[History, tuple[HostRule, History]] = {}
             last, rule, after = None, None, None
             for record in self.records_of(group):
@@ -304,7 +319,7 @@ class OptimizerCore:
                 yield record, rule, after
 
     def _name_states(self, store: ParameterStore) -> None:
-        self.have_states(store, {name for group in self._groups() for name in self.family.states_of(group)})
+        self.have_states(store, {name for group in self.groups() for name in self.family.states_of(group)})
 
     def have_states(self, store: ParameterStore, names: Collection[str]) -> None:
         """Add these state arrays to the store unless it has them."""

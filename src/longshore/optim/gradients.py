@@ -74,6 +74,8 @@ class GradientSource(ABC):
         self.store = store
         self.members = members
         self.records: dict[int, ParameterRecord] = {}
+        self.replaced_by: GradientSource | None = None
+        """Source of the same optimizer after parameters were moved or converted before the first step."""
         self.produced: dict[int, int] = {}
 
     def watch(self, records: Sequence[ParameterRecord]) -> None:
@@ -101,6 +103,17 @@ class GradientSource(ABC):
             GradientError: a gradient cannot be counted; nothing was stepped.
         """
 
+    def drop(self, records: Sequence[ParameterRecord]) -> None:
+        """Forget parameters that the user took out of the groups, with their gradients."""
+        for record in records:
+            self.records.pop(record.index, None)
+            self.produced.pop(record.index, None)
+        local = self.store.local
+        local.settle()
+        for backend in local.backends:
+            backend.remove({record.index for record in records})
+        local.tiles = [tile for backend in local.backends for tile in backend.tiles]
+
     def look_again(self) -> None:
         """Add parameters that were frozen, or not gathered, until now."""
         return
@@ -125,8 +138,13 @@ class GradientSource(ABC):
             if index in members or is_released(record.parameter.grad):
                 record.parameter.grad = None
 
+    def remove_hooks(self) -> None:
+        """Remove hooks and placeholders from the parameters."""
+        return
+
     def close(self) -> None:
         """Remove hooks and placeholders from the parameters, and close the store."""
+        self.remove_hooks()
         self.store.close()
 
 
@@ -191,6 +209,11 @@ class ReleasedGradients(GradientSource):
             )
             self._hooks[record.index] = ReleaseHooks(record.parameter, leaf, before, after)
         self.records.update((record.index, record) for record in records)
+
+    def drop(self, records: Sequence[ParameterRecord]) -> None:
+        super().drop(records)
+        for index in [record.index for record in records if record.index in self._hooks]:
+            self._hooks.pop(index).remove(self._placeholders.pop(index, None))
 
     def look_again(self) -> None:
         self.register(list(self.records.values()))  # frozen parameters have no hooks until they thaw
@@ -333,9 +356,8 @@ class ReleasedGradients(GradientSource):
         self.store.discard()
         self.consumed()
 
-    def close(self) -> None:
+    def remove_hooks(self) -> None:
         self._finalizer()
-        super().close()
 
 
 def _foreign(record: ParameterRecord) -> GradientError:
@@ -357,6 +379,10 @@ def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradie
         return
     try:
         alive.check_first_backward()  # before anything is taken: a wrapper's own error would name neither
+        alive._takes(index)
+        if isinstance(alive.replaced_by, ReleasedGradients):
+            parameter, alive = alive.records[index].parameter, alive.replaced_by
+            index = next(each.index for each in alive.records.values() if each.parameter is parameter)
         hook(alive, index)
     except BaseException as failure:
         own = isinstance(failure, LongshoreError)

@@ -70,12 +70,21 @@ class HandedOut:
         """The mappings that users have."""
         self.others: dict[Any, Any] = {}
         """Entries of ``optimizer.state`` whose keys are no tensors."""
+        self.unplaced: list[tuple[Tensor, Any]] = []
+        """States of tensors that are not in the groups yet."""
         self._new_bytes, self._most_bytes = 0, _LEAST_BYTES
 
     def keep(self, record: ParameterRecord, entries: Mapping[str, Any]) -> None:
         """Keep entries of a parameter's state that are the user's."""
         if entries:
             self.entries.setdefault(id(record.parameter), {}).update(entries)
+
+    def place(self, core: StateOwner) -> None:
+        """Give the parameters that were put into the groups the states that were set for them before."""
+        found = [entry for entry in self.unplaced if id(entry[0]) in core.by_id]
+        self.unplaced = [entry for entry in self.unplaced if id(entry[0]) not in core.by_id]
+        for parameter, state in found:
+            StateMap(core)[parameter] = state
 
     def forget(self, record: ParameterRecord) -> None:
         """Forget what was handed out or assigned for a parameter, because its state is about to be replaced."""
@@ -333,12 +342,19 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         states = self._core.handed_out.states
         found = states.get(id(key))
         if found is None:
+            if id(key) not in self._core.by_id:
+                self._core.members()  # takes up parameters that were put into the groups
             found = states[id(key)] = ParameterState(self._record(key), self._core)
         return found
 
     def __setitem__(self, key: Any, state: Any) -> None:
         if not isinstance(key, Tensor):
             self._core.handed_out.others[key] = state
+            return
+        if id(key) not in self._core.by_id:
+            # Scripts that replace a parameter set its state before or after they put it into its group.
+            self._core.handed_out.unplaced.append((key, dict(state)))
+            self._core.members()
             return
         record, entries = self._record(key), dict(state)
         del self[key]

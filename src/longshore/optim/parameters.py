@@ -132,11 +132,16 @@ class ParameterRecord:
         """Return the elements that this process has, flat (see :func:`flat`)."""
         return flat(self.held)
 
-    def check(self) -> None:
-        """Raise ParameterError if the parameter's device, dtype or shape changed since it was laid out."""
+    @property
+    def moved(self) -> bool:
+        """Whether the parameter's device, dtype or shape changed since it was laid out."""
         parameter = self.parameter
-        found = (parameter.device, parameter.dtype, parameter.shape)
-        if found != (self.device, self.dtype, self.shape):
+        return (parameter.device, parameter.dtype, parameter.shape) != (self.device, self.dtype, self.shape)
+
+    def check(self) -> None:
+        """Raise ParameterError if the parameter :attr:`moved`."""
+        parameter = self.parameter
+        if self.moved:
             raise ParameterError(
                 f"parameter {self.name} was {self.dtype} {list(self.shape)} on {self.device} when the optimizer was "
                 f"built and is {parameter.dtype} {list(parameter.shape)} on {parameter.device} now; "
@@ -161,6 +166,11 @@ class ParameterRecord:
                 f"parameter {self.name} is {list(self.shape)} on {self.device}, and its gradient is "
                 f"{list(gradient.shape)} on {gradient.device}"
             )
+
+
+def is_lazy(parameter: Any) -> bool:
+    """Return whether a parameter is one of a lazy module that has not seen its input yet."""
+    return isinstance(parameter, torch.nn.UninitializedParameter)
 
 
 def check_parameter(parameter: Tensor, name: str, device: torch.device | None, shards: bool = False) -> None:

@@ -23,6 +23,11 @@ from longshore.optim.state import clear_state, loadable_state, merged_group, wri
 from longshore.tiles import SpeculationRecord
 
 
+def _remove_hooks(core: OptimizerCore) -> None:
+    if core._source is not None:
+        core._source.remove_hooks()
+
+
 class TiledOptimizer(torch.optim.Optimizer):
     """Base class of all longshore optimizers, with everything but the signature and the rule (its ``family``)."""
 
@@ -45,6 +50,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         family.check_group(defaults)
         super().__init__(params, defaults)
         self._core.end_building()
+        # A state that somebody keeps has the core; the parameters are free of hooks nevertheless.
+        weakref.finalize(self, _remove_hooks, self._core).atexit = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.

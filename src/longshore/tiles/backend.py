@@ -6,7 +6,7 @@ tiles and publishes them, several at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from longshore.tiles.events import (
     Move,
     commit_moves,
 )
-from longshore.tiles.memory import BufferPool, PendingReads, SlotRing, allocator_on, cut_slots
+from longshore.tiles.memory import BufferPool, PendingReads, SlotRing, allocator_on, cut_slots, padded_bytes
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import SpeculationMemory, Speculator
 from longshore.tiles.steps import ParameterStep
@@ -115,6 +115,23 @@ class Backend:
                 tile.slot = None  # the ring may free it
         if passing:
             self._ring.grow(max(passing), min(PIPELINE_DEPTH, len(self.tiles)))
+
+    def remove(self, parameters: Set[int]) -> None:
+        """Forget parameters; a tile of which nothing is left gives its memory back."""
+        for parameter in parameters:
+            for tile, segment in self.parts.pop(parameter, ()):
+                self.speculator.void(tile)
+                if segment.arrivals > 0 and tile.forget(segment) == 0:
+                    self.end_window([tile], TileEvent.DISCARD)
+        gone = [tile for tile in self.tiles if not tile.segments.keys() & self.parts.keys()]
+        for tile in gone:
+            if tile.buffer is not None:
+                self.buffers.give_back(tile.buffer)
+            if tile.slot is not None and self._hold_gradients:
+                self._slot_bytes -= padded_bytes(tile.layout.buffer_numel * tile.gradient_dtype.itemsize)
+            tile.buffer = tile.slot = None
+        self.tiles = [tile for tile in self.tiles if tile not in gone]
+        self.buffers.clear()
 
     def state_bytes(self) -> dict[str, int]:
         """Return bytes by kind: buffers, gradients (slots, or tensors that arrived), spares, staging, accumulators."""

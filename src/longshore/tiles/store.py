@@ -121,8 +121,9 @@ class TileStore:
             if numel > 0:
                 by_dtype.setdefault(dtype, []).append((index, numel))
         added = []
+        first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
         for dtype, members in by_dtype.items():
-            for layout in plan_tiles(members, backend.tile_numel, len(self.tiles) + len(added)):
+            for layout in plan_tiles(members, backend.tile_numel, first + len(added)):
                 segments = tuple(
                     replace(segment, parameter_offset=offsets[segment.parameter] + segment.parameter_offset)
                     for segment in layout.segments
