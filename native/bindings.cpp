@@ -39,9 +39,9 @@ Scale scale_of(const ScalePair& pair) { return {std::get<0>(pair), std::get<1>(p
 using BufferRow = std::tuple<Address, Address, std::int64_t, std::int64_t>;  // source, target, arrays, numel
 
 TileStep tile_of(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
-                 std::vector<std::vector<double>> scalars) {
+                 std::vector<std::vector<double>> scalars, bool adopt) {
     const auto [source, target, arrays, numel] = buffer;
-    TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, rule, std::move(scalars)};
+    TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, rule, std::move(scalars), adopt};
     tile.segments.reserve(segments.size());
     for (const auto& [offset, count, gradient, output, row, gradient_dtype, output_dtype] : segments) {
         tile.segments.push_back({offset, count, pointer<const void>(gradient), pointer<void>(output), row,
@@ -51,13 +51,13 @@ TileStep tile_of(std::int32_t rule, const BufferRow& buffer, const std::vector<S
 }
 
 void py_check(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
-              std::vector<std::vector<double>> scalars) {
-    check_tile(tile_of(rule, buffer, segments, std::move(scalars)));
+              std::vector<std::vector<double>> scalars, bool adopt) {
+    check_tile(tile_of(rule, buffer, segments, std::move(scalars), adopt));
 }
 
 void py_step(ThreadPool& pool, std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
-             std::vector<std::vector<double>> scalars, InstructionSet isa) {
-    const TileStep tile = tile_of(rule, buffer, segments, std::move(scalars));
+             std::vector<std::vector<double>> scalars, bool adopt, InstructionSet isa) {
+    const TileStep tile = tile_of(rule, buffer, segments, std::move(scalars), adopt);
     nb::gil_scoped_release release;
     step_tile(tile, pool, isa);
 }
@@ -117,9 +117,9 @@ NB_MODULE(_native, m) {
 
     m.def("rules", &py_rules, "The names of the rules; step() takes a place in this list.");
     m.def("check", &py_check, nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
-          "The checks of step() alone, which read no memory.");
+          nb::arg("adopt"), "The checks of step() alone, which read no memory.");
     m.def("step", &py_step, nb::arg("pool"), nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
-          nb::arg("isa"));
+          nb::arg("adopt"), nb::arg("isa"));
     m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
     m.def("reconcile", &py_reconcile, nb::arg("pool"), nb::arg("master"), nb::arg("parameter"), nb::arg("dtype"),

@@ -26,6 +26,7 @@ struct Span {
     const void* gradient;
     void* output;
     size_t numel;
+    bool adopt;  // the output holds the parameter: see TileStep
 };
 
 // Steps one span. `scalars` is one row of a call's rules, rounded to float.

@@ -97,6 +97,13 @@ LONGSHORE_INLINE void store_arrays(const Block<Arrays>& b, const Span& span, siz
     }
 }
 
+// Makes each element of `parameter` whose bits are not those of its rounded
+// master the master, if somebody wrote it.
+template <class T>
+LONGSHORE_INLINE float adopted(float master, typename T::Storage parameter) {
+    return choose(mask_of(T::bits(T::round(master)) != T::bits(parameter)), T::load(parameter), master);
+}
+
 // One pass over `count` elements, at most a block, from element `at` on. `Rule`
 // is the arithmetic, from rules.inl; everything else is the same for each.
 template <class Rule, class Gradient, class Output, bool Stream>
@@ -106,6 +113,13 @@ LONGSHORE_INLINE void step_block(const float* s, const Span& span, size_t at, si
     for (size_t i = 0; i < count; ++i) b.g[i] = Gradient::load(gradient[i]);
     for (size_t i = count; i < kBlock; ++i) b.g[i] = 0.0f;
     load_arrays(b, span, at, count);
+    if constexpr (!same_type<Output, NoOutput>) {
+        // The output's line is read for the write anyway.
+        const auto* parameter = static_cast<const typename Output::Storage*>(span.output) + at;
+        if (span.adopt) {
+            for (size_t i = 0; i < count; ++i) b.a[0][i] = adopted<Output>(b.a[0][i], parameter[i]);
+        }
+    }
     Rule::step(s, b);
     store_arrays<Stream>(b, span, at, count);
     if constexpr (!same_type<Output, NoOutput>) {
@@ -198,7 +212,7 @@ size_t reconcile_typed(float* master, const void* parameter, size_t numel) {
     for (size_t i = 0; i < numel; ++i) {
         const bool differs = T::bits(T::round(master[i])) != T::bits(from[i]);
         differing += differs ? 1 : 0;
-        if constexpr (Adopt) master[i] = differs ? T::load(from[i]) : master[i];
+        if constexpr (Adopt) master[i] = adopted<T>(master[i], from[i]);
     }
     return differing;
 }

@@ -20,7 +20,7 @@ bool overlap(const void* a, std::size_t a_bytes, const void* b, std::size_t b_by
     return first < second + b_bytes && second < first + a_bytes;
 }
 
-void check_output(const Segment& segment, std::size_t index) {
+void check_output(const Segment& segment, std::size_t index, bool adopt) {
     if (segment.output_dtype == DType::none) {
         if (segment.output != nullptr) refuse(index, "has an output address but no output dtype");
         return;
@@ -28,7 +28,7 @@ void check_output(const Segment& segment, std::size_t index) {
     check_address(segment.output, segment.output_dtype, "the output");
     const std::size_t numel = static_cast<std::size_t>(segment.numel);
     const std::size_t gradient_bytes = item_bytes(segment.gradient_dtype), output_bytes = item_bytes(segment.output_dtype);
-    const bool over_gradient = segment.output == segment.gradient && gradient_bytes == output_bytes;
+    const bool over_gradient = !adopt && segment.output == segment.gradient && gradient_bytes == output_bytes;
     if (!over_gradient && overlap(segment.gradient, numel * gradient_bytes, segment.output, numel * output_bytes)) {
         refuse(index, "has an output that overlaps its gradient; it may only take its place exactly");
     }
@@ -69,7 +69,7 @@ void check_table(const TileStep& tile, const RuleEntry& rule) {
             refuse(i, "names a rule that the tile does not have");
         }
         check_address(segment.gradient, segment.gradient_dtype, "the gradient");
-        check_output(segment, i);
+        check_output(segment, i, tile.adopt);
         end = segment.buffer_offset + segment.numel;
     }
 }
@@ -101,6 +101,7 @@ void step_span(const TileStep& tile, const Segment& segment, const RuleEntry& ru
         span.output = static_cast<char*>(segment.output) + offset * item_bytes(segment.output_dtype);
     }
     span.numel = static_cast<std::size_t>(count);
+    span.adopt = tile.adopt;
     rule.step(scalars, segment.gradient_dtype, segment.output_dtype, span, tile.source_buffer != tile.target_buffer);
 }
 

@@ -36,6 +36,9 @@ struct TileStep {
     // One row for each set of hyper-parameters, in double and as long as the rule
     // says; rounded to float once.
     std::vector<std::vector<double>> scalars;
+    // Whether each output holds its parameter as it is now. An element that is not its
+    // rounded master was written by somebody, and is the master that the rule reads.
+    bool adopt = false;
 };
 
 // Throws std::invalid_argument when the table is not one that a tile can have.

@@ -20,8 +20,8 @@ INSTRUCTION = re.compile(
 
 BY_CLASS = {
     "GradientError": "`zero_grad()`, on every rank, and go on",
-    "ParameterError": "build the optimizer or the engine after moving or converting the model; `refresh_master()` "
-    "after writes that torch cannot see",
+    "ParameterError": "build the optimizer or the engine after moving or converting the model; with "
+    "`detect_writes=False`, `refresh_master()` after writes that torch cannot see",
     "BrokenStateError": "load weights and `optimizer.load_state_dict`, on every rank, or a checkpoint",
     "RankError": "mend the loop so that all ranks do the same, `zero_grad()` on every rank; where one ended, start "
     "again from a checkpoint",

@@ -91,7 +91,8 @@ VARIABLES = {
         "tests/cli/test_launch.py",
     ),
     "LONGSHORE_DEBUG": (
-        "1: more checks at every step, which take time: parameters that were written where torch cannot see it, and, "
+        "1: more checks at every step, which take time: with `detect_writes` false, parameters that were written where "
+        "torch cannot see it, and, "
         "on several ranks, numbers of backwards and weights that differ. Ranks then say after 1 second, not 30, for "
         "whom they wait.",
         "tests/optim/test_hostile_use.py",

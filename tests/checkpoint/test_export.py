@@ -150,6 +150,8 @@ def test_in_fp32_it_is_the_masters(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(0.5)
     expected["model.norm.weight"] = torch.full_like(expected["model.norm.weight"], 0.5)
+    model.model.embed_tokens.weight.data[0].fill_(0.25)  # torch does not see this
+    expected["model.embed_tokens.weight"][0] = 0.25
     longshore.save(tmp_path / "run", model, optimizer)
     export(tmp_path / "run", tmp_path / "hf", dtype=torch.float32)
     found = loaded(tmp_path / "hf").state_dict()

@@ -11,6 +11,7 @@ from support import whole
 import longshore
 from engine.scenarios import SCENARIOS, Oracle, Scenario, drive, make_model, norm_of
 from longshore.kernels import HostRule, Scale
+from longshore.optim.shards import held_part
 from longshore.tiles import Forecast
 from longshore.tiles.speculation import Predictor
 
@@ -121,6 +122,12 @@ def run(name: str, stage: int, place: str, bucket: str, dtype_name: str, ahead: 
     step_ahead(engine.optimizer._core.store, ahead)
     try:
         for step in range(scenario.steps):
+            if scenario.write is not None:
+                for ours, theirs in zip(model.parameters(), oracle.model.parameters(), strict=True):
+                    scenario.write(held_part(ours), step)
+                    scenario.write(theirs, step)
+                for index in range(len(oracle.loop.parameters)):
+                    oracle.loop.refresh(index)
             window = scenario.plan(step)
             accumulation = window.accumulation or engine.gradient_accumulation_steps()
             drive(engine, window, step, rank, dtype)

@@ -23,7 +23,8 @@ def make_engine(stage: int, **config: Any) -> Any:
     settings = longshore.Config(
         **{"stage": stage, "reduce_bucket_numel": 500, "optimizer": {"type": "AdamW", **OPTIONS}, **config}
     )
-    return longshore.initialize(model=model, config=settings, offload=longshore.Offload(100, threads=1)).engine
+    offload = longshore.Offload(100, threads=1, detect_writes=settings.detect_writes)
+    return longshore.initialize(model=model, config=settings, offload=offload).engine
 
 
 def backward(engine: Any, step: int, rank: int, heads: tuple[str, ...] = HEADS) -> None:

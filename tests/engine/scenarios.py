@@ -94,6 +94,7 @@ class Scenario:
     schedule: factor of the learning rate at each step.
     tied: the trunk shares a matrix.
     max_delay_s: of each simulated copy; there is one for each tile, and in each direction.
+    write: done to this rank's part of each parameter before a step's forwards, where torch cannot see it.
     steady: some tile gets in every window what it got in the one before, so that it is stepped ahead.
     """
 
@@ -107,6 +108,7 @@ class Scenario:
     tied: bool = False
     tile_numel: int = 100
     max_delay_s: float = 0.0005
+    write: Callable[[Tensor, int], None] | None = None
     steady: bool = True
 
 
@@ -149,6 +151,11 @@ def _different_groups(model: MultiTask) -> list[dict[str, Any]]:
     ]
 
 
+def _clamp_unseen(held: Tensor, step: int) -> None:
+    if step % 3 == 2:
+        held.data.clamp_(-0.1, 0.1)
+
+
 def _trunk_and_heads(model: MultiTask) -> list[dict[str, Any]]:
     trunk = [*model.first.parameters(), *model.norm.parameters()]
     rest = [*model.second.parameters(), *model.third.parameters(), model.empty, *model.heads.parameters()]
@@ -188,6 +195,9 @@ SCENARIOS: dict[str, Scenario] = {
         lambda step: Window((Backward((("c",) if step % 2 else HEADS,)),)), clip=6.0, steps=4
     ),
     "never clipped": Scenario(clip=1e9),
+    "writes that torch cannot see": Scenario(
+        lambda step: Window((Backward(((HEADS[step % 3], "a"),)),)), steps=6, write=_clamp_unseen
+    ),
     "40 steps with tiny tiles": Scenario(
         lambda step: Window((Backward(((HEADS[step % 3], "a"),)),)), steps=40, tile_numel=40, max_delay_s=0.0002
     ),

@@ -45,9 +45,17 @@ def arrays_of(rule: Rule) -> int:
     return 1 if isinstance(rule, SGDRule) and not rule.momentum else 1 + len(rule.states)
 
 
-def stepped_buffer(buffer: Tensor, gradient: Tensor, rule: Rule, scale: Scale = UNSCALED) -> Tensor:
+def stepped_buffer(
+    buffer: Tensor, gradient: Tensor, rule: Rule, scale: Scale = UNSCALED, parameter: Tensor | None = None
+) -> Tensor:
     """The oracle's new buffer."""
-    return torch.stack(rule_step(buffer.unbind(), gradient, rule, scale))
+    return torch.stack(rule_step(buffer.unbind(), gradient, rule, scale, parameter))
+
+
+def written(master: Tensor, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The parameter of a master, in which somebody wrote every third element, special values among them."""
+    others = awkward(master.numel(), 70 + seed)
+    return torch.where(torch.arange(master.numel()) % 3 == 1, others, master).to(dtype)
 
 
 RULES = (

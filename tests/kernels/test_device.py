@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import SUPPORTED_DTYPES, UNSCALED, DeviceKernels, HostKernels, Rule, Scale, TileSegment
-from longshore.kernels.reference import float32_bytes
+from longshore.kernels.reference import checksum, checksums, float32_bytes
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule
 from longshore.optim.rules.sgd import SGDRule
 from tests.kernels.device_kernels import DEVICE, ON_CUDA, device_kernels
-from tests.kernels.numbers import RULES, awkward, buffer_of, same_bits
+from tests.kernels.numbers import RULES, awkward, buffer_of, same_bits, written
 from tests.support import sum_of_squares
 
 pytestmark = [pytest.mark.gpu] if ON_CUDA else []
@@ -115,6 +115,29 @@ def test_a_tile_equals_the_host_kernels(device: DeviceKernels, host: HostKernels
     assert target.isnan().any() and ((target != 0) & (target.abs() < 2.0**-126)).any()
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_elements_that_are_not_their_rounded_masters_are_the_masters(
+    device: DeviceKernels, host: HostKernels, table: str
+) -> None:
+    arrays, rules = TABLES[table]
+    dtypes = [(torch.float32, output) for output in SUPPORTED_DTYPES]
+    segments = segments_of(NUMELS, len(rules), dtypes)
+    last = segments[-1]
+    buffer = buffers(arrays, last.buffer_offset + last.gradient.numel(), 1)
+    for seed, (offset, gradient, output, _) in enumerate(segments):
+        assert output is not None
+        output.copy_(written(buffer[0, offset : offset + gradient.numel()], output.dtype, seed))
+    device_segments, found = moved(segments), buffer.to(DEVICE, copy=True)
+    ignored = buffer.clone()
+    host.step_tile(ignored, ignored, [each._replace(output=None) for each in segments], rules, SCALE)
+    host.step_tile(buffer, buffer, segments, rules, SCALE, adopt=True)
+    device.step_tile(found, found, device_segments, rules, SCALE, adopt=True)
+    assert same_bits(found.cpu(), buffer) and not same_bits(ignored, buffer)
+    for ours, theirs in zip(device_segments, segments, strict=True):
+        assert ours.output is not None and theirs.output is not None
+        assert same_bits(ours.output.cpu(), theirs.output)
+
+
 @pytest.mark.parametrize("rule", range(len(RULES)))
 @pytest.mark.parametrize("numel", [1, 127, BLOCK, BLOCK + 1])
 def test_odd_sizes_and_denormals(device: DeviceKernels, host: HostKernels, numel: int, rule: int) -> None:
@@ -160,6 +183,35 @@ def test_a_tile_without_segments_is_not_touched(device: DeviceKernels) -> None:
     buffer = torch.ones(3, 4, device=DEVICE)
     device.step_tile(buffer, buffer, [], [])
     assert buffer.eq(1).all()
+
+
+# --- checksums ---
+
+
+def test_checksums_equal_those_in_plain_torch(device: DeviceKernels) -> None:
+    numels = (1, BLOCK + 77, 0, 64 * BLOCK + 5)  # the last one takes two programs
+    dtypes = (*SUPPORTED_DTYPES, torch.bfloat16)
+    tensors = [awkward(numel, numel).to(dtype) for numel, dtype in zip(numels, dtypes, strict=True)]
+    found = device.checksums([tensor.to(DEVICE) for tensor in tensors])
+    assert found.tolist() == checksums(tensors).tolist() == [int(checksum(tensor)) for tensor in tensors]
+    assert device.checksums([torch.empty(0, device=DEVICE)]).tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+def test_a_checksum_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
+    values = torch.randn(200, generator=torch.Generator().manual_seed(1)).to(dtype)
+    values[3], values[4] = 0.0, float("nan")
+    integer = torch.int16 if dtype.itemsize == 2 else torch.int32
+    seen = {int(checksum(values))}
+    for bit in range(8 * dtype.itemsize):
+        for place in (3, 4, 199):
+            other = values.clone()
+            other.view(integer)[place] ^= torch.tensor(1).to(integer) << bit
+            seen.add(int(checksum(other)))
+    for place in range(199):
+        seen.add(int(checksum(values.roll(place + 1))))
+    seen.add(int(checksum(values[:199])))
+    assert len(seen) == 1 + 3 * 8 * dtype.itemsize + 199 + 1
 
 
 # --- accumulate, reconcile ---

@@ -34,7 +34,7 @@ from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
 from longshore.optim.rules.lion import LionRule
 from longshore.optim.rules.sgd import SGDRule
-from tests.kernels.numbers import OTHER_RULES, RULES, arrays_of, awkward, buffer_of, same_bits, stepped_buffer
+from tests.kernels.numbers import OTHER_RULES, RULES, arrays_of, awkward, buffer_of, same_bits, stepped_buffer, written
 from tests.support import sum_of_squares
 
 SCALE = Scale(0.7, 1 / 3)
@@ -90,6 +90,43 @@ def test_step_equals_the_rule_step(
         assert same_bits(given_gradient, gradient)
         if output is not None:
             assert same_bits(output, expected[0].to(output_dtype))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("rule", [*RULES, *OTHER_RULES], ids=str)
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])
+def test_an_element_that_is_not_its_rounded_master_is_the_master(
+    kernels: HostKernels, rule: Rule, dtype: torch.dtype, in_place: bool
+) -> None:
+    numel = PIECE_NUMEL + 77
+    buffer, gradient = buffer_of(numel, 1, arrays_of(rule)), awkward(numel, 9)
+    parameter = written(buffer[0], dtype)
+    expected = stepped_buffer(buffer, gradient, rule, SCALE, parameter)
+    ignored = stepped_buffer(buffer, gradient, rule, SCALE)
+    assert 0.1 < (expected[0].view(torch.int32) != ignored[0].view(torch.int32)).float().mean() < 0.5
+    source = buffer.clone()
+    target = source if in_place else torch.full_like(buffer, 7.0)
+    kernels.step_tile(source, target, [TileSegment(0, gradient, parameter, 0)], [rule], SCALE, adopt=True)
+    assert same_bits(target, expected)
+    assert same_bits(parameter, expected[0].to(dtype))
+    assert in_place or same_bits(source, buffer)
+
+
+def test_a_negative_zero_and_a_nan_that_somebody_wrote_are_taken(kernels: HostKernels) -> None:
+    rule = SGDRule(lr=1.0, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, first=True)
+    for dtype in SUPPORTED_DTYPES:
+        buffer = torch.tensor([[0.0, 1.0, float("nan"), 2.0]])
+        parameter = torch.tensor([-0.0, float("nan"), 3.0, 2.0], dtype=dtype)
+        kernels.step_tile(buffer, buffer, [TileSegment(0, torch.full((4,), -0.0), parameter, 0)], [rule], adopt=True)
+        assert same_bits(buffer[0], torch.tensor([-0.0, float("nan"), 3.0, 2.0]).add(0.0)) or buffer[0, 0] == 0.0
+        assert buffer[0, 1].isnan() and buffer[0, 2:].tolist() == [3.0, 2.0]
+
+
+def test_a_parameter_to_compare_with_is_not_its_gradient(kernels: HostKernels) -> None:
+    buffer, gradient = torch.zeros(3, 8), torch.zeros(8)
+    with pytest.raises(ValueError, match="overlaps its gradient"):
+        kernels.step_tile(buffer, buffer, [TileSegment(0, gradient, gradient, 0)], RULES[:1], adopt=True)
 
 
 SAME_SIZE = [(a, b) for a in SUPPORTED_DTYPES for b in SUPPORTED_DTYPES if a.itemsize == b.itemsize]

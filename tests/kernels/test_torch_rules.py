@@ -25,7 +25,10 @@ def kernels() -> HostKernels:
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("output_dtype", [None, torch.float32, torch.bfloat16])
-def test_a_tile_is_stepped_as_the_kernels_step_one(kernels: HostKernels, in_place: bool, output_dtype: Any) -> None:
+@pytest.mark.parametrize("adopt", [False, True])
+def test_a_tile_is_stepped_as_the_kernels_step_one(
+    kernels: HostKernels, in_place: bool, output_dtype: Any, adopt: bool
+) -> None:
     """Segments alone are written, rows that the rule does not name are copied, and the gradient is scaled twice."""
     buffer, scale = torch.rand(3, 200), Scale(0.7, 1 / 3)
     gradients = [torch.randn(64).bfloat16(), torch.randn(100)]
@@ -36,7 +39,9 @@ def test_a_tile_is_stepped_as_the_kernels_step_one(kernels: HostKernels, in_plac
     segments = [TileSegment(10, gradients[0], outputs[0], 1), TileSegment(90, gradients[1], outputs[1], 0)]
     rules = [rule(), rule(options=(("lr", 0.5), ("alpha", 0.9)))]
     for begin, gradient, lr in ((10, gradients[0], 0.5), (90, gradients[1], 1e-2)):
-        part = buffer[:, begin : begin + gradient.numel()]
+        part = buffer[:, begin : begin + gradient.numel()].clone()
+        if adopt and output_dtype is not None:  # somebody wrote an element
+            part[0, 5] = 0.5
         # The exact lengths that torch's loops take at once, so that there is no tail.
         padded = torch.zeros(4, 128)
         padded[:3, : gradient.numel()] = part
@@ -48,7 +53,11 @@ def test_a_tile_is_stepped_as_the_kernels_step_one(kernels: HostKernels, in_plac
         optimizer.step()
         stepped = torch.stack([master, padded[1], padded[2]])[:, : gradient.numel()]
         expected[:, begin : begin + gradient.numel()] = stepped
-    kernels.step_tile(source, target, segments, rules, scale)
+    for segment, output in zip(segments, outputs, strict=True):
+        if output is not None and adopt:
+            output.copy_(buffer[0, segment.buffer_offset : segment.buffer_offset + output.numel()])
+            output[5] = 0.5
+    kernels.step_tile(source, target, segments, rules, scale, adopt)
     assert same_bits(target, expected)
     assert in_place or same_bits(source, buffer)
     for segment, output in zip(segments, outputs, strict=True):

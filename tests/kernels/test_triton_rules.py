@@ -23,7 +23,7 @@ from longshore.optim.rules.lion import lion
 from longshore.optim.rules.sgd import sgd
 
 TILE = {"source_buffer": "*fp32", "target_buffer": "*fp32", "table": "*i64", "owners": "*i64",
-        "scalar_rows": "*fp32", "UPDATE": "constexpr", "BUFFER_ARRAYS": "constexpr"}
+        "scalar_rows": "*fp32", "UPDATE": "constexpr", "BUFFER_ARRAYS": "constexpr", "ADOPT": "constexpr"}
 PASS = {"target": "i64", "source": "i64", "dtype": "i32", "numel": "i32", "add": "i32"}
 SUM = {"starts": "*i64", "spans": "*i64", "factors": "*fp32", "sums": "*fp64"}
 
@@ -34,29 +34,36 @@ def operations(name, signature, **constants):
     instruction = r"^\\s*(?:@%p\\d+ )?([a-z0-9]+[.][a-z0-9.]*f(?:32|64)[a-z0-9.]*)"
     return collections.Counter(re.findall(instruction, assembly, re.M))
 
-def step(update, buffer_arrays):
-    return operations("step_tile", TILE, UPDATE=triton_rules.device_function(update), BUFFER_ARRAYS=buffer_arrays)
+CHECKSUMS = {"table": "*i64", "owners": "*i64", "sums": "*i64"}
+
+def step(update, buffer_arrays, adopt=False):
+    function = triton_rules.device_function(update)
+    return operations("step_tile", TILE, UPDATE=function, BUFFER_ARRAYS=buffer_arrays, ADOPT=adopt)
 
 print(json.dumps({
     "adam": step(adam, 3),
+    "adam that adopts": step(adam, 3, True),
     "lion": step(lion, 2),
     "adagrad": step(adagrad, 2),
     "momentum": step(sgd, 2),
     "sgd": step(sgd, 1),
     "accumulate": operations("accumulate", PASS),
     "sum_of_squares": operations("sum_of_squares", SUM),
+    "checksums": operations("checksums", CHECKSUMS),
 }))
 """
 
 EXPECTED = {
     # fma, div, sqrt for each element: every fma that update() writes (in both branches), and no other.
     "adam": (3, 2, 1),
+    "adam that adopts": (3, 2, 1),
     "lion": (2, 0, 0),
     "adagrad": (2, 1, 1),
     "momentum": (4, 0, 0),
     "sgd": (4, 0, 0),
     "accumulate": (0, 0, 0),
     "sum_of_squares": (0, 0, 0),
+    "checksums": (0, 0, 0),
 }
 PER_THREAD = 8  # elements: 1024 of a program by 4 warps of 32 threads
 

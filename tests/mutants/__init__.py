@@ -1,6 +1,6 @@
 """The tests bite: changes that break the code, and the tests that have to fail for each (``make test-mutants``)."""
 
-from mutants import checkpoint, export, fully_sharded, host, others, planning, sharding, speculation, transfer
+from mutants import checkpoint, export, fully_sharded, host, others, planning, sharding, speculation, transfer, writes
 from mutants.mutant import ROOT, Mutant
 
 __all__ = ["MUTANTS", "ROOT", "Mutant"]
@@ -9,6 +9,7 @@ MUTANTS = [
     *host.MUTANTS,
     *speculation.MUTANTS,
     *transfer.MUTANTS,
+    *writes.MUTANTS,
     *sharding.MUTANTS,
     *fully_sharded.MUTANTS,
     *checkpoint.MUTANTS,

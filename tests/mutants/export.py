@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "a master that is not the weight is exported",
         "checkpoint/export.py",
-        ' and entry.get("published") is True',
-        "",
+        "        values = adopted(found[weight.master], values)\n",
+        "        values = found[weight.master]\n",
         (f"{EXPORT}::test_in_fp32_it_is_the_masters",),
     ),
     Mutant(

@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "a step is kept whatever the options",
         "tiles/speculation.py",
-        "bet.scale == scale and bet.rules == {segment.layout.parameter: step.rule for segment, step in active}",
+        "bet.scale == scale and bet.rules == rules",
         "bet.scale == scale",
         (SPECULATION,),
     ),

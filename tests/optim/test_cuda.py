@@ -50,6 +50,25 @@ def test_default_mode(dtype: torch.dtype, backwards: int, tile_numel: int, devic
 
 
 @pytest.mark.parametrize("device", ["cpu", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writes_that_torch_cannot_see(dtype: torch.dtype, device: str) -> None:
+    plain_model, model = small_model(dtype), small_model(dtype).cuda()
+    plain = PlainLoop(plain_model.parameters(), lr=3e-2)
+    optimizer = longshore.AdamW(model.parameters(), lr=3e-2, offload=longshore.Offload(device=device))
+    for step in range(5):
+        backward(model, step, dtype)
+        plain.step([parameter.grad.cpu() for parameter in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        for index, (ours, theirs) in enumerate(zip(model.parameters(), plain_model.parameters(), strict=True)):
+            assert torch.equal(ours.cpu(), theirs)
+            if step % 2:
+                ours.data.clamp_(-0.1, 0.1)
+                theirs.data.clamp_(-0.1, 0.1)
+                plain.refresh(index)
+
+
+@pytest.mark.parametrize("device", ["cpu", "none"])
 @pytest.mark.parametrize("tile_numel", [64, 1 << 22])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -213,7 +213,7 @@ def test_an_option_changed_between_backward_and_step(pair: Pair) -> None:
     assert record.redone == record.begun > 2
 
 
-@pytest.mark.parametrize("write", ["data", "load", "unseen", "state", "gradient"])
+@pytest.mark.parametrize("write", ["data", "load", "refreshed", "state", "gradient"])
 def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> None:
     pair.backward()
     for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
@@ -222,7 +222,7 @@ def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> 
             weight.data = torch.full_like(weight, 0.25)
         elif write == "load":
             model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
-        elif write == "unseen":
+        elif write == "refreshed":
             weight.data.numpy()[:] = 0.125
             optimizer.refresh_master()
         elif write == "gradient":
@@ -231,7 +231,7 @@ def test_what_a_pass_read_is_written_before_the_step(pair: Pair, write: str) -> 
             optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.5)
     record = pair.step()
     assert record.dropped > 0
-    assert (record.kept == 0) == (write == "load" or write == "unseen")
+    assert (record.kept == 0) == (write == "load" or write == "refreshed")
 
 
 def test_a_state_loaded_between_backward_and_step(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -29,6 +30,7 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import CONFIG, GENERATION_CONFIG, STATE
 from longshore.checkpoint.training_state import find, read_description
 from longshore.errors import CheckpointError
+from longshore.kernels.reference import adopted
 from longshore.tiles import MASTER
 
 EXPORT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -53,10 +55,12 @@ class Exported(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A tensor to export: its name in the checkpoint, and its entry in the exported file."""
+    """A tensor to export: its name in the checkpoint, its entry in the exported file, and the name of its master, whose
+    digits are exported where the tensor is the rounded master."""
 
     source: str
     head: TensorHead
+    master: str | None = None
 
 
 def export(
@@ -158,20 +162,19 @@ def weights_of(
     lost = [name for name in parameters if name not in saved]
     if lost:
         raise CheckpointError(f"{whole.path} is damaged: {METADATA} has no {MODEL}.{lost[0]}, which {STATE}.json names")
-    # A master is exported if the parameter equals the rounded master.
     masters = {
         name
         for name, entry in (values.get(OPTIMIZER) or {"parameters": {}})["parameters"].items()
-        if dtype is torch.float32 and MASTER in entry["arrays"] and entry.get("published") is True
+        if dtype is torch.float32 and MASTER in entry["arrays"]
     }
     weights = []
     for name in dict.fromkeys([*parameters, *saved]):
         found, shape = saved[name].dtype, saved[name].shape
         head = TensorHead(name, dtype if dtype is not None and found in EXPORT_DTYPES else found, shape)
-        source = array_name(MASTER, name) if name in masters else f"{MODEL}.{name}"
-        if reader.tensor(source).shape != shape:
-            raise CheckpointError(f"{whole.path} is damaged: {source} does not have the shape of {MODEL}.{name}")
-        weights.append(Weight(source, head))
+        source, master = f"{MODEL}.{name}", array_name(MASTER, name) if name in masters else None
+        if master is not None and reader.tensor(master).shape != shape:
+            raise CheckpointError(f"{whole.path} is damaged: {master} does not have the shape of {source}")
+        weights.append(Weight(source, head, master))
     if not weights:
         raise CheckpointError(f"{whole.path} has no weights")
     return weights
@@ -202,10 +205,10 @@ def _write_shards(
     done = 0
     progress(done, total)
     for name, group in shards.items():
-        sources = {head: source for source, head in group}
-        with TensorFile(folder / name, sources, _ABOUT) as file:
+        weights = {weight.head: weight for weight in group}
+        with TensorFile(folder / name, weights, _ABOUT) as file:
             for head in file.heads:
-                file.write(read_weight(reader, sources[head], head))
+                file.write(read_weight(reader, weights[head]))
                 done += head.num_bytes
                 progress(done, total)
             file.finish()
@@ -214,13 +217,19 @@ def _write_shards(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def read_weight(reader: BoxReader, source: str, head: TensorHead) -> Tensor:
-    """Read a whole tensor, in the dtype of ``head``. Its files are unmapped afterwards."""
-    found: list[Tensor] = []
-    wanted = [WantedBoxes(source, head.shape, [Box.whole(head.shape)], found.append)]
+def read_weight(reader: BoxReader, weight: Weight) -> Tensor:
+    """Read a whole tensor, in the dtype of its entry. Its files are unmapped afterwards."""
+    head, found = weight.head, dict[str, Tensor]()
+    wanted = [
+        WantedBoxes(name, head.shape, [Box.whole(head.shape)], functools.partial(found.__setitem__, name))
+        for name in (weight.source, weight.master)
+        if name is not None
+    ]
     reader.check(wanted)
     reader.read(wanted)
-    values = found.pop()
+    values = found[weight.source]
+    if weight.master is not None:
+        values = adopted(found[weight.master], values)
     return (values if values.dtype == head.dtype else _cast(values, head)).view(head.shape)
 
 
@@ -243,7 +252,7 @@ def _with_dtype(config: Mapping[str, Any], weights: Sequence[Weight]) -> dict[st
     """Return the configuration with the dtype of most weights, to which transformers casts them when loading. The saved
     dtype may differ from it."""
     numels: Counter[torch.dtype] = Counter()
-    for _, head in weights:
+    for _, head, _ in weights:
         if head.dtype in EXPORT_DTYPES:
             numels[head.dtype] += math.prod(head.shape)
     if not numels:
@@ -327,15 +336,8 @@ def _tensors(whole: WholeCheckpoint, exclude_frozen: bool) -> dict[str, Tensor]:
     stepped = (values.get(OPTIMIZER) or {"parameters": {}})["parameters"]
     frozen = {name for name in values[MODEL]["parameters"] if exclude_frozen and name not in stepped}
     found: dict[str, Tensor] = {}
-    for source, head in weights_of(whole, values, reader, torch.float32, all_of_it=not exclude_frozen):
-        master = array_name(MASTER, head.name)
-        if head.name in frozen:
-            continue
-        weight = read_weight(reader, source, head)
-        if source != master and master in reader.tensors:
-            # Where a weight is its rounded master, take the master's value, which resumed training would have.
-            digits = read_weight(reader, master, head)
-            weight = torch.where(digits.to(reader.tensor(source).dtype).float() == weight, digits, weight)
-        found[head.name] = weight
+    for weight in weights_of(whole, values, reader, torch.float32, all_of_it=not exclude_frozen):
+        if weight.head.name not in frozen:
+            found[weight.head.name] = read_weight(reader, weight)
     whole.check_unchanged()
     return found | {name: found[first] for name, first in values[MODEL]["aliases"].items() if first in found}

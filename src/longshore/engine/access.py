@@ -11,6 +11,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from longshore.kernels.reference import adopted
 from longshore.optim.parameters import ParameterRecord, flat
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
@@ -26,15 +27,17 @@ def register(optimizer: TiledOptimizer) -> None:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return the master, float32 on the CPU in the parameter's shape, or None if no engine steps the parameter."""
+    """Return the master as the next step will read it, with what was written to the parameter since: float32 on the CPU
+    in the parameter's shape, or None if no engine steps the parameter."""
     found = _find(param)
     if found is None:
         return None
     optimizer, record = found
-    if not record.has_master or record.changed:
-        values, sharded = record.values(), sharded_store(optimizer)
-        return _copy(values if sharded is None else sharded.read_values(record.index, values)).view(record.shape)
-    return optimizer._core.store.read_state(record.index, MASTER).view(record.shape)
+    values, sharded = record.values(), sharded_store(optimizer)
+    master = _copy(values if sharded is None else sharded.read_values(record.index, values))
+    if record.has_master:
+        master = adopted(optimizer._core.store.read_state(record.index, MASTER), master.to(record.dtype))
+    return master.view(record.shape)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:

@@ -229,12 +229,21 @@ def _offload(config: Config, ranks: Ranks, binding: Binding) -> Offload:
     """Choose the settings of this rank's host side, which shares the machine's CPUs and memory with other ranks."""
     place, ahead = config.offload_device, config.speculation_memory
     if place == "none" and ranks.device.type != "cpu":
-        return Offload(config.tile_numel, config.threads, config.cpu_set, device=place)
+        return Offload(
+            config.tile_numel, config.threads, config.cpu_set, device=place, detect_writes=config.detect_writes
+        )
     neighbours = binding.neighbours
     if ahead == "auto" and neighbours.on_machine > 1:
         ahead = max(LEAST_BUDGET, memory_for_speculation() // neighbours.on_machine)
     cpus = host_cpus(config, neighbours, binding.host_threads)
-    return Offload(config.tile_numel, *cpus, device=place, speculation_memory=ahead, ratio=config.offload_ratio)
+    return Offload(
+        config.tile_numel,
+        *cpus,
+        device=place,
+        speculation_memory=ahead,
+        ratio=config.offload_ratio,
+        detect_writes=config.detect_writes,
+    )
 
 
 def _prepare(optimizer: TiledOptimizer, ranks: Ranks, sharded: FullyShardedModel | None) -> None:

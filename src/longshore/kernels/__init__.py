@@ -14,7 +14,7 @@ from longshore.kernels.base import (
     TorchRule,
     total_of_blocks,
 )
-from longshore.kernels.device import DeviceKernels, Kernels
+from longshore.kernels.device import DeviceKernels, Kernels, checksums_on
 from longshore.kernels.host import HostKernels
 from longshore.kernels.torch_rules import next_scalars, torch_options
 from longshore.machine import usable_cpus
@@ -33,6 +33,7 @@ __all__ = [
     "Scale",
     "TileSegment",
     "TorchRule",
+    "checksums_on",
     "next_scalars",
     "supported_instruction_sets",
     "torch_options",

@@ -17,9 +17,15 @@ _Segments = Sequence[tuple[int, int, int, int, int, int, int]]
 _Scalars = Sequence[Sequence[float]]
 
 def rules() -> list[str]: ...
-def check(rule: int, buffer: _Buffer, segments: _Segments, scalars: _Scalars) -> None: ...
+def check(rule: int, buffer: _Buffer, segments: _Segments, scalars: _Scalars, adopt: bool) -> None: ...
 def step(
-    pool: ThreadPool, rule: int, buffer: _Buffer, segments: _Segments, scalars: _Scalars, isa: InstructionSet
+    pool: ThreadPool,
+    rule: int,
+    buffer: _Buffer,
+    segments: _Segments,
+    scalars: _Scalars,
+    adopt: bool,
+    isa: InstructionSet,
 ) -> None: ...
 def accumulate(
     pool: ThreadPool, target: int, source: int, dtype: int, numel: int, add: bool, isa: InstructionSet

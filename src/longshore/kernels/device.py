@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from longshore.kernels import _native
 from longshore.kernels.base import NORM_BLOCK_NUMEL, UNSCALED, HostRule, Rule, Scale, TileSegment
 from longshore.kernels.host import HostKernels, checked_pair, dtype_code, native_tile
-from longshore.kernels.reference import float32_bytes
+from longshore.kernels.reference import checksums, float32_bytes
 
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 """Launch options of the elementwise kernels; without fusion, each operation rounds separately."""
@@ -56,9 +57,10 @@ class DeviceKernels:
         segments: Sequence[TileSegment],
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
+        adopt: bool = False,
     ) -> None:
         tile = native_tile(source_buffer, target_buffer, segments, rules, scale, self._address)
-        _native.check(*tile)
+        _native.check(*tile, adopt)
         if not tile.rows:
             return
         assert isinstance(rules[0], Rule)
@@ -92,6 +94,7 @@ class DeviceKernels:
                 self._upload(scalars),
                 self._triton.device_function(type(rules[0]).update),
                 buffer_arrays,
+                adopt,
                 **_PASS,
             )
 
@@ -102,6 +105,24 @@ class DeviceKernels:
         differing = torch.zeros(parameter.numel(), dtype=torch.uint8, device=self.device)
         self._elementwise(self._triton.reconcile, master, parameter, int(adopt), differing)
         return int(differing.sum(dtype=torch.int64))
+
+    def checksums(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the :func:`~longshore.kernels.reference.checksum` of each flat tensor in one pass: int64
+        ``[len(tensors)]``, on the device; this does not wait."""
+        share = self._triton.BLOCK.value * self._triton.CHECKSUM_BLOCKS.value
+        programs = [-(-tensor.numel() // share) for tensor in tensors]
+        firsts = [0, *itertools.accumulate(programs)]
+        table = [
+            (self._address(tensor), dtype_code(tensor), tensor.numel(), first)
+            for tensor, first in zip(tensors, firsts, strict=False)
+        ]
+        sums = torch.zeros(len(tensors), dtype=torch.int64, device=self.device)
+        owners = torch.repeat_interleave(torch.tensor(programs))
+        if len(owners) > 0:
+            with self._current():
+                rows = self._upload(torch.tensor(table, dtype=torch.int64))
+                self._triton.checksums[(firsts[-1],)](rows, self._upload(owners), sums, num_warps=4)
+        return sums
 
     def block_sums(self, parameters: Sequence[Sequence[Tensor]], scale: Scale = UNSCALED) -> list[list[float]]:
         starts, spans, counts = [0], [], []
@@ -163,6 +184,16 @@ class DeviceKernels:
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which :attr:`device` is the current device, on which Triton launches kernels."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def checksums_on(device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Return :meth:`DeviceKernels.checksums`, or the same in plain torch, which takes more passes over the memory, on
+    the CPU and where Triton does not work."""
+    if device.type == "cuda":
+        with contextlib.suppress(Exception):  # no Triton, or no compiler for its launchers
+            return DeviceKernels(device).checksums
+    return checksums
 
 
 Kernels = HostKernels | DeviceKernels

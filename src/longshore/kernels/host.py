@@ -65,6 +65,7 @@ class HostKernels:
         segments: Sequence[TileSegment],
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
+        adopt: bool = False,
     ) -> None:
         """Step the segments of one tile in one pass.
 
@@ -76,6 +77,8 @@ class HostKernels:
             segments: in order of ``buffer_offset``, not overlapping.
             rules: rules to which the segments' ``rule`` is an index; all of one kind.
             scale: factors by which gradients are multiplied.
+            adopt: each output holds its parameter as it is now. Elements whose bits differ from the rounded master were
+                written by somebody else; they replace their masters before the rule is applied.
 
         Raises:
             ValueError: the segments or rules are not valid for the buffers; nothing was written.
@@ -83,10 +86,10 @@ class HostKernels:
         torchs = [rule for rule in rules if isinstance(rule, TorchRule)]
         if torchs and len(torchs) == len(rules):
             check_buffers(source_buffer, target_buffer)
-            step_by_torch(source_buffer, target_buffer, segments, torchs, scale)
+            step_by_torch(source_buffer, target_buffer, segments, torchs, scale, adopt)
             return
         tile = native_tile(source_buffer, target_buffer, segments, rules, scale, _address)
-        _native.step(self._pool, *tile, self.instruction_set)
+        _native.step(self._pool, *tile, adopt, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """Set ``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""

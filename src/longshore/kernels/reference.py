@@ -17,6 +17,10 @@ from torch import Tensor
 
 from longshore.kernels.base import UNSCALED, Rule, Scale
 
+CHECKSUM_FACTOR = 0x1E3779B97F4A7C15
+"""Odd factor of :func:`checksum`, also in triton_rules.py."""
+_CHECKSUM_NUMEL = 1 << 20
+
 Operand = Tensor | float
 Scalars = Sequence[Tensor]
 
@@ -63,8 +67,42 @@ def where(condition: Tensor, yes: Operand, no: Operand) -> Tensor:
     return torch.where(condition, *(x if isinstance(x, Tensor) else _float32(x) for x in (yes, no)))
 
 
+def adopted(master: Tensor, parameter: Tensor) -> Tensor:
+    """Return the float32 master, with every element of ``parameter`` whose bits differ from the rounded master in the
+    place of its master: somebody else wrote it."""
+    integer = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
+    differs = master.to(parameter.dtype).view(integer) != parameter.view(integer)
+    return torch.where(differs, parameter.float(), master)
+
+
+def checksum(values: Tensor) -> Tensor:
+    """Return a checksum of the bits of a flat tensor and of their places: int64, 0-dim, on the tensor's device.
+
+    It is a sum, modulo 2**64, over all elements: the place in the upper 32 bits and the element's own bits in the lower
+    ones, multiplied by an odd number, with the upper half then added to the lower one by exclusive or. So a tensor that
+    differs in one element never has the same checksum, and another one hardly ever.
+    """
+    integer, mask = {2: (torch.int16, 0xFFFF), 4: (torch.int32, 0xFFFFFFFF)}[values.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for begin in range(0, values.numel(), _CHECKSUM_NUMEL):
+        part = values[begin : begin + _CHECKSUM_NUMEL].view(integer)
+        places = torch.arange(begin, begin + part.numel(), dtype=torch.int64, device=values.device)
+        mixed = ((places << 32) | (part.long() & mask)) * CHECKSUM_FACTOR
+        total += (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)).sum()
+    return total
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the :func:`checksum` of each flat tensor, all on one device."""
+    return torch.stack([checksum(values) for values in tensors])
+
+
 def rule_step(
-    arrays: Sequence[Tensor] | Tensor, gradient: Tensor, rule: Rule, scale: Scale = UNSCALED
+    arrays: Sequence[Tensor] | Tensor,
+    gradient: Tensor,
+    rule: Rule,
+    scale: Scale = UNSCALED,
+    parameter: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the arrays after one step by any rule; the arguments are not changed.
 
@@ -73,6 +111,7 @@ def rule_step(
         gradient: of the same shape as each array; float32, bfloat16 or float16.
         rule: hyper-parameters, and the step count after this step.
         scale: factors by which the gradient is multiplied, one after the other.
+        parameter: as it is before the step, to be :func:`adopted` first; None: nobody else wrote it.
 
     Returns:
         The new arrays, as many as were given. The published parameter is ``master.to(dtype)``, rounded to nearest even.
@@ -89,7 +128,8 @@ def rule_step(
     scalars = [_float32(value) for value in rule.scalars]
     g = gradient.float() * first * second
     absent = [g] * (most - len(arrays))
-    return type(rule).update(scalars, g, *arrays, *absent)[: len(arrays)]
+    master = arrays[0] if parameter is None else adopted(arrays[0], parameter)
+    return type(rule).update(scalars, g, master, *arrays[1:], *absent)[: len(arrays)]
 
 
 def _float32(value: float) -> Tensor:

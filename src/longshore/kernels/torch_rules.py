@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels.base import OneElement, Scale, TileSegment, TorchRule
+from longshore.kernels.reference import adopted
 
 _LOOP_NUMEL = 64
 """Multiple of the number of elements that any of torch's vectorized loops takes at once."""
@@ -77,6 +78,7 @@ def step_by_torch(
     segments: Sequence[TileSegment],
     rules: Sequence[TorchRule],
     scale: Scale,
+    adopt: bool,
 ) -> None:
     """Step the segments of one tile; arguments as in :meth:`HostKernels.step_tile`.
 
@@ -106,12 +108,15 @@ def step_by_torch(
             begin, numel = segment.buffer_offset, segment.gradient.numel()
             if source_buffer is not target_buffer:
                 target_buffer[:, begin : begin + numel] = source_buffer[:, begin : begin + numel]
+            master = target_buffer[0, begin : begin + numel]
+            if adopt and segment.output is not None:
+                master.copy_(adopted(master, segment.output))
             for at in range(0, numel, buffer_numel):
                 count = min(buffer_numel, numel - at)
                 rows = target_buffer[:, begin + at : begin + at + count]
                 steppers[segment.rule].step_rows(rows, segment.gradient[at : at + count], scale)
             if segment.output is not None:
-                segment.output.copy_(target_buffer[0, begin : begin + numel])
+                segment.output.copy_(master)
     finally:
         torch.set_num_threads(threads)
 

@@ -33,6 +33,15 @@ dtype, offset of the rule's scalars, first program of the segment, elements of e
 SPAN_COLUMNS = tl.constexpr(4)
 """int64 columns of a span: address of the parameter's first element, dtype, begin, end."""
 
+CHECKSUM_COLUMNS = tl.constexpr(4)
+"""int64 columns of a checksum: address, dtype, elements, first program."""
+
+CHECKSUM_FACTOR = tl.constexpr(0x1E3779B97F4A7C15)
+"""As in longshore.kernels.reference."""
+
+CHECKSUM_BLOCKS = tl.constexpr(64)
+"""Number of blocks of one parameter that one program adds up."""
+
 BLOCK = tl.constexpr(1024)
 """Number of elements that one program steps or copies."""
 NORM_LANES = tl.constexpr(16)
@@ -114,6 +123,24 @@ def store_rounded(address, at, values, mask, dtype):
         tl.store(address.to(tl.pointer_type(tl.uint16)) + at, round_to_float16(values), mask)
 
 
+@triton.jit
+def adopted(masters, parameter, at, mask, dtype):
+    """Return the masters, with the elements of ``parameter`` whose bits differ from the rounded master in their place,
+    and where these are."""
+    differs = mask & (masters != masters)  # nowhere; gives the variable its type
+    if dtype == FLOAT32:
+        stored = tl.load(parameter.to(tl.pointer_type(tl.uint32)) + at, mask, other=0)
+        differs = mask & (bits_of(masters) != stored)
+    elif dtype == BFLOAT16:
+        stored = tl.load(parameter.to(tl.pointer_type(tl.uint16)) + at, mask, other=0)
+        differs = mask & (round_to_bfloat16(masters) != stored)
+    elif dtype == FLOAT16:
+        stored = tl.load(parameter.to(tl.pointer_type(tl.uint16)) + at, mask, other=0)
+        differs = mask & (round_to_float16(masters) != stored)
+    values = load_float(parameter, at, differs, dtype)
+    return tl.where(differs, values, masters), differs
+
+
 # Replacements for the operations of longshore.kernels.reference, with which a rule's update() is compiled.
 
 
@@ -156,7 +183,14 @@ def device_function(update):
 
 @triton.jit
 def step_tile(
-    source_buffer, target_buffer, table, owners, scalar_rows, UPDATE: tl.constexpr, BUFFER_ARRAYS: tl.constexpr
+    source_buffer,
+    target_buffer,
+    table,
+    owners,
+    scalar_rows,
+    UPDATE: tl.constexpr,
+    BUFFER_ARRAYS: tl.constexpr,
+    ADOPT: tl.constexpr,
 ):
     """Step a tile; each program steps one block of one segment.
 
@@ -175,6 +209,8 @@ def step_tile(
     g = load_float(tl.load(row + 2), at, mask, tl.load(row + 3))
     g = g * tl.load(scalars) * tl.load(scalars + 1)
     p = tl.load(source, mask, other=0.0)
+    if ADOPT:
+        p, _ = adopted(p, tl.load(row + 4), at, mask, tl.load(row + 5))
     first = g  # stands for a state that the buffer does not have
     if BUFFER_ARRAYS > 1:
         first = tl.load(source + stride, mask, other=0.0)
@@ -207,15 +243,7 @@ def reconcile(master, parameter, dtype, numel, adopt, differing):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
     masters = tl.load(master.to(tl.pointer_type(tl.float32)) + at, mask, other=0.0)
-    values = load_float(parameter, at, mask, dtype)
-    if dtype == FLOAT32:
-        differs = bits_of(masters) != bits_of(values)
-    elif dtype == BFLOAT16:
-        stored = tl.load(parameter.to(tl.pointer_type(tl.uint16)) + at, mask, other=0)
-        differs = round_to_bfloat16(masters) != stored
-    else:
-        stored = tl.load(parameter.to(tl.pointer_type(tl.uint16)) + at, mask, other=0)
-        differs = round_to_float16(masters) != stored
+    values, differs = adopted(masters, parameter, at, mask, dtype)
     tl.store(differing + at, differs.to(tl.uint8), mask)
     if adopt != 0:
         tl.store(master.to(tl.pointer_type(tl.float32)) + at, values, mask & differs)
@@ -261,6 +289,36 @@ def sum_of_squares(starts, spans, factors, sums):
         else:
             total = add_squares(total, address, begin, end, factors, FLOAT16)
     tl.store(sums + block * NORM_LANES + lane, total)
+
+
+@triton.jit
+def add(a, b):
+    return a + b
+
+
+@triton.jit
+def checksums(table, owners, sums):
+    """Compute :func:`longshore.kernels.reference.checksum`; each program adds blocks of one tensor to its sum. Sums are
+    modulo 2**64, so the order of the programs does not matter."""
+    program = tl.program_id(0)
+    owner = tl.load(owners + program)
+    row = table + owner * CHECKSUM_COLUMNS
+    address = tl.load(row)
+    dtype = tl.load(row + 1)
+    numel = tl.load(row + 2)
+    first = (program - tl.load(row + 3)) * CHECKSUM_BLOCKS * BLOCK
+    total = tl.full([BLOCK], 0, tl.int64)
+    for block in range(tl.minimum(CHECKSUM_BLOCKS, (numel - first + BLOCK - 1) // BLOCK)):
+        at = first + block * BLOCK + tl.arange(0, BLOCK)
+        mask = at < numel
+        if dtype == FLOAT32:
+            bits = tl.load(address.to(tl.pointer_type(tl.uint32)) + at, mask, other=0).to(tl.int64)
+        else:
+            bits = tl.load(address.to(tl.pointer_type(tl.uint16)) + at, mask, other=0).to(tl.int64)
+        mixed = ((at << 32) | bits) * CHECKSUM_FACTOR
+        mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+        total += tl.where(mask, mixed, 0)
+    tl.atomic_add(sums + owner, tl.reduce(total, 0, add))
 
 
 INTERPRETED = not isinstance(step_tile, triton.JITFunction)

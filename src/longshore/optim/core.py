@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longshore.errors import LongshoreError, ParameterError
 from longshore.kernels import HostRule, Scale
+from longshore.optim.adoption import Adoption
 from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
@@ -72,6 +73,7 @@ class OptimizerCore:
         """Whether a step was applied."""
         self.handed_out = HandedOut()
         # These change with each window.
+        self._adoption = Adoption(offload.detect_writes)
         self.clipping = Clipping()
         self._agreed: Mapping[int, Tensor | None] | None = None
         """Gradients that all ranks agreed on, in :meth:`one_agreement`."""
@@ -277,7 +279,7 @@ class OptimizerCore:
                 steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
                 histories[record.index] = history
             entries = _balance(records.values(), source.produced, steps, store)
-            _adopt_masters(store, self._present(), steps)
+            self._adoption.adopt(store, self._present(), steps)
             for index in steps:
                 # Fill the states that are not zero before a first step.
                 for name, value in self.family.initial(records[index].history).items():
@@ -286,6 +288,7 @@ class OptimizerCore:
         def published() -> None:
             for index, step in steps.items():
                 records[index].publish(step.target, histories[index])
+            self._adoption.published(store, records, steps)
             source.consumed()
             self.clipping.reset()
             self._begun = True
@@ -369,30 +372,3 @@ def _balance(
             )
         entries[index] = Entry(arrived, reduced, applied)
     return entries
-
-
-def _adopt_masters(
-    store: ParameterStore, records: Collection[ParameterRecord], steps: Mapping[int, ParameterStep]
-) -> None:
-    """Adopt, before a step, what somebody else wrote into the parameters to be stepped (law 10).
-
-    Raises ParameterError, with ``LONGSHORE_DEBUG=1``, for a write that torch cannot see, and ValueError if two
-    parameters were given the same memory; the messages name the parameters.
-    """
-    if debugging():
-        for record in records:
-            if not record.has_master or record.changed:
-                continue
-            if differing := store.count_differing(record.index, record.values()):
-                raise ParameterError(
-                    f"parameter {record.name}: {differing} of {record.parameter.numel()} elements were written where "
-                    "torch could not see it (p.data.copy_, NumPy, a custom kernel); call "
-                    "optimizer.refresh_master() after such writes"
-                )
-    changed = [record for record in records if record.index in steps and record.changed]
-    if any(record.published is not None for record in changed):
-        # After p.data = q.data there would be two masters for the same memory.
-        check_no_shared_memory(list(records))
-    for record in changed:
-        store.adopt(record.index, steps[record.index].target, keep_matching=record.has_master)
-        record.has_master = True

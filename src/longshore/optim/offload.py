@@ -26,6 +26,8 @@ class StoreFactory(ABC):
 
     takes_shards: bool = True
     """Whether parameters may be DTensors, of which this process has a shard."""
+    detect_writes: bool = True
+    """Whether each step looks for writes to parameters that torch cannot see."""
     keeps_shards: ClassVar[bool] = False
     """Whether the store keeps state only for this process's shards of DTensors."""
     leaf_of: Callable[[Tensor], Tensor | None] | None = None
@@ -69,6 +71,10 @@ class Offload(StoreFactory):
         ratio: the share of the elements whose state is on the host, with ``device="cpu"``. The others, whose gradients
             come last, keep theirs on the device and are stepped there, while the host steps its own. For CPU parameters
             both are the same memory.
+        detect_writes: each step finds what was written to parameters where torch cannot see it (``p.data.copy_``,
+            NumPy, another process). Where nothing is copied this takes next to no time; for parameters on a device, it
+            takes two passes over them there, for checksums. With False, ``refresh_master()`` has to be called after
+            such writes.
     """
 
     tile_numel: int | None = None
@@ -78,6 +84,7 @@ class Offload(StoreFactory):
     device: str = "cpu"
     speculation_memory: SpeculationMemory = 0
     ratio: float = 1.0
+    detect_writes: bool = True
     keeps_shards: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
@@ -89,6 +96,8 @@ class Offload(StoreFactory):
             parse_memory_budget(self.speculation_memory)
         except ValueError as error:
             raise ValueError(f"speculation_memory {error}, and is {self.speculation_memory!r}") from None
+        if not isinstance(self.detect_writes, bool):
+            raise ValueError(f"detect_writes is True or False, not {self.detect_writes!r}")
         if self.device not in ("cpu", "none"):
             raise ValueError(
                 f"device is where the optimizer's state is: 'cpu' (host memory) or 'none' (no offload: where the "
@@ -160,4 +169,6 @@ class Offload(StoreFactory):
     def _backend(self, device: torch.device, hold_gradients: bool) -> BackendSettings:
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)
         tile_numel = self.tile_numel or default_tile_numel(transfer.staged)
-        return BackendSettings(transfer, kernels, tile_numel, hold_gradients, self.speculation_memory)
+        return BackendSettings(
+            transfer, kernels, tile_numel, hold_gradients, self.speculation_memory, self.detect_writes
+        )

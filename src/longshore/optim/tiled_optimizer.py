@@ -90,8 +90,8 @@ class TiledOptimizer(torch.optim.Optimizer):
 
         Raises:
             GradientError: a gradient, which the message names, cannot be counted; nothing was stepped.
-            ParameterError: a parameter was moved or converted (with ``LONGSHORE_DEBUG=1`` also: written where torch
-                cannot see it); nothing was stepped.
+            ParameterError: a parameter was moved or converted (with ``detect_writes=False`` and ``LONGSHORE_DEBUG=1``
+                also: written where torch cannot see it); nothing was stepped.
             BrokenStateError: this or an earlier step failed half way.
         """
         loss = None
@@ -263,10 +263,11 @@ class TiledOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Adopt writes that torch cannot see: ``p.data.copy_``, NumPy views, custom kernels.
+        """Adopt now what was written to parameters, as the next step would: every element that differs from its rounded
+        master becomes the master.
 
-        Every element that differs from its rounded master becomes the master. Other writes (``load_state_dict``,
-        initialisers, ``p.data = x``) are found at the next step without this call.
+        With ``Offload(detect_writes=False)`` this is needed after writes that torch cannot see (``p.data.copy_``, NumPy
+        views, custom kernels), before the next step.
         """
         core = self._core
         core.take_edits()
@@ -274,7 +275,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             if record.has_master:
                 record.check()
                 core.store.adopt(record.index, record.values(), keep_matching=True)
-                record.mark_published()
+                record.published = None  # compare with the parameter before the next step
         core.handed_out.follow(core, core.parameters)
 
     @property

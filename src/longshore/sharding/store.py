@@ -62,6 +62,10 @@ class ShardedOffload(StoreFactory):
         return None if self.sharded is None else self.sharded.leaf_of
 
     @property
+    def detect_writes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.offload.detect_writes
+
+    @property
     def leaves_on_device(self) -> bool:
         return self.offload.leaves_on_device
 

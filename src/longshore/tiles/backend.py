@@ -44,6 +44,8 @@ class BackendSettings(NamedTuple):
     """Whether gradients arrive in backward and stay until the step, in a slot for each tile; else tiles share a few."""
     speculation_memory: SpeculationMemory = 0
     """Memory for stepping tiles ahead of the verdict."""
+    detect_writes: bool = True
+    """Whether the step compares parameters in the backend's own memory with their rounded masters (law 10)."""
 
 
 def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
@@ -71,10 +73,12 @@ class Backend:
     """
 
     def __init__(self, settings: BackendSettings, buffer_arrays: int, pending_reads: PendingReads) -> None:
-        transfer, kernels, tile_numel, self._hold_gradients, speculation_memory = settings
+        transfer, kernels, tile_numel, self._hold_gradients, speculation_memory, detect_writes = settings
         assert not transfer.staged or kernels.device.type == "cpu"
         self.transfer = transfer
         self.kernels = kernels
+        self._compares = detect_writes and not transfer.staged
+        """Whether outputs are the parameters themselves, and are compared with their rounded masters."""
         self.on_host = kernels.device.type == "cpu"
         self.tile_numel = tile_numel
         # Grow with parameters.
@@ -245,7 +249,8 @@ class Backend:
         self.transfer.end_publish()
 
     def _take_stepped(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> bool:
-        slot = self.speculator.verdict(tile, active, scale)
+        written = self._compares and tile.state is TileState.STEPPED and self._written(tile, active)
+        slot = self.speculator.verdict(tile, active, scale, written)
         if slot is None:
             return False
         stepped.append(tile)  # its buffer is the new one: from here on there is no way back
@@ -253,6 +258,15 @@ class Backend:
             output = slot.view(tile.dtype, segment.layout)
             slot.last_publish = self._publish(tile, output, segment.part_of(step.target))
         return True
+
+    def _written(self, tile: Tile, active: Active) -> bool:
+        """Return whether somebody wrote a parameter of a tile that was stepped ahead, from its old master."""
+        assert tile.buffer is not None
+        master, reconcile = tile.buffer[0], self.kernels.reconcile
+        return any(
+            reconcile(master[segment.layout.in_buffer], segment.part_of(step.target), adopt=False) > 0
+            for segment, step in active
+        )
 
     def _publish(self, tile: Tile, output: Tensor, target: Tensor) -> CopyHandle:
         begin_ns = tile.recorder.begin(PUBLISH, tile.layout.index)
@@ -273,9 +287,9 @@ class Backend:
             segment_steps.append(SegmentStep(segment, step.rule, output))
         if self.snapshots.active:
             with self.snapshots.buffer_for(tile) as into:
-                commit_tile(tile, segment_steps, scale, self.kernels, into)
+                commit_tile(tile, segment_steps, scale, self.kernels, into, adopt=self._compares)
         else:
-            commit_tile(tile, segment_steps, scale, self.kernels)
+            commit_tile(tile, segment_steps, scale, self.kernels, adopt=self._compares)
         stepped.append(tile)
         for (segment, step), (_, _, output) in zip(active, segment_steps, strict=True):
             handle = self._publish(tile, output, segment.part_of(step.target))
@@ -304,11 +318,17 @@ class Backend:
 
 
 def commit_tile(
-    tile: Tile, steps: Sequence[SegmentStep], scale: Scale, kernels: Kernels, into: Tensor | None = None
+    tile: Tile,
+    steps: Sequence[SegmentStep],
+    scale: Scale,
+    kernels: Kernels,
+    into: Tensor | None = None,
+    adopt: bool = False,
 ) -> None:
     """Write a tile's new values to its buffer and the outputs (FILLING or READY -> COMMITTED; BROKEN if that fails).
 
     If ``into`` is given, it becomes the tile's buffer, and the old buffer is only read; else the step is in place.
+    ``adopt``: the outputs are the parameters; see :meth:`HostKernels.step_tile`.
     """
     for step in steps:
         if step.segment.handle is not None:
@@ -324,7 +344,7 @@ def commit_tile(
         if into is not None:
             for part in tile.idle_parts(steps):  # elements that are not stepped keep their values
                 into[:, part] = buffer[:, part]
-        kernels.step_tile(buffer, target, rows, rules, scale)
+        kernels.step_tile(buffer, target, rows, rules, scale, adopt)
     except BaseException:
         tile.move(TileEvent.COMMIT_FAILED)
         raise

@@ -59,7 +59,7 @@ class SpeculationRecord(NamedTuple):
     begun: int = 0
     kept: int = 0
     redone: int = 0
-    """Tiles stepped ahead, and then again with the true scale or rule."""
+    """Tiles stepped ahead, and then again with the true scale, rule or parameters."""
     dropped: int = 0
     """Tiles stepped ahead in vain: one more gradient came, or the window was discarded."""
     waited: int = 0
@@ -312,12 +312,17 @@ class Speculator:
         self._slots.clear()
         self._reserved_for = self._spare_count = self._spare_buffer_bytes = self.spare_bytes = 0
 
-    def verdict(self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale) -> Slot | None:
-        """Commit the tile and return the slot with its new parameters, if it was stepped ahead as required."""
+    def verdict(
+        self, tile: Tile, active: Sequence[tuple[Segment, ParameterStep]], scale: Scale, written: bool
+    ) -> Slot | None:
+        """Commit the tile and return the slot with its new parameters, if it was stepped ahead as required.
+
+        ``written``: whether somebody wrote its parameters, which a step ahead does not read."""
         if tile.state is not TileState.STEPPED:
             return None
         bet = self._passes[tile.layout.index]
-        if bet.scale == scale and bet.rules == {segment.layout.parameter: step.rule for segment, step in active}:
+        rules = {segment.layout.parameter: step.rule for segment, step in active}
+        if bet.scale == scale and bet.rules == rules and not written:
             tile.keep_spare(self._pool)
             self._count(KEPT, tile)
             return bet.slot

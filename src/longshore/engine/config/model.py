@@ -127,6 +127,8 @@ class Config(FrozenModel):
         offload_ratio: the share of the optimizer's state that is on the host, as ``ratio`` in
             :class:`longshore.Offload`. The rest, which belongs to the parameters whose gradients come last, stays on
             the device and is stepped there. The weights are the same bits. Needs ``offload_device`` cpu.
+        detect_writes: each step finds what was written to parameters where torch cannot see it, as in
+            :class:`longshore.Offload`.
         dtype: dtype to which parameters are cast when the engine is made; buffers keep theirs. None: parameters stay as
             they are. Masters are float32.
         autocast: dtype of ``torch.autocast`` around forward; None: no autocast.
@@ -173,6 +175,7 @@ class Config(FrozenModel):
     cpu_share: Annotated[float | None, FRACTION] = None
     speculation_memory: Annotated[int | str, Budget()] = 0
     offload_ratio: Annotated[float, FRACTION] = 1.0
+    detect_writes: bool = True
 
     dtype: Annotated[DtypeName | None, DTYPE] = None
     autocast: Annotated[Literal["bf16", "fp16"] | None, LOW_DTYPE] = None

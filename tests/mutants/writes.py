@@ -1,0 +1,85 @@
+"""Mutants of how writes to parameters are found that torch cannot see."""
+
+from __future__ import annotations
+
+from mutants.mutant import UNSEEN_WRITES, Mutant
+
+MUTANTS = [
+    Mutant(
+        "the step does not compare parameters with their masters",
+        "tiles/backend.py",
+        "        self._compares = detect_writes and not transfer.staged\n",
+        "        self._compares = False\n",
+        (UNSEEN_WRITES,),
+    ),
+    Mutant(
+        "a step ahead is kept although its parameter was written",
+        "tiles/speculation.py",
+        "bet.rules == rules and not written",
+        "bet.rules == rules",
+        (UNSEEN_WRITES,),
+    ),
+    Mutant(
+        "a tile stepped ahead is compared with its new master",
+        "tiles/backend.py",
+        "        master, reconcile = tile.buffer[0], self.kernels.reconcile\n",
+        "        master, reconcile = tile.spare[0], self.kernels.reconcile\n",
+        (UNSEEN_WRITES,),
+    ),
+    Mutant(
+        "the whole parameter is adopted, not the element",
+        "kernels/torch_rules.py",
+        "                master.copy_(adopted(master, segment.output))\n",
+        "                master.copy_(segment.output)\n",
+        ("tests/kernels/test_torch_rules.py",),
+    ),
+    Mutant(
+        "a write found by its checksum is adopted whole",
+        "optim/adoption.py",
+        "keep_matching=record.has_master)\n            record.has_master = True",
+        "keep_matching=False)\n            record.has_master = True",
+        (UNSEEN_WRITES,),
+    ),
+    Mutant(
+        "checksums are not compared",
+        "optim/adoption.py",
+        "zip(known, differs.tolist(), strict=True) if wrote]",
+        "zip(known, differs.tolist(), strict=True) if wrote and False]",
+        (UNSEEN_WRITES,),
+    ),
+    Mutant(
+        "the checksum is that of the values before the step",
+        "optim/core.py",
+        "        def published() -> None:\n"
+        "            for index, step in steps.items():\n"
+        "                records[index].publish(step.target, histories[index])\n"
+        "            self._adoption.published(store, records, steps)\n",
+        "        self._adoption.published(store, records, steps)\n\n"
+        "        def published() -> None:\n"
+        "            for index, step in steps.items():\n"
+        "                records[index].publish(step.target, histories[index])\n"
+        "            self._adoption._identities.update((index, records[index].published) for index in steps)\n",
+        (UNSEEN_WRITES,),
+    ),
+    Mutant(
+        "a checksum outlives the values that it is of",
+        "optim/adoption.py",
+        "self._identities.get(record.index) is record.published",
+        "record.index in self._identities",
+        (UNSEEN_WRITES,),
+    ),
+    Mutant(
+        "a refreshed master counts as published",
+        "optim/tiled_optimizer.py",
+        "                record.published = None  # compare with the parameter before the next step\n",
+        "                record.mark_published()\n",
+        (UNSEEN_WRITES,),
+    ),
+    Mutant(
+        "a checksum has no places",
+        "kernels/reference.py",
+        "((places << 32) | (part.long() & mask))",
+        "((places * 0) | (part.long() & mask))",
+        ("tests/kernels/test_device.py",),
+    ),
+]
