@@ -13,6 +13,7 @@ from torch import nn
 import longshore
 from checkpoint import one_line_cases as cases
 from longshore.checkpoint import one_line
+from longshore.checkpoint.files import checksum
 from longshore.errors import CheckpointError
 
 
@@ -134,3 +135,97 @@ def test_frozen_and_left_out_is_not_trained(tmp_path: Path) -> None:
     other, _ = cases.make(seed=1)
     with pytest.raises(CheckpointError, match=r"0.weight was frozen and left out .* and is trained here"):
         longshore.load(tmp_path, other)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_stages_of_a_pipeline(async_save: bool, two_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = two_ranks(cases.save_stages, str(tmp_path), async_save)
+    assert not first.keys() & second.keys()
+    for stages, lrs in (([[0, 1], [2]], [0.01, 0.5]), ([[2], [0, 1]], [0.5, 0.01])):
+        loaded = two_ranks(cases.load_stages, str(tmp_path), stages)
+        both = {**loaded[0][0], **loaded[1][0]}
+        assert both.keys() == {*first, *second}
+        for name, value in {**first, **second}.items():
+            assert torch.equal(both[name], value), name
+        assert [list(map(float, buffers)) for _, buffers, _ in loaded] == stages
+        assert [lr for *_, lr in loaded] == lrs
+
+
+def test_the_whole_model_loads_the_stages_of_a_pipeline(two_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = two_ranks(cases.save_stages, str(tmp_path), False)
+    model = cases.Stage([0, 1, 2], seed=50)
+    optimizer = longshore.AdamW([{"params": [*layer.parameters()]} for layer in model.children()], lr=1.0)
+    longshore.load(tmp_path, model, optimizer)
+    loaded = cases.state_of(model, optimizer)
+    assert loaded.keys() == {*first, *second}
+    for name, value in {**first, **second}.items():
+        assert torch.equal(loaded[name], value), name
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("values", "layer0.weight: ranks 0 and 1 differ in values"),
+        ("shape", "layer0.weight: ranks 0 and 1 differ in shape"),
+        ("master", "layer0.weight: ranks 0 and 1 differ in exp_avg"),
+        ("lr", "layer0.weight: ranks 0 and 1 differ in lr"),
+        ("kind", "the ranks' optimizers are AdamW and Lion"),
+    ],
+)
+def test_ranks_with_other_contents_of_one_name_are_refused_on_all(
+    change: str, text: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    one, other = two_ranks(cases.refused_stage, str(tmp_path), change)
+    assert text in one
+    assert one == other
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_with_the_same_are_saved_once(two_ranks: Ranks, tmp_path: Path) -> None:
+    saved, same = two_ranks(cases.save_same, str(tmp_path))
+    model, optimizer = cases.Stage([0, 1], seed=50).make()
+    longshore.load(tmp_path, model, optimizer)
+    loaded = {**cases.state_of(model, optimizer), "seen0": model.seen0}
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value) and torch.equal(value, same[name]), name
+
+
+def test_ranks_that_give_different_folders_save_independently(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(cases.own_folders, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stage0", "stage1"]
+
+
+def test_sharded_stages_of_a_pipeline(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(cases.sharded_stages, str(tmp_path))
+
+
+def test_under_ddp_rank_0_saves_alone(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks(cases.averaged, str(tmp_path)) == [True, True]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_save_is_an_error(tmp_path: Path) -> None:
+    ranks = Ranks(2, timeout_s=10)
+    try:
+        assert "have to be called on all ranks" in ranks(cases.rank_zero_alone, str(tmp_path))[0]
+    finally:
+        ranks.stop()
+
+
+def test_a_checksum_sees_every_change() -> None:
+    torch.manual_seed(0)
+    for numel in (0, 1, 7, 2048, 5000):
+        for dtype in (torch.bfloat16, torch.float32):
+            values = torch.randn(numel + 1).to(dtype)
+            one = checksum(values[1:])
+            assert one == checksum(values[1:].clone())
+            for place in {0, numel // 2, numel - 1} if numel else ():
+                other = values[1:].clone()
+                other[place] *= -1
+                assert checksum(other) != one
+            if numel > 1:
+                assert checksum(values[1:].flip(0)) != one
+    signs = torch.ones(4096)
+    signs[3] = -1
+    assert checksum(signs) != checksum(signs.roll(2)) != checksum(signs.roll(512))

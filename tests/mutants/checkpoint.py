@@ -5,6 +5,35 @@ from __future__ import annotations
 from mutants.mutant import ASYNC, FOLDER, MEMORY, ONE_LINE, RESHARDING, RESUME, SNAPSHOT, Mutant
 
 MUTANTS = [
+    # -- ranks with different parameters ---------------------------------------
+    Mutant(
+        "the description of a checkpoint is the first rank's alone",
+        "checkpoint/training_state.py",
+        "        if any(held.keys() != ranks[0].keys() for held in ranks):\n",
+        "        if not ranks:\n",
+        (f"{ONE_LINE}::test_stages_of_a_pipeline",),
+    ),
+    Mutant(
+        "tensors of one name are not compared",
+        "checkpoint/stages.py",
+        "    if differing:\n",
+        "    if not ranks:\n",
+        (f"{ONE_LINE}::test_ranks_with_other_contents_of_one_name_are_refused_on_all",),
+    ),
+    Mutant(
+        "every rank writes what all have",
+        "checkpoint/stages.py",
+        "        if having[0 if name in buffers else place % len(having)] == rank\n",
+        "",
+        (f"{ONE_LINE}::test_ranks_with_the_same_are_saved_once",),
+    ),
+    Mutant(
+        "a checksum does not see the order",
+        "checkpoint/files.py",
+        "        digest.update(((chunk ^ (chunk >> 31)).view(-1, _BLOCK_BYTES // 8) * weights)",
+        "        digest.update(((chunk ^ (chunk >> 31)).view(-1, _BLOCK_BYTES // 8) * weights[0])",
+        (f"{ONE_LINE}::test_a_checksum_sees_every_change",),
+    ),
     # -- snapshots ------------------------------------------------------------
     Mutant(
         "a buffer is stepped in place while it is written",

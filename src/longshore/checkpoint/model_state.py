@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class ModelState:
         """Parameters and persistent buffers, each once."""
         self.aliases: dict[str, str] = {}
         """First names of tied tensors, by their further names."""
+        self.to_write: Set[str] | None = None
+        """Names of the tensors, among those that are not sharded, that this process writes alone; None: all processes
+        have the same ones, and divide them."""
         self._names: dict[int, str] = {}
         for name, tensor in _named_tensors(model):
             first = self._names.setdefault(id(tensor), name)
@@ -74,10 +77,11 @@ class ModelState:
         shape = tuple(tensor.shape)
         if is_sharded(tensor):
             box, first = box_of_shard(tensor, name)
-            here = first and (box.numel > 0 or (math.prod(shape) == 0 and self._rank == 0))
+            here = first and (box.numel > 0 or (math.prod(shape) == 0 and not any(_place_in_mesh(tensor))))
             return SavedBoxes(name, tensor.dtype, shape, [box] if here else [], held_part(tensor).detach)
-        if tensor.numel() == 0:
-            return SavedBoxes(name, tensor.dtype, shape, [Box.whole(shape)] if self._rank == 0 else [], tensor.detach)
+        if tensor.numel() == 0 or self.to_write is not None:
+            here = self._rank == 0 if self.to_write is None else name.removeprefix(f"{MODEL}.") in self.to_write
+            return SavedBoxes(name, tensor.dtype, shape, [Box.whole(shape)] if here else [], tensor.detach)
         start, numel = self._share(tensor, place)
         boxes = boxes_of_range(shape, start, numel)
         return SavedBoxes(name, tensor.dtype, shape, boxes, lambda: flat(tensor)[start : start + numel])
@@ -127,6 +131,10 @@ def box_of_shard(tensor: Any, name: str) -> tuple[Box, bool]:
     if tuple(shape) != tuple(tensor._local_tensor.shape):
         raise CheckpointError(f"{name} is placed as {placements} on {mesh}, which longshore cannot save as boxes")
     return Box(tuple(offset), tuple(shape)), first
+
+
+def _place_in_mesh(tensor: Any) -> Sequence[int]:
+    return tensor.device_mesh.get_coordinate()
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longshore.checkpoint.files import checked_entry
@@ -20,14 +22,16 @@ from longshore.checkpoint.folder import check_tag
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
-from longshore.errors import CheckpointError
-from longshore.optim.shards import is_sharded
+from longshore.errors import CheckpointError, RankError
+from longshore.optim.shards import data_parallel_wrappers, is_sharded
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.collective_thread import twin_of
 
 _RUNS: dict[Path, str] = {}
 """Name of the run that saves in each folder. Loading from a folder continues that folder's run."""
 _BACKGROUND = Background()
+_LATE_S = 30.0
+_LOGGER = logging.getLogger("longshore")
 
 
 def save(
@@ -42,15 +46,18 @@ def save(
 ) -> Path:
     """Save a model and its longshore optimizer, between two steps, in the format of ``engine.save_checkpoint``.
 
-    If parameters are ``DTensor`` (FSDP2), all ranks have to call it. Otherwise all ranks have the same values: rank 0
-    writes them, and calls on other ranks do nothing.
+    All ranks have to call it. Each writes what it has: shards of ``DTensor`` (FSDP2), and stages of a pipeline, whose
+    modules need different names. Ranks that have a parameter of the same name have to have the same values, which is
+    verified, and one of them writes it. Only ``DistributedDataParallel`` over all ranks keeps parameters the same: rank
+    0 writes them alone, and calls on other ranks do nothing.
 
     Args:
-        save_dir: a folder, made if it does not exist.
+        save_dir: a folder, made if it does not exist. Ranks that give different folders save independently of each
+            other.
         model: the model, with the parameters that ``optimizer`` steps.
         optimizer: ``longshore.AdamW`` or another optimizer of longshore; None: save weights only.
         tag: the checkpoint's name in the folder. An existing one is replaced once the new one is complete.
-        state: your own values (schedulers, counters, random states): JSON values and tensors.
+        state: your own values (schedulers, counters, random states): JSON values and tensors; rank 0's are saved.
         keep_last: number of checkpoints to keep; older ones of this process, or of the run that it resumed, are
             removed.
         async_save: return at once, and write while training continues, as in an engine's ``save_checkpoint``.
@@ -60,20 +67,25 @@ def save(
 
     Raises:
         CheckpointError: a value cannot be saved (the message has its key), gradients on the host would be lost, or the
-            disk failed. Existing checkpoints are unchanged. With ``async_save`` the next call of this function, of
-            :func:`load` or of :func:`wait_for_checkpoint` raises it.
+            disk failed, or ranks have different parameters of the same name (all ranks raise). Existing checkpoints
+            are unchanged. With ``async_save`` the next call of this function, of :func:`load` or of
+            :func:`wait_for_checkpoint` raises it.
         ValueError: ``tag`` is not a valid tag.
+        RankError: another rank did not call it in the time in which its process group waits, or has ended.
     """
     wait_for_checkpoint()
     root, ours = Path(save_dir).absolute(), _checked(optimizer)
     check_tag(tag)
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(_group_of(model))
-        if group.world_size == 1 and _world_size() > 1 and dist.get_rank() != 0:
+        group = stack.enter_context(_group_of(model, root / tag))
+        if group.process_group is None and _world_size() > 1 and dist.get_rank() != 0:
             return root / tag
         group.together(lambda: _check_no_gradients(ours, "a checkpoint has no gradients, and {} would be lost: save"))
-        training = TrainingState(model, ours, group)
+        training = group.together(lambda: TrainingState(model, ours, group))
+        if group.world_size > 1:
+            training.compare_ranks()
         step = max((record.step for record in ours._core.records), default=0) if ours is not None else 0
+        step = max(group.gather(step))
         memory_bytes = memory_for_snapshot(group) if async_save else None
         values, run = {CLIENT_STATE: dict(state or {})}, _RUNS.setdefault(root, secrets.token_hex(8))
         content = prepare(lambda: training.content(values, {}, step, run, memory_bytes=memory_bytes), group)
@@ -126,7 +138,7 @@ def load(
     """
     wait_for_checkpoint()
     ours = _checked(optimizer)
-    with _group_of(model) as group:
+    with _group_of(model, Path(load_dir).absolute()) as group:
         group.together(lambda: _check_no_gradients(ours, "{} would be applied to the loaded weights: load"))
         whole = find(Path(load_dir).absolute(), tag, group)
         if whole is None:
@@ -137,7 +149,8 @@ def load(
         def look(values: Mapping[str, Any]) -> None:
             checked_entry(values, CLIENT_STATE, dict, str(whole.path))
 
-        state = TrainingState(model, ours, group).load(whole, Selection(strict, ours is not None), look)[CLIENT_STATE]
+        training = group.together(lambda: TrainingState(model, ours, group))
+        state = training.load(whole, Selection(strict, ours is not None), look)[CLIENT_STATE]
         if whole.run is not None:
             _RUNS[Path(load_dir).absolute()] = whole.run
         return state
@@ -149,10 +162,38 @@ def _check_no_gradients(optimizer: TiledOptimizer | None, why: str) -> None:
         raise CheckpointError(f"{gradients} right after step(), or after zero_grad()")
 
 
-def _group_of(model: nn.Module) -> contextlib.closing[RankGroup]:
-    """Return the group of all ranks if the model is sharded over them, otherwise a group of this rank only."""
-    sharded = _world_size() > 1 and any(map(is_sharded, model.parameters()))
-    return contextlib.closing(RankGroup(twin_of(None, torch.device("cpu"), backend="gloo") if sharded else None))
+def _group_of(model: nn.Module, path: Path) -> contextlib.closing[RankGroup]:
+    """Return the group of the ranks that save or load ``path``; of this rank only if DDP keeps all ranks the same."""
+    if _world_size() == 1 or _averaged_over_all_ranks([*model.parameters()]):
+        return contextlib.closing(RankGroup())
+    late = threading.Timer(_LATE_S, _LOGGER.warning, ("%s: waiting for the other ranks, which all have to call", path))
+    late.daemon = True
+    late.start()
+    try:
+        group = RankGroup(twin_of(None, torch.device("cpu"), backend="gloo"))
+        paths = group.gather(str(path))
+    except RuntimeError as error:
+        raise RankError(f"{path}: longshore.save and load have to be called on all ranks: {error}") from error
+    finally:
+        late.cancel()
+    ranks = [rank for rank, theirs in enumerate(paths) if theirs == str(path)]
+    if len(ranks) < len(paths):
+        group.close()
+        group = RankGroup(twin_of(None, torch.device("cpu"), backend="gloo", ranks=ranks))
+    return contextlib.closing(group)
+
+
+def _averaged_over_all_ranks(parameters: Sequence[Tensor]) -> bool:
+    """Return whether ``DistributedDataParallel`` keeps all of these parameters the same on all ranks."""
+    if not parameters or any(map(is_sharded, parameters)):
+        return False
+    averaged = {
+        id(parameter)
+        for wrapper in data_parallel_wrappers()
+        if wrapper.process_group.size() == dist.get_world_size() and not wrapper.parameters_to_ignore
+        for parameter in wrapper.parameters()
+    }
+    return all(id(parameter) in averaged for parameter in parameters)
 
 
 def _world_size() -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_in
-from longshore.checkpoint.files import checked, checked_entry
+from longshore.checkpoint.files import checked, checked_entry, checksum
 from longshore.checkpoint.model_state import ModelState, box_of_shard
 from longshore.errors import CheckpointError
 from longshore.optim.family import History, TorchFamily
@@ -40,6 +40,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: TiledOptimizer, model: ModelState) -> None:
         self.optimizer = optimizer
+        self._model = model
         self._store = optimizer._core.store
         self._family = optimizer._core.family
         self.records: dict[str, ParameterRecord] = {}
@@ -83,6 +84,22 @@ class OptimizerState:
         }
         return {"kind": self.kind, "groups": groups, "parameters": parameters, "others": dict(handed_out.others)}
 
+    def held(self) -> dict[str, dict[str, Any]]:
+        """Return what has to be the same on all ranks that have a parameter, by name. States are checksums."""
+        store, about = self._store, self.about()
+        store.check_usable()
+        options = _options_by_name(about)
+        found = {}
+        for name, record in self.records.items():
+            entry = {key: about["parameters"].get(name, {}).get(key) for key in ("step", "scalars", "arrays")}
+            known = {key: repr(options[name].get(key)) for key in self.optimizer.defaults}
+            found[name] = {**entry, **known}
+            if store.local is store and not record.keeps_shard:
+                found[name] |= {
+                    array: checksum(store.read_state(record.index, array)) for array in entry["arrays"] or ()
+                }
+        return found
+
     def saved(self, memory_bytes: int | None = None) -> tuple[list[SavedBoxes], StateSnapshot | None]:
         """Return the boxes that this process writes and, with ``memory_bytes``, the snapshot from which they are read.
 
@@ -115,8 +132,11 @@ class OptimizerState:
         if record.keeps_shard:
             box, first = box_of_shard(record.parameter, name)
             return [(record.index, [box], first)] if box.numel > 0 else []
+        # Ranks of an engine divide the state; all other ranks have the whole state of the same parameters.
+        alone = self._model.to_write if self._store.local is self._store else None
+        here = alone is None or name in alone
         return [
-            (owned.key, boxes_in(shape, owned.within, owned.offset, owned.numel), owned.writes)
+            (owned.key, boxes_in(shape, owned.within, owned.offset, owned.numel), owned.writes and here)
             for owned in self._store.owned(record.index, shape)
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from longshore.checkpoint.model_state import MODEL, ModelState
 from longshore.checkpoint.optimizer_state import OPTIMIZER, OptimizerState, checked_about
 from longshore.checkpoint.rank_group import RankGroup, reason_of
 from longshore.checkpoint.saving import STATE, Content, configs_of, rank_file
+from longshore.checkpoint.stages import held_by, merged, tensors_to_write
 from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
 from longshore.optim.tiled_optimizer import TiledOptimizer
@@ -151,8 +152,36 @@ class TrainingState:
         self._group = group
         self._model = ModelState(model, group.rank, group.world_size)
         self._optimizer = None if optimizer is None else OptimizerState(optimizer, self._model)
+        self._of_all_ranks: Mapping[str, Any] | None = None
+        """The description of what all ranks have; None: they have the same parameters."""
 
     # -- saving ---------------------------------------------------------------
+
+    def compare_ranks(self) -> None:
+        """Let each rank write what it has, which may be a stage of a pipeline; all ranks have to call it.
+
+        Without this call all ranks have the same parameters and buffers.
+
+        Raises:
+            CheckpointError: ranks have tensors of the same name that differ, or different kinds of optimizer.
+        """
+        model = self._model
+        ranks = self._group.gather_differing(self._group.together(lambda: held_by(model, self._optimizer)))
+        buffers = {name for name, tensor in model.tensors.items() if not isinstance(tensor, nn.Parameter)}
+        model.to_write = tensors_to_write(ranks, self._group.rank, buffers)
+        if any(held.keys() != ranks[0].keys() for held in ranks):
+            self._of_all_ranks = merged(self._group.gather(self._group.together(lambda: self._about(set()))))
+
+    def _about(self, left_out: Set[str]) -> dict[str, Any]:
+        model = self._model
+        parameters = [name for name, tensor in model.tensors.items() if isinstance(tensor, nn.Parameter)]
+        about = {
+            "aliases": model.aliases,
+            "left_out": sorted(left_out),
+            "parameters": [name for name in parameters if name not in left_out],
+            "extra_state": model.extra_state(),
+        }
+        return {MODEL: about, OPTIMIZER: None if self._optimizer is None else self._optimizer.about()}
 
     def content(
         self,
@@ -178,20 +207,17 @@ class TrainingState:
             CheckpointError: a checkpoint cannot contain a value; the message has its key.
         """
         model = self._model
-        parameters = [name for name, tensor in model.tensors.items() if isinstance(tensor, nn.Parameter)]
-        left_out = {name for name in parameters if exclude_frozen and not model.tensors[name].requires_grad}
-        names = [name for name in model.tensors if name not in left_out]
-        about = {
-            "aliases": model.aliases,
-            "left_out": sorted(left_out),
-            "parameters": [name for name in parameters if name not in left_out],
-            "extra_state": model.extra_state(),
+        left_out = {
+            name
+            for name, tensor in model.tensors.items()
+            if exclude_frozen and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         }
+        names = [name for name in model.tensors if name not in left_out]
         boxes = model.saved(names)
         if memory_bytes is not None:
             boxes = [each.copied() for each in boxes]
         state, snapshot = self._optimizer, None
-        values = {MODEL: about, OPTIMIZER: None if state is None else state.about(), **shared}
+        values = {**(self._of_all_ranks or self._about(left_out)), **shared}
         written, own_written = Values.of(values), Values.of(own)
         configs = configs_of(model.model) if self._group.rank == 0 else {}
         if state is not None:
@@ -218,16 +244,16 @@ class TrainingState:
             CheckpointError: the checkpoint is damaged or does not fit, with all differences; nothing was loaded.
         """
         reader = BoxReader(whole.path)
-        fit = self._group.together(lambda: self._compare(reader, selection, look))
-        self._report(whole, fit.differences, selection.strict)
+        here = {*self._model.tensors, *self._model.aliases}
+        names = here.union(*self._group.gather_differing(sorted(here)))  # other ranks may have other stages
+        fit = self._group.together(lambda: self._compare(reader, selection, look, names))
+        self._report(whole, {each for found in self._group.gather(fit.differences) for each in found}, selection.strict)
         boxes = [self._model.wanted(name, source) for name, source in fit.sources.items()]
         about, state = fit.about or {}, None if fit.about is None else self._optimizer
-        if state is not None:
-            boxes += self._group.together(lambda: state.wanted(about, fit.among))
+        boxes += self._group.together(lambda: [] if state is None else state.wanted(about, fit.among))
         self._group.together(lambda: reader.check(boxes))
         try:
-            if state is not None:
-                self._group.together(state.clear)
+            self._group.together(lambda: None if state is None else state.clear())
             self._group.together(lambda: _read(whole, reader, boxes))
             if state is not None:
                 state.restore_histories(about, fit.among)
@@ -239,9 +265,15 @@ class TrainingState:
         self._model.load_extra_state(fit.values[MODEL]["extra_state"])
         return {key: value for key, value in fit.values.items() if key not in (MODEL, OPTIMIZER)}
 
-    def _compare(self, reader: BoxReader, selection: Selection, look: Callable[[Mapping[str, Any]], None]) -> _Fit:
+    def _compare(
+        self,
+        reader: BoxReader,
+        selection: Selection,
+        look: Callable[[Mapping[str, Any]], None],
+        names: Set[str],
+    ) -> _Fit:
         values = checked_values(read_values(reader.path, STATE), str(reader.path / f"{STATE}.json"))
-        sources, differences = self._fit(reader, values[MODEL])
+        sources, differences = self._fit(reader, values[MODEL], names)
         records = {} if self._optimizer is None else self._optimizer.records
         among = {name: sources[name] for name in records if name in sources}
         about = None
@@ -257,15 +289,18 @@ class TrainingState:
         look(values)
         return _Fit(values, sources, among, about, differences)
 
-    def _fit(self, reader: BoxReader, about: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-        """Return the tensors to load by name, with their names in the checkpoint; and what does not fit."""
+    def _fit(self, reader: BoxReader, about: Mapping[str, Any], names: Set[str]) -> tuple[dict[str, str], list[str]]:
+        """Return the tensors to load by name, with their names in the checkpoint; and what does not fit.
+
+        ``names`` are those of the tensors of all ranks.
+        """
         saved = reader.of_kind(MODEL)
         sources: dict[str, str] = {}
         differences: list[str] = []
         for name, tensor in self._model.tensors.items():
-            names = [name, *(alias for alias, first in self._model.aliases.items() if first == name)]
+            tied = [name, *(alias for alias, first in self._model.aliases.items() if first == name)]
             found = dict.fromkeys(
-                source for each in names for source in (each, about["aliases"].get(each)) if source in saved
+                source for each in tied for source in (each, about["aliases"].get(each)) if source in saved
             )
             if len(found) > 1:
                 differences.append(f"{' and '.join(found)} are one tensor here, and several in the checkpoint")
@@ -283,7 +318,7 @@ class TrainingState:
                 if dtype != tensor.dtype:
                     differences.append(f"{name} is {dtype} in the checkpoint and {tensor.dtype} here")
                 sources[name] = source
-        known = {*sources.values(), *self._model.tensors, *self._model.aliases}
+        known = {*sources.values(), *names, *(about["aliases"].get(name) for name in names)}
         differences += [f"{name} of the checkpoint is not in this model" for name in saved if name not in known]
         return sources, differences
 

@@ -88,15 +88,19 @@ def check_not_wrapped(parameters: Collection[Tensor]) -> None:
             "release_gradients=True takes gradients before FullyShardedDataParallel has reduced them: use fully_shard "
             "(FSDP2), or release_gradients=False"
         )
+    if any(id(parameter) in own for wrapper in data_parallel_wrappers() for parameter in wrapper.parameters()):
+        raise ValueError(
+            "release_gradients=True takes gradients before DistributedDataParallel has reduced them: use "
+            "release_gradients=False, or longshore.initialize with the module inside it"
+        )
+
+
+def data_parallel_wrappers() -> list[Any]:
+    """Return the wrappers of type ``DistributedDataParallel``."""
     ranks = sys.modules.get("torch.distributed")
     if ranks is None or not (ranks.is_available() and ranks.is_initialized()):
-        return
+        return []
     # There is no way from a parameter to its wrapper. A module is looked for by its type alone: asking an object for
     # its class can run any code.
     ddp = torch.nn.parallel.DistributedDataParallel
-    for wrapper in [each for each in gc.get_objects() if issubclass(type(each), ddp)]:
-        if any(id(parameter) in own for parameter in wrapper.parameters()):
-            raise ValueError(
-                "release_gradients=True takes gradients before DistributedDataParallel has reduced them: use "
-                "release_gradients=False, or longshore.initialize with the module inside it"
-            )
+    return [each for each in gc.get_objects() if issubclass(type(each), ddp)]
