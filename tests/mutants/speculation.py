@@ -177,28 +177,22 @@ MUTANTS = [
     Mutant(
         "adopted values do not void a step",
         "tiles/store.py",
-        "        self._void(parameter)\n"
-        "        for backend, tile, segment in self._placed(parameter):\n"
-        "            master",
-        "        for backend, tile, segment in self._placed(parameter):\n            master",
+        "        self._void(parameter)\n        for backend, segment, master",
+        "        for backend, segment, master",
         (SPECULATION,),
     ),
     Mutant(
         "a gradient that is written does not void a step",
         "tiles/store.py",
-        "        self._void(parameter)\n"
-        "        for backend, tile, segment in self._placed(parameter):\n            if which",
-        "        if which != GRADIENT:\n            self._void(parameter)\n"
-        "        for backend, tile, segment in self._placed(parameter):\n            if which",
+        "        self._void(parameter)\n        of_gradient",
+        "        if which != GRADIENT:\n            self._void(parameter)\n        of_gradient",
         (SPECULATION,),
     ),
     Mutant(
         "a state that is written does not void a step",
         "tiles/store.py",
-        "        self._void(parameter)\n"
-        "        for backend, tile, segment in self._placed(parameter):\n            if which",
-        "        if which == GRADIENT:\n            self._void(parameter)\n"
-        "        for backend, tile, segment in self._placed(parameter):\n            if which",
+        "        self._void(parameter)\n        of_gradient",
+        "        if which == GRADIENT:\n            self._void(parameter)\n        of_gradient",
         (SPECULATION,),
     ),
     Mutant(
