@@ -113,4 +113,40 @@ MUTANTS = [
         "scale_wrt_gas=True",
         (f"{LIGHTNING}::test_the_weights_are_the_plain_trainers",),
     ),
+    # -- optimizer.state ------------------------------------------------------
+    Mutant(
+        "edits of states that were handed out are not written back",
+        "optim/handed_out.py",
+        "                elif _differs(record, name, copy.values, core):\n",
+        "                elif False:\n",
+        ("tests/optim/test_edited_state.py",),
+    ),
+    Mutant(
+        "copies that were handed out do not follow a step",
+        "optim/core.py",
+        "            self.handed_out.follow(self, steps.keys())\n",
+        "            pass\n",
+        ("tests/optim/test_edited_state.py",),
+    ),
+    Mutant(
+        "views of a copy do not count as in use",
+        "optim/handed_out.py",
+        "        return torch._C._storage_Use_Count(self.values.untyped_storage()._cdata) > 2",
+        "        return self.handed() is not None",
+        ("tests/optim/test_edited_state.py",),
+    ),
+    Mutant(
+        "the memory of replaced parameters is kept",
+        "tiles/backend.py",
+        "                self.buffers.give_back(tile.buffer)\n            if tile.slot",
+        "                pass\n            if tile.slot",
+        ("tests/optim/test_laid_out_anew.py",),
+    ),
+    Mutant(
+        "states that go to another parameter are lost",
+        "optim/membership.py",
+        "    core.handed_out.place(core)\n",
+        "",
+        ("tests/optim/test_laid_out_anew.py",),
+    ),
 ]
