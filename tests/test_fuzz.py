@@ -100,7 +100,7 @@ def test_a_seed_stands_for_one_program(tmp_path: Path, capsys: pytest.CaptureFix
     main(["--seed", "7", "--show", "--one-line"])
     file = tmp_path / "case.py"
     file.write_text(shown := capsys.readouterr().out)
-    assert shown.strip() == script_of(Case(7).program, Case(7).compare_states)
+    assert shown.strip() == script_of(Case(7), Case(7).program)
     assert main(["--replay", str(file)]) == 0
     assert capsys.readouterr().out.strip() == "None"
 

@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
     cases = cases_of(arguments)
     if arguments.show:
         case = next(cases)
-        print(script_of(case.program, case.compare_states))
+        print(script_of(case, case.program))
         return 0
     tally = fuzz(cases, arguments.minutes, arguments.ranks)
     print(tally)

@@ -52,6 +52,8 @@ def program_of(seed: int, without: Collection[str] = (), engine: bool = False) -
 
 def _any(facts: Facts, words: Any, weights: list[float]) -> list[str]:
     text = facts.dice.choices(words, weights)[0].write(facts)
+    if not facts.alone and "nothing() if rank" in text.replace("if rank else nothing()", "nothing() if rank"):
+        return []
     return text.split("\n\n") if text and not any(each in text for each in _FAIL_IN_TORCH.get(facts.kind, ())) else []
 
 
@@ -90,7 +92,7 @@ def _engine(dice: random.Random) -> tuple[Facts, list[str]]:
         f"m = Net({', '.join(f'{key}={value!r}' for key, value in net.items() if value)})\np = list(m.parameters())",
         f"e = engine(m, {kind!r}, {groups}{common})\no = e.optimizer\np = list(m.parameters())",
     ]
-    return Facts(dice, parameters, kind, _STATES[kind], ""), lines
+    return Facts(dice, parameters, kind, _STATES[kind], "", stage < 3), lines
 
 
 def _settings(dice: random.Random) -> dict[str, Any]:

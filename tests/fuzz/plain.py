@@ -40,6 +40,7 @@ class Twin:
         """What ``.grad`` is while it stands for the sum."""
         self._lifted: set[Tensor] = set()
         """Parameters whose mark is out of ``.grad``, while autograd accumulates."""
+        self._nodes: list[Any] = []
         self._handles: list[Any] = []
         self._taken: set[Tensor] | None = None
         """Parameters that were in the groups at the window's first gradient; the sums are theirs only."""
@@ -62,7 +63,11 @@ class Twin:
         """Sum the gradients of new low-precision parameters in float32; frozen ones have to wait for the next step."""
         for parameter in [each for each in self._hooked if each.requires_grad]:
             self._hooked.discard(parameter)
-            self._handles.append(parameter.register_hook(functools.partial(self._before, parameter)))
+            # torch.autograd.grad calls the hooks of a tensor, and not those of the node that accumulates.
+            with torch.enable_grad():
+                node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # pyright: ignore
+            self._nodes.append(node)
+            self._handles.append(node.register_prehook(functools.partial(self._before, parameter)))
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
 
     def remove_hooks(self) -> None:

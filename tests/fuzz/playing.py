@@ -130,21 +130,21 @@ def report(case: Case, found: Finding, program: list[str]) -> str:
     return f"""\
 ---- seed {case.seed}{switches}: {found.kind}
 {found.details}
-{script_of(program, case.compare_states)}
+{script_of(case, program)}
 """
 
 
-def script_of(program: list[str], compare_states: bool) -> str:
+def script_of(case: Case, program: list[str]) -> str:
     """A script that runs the program on both sides: with ``tests`` on the path, or by ``--replay``."""
     lines = "\n\n".join(program)
-    states = "" if compare_states else ", compare_states=False"
     return f'''\
-from fuzz.compare import run
+from fuzz.playing import Player
 
 PROGRAM = """\\
 {lines}
 """
-print(run(PROGRAM.split("\\n\\n"){states}).finding)'''
+if __name__ == "__main__":
+    print(Player({case.ranks})(PROGRAM.split("\\n\\n"), compare_states={case.compare_states}).finding)'''
 
 
 def replay(file: Path) -> None:

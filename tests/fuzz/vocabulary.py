@@ -11,15 +11,17 @@ from typing import NamedTuple
 class Facts:
     """What a program has so far, as far as the choice of its next statement depends on it."""
 
-    def __init__(self, dice: random.Random, parameters: int, kind: str, states: tuple[str, ...], build: str) -> None:
+    def __init__(
+        self, dice: random.Random, parameters: int, kind: str, states: tuple[str, ...], build: str, alone: bool = True
+    ) -> None:
         self.dice = dice
         self.parameters = parameters
         self.kind = kind
         self.states = states
         self.build = build
         """Expression that builds the optimizer."""
-        self.has: set[str] = set()
-        """Names that were assigned."""
+        self.alone = alone
+        """Whether a rank may leave out a forward: not where the ranks gather parameters for it."""
 
     def p(self) -> str:
         return f"p[{self.dice.randrange(self.parameters)}]"
