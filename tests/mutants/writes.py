@@ -69,13 +69,6 @@ MUTANTS = [
         (UNSEEN_WRITES,),
     ),
     Mutant(
-        "a refreshed master counts as published",
-        "optim/tiled_optimizer.py",
-        "                record.published = None  # compare with the parameter before the next step\n",
-        "                record.mark_published()\n",
-        (UNSEEN_WRITES,),
-    ),
-    Mutant(
         "a checksum has no places",
         "kernels/reference.py",
         "((places << 32) | (part.long() & mask))",

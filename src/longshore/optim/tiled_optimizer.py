@@ -275,7 +275,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             if record.has_master:
                 record.check()
                 core.store.adopt(record.index, record.values(), keep_matching=True)
-                record.published = None  # compare with the parameter before the next step
+                record.mark_published()
         core.handed_out.follow(core, core.parameters)
 
     @property
