@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -246,13 +245,6 @@ def test_hooks_of_state_dict_and_load_state_dict() -> None:
     saved["state"][0]["step"] = torch.tensor(41.0)
     optimizer.load_state_dict(saved)
     assert seen == [6, 41.0]
-
-
-def test_pickling_and_copying_are_refused() -> None:
-    optimizer = longshore.AdamW(small_model().parameters())
-    for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="state_dict"):
-            attempt(optimizer)
 
 
 @pytest.mark.parametrize("release", [False, True])

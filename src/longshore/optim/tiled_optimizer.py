@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from longshore.errors import CheckpointError
+from longshore.errors import CheckpointError, LongshoreError
 from longshore.optim.clipping import gradient_norm
 from longshore.optim.core import OptimizerCore
 from longshore.optim.family import IMPLEMENTATION_FLAGS, RuleFamily
 from longshore.optim.handed_out import StateMap
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import group_members
-from longshore.optim.state import clear_state, loadable_state, merged_group, write_state
+from longshore.optim.state import checked_state, clear_state, loadable_state, merged_group, write_state
 from longshore.tiles import SpeculationRecord
 
 
@@ -42,14 +42,18 @@ class TiledOptimizer(torch.optim.Optimizer):
         offload = offload or Offload()
         if not isinstance(offload, StoreFactory):
             raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
-        me = weakref.proxy(self)  # it is alive whenever its core is used
-        # The base class calls add_param_group, which needs these.
-        self._core = OptimizerCore(lambda: me.param_groups, family, offload, bool(release_gradients))
-        self._loading: dict[int, dict[str, Any]] | None = None
-        self._others: dict[Any, Any] = {}
+        self._make_core(
+            family, offload, bool(release_gradients)
+        )  # the base class calls add_param_group, which needs it
         family.check_group(defaults)
         super().__init__(params, defaults)
         self._core.end_building()
+
+    def _make_core(self, family: RuleFamily, offload: StoreFactory, release_gradients: bool) -> None:
+        me = weakref.proxy(self)  # it is alive whenever its core is used
+        self._core = OptimizerCore(lambda: me.param_groups, family, offload, release_gradients)
+        self._loading: dict[int, dict[str, Any]] | None = None
+        self._others: dict[Any, Any] = {}
         # A state that somebody keeps has the core; the parameters are free of hooks nevertheless.
         weakref.finalize(self, _remove_hooks, self._core).atexit = False
 
@@ -239,8 +243,11 @@ class TiledOptimizer(torch.optim.Optimizer):
         return {**state_dict, "state": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_core" not in vars(self):  # a copy, or unpickled
+            self._restore(state)
+            return
         if self._loading is None:
-            raise TypeError("a longshore optimizer is restored with load_state_dict, not by unpickling")
+            raise TypeError("a longshore optimizer takes a state with load_state_dict()")
         core = self._core
         core.begin_load()
         try:
@@ -257,7 +264,57 @@ class TiledOptimizer(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("an optimizer of longshore owns threads and pinned memory: copy its state_dict() instead")
+        """Return what ``copy.deepcopy`` and ``pickle`` keep: groups, options, settings and state; as with torch's, no
+        gradients and no hooks.
+
+        Raises:
+            TypeError: the optimizer is an engine's.
+            LongshoreError: the gradients of this window were clipped and not stepped yet.
+            BrokenStateError: a step failed half way.
+        """
+        core = self._core
+        if not isinstance(core.offload, Offload):
+            raise TypeError(
+                "the optimizer of an engine cannot be copied or pickled: its state is spread over ranks, which have to "
+                "act together. Use engine.save_checkpoint(), or copy its state_dict()"
+            )
+        clipping = core.clipping
+        if core._source is not None:
+            core.store.check_usable()
+            if clipping.scale_for(core.source.fingerprint) != clipping.scale():
+                raise LongshoreError(
+                    "optimizer.clip_grad_norm_() has clipped the gradients of this window, which are not copied: copy "
+                    "or pickle the optimizer after step() or zero_grad()"
+                )
+        return {
+            "defaults": self.defaults,
+            "state": {key: dict(each) if isinstance(key, Tensor) else each for key, each in self.state.items()},
+            "param_groups": self.param_groups,
+            "family": core.family,
+            "offload": core.offload,
+            "release_gradients": core.release_gradients,
+            "loss_scale": clipping.loss_scale,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._make_core(state["family"], state["offload"], state["release_gradients"])
+        core = self._core
+        super().__setstate__({"defaults": state["defaults"], "param_groups": state["param_groups"]})
+        for place, group in enumerate(self.param_groups):
+            core.register(group, place)
+        core.end_building()
+        core.clipping.loss_scale = state["loss_scale"]
+        for key, entries in state["state"].items():
+            record = core.by_id.get(id(key))
+            if record is None:  # a key of the user's, or a parameter that was taken out of its group
+                self.state[key] = entries
+            else:
+                write_state(record, core, checked_state(record, entries, core.family))
+
+    def __copy__(self) -> TiledOptimizer:
+        raise TypeError(
+            "copy.copy would give two optimizers one state, which only one of them would step: use copy.deepcopy"
+        )
 
     # -- masters and memory ---------------------------------------------------
 

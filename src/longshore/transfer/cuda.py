@@ -81,6 +81,9 @@ class CudaTransfer(StagedTransfer[CudaCopyStream]):
         self.device = device
         self._beside = torch.cuda.Stream(device)
 
+    def __reduce__(self) -> Any:
+        return CudaTransfer, (self.device, self.to_host.limit_bytes)
+
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
@@ -113,6 +116,9 @@ class CudaResidentTransfer(UnstagedTransfer):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._beside = torch.cuda.Stream(device)
+
+    def __reduce__(self) -> Any:
+        return CudaResidentTransfer, (self.device,)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

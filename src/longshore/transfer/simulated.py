@@ -116,8 +116,12 @@ class SimulatedTransfer(StagedTransfer[SimulatedCopyStream]):
 
     def __init__(self, seed: int = 0, max_delay_s: float = 0.002, in_flight_bytes: int = 1 << 26) -> None:
         super().__init__(*(SimulatedCopyStream(name, seed, max_delay_s, in_flight_bytes) for name in ("d2h", "h2d")))
+        self._arguments = (seed, max_delay_s, in_flight_bytes)
         self._worker_random = random.Random(f"worker {seed}")
         self._max_delay_s = max_delay_s
+
+    def __reduce__(self) -> Any:
+        return SimulatedTransfer, self._arguments
 
     def read(self, source: Tensor) -> Tensor:
         return source.clone()
