@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -62,6 +63,50 @@ void py_step(ThreadPool& pool, std::int32_t rule, const BufferRow& buffer, const
     step_tile(tile, pool, isa);
 }
 
+// The rows of a tile's table that are the same in each step: everything but the
+// addresses of the parameters' gradients and outputs, to which a row adds where in
+// them its segment begins.
+class SegmentTable {
+  public:
+    // buffer_offset, numel, first byte in the gradient and in the output, gradient dtype, output dtype
+    using Row = std::tuple<std::int64_t, std::int64_t, Address, Address, std::int32_t, std::int32_t>;
+
+    explicit SegmentTable(std::vector<Row> rows) : rows_(std::move(rows)) {}
+
+    // One entry of each argument for each row; no address of a gradient: the segment is not stepped.
+    std::vector<Segment> at(const std::vector<Address>& gradients, const std::vector<Address>& outputs,
+                            const std::vector<std::int32_t>& scalar_rows) const {
+        if (gradients.size() != rows_.size() || outputs.size() != rows_.size() || scalar_rows.size() != rows_.size()) {
+            throw std::invalid_argument("a table of " + std::to_string(rows_.size()) + " segments with " +
+                                        std::to_string(gradients.size()) + " gradients, " +
+                                        std::to_string(outputs.size()) + " outputs and " +
+                                        std::to_string(scalar_rows.size()) + " rules");
+        }
+        std::vector<Segment> segments;
+        segments.reserve(rows_.size());
+        for (std::size_t i = 0; i < rows_.size(); ++i) {
+            if (gradients[i] == 0) continue;
+            const auto& [offset, numel, gradient, output, gradient_dtype, output_dtype] = rows_[i];
+            segments.push_back({offset, numel, pointer<const void>(gradients[i] + gradient),
+                                pointer<void>(outputs[i] + output), scalar_rows[i], static_cast<DType>(gradient_dtype),
+                                static_cast<DType>(output_dtype)});
+        }
+        return segments;
+    }
+
+  private:
+    std::vector<Row> rows_;
+};
+
+void py_step_table(ThreadPool& pool, std::int32_t rule, const BufferRow& buffer, const SegmentTable& table,
+                   const std::tuple<std::vector<Address>, std::vector<Address>, std::vector<std::int32_t>>& places,
+                   std::vector<std::vector<double>> scalars, bool adopt, InstructionSet isa) {
+    TileStep tile = tile_of(rule, buffer, {}, std::move(scalars), adopt);
+    tile.segments = std::apply([&](const auto&... each) { return table.at(each...); }, places);
+    nb::gil_scoped_release release;
+    step_tile(tile, pool, isa);
+}
+
 std::vector<std::string> py_rules() {
     std::vector<std::string> names;
     for (std::size_t i = 0; i < kBaselineKernels.rule_count; ++i) names.emplace_back(kBaselineKernels.rules[i].name);
@@ -102,6 +147,11 @@ std::vector<std::vector<double>> py_block_sums(ThreadPool& pool, const std::vect
 }  // namespace
 
 NB_MODULE(_native, m) {
+#ifdef NDEBUG
+    // What an ended program still refers to, as a traceback does, is no leak, and a list
+    // of it would bury the error.
+    nb::set_leak_warnings(false);
+#endif
     m.doc() = "Native kernels of longshore. Use longshore.kernels.";
 
     nb::enum_<InstructionSet>(m, "InstructionSet", "One build of the kernels; all give the same bits.")
@@ -115,11 +165,17 @@ NB_MODULE(_native, m) {
         .def(nb::init<int, const std::vector<int>&>(), nb::arg("threads"), nb::arg("cpu_set"))
         .def_prop_ro("threads", &ThreadPool::threads);
 
+    nb::class_<SegmentTable>(m, "SegmentTable", "The rows of a tile's table that are the same in each step.")
+        .def(nb::init<std::vector<SegmentTable::Row>>(), nb::arg("rows"));
+
     m.def("rules", &py_rules, "The names of the rules; step() takes a place in this list.");
     m.def("check", &py_check, nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
           nb::arg("adopt"), "The checks of step() alone, which read no memory.");
     m.def("step", &py_step, nb::arg("pool"), nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
           nb::arg("adopt"), nb::arg("isa"));
+    m.def("step_table", &py_step_table, nb::arg("pool"), nb::arg("rule"), nb::arg("buffer"), nb::arg("table"),
+          nb::arg("places"), nb::arg("scalars"), nb::arg("adopt"), nb::arg("isa"),
+          "step(), given gradients, outputs and rows of scalars for each row of a SegmentTable.");
     m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());
     m.def("reconcile", &py_reconcile, nb::arg("pool"), nb::arg("master"), nb::arg("parameter"), nb::arg("dtype"),

@@ -479,7 +479,7 @@ def test_kernels_for_the_same_cpus_share_their_threads() -> None:
     assert _native_threads() == before + 9
     for kernels in (*many, *bound):
         kernels.accumulate(values, values, add=True)
-    del many[1:], bound, kernels
+    del many[1:], bound, kernels  # pyright: ignore[reportPossiblyUnboundVariable]
     gc.collect()
     assert _native_threads() == before + 4
     many.pop().accumulate(values, values, add=True)
@@ -528,6 +528,18 @@ print(os.waitpid(child, 0)[1])
 kernels.accumulate(values, values, add=True)
 """
     assert run_python(code) == "0"
+
+
+def test_an_error_is_the_last_that_a_program_prints() -> None:
+    """nanobind lists all objects that live on at the end; a thread that is still there keeps them."""
+    code = """
+import threading
+from longshore.kernels import HostKernels
+threading.Thread(target=lambda kept=HostKernels(threads=1): threading.Event().wait(), daemon=True).start()
+raise SystemExit("the error")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "the error\n"
 
 
 # --- what is refused ---

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mutants.mutant import MEMORY, SPECULATION, STEPPING, STORE, WORKER, Mutant
 
+REPEATED = "tests/optim/test_repeated.py"
+
 MUTANTS = [
     # -- tile.py --------------------------------------------------------------
     Mutant(
@@ -271,8 +273,8 @@ MUTANTS = [
     Mutant(
         "after a failure half way training goes on",
         "tiles/store.py",
-        "            self.broken = failure\n",
-        "",
+        "                self.broken = failure\n",
+        "                pass\n",
         (STORE,),
     ),
     Mutant(
@@ -295,6 +297,35 @@ MUTANTS = [
         "                backend.end_window(backend.tiles, TileEvent.DISCARD)\n",
         "                pass\n",
         (STORE,),
+    ),
+    # -- repeated.py ----------------------------------------------------------
+    Mutant(
+        "a repeated step does not see what was written",
+        "optim/repeated.py",
+        "                or parameter._version != published.version\n",
+        "",
+        (REPEATED,),
+    ),
+    Mutant(
+        "a repeated step takes memory at the old address for the old one",
+        "optim/repeated.py",
+        "                or parameter.untyped_storage()._cdata != published.storage.cdata\n",
+        "",
+        (REPEATED,),
+    ),
+    Mutant(
+        "a repeated step reads any gradient as if it were contiguous",
+        "optim/repeated.py",
+        "                or not gradient.is_contiguous()\n",
+        "",
+        (REPEATED,),
+    ),
+    Mutant(
+        "a repeated step goes on with groups that changed",
+        "optim/repeated.py",
+        " and _ids(groups) == self._ids",
+        "",
+        (REPEATED,),
     ),
     # -- events.py ------------------------------------------------------------
     Mutant(

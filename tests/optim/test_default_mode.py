@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from collections.abc import Sequence
@@ -509,7 +510,10 @@ def test_error_if_nonfinite() -> None:
 # -- failures half way --------------------------------------------------------
 
 
-def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["step_tile", "step_table"])
+def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain_model, model = twins()
     plain = PlainLoop(plain_model.parameters(), lr=1e-2)
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, offload=longshore.Offload(tile_numel=100))
@@ -517,10 +521,16 @@ def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(monkeypatch:
         loss_of(each, 0).backward()
     plain.step_on_grads()
     optimizer.step()
-    weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    saved = copy.deepcopy(optimizer.state_dict())
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()  # a regular one, since the state was handed out
 
     kernels, calls = optimizer._core.store.kernels, []
-    whole = kernels.step_tile
+    whole = getattr(kernels, kernel)
+    if kernel == "step_tile":
+        optimizer._core._repeated = None  # a regular step
 
     def interrupted(*arguments: object) -> None:
         calls.append(arguments)
@@ -528,10 +538,10 @@ def test_a_step_that_fails_half_way_says_so_until_a_state_is_loaded(monkeypatch:
             raise KeyboardInterrupt
         whole(*arguments)
 
-    monkeypatch.setattr(kernels, "step_tile", interrupted)
+    monkeypatch.setattr(kernels, kernel, interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    monkeypatch.setattr(kernels, "step_tile", whole)
+    monkeypatch.setattr(kernels, kernel, whole)
     for call in (optimizer.step, optimizer.grad_norm):
         with pytest.raises(longshore.BrokenStateError, match=r"half way.*load"):
             call()

@@ -431,6 +431,7 @@ def test_an_optimizer_for_each_parameter_starts_no_threads(release: bool) -> Non
     gc.collect()  # optimizers of other tests may still have threads
     many = parameters(500, 8)
     first = longshore.AdamW(many[:1], release_gradients=release, offload=longshore.Offload(threads=3))
+    gc.collect()
     native, python = len(os.listdir("/proc/self/task")), threading.active_count()
     rest = [
         longshore.AdamW([each], release_gradients=release, offload=longshore.Offload(threads=3)) for each in many[1:]
@@ -438,7 +439,9 @@ def test_an_optimizer_for_each_parameter_starts_no_threads(release: bool) -> Non
     torch.cat(many).sum().backward()
     for optimizer in (first, *rest):
         optimizer.step()
-    assert (len(os.listdir("/proc/self/task")), threading.active_count()) == (native, python)
+    # Threads of earlier tests may end meanwhile.
+    assert len(os.listdir("/proc/self/task")) <= native
+    assert threading.active_count() <= python
     for optimizer in (first, *rest):
         optimizer.close()
 

@@ -1,7 +1,7 @@
 """Kernels that step a tile by any rule, on the host and on a CUDA device, and their oracle in plain torch,
 :mod:`longshore.kernels.reference`."""
 
-from longshore.kernels._native import InstructionSet, supported_instruction_sets
+from longshore.kernels._native import InstructionSet, SegmentTable, supported_instruction_sets
 from longshore.kernels.base import (
     NORM_BLOCK_NUMEL,
     SUPPORTED_DTYPES,
@@ -31,6 +31,7 @@ __all__ = [
     "OneElement",
     "Rule",
     "Scale",
+    "SegmentTable",
     "TileSegment",
     "TorchRule",
     "checksums_on",

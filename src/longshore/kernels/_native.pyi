@@ -27,6 +27,20 @@ def step(
     adopt: bool,
     isa: InstructionSet,
 ) -> None: ...
+
+class SegmentTable:
+    def __init__(self, rows: Sequence[tuple[int, int, int, int, int, int]]) -> None: ...
+
+def step_table(
+    pool: ThreadPool,
+    rule: int,
+    buffer: _Buffer,
+    table: SegmentTable,
+    places: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    scalars: _Scalars,
+    adopt: bool,
+    isa: InstructionSet,
+) -> None: ...
 def accumulate(
     pool: ThreadPool, target: int, source: int, dtype: int, numel: int, add: bool, isa: InstructionSet
 ) -> None: ...

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import _native
-from longshore.kernels._native import InstructionSet
+from longshore.kernels._native import InstructionSet, SegmentTable
 from longshore.kernels.base import DTYPE_CODES, UNSCALED, HostRule, Rule, Scale, TileSegment, TorchRule
 from longshore.kernels.torch_rules import step_by_torch
 from longshore.machine import usable_cpus
@@ -91,6 +91,23 @@ class HostKernels:
         tile = native_tile(source_buffer, target_buffer, segments, rules, scale, _address)
         _native.step(self._pool, *tile, adopt, self.instruction_set)
 
+    def step_table(
+        self,
+        buffer: Tensor,
+        table: SegmentTable,
+        places: tuple[Sequence[int], Sequence[int], Sequence[int]],
+        rules: Sequence[HostRule],
+        scale: Scale,
+        adopt: bool,
+    ) -> None:
+        """Step the segments of one tile in place, as :meth:`step_tile` does. For each row of ``table``, ``places`` has
+        the address of the gradient (0: the segment is not stepped), the address of the output, and the rule."""
+        check_buffers(buffer, buffer)
+        address, (buffer_arrays, buffer_numel) = _address(buffer), buffer.shape
+        entry, scalars = _scalars_of(rules, buffer_arrays, scale)
+        row = address, address, buffer_arrays, buffer_numel
+        _native.step_table(self._pool, entry, row, table, places, scalars, adopt, self.instruction_set)
+
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """Set ``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
         _native.accumulate(self._pool, *checked_pair(target, source, _address), add, self.instruction_set)
@@ -154,6 +171,22 @@ def native_tile(
     """
     check_buffers(source_buffer, target_buffer)
     buffer_arrays, buffer_numel = source_buffer.shape
+    entry, scalars = _scalars_of(rules, buffer_arrays, scale)
+    rows = []
+    for buffer_offset, gradient, output, rule in segments:
+        numel = gradient.numel()
+        target, target_code = 0, 0
+        if output is not None:
+            if output.numel() != numel:
+                raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
+            target, target_code = address(output), dtype_code(output)
+        rows.append((buffer_offset, numel, address(gradient), target, rule, dtype_code(gradient), target_code))
+    buffer = address(source_buffer), address(target_buffer), buffer_arrays, buffer_numel
+    return NativeTile(entry, buffer, rows, scalars)
+
+
+def _scalars_of(rules: Sequence[HostRule], buffer_arrays: int, scale: Scale) -> tuple[int, list[tuple[float, ...]]]:
+    """Return :attr:`NativeTile.entry` and :attr:`NativeTile.scalars`."""
     scalars = []
     kinds = {type(rule) for rule in rules}
     if len(kinds) > 1:
@@ -172,17 +205,7 @@ def native_tile(
         scalars.append((-scale.first if rule.maximize else scale.first, scale.second, *rule.scalars))
     if name not in _ENTRIES:
         raise ValueError(f"native/rules.inl has no entry for {name}; it has {', '.join(_ENTRIES)}")
-    rows = []
-    for buffer_offset, gradient, output, rule in segments:
-        numel = gradient.numel()
-        target, target_code = 0, 0
-        if output is not None:
-            if output.numel() != numel:
-                raise ValueError(f"a gradient of {numel} elements with an output of {output.numel()}")
-            target, target_code = address(output), dtype_code(output)
-        rows.append((buffer_offset, numel, address(gradient), target, rule, dtype_code(gradient), target_code))
-    buffer = address(source_buffer), address(target_buffer), buffer_arrays, buffer_numel
-    return NativeTile(_ENTRIES[name], buffer, rows, scalars)
+    return _ENTRIES[name], scalars
 
 
 def check_buffers(source_buffer: Tensor, target_buffer: Tensor) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshore.errors import ParameterError
 from longshore.kernels import checksums_on
-from longshore.optim.parameters import ParameterRecord, check_no_shared_memory
+from longshore.optim.parameters import Identity, ParameterRecord, check_no_shared_memory
 from longshore.tiles import ParameterStep, ParameterStore, debugging
 
 
@@ -28,7 +27,7 @@ class Adoption:
         self._detects = detect_writes
         self._sums = torch.empty(0, dtype=torch.int64, device="cpu")
         """Checksums on the parameters' device, by index of the record."""
-        self._identities: dict[int, tuple[Any, ...] | None] = {}
+        self._identities: dict[int, Identity | None] = {}
         """:attr:`ParameterRecord.published` of the values that a checksum is of, by index."""
 
     def adopt(

@@ -8,35 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshore.errors import LongshoreError, ParameterError
+from longshore.errors import ParameterError
 from longshore.kernels import HostRule, Scale
 from longshore.optim.adoption import Adoption
 from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.handed_out import HandedOut
+from longshore.optim.ledger import Entry, balance
 from longshore.optim.membership import take_up
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
+from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
 from longshore.tiles import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
-
-
-class Entry(NamedTuple):
-    """Counts of one parameter's gradients in a window."""
-
-    arrived: int
-    """Gradients that backward produced on this rank."""
-    reduced: int | None
-    """Gradients (sums over all ranks) that reached this rank's step; None if it steps no part of the parameter."""
-    applied: int
-    """Steps made with these gradients."""
 
 
 class OptimizerCore:
@@ -77,7 +68,9 @@ class OptimizerCore:
         self.clipping = Clipping()
         self._agreed: Mapping[int, Tensor | None] | None = None
         """Gradients that all ranks agreed on, in :meth:`one_agreement`."""
-        self.ledger: Mapping[int, Entry] = {}
+        self._repeated: RepeatedStep | None = None
+        """What can be told of the next step, if nothing changes until then."""
+        self.ledger: dict[int, Entry] = {}
         """Entries of the last stepped window, by parameter."""
         self.when_discarded: Callable[[], None] = lambda: None
 
@@ -190,6 +183,7 @@ class OptimizerCore:
             self._source.replaced_by = fresh._source
         fresh.source.members = _members(self)
         self.handed_out.states.clear()
+        self._repeated = None
         self._source, self.by_id, self.parameters = fresh._source, fresh.by_id, fresh.parameters
 
     def close(self) -> None:
@@ -267,6 +261,8 @@ class OptimizerCore:
         """Step every parameter that has a gradient, and publish the new values."""
         source, store = self.source, self.store
         store.check_usable()
+        if self._stepped_again():
+            return
         gradients = self.window_gradients()
         records = {record.index: record for record in self.records}
         with store.preparing({record.name: record.values() for record in self._present()} if debugging() else {}):
@@ -278,7 +274,7 @@ class OptimizerCore:
             for record, rule, history in self.planned(gradients):
                 steps[record.index] = ParameterStep(rule, record.values(), gradients[record.index])
                 histories[record.index] = history
-            entries = _balance(records.values(), source.produced, steps, store)
+            entries = balance(records.values(), source.produced, steps, store)
             self._adoption.adopt(store, self._present(), steps)
             for index in steps:
                 # Fill the states that are not zero before a first step.
@@ -288,6 +284,8 @@ class OptimizerCore:
         def published() -> None:
             for index, step in steps.items():
                 records[index].publish(step.target, histories[index])
+            for index in steps:  # after all: slices of one tensor count each other's writes
+                records[index].mark_published()
             self._adoption.published(store, records, steps)
             source.consumed()
             self.clipping.reset()
@@ -297,11 +295,30 @@ class OptimizerCore:
         self.ledger = entries
         if self.handed_out.copies:
             self.handed_out.follow(self, steps.keys())
+        if self._repeated is None or not self._repeated.describes(self.groups()):
+            self._repeated = repeated_step(self.family, source, self.groups(), map(self.records_of, self.groups()))
 
     def take_edits(self) -> None:
         """Take what the user did to states that were handed out, before the state is used."""
         if self.handed_out.copies or self.handed_out.assigned:
             self.handed_out.write_back(self)
+
+    def _stepped_again(self) -> bool:
+        """Step with :class:`RepeatedStep`, and return whether that was possible."""
+        handed_out = self.handed_out.copies or self.handed_out.assigned  # the regular step reads edits
+        if self._repeated is None or self._agreed is not None or handed_out or debugging():
+            return False
+        self.store.agree({})
+        for group in self.groups():
+            self.family.check_group(group)
+        self._name_states(self.store)
+        stepped = self._repeated.step(self.groups(), lambda: self.clipping.scale_for(self.source.fingerprint))
+        if stepped is None:
+            return False
+        self.clipping.reset()
+        self.ledger = dict.fromkeys(self.parameters, Entry(0, 0, 0))
+        self.ledger |= dict.fromkeys([record.index for record in stepped], Entry(0, 0, 1))
+        return True
 
     def planned(self, among: Container[int]) -> Iterator[tuple[ParameterRecord, HostRule, History]]:
         """Yield the record, the next rule and the history after it for each parameter whose index is in ``among``."""
@@ -350,25 +367,3 @@ class _OptimizerForecast(Forecast):
     def rules(self) -> Mapping[int, HostRule]:
         core = self._core()
         return {} if core is None else {record.index: rule for record, rule, _ in core.planned(core.parameters)}
-
-
-def _balance(
-    records: Iterable[ParameterRecord], produced: Mapping[int, int], stepped: Collection[int], store: ParameterStore
-) -> dict[int, Entry]:
-    """Return the entry of each parameter for a window that is about to be stepped. Raises LongshoreError, before
-    anything is stepped, if a gradient was produced and would not be applied."""
-    entries = {}
-    for record in records:
-        index = record.index
-        arrived = produced.get(index, 0)
-        reduced = store.reduced(index) if index in store else 0
-        applied = int(index in stepped)
-        missing = not applied or (reduced == 0 and record.parameter.numel() > 0)
-        if arrived > 0 and missing:
-            raise LongshoreError(
-                f"parameter {record.name}: {arrived} gradients arrived in this window, {reduced} reached the step, and "
-                f"{applied} steps would be made. Nothing was stepped. This is a bug in longshore: please report it; "
-                "zero_grad() discards the window"
-            )
-        entries[index] = Entry(arrived, reduced, applied)
-    return entries

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
 
 from longshore.errors import GradientError, LongshoreError
@@ -372,6 +373,7 @@ def _remove_hooks(hooks: Mapping[int, ReleaseHooks], placeholders: Mapping[int, 
         hook.remove(placeholders.get(index))
 
 
+@_disable_dynamo  # a backward inside a compiled function calls hooks while Dynamo looks at every call
 def _call(source: weakref.ref[ReleasedGradients], hook: Callable[[ReleasedGradients, int], None], index: int) -> None:
     """Run a hook unless its source is gone. A failure ends the window, and is not raised into autograd (law 8)."""
     alive = source()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._guards import CompileContext
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -20,16 +21,33 @@ if TYPE_CHECKING:
     from longshore.optim.offload import StoreFactory
 
 
-def identity_of(tensor: Tensor, held: Tensor) -> tuple[Any, ...]:
-    """Return values that change whenever a parameter is written or given other memory, as far as torch knows. ``held``
-    is this process's part of the parameter.
+class Identity:
+    """Values that change whenever a parameter is written or given other memory, as far as torch knows.
 
     An address alone is not enough: after ``p.data = x`` twice the allocator may reuse the first address. While the weak
     reference lives, the storage it refers to is not confused with a later one.
     """
-    storage = StorageWeakRef(held.untyped_storage())
-    # Writing a DTensor changes its own version, and not that of the shard.
-    return tensor._version, held._version, held.data_ptr(), held.stride(), storage
+
+    __slots__ = ("address", "held_version", "storage", "stride", "version")
+
+    def __init__(self, tensor: Tensor, held: Tensor, former: Identity | None) -> None:
+        """``held`` is this process's part of the parameter."""
+        self.address, self.stride = held.data_ptr(), held.stride()
+        # A weak reference costs more than everything else here.
+        kept = former.storage if former is not None and former.same_memory(held) else None
+        self.storage = kept or StorageWeakRef(held.untyped_storage())
+        # Writing a DTensor changes its own version, and not that of the shard.
+        self.version, self.held_version = tensor._version, held._version
+
+    def same_memory(self, held: Tensor) -> bool:
+        return (
+            held.data_ptr() == self.address
+            and held.untyped_storage()._cdata == self.storage.cdata
+            and held.stride() == self.stride
+        )
+
+    def same(self, tensor: Tensor, held: Tensor) -> bool:
+        return tensor._version == self.version and held._version == self.held_version and self.same_memory(held)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -75,7 +93,7 @@ class ParameterRecord:
         self.has_state = False
         """Whether the parameter was stepped, or a state was loaded for it."""
         self.has_master = False
-        self.published: tuple[Any, ...] | None = None
+        self.published: Identity | None = None
         """Identity of the parameter as this optimizer left it; None if it was not published since its state was set."""
 
     def leaf(self) -> Tensor | None:
@@ -91,13 +109,14 @@ class ParameterRecord:
     @property
     def changed(self) -> bool:
         """Whether somebody else may have written the parameter since it was published (law 10)."""
-        return self.published != identity_of(self.parameter, self.held)
+        return self.published is None or not self.published.same(self.parameter, self.held)
 
     def mark_published(self) -> None:
-        self.published = identity_of(self.parameter, self.held)
+        self.published = Identity(self.parameter, self.held, self.published)
 
     def publish(self, target: Tensor, history: History) -> None:
-        """Give the parameter the new values, which are in ``target`` (law 4), and the new history."""
+        """Give the parameter the new values, which are in ``target`` (law 4), and the new history. The caller then
+        calls :meth:`mark_published`."""
         held, leaf = self.held, self.leaf()
         if target.data_ptr() != held.data_ptr() and held.numel() > 0:
             held.copy_(target.view(held.shape))  # target is a copy, since the parameter is not contiguous
@@ -108,7 +127,6 @@ class ParameterRecord:
             torch.autograd.graph.increment_version(leaf)
         self.history = history
         self.has_state = True
-        self.mark_published()
 
     def publish_values(self, values: Tensor) -> None:
         """Give the parameter the rounded values (flat, of :attr:`held`) to which its master was set."""
@@ -292,6 +310,9 @@ class ReleasedGradient(Tensor):
             if isinstance(result, ReleasedGradient) and isinstance(args[0], ReleasedGradient):
                 result.parameter_name = args[0].parameter_name  # for example, after .data
             return result
+        if CompileContext.try_get() is not None:
+            # torch.compile describes each parameter that it reads, its .grad too, and computes nothing with them.
+            return super().__torch_function__(func, types, args, kwargs or {})
         raise _moved(args, name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

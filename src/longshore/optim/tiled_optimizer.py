@@ -10,6 +10,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from longshore.errors import CheckpointError, LongshoreError
@@ -31,6 +32,7 @@ def _remove_hooks(core: OptimizerCore) -> None:
 class TiledOptimizer(torch.optim.Optimizer):
     """Base class of all longshore optimizers, with everything but the signature and the rule (its ``family``)."""
 
+    @_disable_dynamo
     def __init__(
         self,
         params: ParamsT,
@@ -57,6 +59,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         # A state that somebody keeps has the core; the parameters are free of hooks nevertheless.
         weakref.finalize(self, _remove_hooks, self._core).atexit = False
 
+    @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.
 
@@ -82,6 +85,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every parameter that has a gradient, and publish the new values.
@@ -118,6 +122,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             raise ValueError(f"expect_backwards takes a number of backwards, at least 1, not {backwards!r}")
         self._core.store.expect_backwards(backwards)
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this window, on the host too.
 
@@ -136,6 +141,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none=False)
         self._core.forget_window()
 
+    @_disable_dynamo
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of all gradients of this window: float32, 0-dim, on the CPU.
@@ -147,6 +153,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         shards = {record.index: record.parameter for record in core.records if record.keeps_shard}
         return gradient_norm(core.store, gradients, scale, shards)
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the global 2-norm to ``max_norm`` in the next ``step()``, and return the norm before.
@@ -214,6 +221,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         found["state"] = {key: dict(each) if isinstance(each, dict) else each for key, each in found["state"].items()}
         return found
 
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of its twin in ``torch.optim``.
 
@@ -318,6 +326,7 @@ class TiledOptimizer(torch.optim.Optimizer):
 
     # -- masters and memory ---------------------------------------------------
 
+    @_disable_dynamo
     @torch.no_grad()
     def refresh_master(self) -> None:
         """Adopt now what was written to parameters, as the next step would: every element that differs from its rounded

@@ -3,6 +3,7 @@
 from longshore.tiles.backend import Backend, BackendSettings
 from longshore.tiles.events import NO_RECORDER, Ranges, Recorder, annotating, debugging
 from longshore.tiles.parameter_store import ParameterStore
+from longshore.tiles.repeated import RepeatedCommit
 from longshore.tiles.snapshot import StateSnapshot
 from longshore.tiles.speculation import SpeculationMemory, SpeculationRecord, memory_for_speculation
 from longshore.tiles.steps import GRADIENT, MASTER, Forecast, OwnedRange, ParameterStep, broken_state_error
@@ -22,6 +23,7 @@ __all__ = [
     "ParameterStore",
     "Ranges",
     "Recorder",
+    "RepeatedCommit",
     "SpeculationMemory",
     "SpeculationRecord",
     "StateSnapshot",

@@ -77,7 +77,7 @@ class Backend:
         assert not transfer.staged or kernels.device.type == "cpu"
         self.transfer = transfer
         self.kernels = kernels
-        self._compares = detect_writes and not transfer.staged
+        self.compares = detect_writes and not transfer.staged
         """Whether outputs are the parameters themselves, and are compared with their rounded masters."""
         self.on_host = kernels.device.type == "cpu"
         self.tile_numel = tile_numel
@@ -249,7 +249,7 @@ class Backend:
         self.transfer.end_publish()
 
     def _take_stepped(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> bool:
-        written = self._compares and tile.state is TileState.STEPPED and self._written(tile, active)
+        written = self.compares and tile.state is TileState.STEPPED and self._written(tile, active)
         slot = self.speculator.verdict(tile, active, scale, written)
         if slot is None:
             return False
@@ -287,9 +287,9 @@ class Backend:
             segment_steps.append(SegmentStep(segment, step.rule, output))
         if self.snapshots.active:
             with self.snapshots.buffer_for(tile) as into:
-                commit_tile(tile, segment_steps, scale, self.kernels, into, adopt=self._compares)
+                commit_tile(tile, segment_steps, scale, self.kernels, into, adopt=self.compares)
         else:
-            commit_tile(tile, segment_steps, scale, self.kernels, adopt=self._compares)
+            commit_tile(tile, segment_steps, scale, self.kernels, adopt=self.compares)
         stepped.append(tile)
         for (segment, step), (_, _, output) in zip(active, segment_steps, strict=True):
             handle = self._publish(tile, output, segment.part_of(step.target))

@@ -60,7 +60,6 @@ class TileStore:
             self.backends = (Backend(on_device, len(self.arrays), self._pending_reads), self.backend)
         self.transfer = settings.transfer
         self.kernels = settings.kernels
-        # Change when a recorder is added or removed.
         self.recorder: Recorder = NO_RECORDER
         self.recorders: tuple[Recorder, ...] = ()
         # Changes when a commit, or the loading of a checkpoint, ends half way.
@@ -264,33 +263,34 @@ class TileStore:
         return total_of_blocks(sums[parameter] for parameter in gradients for sums in found if parameter in sums)
 
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
-        # Gradients are copied to the host, tiles are stepped and new values are published at the same time.
         self.settle()
         work: dict[int, Active] = {}
         for parameter, step in steps.items():
             for _, tile, segment in self._placed(parameter):
                 work.setdefault(tile.layout.index, []).append((segment, step))
         stepped: list[Tile] = []
-        try:
-            # A CUDA device steps its tiles while the host steps others.
-            for backend in self.backends:
+        with self.committing(stepped, (parameter for parameter, step in steps.items() if step.gradient is not None)):
+            for backend in self.backends:  # a CUDA device steps its tiles while the host steps others
                 active = [(tile, work[tile.layout.index]) for tile in backend.tiles if tile.layout.index in work]
                 backend.run(active, scale, stepped)
             for backend in self.backends:
                 backend.end_step(scale)
             then()
-        except BaseException as failure:
-            # Ctrl-C is caught here, too.
+
+    @contextlib.contextmanager
+    def committing(self, stepped: Sequence[Tile], brought: Iterable[int]) -> Iterator[None]:
+        """Break the state if the block ends half way; drop what it ``brought`` if no tile was ``stepped`` yet."""
+        try:
+            yield
+        except BaseException as failure:  # Ctrl-C, too
             stepping = (TileState.COMMITTING, TileState.COMMITTED, TileState.BROKEN)
             if stepped or any(tile.state in stepping for tile in self.tiles):
                 self.broken = failure
-                # Copies on their way to the device have to end before the user loads new weights there.
-                for backend in self.backends:
+                for backend in self.backends:  # copies have to end before the user loads new weights on the device
                     with contextlib.suppress(Exception):
                         backend.transfer.end_publish()
                 raise
-            # No state has changed. The gradients that the commit brought are dropped: they are still in ``.grad``.
-            for parameter in [parameter for parameter, step in steps.items() if step.gradient is not None]:
+            for parameter in brought:  # no state has changed, and these gradients are still in ``.grad``
                 self.discard(parameter)
             raise
 

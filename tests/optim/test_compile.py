@@ -1,0 +1,88 @@
+"""torch.compile sees nothing of an optimizer: neither its step, nor its hooks, nor gradients that are on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import same_weights
+from torch import nn
+from torch._dynamo.exc import Unsupported
+
+import longshore
+
+MODES = pytest.mark.parametrize("release", [False, True])
+
+
+def _models() -> tuple[nn.Module, nn.Module]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)))
+    return models[0], models[1]
+
+
+def _batch(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows))
+
+
+def _inside(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    def train() -> None:
+        model(_batch(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return torch.compile(train, backend="eager")
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    step = torch.compile(optimizer.step, backend="eager")
+
+    def train() -> None:
+        model(_batch(3)).sum().backward()
+        step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def _lengths(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The second micro-batch of another length is compiled while gradients are on the host."""
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def train() -> None:
+        for rows in (3, 5):
+            compiled(_batch(rows)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+@MODES
+@pytest.mark.parametrize("program", [_inside, _step, _lengths], ids=lambda program: program.__name__.strip("_"))
+def test_compiled_programs_train_the_same_weights(program: Callable[..., Callable[[], Any]], release: bool) -> None:
+    torch._dynamo.reset()
+    plain_model, model = _models()
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, fused=True)
+    optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=release)
+    train = program(model, optimizer)
+    for _ in range(2):
+        for rows in (3, 5) if program is _lengths else (3,):
+            plain_model(_batch(rows)).sum().backward()
+        plain.step()
+        plain.zero_grad()
+        train()
+    assert same_weights(plain_model, model)
+
+
+@MODES
+def test_a_graph_that_has_to_be_whole_cannot_have_a_step(release: bool) -> None:
+    torch._dynamo.reset()
+    _, model = _models()
+    optimizer = longshore.AdamW(model.parameters(), release_gradients=release)
+    model(_batch(3)).sum().backward()
+    with pytest.raises(Unsupported, match=r"TiledOptimizer\.step"):
+        torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
