@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+import longshore
 from checkpoint.resume_cases import Setting, engine_of, make_engine, state_of, train
 from longshore.checkpoint import saving
 from longshore.checkpoint.files import TensorFile
@@ -192,3 +194,19 @@ def interrupted_destroy(folder: str) -> None:
             assert total.item() == 2 * number
         assert engine._checkpoints._background._done.wait(20)
     dist.barrier()
+
+
+def destroy_at_once(rank: int, store: str, folder: str) -> None:
+    """Save, and leave the process group before anything is written, as the last lines of a program."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    optimizer = longshore.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with slow_writer() as writer:
+        longshore.save(folder, model, optimizer, async_save=True)
+        dist.destroy_process_group()
+        writer.go_on.set()
+        longshore.wait_for_checkpoint()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from ranks import Ranks, forking_context
 from torch import nn
 
 import longshore
@@ -196,6 +196,28 @@ def test_a_process_that_ends_waits_for_it(how: list[str], tmp_path: Path) -> Non
     optimizer = longshore.AdamW(model.parameters())
     assert longshore.load(tmp_path, model, optimizer) == {}
     assert optimizer._core.records[0].step == 2
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_without_its_checkpoint_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    ran = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "file")], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "could not be written" in ran.stderr
+    assert "the program ends with exit code 1: its last checkpoint was not written" in ran.stderr
+
+
+def test_destroy_process_group_does_not_end_a_save(tmp_path: Path) -> None:
+    context = forking_context()
+    arguments = (str(tmp_path / "store"), str(tmp_path / "saved"))
+    ranks = [context.Process(target=cases.destroy_at_once, args=(rank, *arguments)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert [each.exitcode for each in ranks] == [0, 0]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert longshore.load(tmp_path / "saved", model, longshore.AdamW(model.parameters())) == {}
 
 
 def test_ctrl_c_ends_a_wait_and_not_the_write(tmp_path: Path) -> None:

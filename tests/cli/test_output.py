@@ -178,6 +178,51 @@ class TestFullDisk:
         assert "the disk is full; nothing is left half-written" in ran.refused()
         assert results(tmp_path / "run").names == {"run.json", "metrics.jsonl"}
 
+    def test_weights_for_which_there_is_room_again(self, train, trained, tmp_path, monkeypatch, results):
+        from longshore.cli import model
+
+        save, moments = model.save_model, []
+
+        def save_later(*arguments: object) -> None:
+            moments.append(arguments)
+            full() if len(moments) == 1 else save(*arguments)
+
+        whole = trained()
+        monkeypatch.setattr("longshore.cli.job.model.save_model", save_later)
+        ran = train("--out", tmp_path / "run")
+        assert (ran.code, ran.err, len(moments)) == (0, "", 2)
+        assert not results(tmp_path / "run").differing(whole)
+
+    @pytest.mark.parametrize("options", [[], ["--stage", "0"]], ids=["optimizer", "engine"])
+    @pytest.mark.parametrize("attempts", [{1}, {3}], ids=["a checkpoint", "the last checkpoint"])
+    def test_a_checkpoint_that_cannot_be_written(
+        self, options, attempts, train, trained, tmp_path, monkeypatch, results
+    ):
+        from longshore.checkpoint import saving
+
+        write, made = saving.write_boxes, []
+
+        def write_or_not(*arguments: object):
+            made.append(arguments)
+            return full() if len(made) in attempts else write(*arguments)
+
+        whole = trained("--steps", "5", *options)
+        monkeypatch.setattr(saving, "write_boxes", write_or_not)
+        run = ["--out", tmp_path / "run", "--save-every", "2", "--steps", "5", *options]
+        ran = train(*run)
+        assert ran.code == int(attempts == {3})
+        assert "No space left on device" in ran.err and "training goes on, and the next checkpoint is tried" in ran.err
+        kept = results(tmp_path / "run")
+        assert not kept.differing(whole)
+        assert kept.run["status"] == "finished"
+        assert len(made) == 3
+        if ran.code:
+            assert "step 5 has no checkpoint, and the newest one is of step 4" in ran.err
+        assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step{4 if ran.code else 5}\n"
+        if ran.code:
+            assert train(*run, "--resume").code == 0
+            assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step5\n"
+
     def test_safetensors_own_error(self, train, tmp_path, monkeypatch, results):
         from safetensors import SafetensorError
 

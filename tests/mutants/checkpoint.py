@@ -5,6 +5,14 @@ from __future__ import annotations
 from mutants.mutant import ASYNC, FOLDER, MEMORY, ONE_LINE, RESHARDING, RESUME, SNAPSHOT, Mutant
 
 MUTANTS = [
+    # -- what fails --------------------------------------------------------------
+    Mutant(
+        "a checkpoint that failed counts as written",
+        "cli/resuming.py",
+        "        self._failure, self._begun_step = failure, self._newest_step\n",
+        "        self._failure, self._newest_step = failure, self._begun_step\n",
+        ("tests/cli/test_output.py::TestFullDisk::test_a_checkpoint_that_cannot_be_written",),
+    ),
     # -- ranks with different parameters ---------------------------------------
     Mutant(
         "the description of a checkpoint is the first rank's alone",

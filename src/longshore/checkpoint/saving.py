@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
+import os
 import platform
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -208,7 +212,10 @@ def _explained(work: Callable[[], T], target: Target) -> T:
 
 
 class Background:
-    """Runs one task at a time on a thread. Its exception is logged at once, and raised by the next :meth:`wait`."""
+    """Runs one task at a time on a thread. Its exception is logged at once, and raised by the next :meth:`wait`; if the
+    program ends without, its exit code is 1."""
+
+    _untold: ClassVar[list[Background]] = []
 
     def __init__(self) -> None:
         self._done: threading.Event | None = None
@@ -237,6 +244,7 @@ class Background:
                 # The exception's frames refer to the content, which would not be freed.
                 traceback.clear_frames(failure.__traceback__)
                 self._failure = failure
+                self._untold.append(self)
                 _LOGGER.error("%s failed: %s", what, failure)
             finally:
                 done.set()
@@ -258,4 +266,18 @@ class Background:
             self._done = None
         failure, self._failure = self._failure, None
         if failure is not None:
+            self._untold.remove(self)
             raise failure
+
+    @classmethod
+    def at_exit(cls) -> None:
+        """End the process with the exit code 1 if nobody was told that a checkpoint could not be written."""
+        if cls._untold:
+            _LOGGER.error("the program ends with exit code 1: its last checkpoint was not written")
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(1)  # an exception here would not change the exit code
+
+
+atexit.register(Background.at_exit)

@@ -77,7 +77,7 @@ def _train(
 ) -> tuple[int, Diverged | None]:
     """Open the folder, continue from a checkpoint, train, and write the results."""
     description = describe(settings, prepared.text, prepared.corpus, prepared.model)
-    checkpoints = RunCheckpoints(settings, stepper)
+    checkpoints = RunCheckpoints(settings, stepper, group.leads)
     group.together(lambda: _open(settings, prepared, description))
     progress = group.guarded(checkpoints.load) if settings.continues else None
     if settings.continues:
@@ -97,15 +97,20 @@ def _train(
             diverged = error
             log.write({"kind": "diverged", "step": error.step, "what": error.what, "value": str(error.value)})
         stopped = stop()
+        group.guarded(checkpoints.wait)
+        weights = group.guarded(lambda: model.whole_weights(prepared.model))
+        # Before the last checkpoint, for which there may be no more room.
+        group.together(lambda: log.keep(weights))
         if diverged is None:
             group.guarded(lambda: checkpoints.save(log.steps_done, log.progress, last=True))
-        group.guarded(stepper.wait_for_checkpoint)
+            group.guarded(checkpoints.wait)
         status = "diverged" if diverged else "interrupted" if stopped else "finished"
         if stopped:
             console.print(f"{stop.name}: ended after step {log.steps_done} of {settings.loop.steps}")
-        weights = group.guarded(lambda: model.whole_weights(prepared.model))
         # Together, since a launcher ends the rank that still writes when another one ends with an error.
         group.together(lambda: log.finish({**description, "status": status}, weights))
+        if diverged is None:
+            group.together(lambda: checkpoints.check_last(log.steps_done))
     return stop.exit_code, diverged
 
 
@@ -142,7 +147,7 @@ class RunLog:
         self._console = console
         self._trace = trace
         self._metrics = prepared.folder.metrics(progress["step"] if progress else -1) if prepared.folder else None
-        self._warned = False
+        self._warned = self._kept = False
         self._training = Series("training")
         self._validation = Series("validation", marker="o")
         self._last = BEGIN
@@ -192,15 +197,27 @@ class RunLog:
                 if self._losses:
                     self._log(self._last)
 
-    def finish(self, description: dict[str, Any], weights: dict[str, Any]) -> None:
-        """Write the weights, which matter most, then the curve, the metrics, the status, and the trace."""
+    def keep(self, weights: dict[str, Any]) -> None:
+        """Write the weights, which matter most; if that fails, :meth:`finish` tries again."""
+        with contextlib.suppress(terminal.CommandError):
+            self._write_weights(weights)
+
+    def _write_weights(self, weights: dict[str, Any]) -> None:
         folder, trained = self._prepared.folder, self._prepared.model
+        if folder is None or self._kept:
+            return
+        if all(bool(weight.isfinite().all()) for weight in weights.values()):
+            tokenizer = self._prepared.tokenizer
+            folder.write_folder(lambda beside: model.save_model(trained, weights, tokenizer, beside))
+        else:
+            terminal.warn("the weights contain NaN or infinity and are not written")
+        self._kept = True
+
+    def finish(self, description: dict[str, Any], weights: dict[str, Any]) -> None:
+        """Write the weights, unless they are, then the curve, the metrics, the status, and the trace."""
+        folder = self._prepared.folder
+        self._write_weights(weights)
         if folder is not None:
-            if all(bool(weight.isfinite().all()) for weight in weights.values()):
-                tokenizer = self._prepared.tokenizer
-                folder.write_folder(lambda beside: model.save_model(trained, weights, tokenizer, beside))
-            else:
-                terminal.warn("the weights contain NaN or infinity and are not written")
             numel = terminal.quantity(description["parameters"])
             title = f"longshore train, {numel} parameters, {self._settings.model.dtype}"
             folder.write(CURVE, loss_curves([self._training, self._validation], title))

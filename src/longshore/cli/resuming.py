@@ -18,7 +18,8 @@ from longshore.cli.model import count_parameters
 from longshore.cli.output import CHECKPOINTS
 from longshore.cli.settings import TrainSettings
 from longshore.cli.steppers import TrainStepper
-from longshore.cli.terminal import USAGE, CommandError, warnings_as_lines
+from longshore.cli.terminal import USAGE, CommandError, one_line, warn, warnings_as_lines
+from longshore.errors import CheckpointError
 
 _OPTIMIZER = ("lr", "schedule", "warmup", "weight_decay", "clip")
 _LOOP = ("seq_len", "steps", "batch_size", "seed")
@@ -38,13 +39,21 @@ _ENGINE = (
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. Every rank has this object, and calls it at the same steps."""
+    """The checkpoints of one run. Every rank has this object, and calls it at the same steps.
 
-    def __init__(self, settings: TrainSettings, stepper: TrainStepper) -> None:
+    One that cannot be written does not end training: a disk may be full for a while, and the next one is tried.
+
+    Args:
+        leads: whether to print warnings.
+    """
+
+    def __init__(self, settings: TrainSettings, stepper: TrainStepper, leads: bool = True) -> None:
         self._every = settings.save_every
         self._folder = None if settings.out is None else settings.out / CHECKPOINTS
         self._stepper = stepper
-        self._newest_step = -1
+        self._leads = leads
+        self._newest_step = self._begun_step = -1
+        self._failure: CheckpointError | None = None
 
     def save(self, step: int, progress: Callable[[], Mapping[str, Any]], last: bool = False) -> None:
         """Save asynchronously after a step, if a checkpoint is due.
@@ -54,11 +63,40 @@ class RunCheckpoints:
             progress: returns what the run needs in order to continue; saved with the checkpoint.
             last: the run ends here.
         """
-        due = self._every and step > 0 and (last or step % self._every == 0)
-        if due and step != self._newest_step:
+        if not self._every or step <= 0 or not (last or step % self._every == 0):
+            return
+        self.wait()
+        if step != self._newest_step:
             assert self._folder is not None
-            self._stepper.save(self._folder, f"step{step}", {"progress": dict(progress())})
-            self._newest_step = step
+            self._begun_step = step
+            try:
+                self._stepper.save(self._folder, f"step{step}", {"progress": dict(progress())})
+            except CheckpointError as failure:
+                self._failed(failure)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that was begun last is on the disk; warn if it could not be written."""
+        try:
+            self._stepper.wait_for_checkpoint()
+        except CheckpointError as failure:
+            self._failed(failure)
+        else:
+            self._newest_step = self._begun_step
+
+    def _failed(self, failure: CheckpointError) -> None:
+        self._failure, self._begun_step = failure, self._newest_step
+        if self._leads:
+            warn(f"{one_line(failure)}; training goes on, and the next checkpoint is tried")
+
+    def check_last(self, step: int) -> None:
+        """Raise CommandError if the run's last step, which was saved, is not on the disk."""
+        if self._every and 0 < step != self._newest_step:
+            assert self._failure is not None
+            there = f"is of step {self._newest_step}" if self._newest_step > 0 else "does not exist"
+            raise CommandError(
+                f"step {step} has no checkpoint, and the newest one {there}: {one_line(self._failure)}; make "
+                "room, and end with --resume"
+            )
 
     def load(self) -> Mapping[str, Any] | None:
         """Load the newest whole checkpoint, and return its progress; None if there is no checkpoint."""
@@ -67,7 +105,7 @@ class RunCheckpoints:
             values = self._stepper.load(self._folder) if self._folder.is_dir() else None
         if values is None:
             return None
-        self._newest_step = values["progress"]["step"]
+        self._newest_step = self._begun_step = values["progress"]["step"]
         return values["progress"]
 
 
