@@ -99,6 +99,9 @@ class RuleFamily:
 
     options: ClassVar[Mapping[str, Callable[[Any, str], Any]]] = {}
     """Options of a group that determine the rule, with the function that reads each."""
+    absent: ClassVar[Mapping[str, Any]] = {}
+    """Options that torch's groups do not have, with the value that counts in a group that lacks one. Groups have them
+    only if some group has another value, so that torch's distributed checkpoints fit."""
     rule: ClassVar[type[Rule]]
     """The rule. Its fields are read from options of the same names (``beta1`` and ``beta2`` from ``betas``), the step
     count and :meth:`more_fields`."""
@@ -133,6 +136,7 @@ class RuleFamily:
             ValueError: a value is out of range, or two contradict each other.
             TypeError: a value is not a number.
         """
+        group = {**self.absent, **group}
         values = {name: read(group[name], name) for name, read in self.options.items()}
         self.check_together(values)
         return values

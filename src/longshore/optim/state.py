@@ -48,7 +48,8 @@ def checked_state(record: ParameterRecord, state: Mapping[str, Any], family: Rul
         if key in family.entries and (key == "step" or key in family.scalars):
             checked[key] = _number(value, record.name, key)
         elif key in family.entries:
-            if value is not None or key not in family.optional_states:
+            # torch.distributed.checkpoint has {} for what a flattened state lacks.
+            if not (value is None and key in family.optional_states) and not (key == MASTER and value == {}):
                 checked[key] = _array(value, record, key)
         elif key in family.refused_states:
             raise ValueError(f"parameter {record.name}: {family.refused_states[key]}")
@@ -207,4 +208,6 @@ def merged_group(
     """
     off = dict.fromkeys({"maximize", "nesterov", "decoupled_weight_decay"} & defaults.keys(), False)
     flags = {name: value for name, value in IMPLEMENTATION_FLAGS.items() if name in defaults}
-    return {**defaults, **off, **loaded, **flags, **{name: own[name] for name in family.initial_states.values()}}
+    fixed = {name: own[name] for name in family.initial_states.values()}
+    merged = {**defaults, **off, **loaded, **flags, **fixed}
+    return {name: value for name, value in merged.items() if name in loaded or name not in family.absent}

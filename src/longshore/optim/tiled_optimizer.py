@@ -390,11 +390,17 @@ class RuleOptimizer(TiledOptimizer):
         options = {name: value for name, value in arguments.items() if name not in _NO_GROUP_OPTIONS}
         family = self.rules(**{name: options[name] for name in self.rules.initial_states.values()})
         options.update(_wishes(options))
+        absent = self.rules.absent
+        options = {name: value for name, value in options.items() if name not in absent or value is not absent[name]}
         super().__init__(arguments["params"], options, family, arguments["release_gradients"], arguments["offload"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self.param_groups[-1].update(_wishes(self.defaults))
+        for name, value in self.rules.absent.items():
+            if any(name in group for group in self.param_groups):
+                for group in self.param_groups:
+                    group.setdefault(name, value)
 
     @classmethod
     def defaults_by_name(cls) -> dict[str, Any]:

@@ -94,6 +94,7 @@ class AdamFamily(RuleFamily):
         "bias_correction": flag,
         "maximize": flag,
     }
+    absent: ClassVar = {"bias_correction": True}
     rule = AdamRule
     states = AdamRule.states
     refused_states: ClassVar = {"max_exp_avg_sq": "the state is that of amsgrad=True, which is not supported"}
