@@ -87,6 +87,14 @@ IMPLEMENTATION_FLAGS = {"foreach": None, "fused": True, "capturable": False, "di
 True, so that torch's optimizer of the same name, which takes it from the state that it loads, continues with the same
 bits."""
 
+_NO_GROUP_OPTIONS = frozenset({"self", "__class__", "params", "release_gradients", "offload"})
+
+
+def _wishes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``foreach`` and ``fused`` are in every group, whatever users pass: they wish for how a step is
+    computed, not for what."""
+    return {name: IMPLEMENTATION_FLAGS[name] for name in ("foreach", "fused") if name in options}
+
 
 # -- families -----------------------------------------------------------------
 
@@ -163,6 +171,24 @@ class RuleFamily:
                     f"{name} is {group[name]} in a parameter group and {value} in the optimizer: it is one value for "
                     "all groups; pass it to the optimizer"
                 )
+
+    @classmethod
+    def group_options(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults of groups, from ``locals()`` of an optimizer's constructor."""
+        return {
+            name: value
+            for name, value in {**arguments, **_wishes(arguments)}.items()
+            if name not in _NO_GROUP_OPTIONS and not (name in cls.absent and value is cls.absent[name])
+        }
+
+    @classmethod
+    def complete(cls, groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+        """Give groups, the last of which is new, the options that all of them have."""
+        groups[-1].update(_wishes(defaults))
+        for name, value in cls.absent.items():
+            if any(name in group for group in groups):
+                for group in groups:
+                    group.setdefault(name, value)
 
     def states_of(self, group: Mapping[str, Any]) -> Sequence[str]:
         """Return the names of the state arrays that parameters of this group have."""

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from longshore.errors import CheckpointError, LongshoreError
 from longshore.optim.clipping import gradient_norm
 from longshore.optim.core import OptimizerCore
-from longshore.optim.family import IMPLEMENTATION_FLAGS, RuleFamily
+from longshore.optim.family import RuleFamily
 from longshore.optim.handed_out import StateMap
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import group_members
@@ -44,9 +44,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         offload = offload or Offload()
         if not isinstance(offload, StoreFactory):
             raise TypeError(f"offload is a longshore.Offload, not {type(offload).__name__}")
-        self._make_core(
-            family, offload, bool(release_gradients)
-        )  # the base class calls add_param_group, which needs it
+        # The base class calls add_param_group, which needs the core.
+        self._make_core(family, offload, bool(release_gradients))
         family.check_group(defaults)
         super().__init__(params, defaults)
         self._core.end_building()
@@ -362,8 +361,6 @@ class TiledOptimizer(torch.optim.Optimizer):
 OPTIMIZERS: dict[str, type[RuleOptimizer]] = {}
 """Every :class:`RuleOptimizer` that was defined, by the name of its class."""
 
-_NO_GROUP_OPTIONS = frozenset({"self", "__class__", "params", "release_gradients", "offload"})
-
 
 class RuleOptimizer(TiledOptimizer):
     """Base class of the optimizers that have kernels, one for each name that a configuration may give.
@@ -387,29 +384,16 @@ class RuleOptimizer(TiledOptimizer):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Build the optimizer from ``locals()`` of the subclass's constructor, taken first."""
-        options = {name: value for name, value in arguments.items() if name not in _NO_GROUP_OPTIONS}
+        options = self.rules.group_options(arguments)
         family = self.rules(**{name: options[name] for name in self.rules.initial_states.values()})
-        options.update(_wishes(options))
-        absent = self.rules.absent
-        options = {name: value for name, value in options.items() if name not in absent or value is not absent[name]}
         super().__init__(arguments["params"], options, family, arguments["release_gradients"], arguments["offload"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self.param_groups[-1].update(_wishes(self.defaults))
-        for name, value in self.rules.absent.items():
-            if any(name in group for group in self.param_groups):
-                for group in self.param_groups:
-                    group.setdefault(name, value)
+        self.rules.complete(self.param_groups, self.defaults)
 
     @classmethod
     def defaults_by_name(cls) -> dict[str, Any]:
         """Return the options of a group that a configuration may give, with their defaults in the signature."""
         parameters, fixed = inspect.signature(cls).parameters, cls.rules.initial_states.values()
         return {name: parameters[name].default for name in cls.rules.options if name not in fixed}
-
-
-def _wishes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``foreach`` and ``fused`` are in every group, whatever users pass: they wish for how a step is
-    computed, not for what."""
-    return {name: IMPLEMENTATION_FLAGS[name] for name in ("foreach", "fused") if name in options}
