@@ -19,6 +19,7 @@ from benchmarks import (
     host_memory,
     host_step,
     machine,
+    many_parameters,
     overlap,
     plan,
     plan_ranks,
@@ -34,6 +35,7 @@ class Part(str, Enum):
     """What can be measured."""
 
     host_step = "host-step"
+    many_parameters = "many-parameters"
     whole_step = "whole-step"
     host_memory = "host-memory"
     engine = "engine"
@@ -47,6 +49,13 @@ def _host_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     settings = host_step.Settings(numel=1 << 20 if quick else 1 << 27, rounds=2 if quick else 15, threads=threads)
     results = measure_in_child("host_step", vars(settings), threads, python)
     return results, host_step.rows(results)
+
+
+def _many_parameters(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
+    counts, numels = ([100], [256]) if quick else ([100, 1_000, 10_000, 100_000], [256, 1024])
+    settings = many_parameters.Settings(counts, numels, threads, 2 if quick else 15)
+    results = measure_in_child("many_parameters", vars(settings), threads)
+    return results, many_parameters.rows(results)
 
 
 def _whole_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
@@ -113,6 +122,7 @@ def _plan(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
 
 _MEASURE = {
     Part.host_step: _host_step,
+    Part.many_parameters: _many_parameters,
     Part.whole_step: _whole_step,
     Part.host_memory: _host_memory,
     Part.engine: _engine,

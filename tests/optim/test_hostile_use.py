@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
 from typing import Any
@@ -464,3 +465,27 @@ def test_ten_thousand_small_parameters_cost_no_more_than_their_number(release: b
         optimizer.zero_grad()
     assert len(optimizer.state_dict()["state"]) == 2000
     assert len(walks) <= 10
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_calls_in_a_step_grow_as_parameters_do(again: bool) -> None:
+    """In a first step, which adopts masters, as in one in which nothing is new."""
+
+    def calls_of(count: int) -> int:
+        many = parameters(count)
+        optimizer, calls = longshore.AdamW(many, offload=OFF), [0]
+        for parameter in many:
+            parameter.grad = torch.ones(16)
+        if again:
+            optimizer.step()
+        sys.setprofile(lambda frame, event, argument: calls.__setitem__(0, calls[0] + event.endswith("call")))
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        return calls[0]
+
+    calls_of(1)  # imports
+    few, more = calls_of(100), calls_of(400)
+    assert 100 < few < more < 4.5 * few
+    assert not again or more < 25 * 400

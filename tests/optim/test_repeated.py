@@ -138,12 +138,15 @@ EDITS = [no_gradient, other_memory, other_memory_at_the_old_address, written, co
          columns_of_the_gradient_first, expanded_gradient, negated_gradient, part_of_a_gradient]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "detect_writes"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_what_is_new_is_seen(edit: Callable[[Any, int], None], dtype: torch.dtype, steps: Steps) -> None:
+def test_what_is_new_is_seen(
+    edit: Callable[[Any, int], None], dtype: torch.dtype, detect_writes: bool, steps: Steps
+) -> None:
     plain_model, model = twins(dtype)
     plain = PlainLoop(plain_model.parameters(), **OPTIONS)
-    optimizer = longshore.AdamW(model.parameters(), **OPTIONS)
+    offload = longshore.Offload(detect_writes=detect_writes)
+    optimizer = longshore.AdamW(model.parameters(), offload=offload, **OPTIONS)
     for step in range(6):
         for each in (plain_model, model):
             backward(each, step, dtype)

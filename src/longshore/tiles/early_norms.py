@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -73,10 +73,10 @@ class EarlyNorms:
             if sums.scale == scale and sums.versions == [tile.version for tile, _ in self._parts_of(parameter)]
         }
 
-    def forget(self, parameters: Iterable[int]) -> None:
+    def forget(self, parameters: Mapping[int, object]) -> None:
         """Drop the sums of parameters whose gradients are about to be written."""
-        for parameter in parameters:
-            self._sums.pop(parameter, None)
+        for parameter in self._sums.keys() & parameters.keys():  # as long as the shorter of both
+            del self._sums[parameter]
 
     def end_window(self, stepped: bool) -> None:
         """Drop all sums. If a window that was stepped asked for a norm, the next one is expected to ask, too."""
