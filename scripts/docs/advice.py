@@ -167,7 +167,7 @@ SECTIONS = (
             "optim/clipping.py",
             "optim/gradients.py",
             "optim/core.py: ParameterError",
-            "optim/core.py: LongshoreError",
+            "optim/ledger.py: LongshoreError",
             "tiles/store.py",
             "tiles/tile.py",
             "tiles/steps.py",
