@@ -141,7 +141,10 @@ class FullyShardedModel:
             for member in (member for group in _groups_of(module) for member in group.fsdp_params):
                 if member.sharded_param.numel() == 0:
                     # Nobody takes this gradient, and FSDP2 cannot reduce a tensor without elements.
-                    member._unsharded_param.register_post_accumulate_grad_hook(_drop_gradient)
+                    leaf = member._unsharded_param
+                    trains = leaf.requires_grad
+                    leaf.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
+                    leaf.requires_grad_(trains)  # a frozen one may thaw later
             call()
 
         for module in self.modules:
