@@ -282,3 +282,8 @@ def test_a_step_that_is_not_due_does_not_move_the_schedule() -> None:
 def test_one_rank_without_a_gradient(stage: int, before: str, raw: bool, two_ranks: Ranks) -> None:
     """After a step() that had nothing to apply, and after the norm was measured in the middle of a window."""
     two_ranks(window_cases.one_rank_without_a_gradient, stage, before, raw)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_parameter_without_elements_that_one_rank_used(stage: int, two_ranks: Ranks) -> None:
+    assert two_ranks(window_cases.an_empty_parameter_of_one_rank, stage) == [2, 2]

@@ -84,3 +84,15 @@ def one_rank_without_a_gradient(stage: int, before: str, raw: bool) -> None:
     for ours, theirs in zip(engine.module.parameters(), oracle.model.parameters(), strict=True):
         assert torch.equal(whole(ours), theirs)
     engine.optimizer.close()
+
+
+def an_empty_parameter_of_one_rank(stage: int) -> int:
+    """Rank 0 has a gradient of a parameter without elements, and rank 1 has none at all; returns the applied steps."""
+    engine = make_engine(stage)
+    for number in range(2):
+        loss = engine(inputs(0, number, 0, torch.float32), HEADS) + engine.module.empty.sum()
+        engine.backward(loss if dist.get_rank() == 0 else torch.ones(1, requires_grad=True).sum())
+        engine.step()
+        assert engine.was_step_applied()
+    engine.optimizer.close()
+    return engine.global_steps

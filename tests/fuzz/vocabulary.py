@@ -190,8 +190,14 @@ phrases(
 phrases(
     "state edits", 1, "for s in o.state.values():\n    s['{k}'].zero_()", "kept = o.state[{p}]['{k}']", "kept.zero_()"
 )
-phrases("state edits", 1, "o.state_dict()['state'][0]['{k}'].zero_()", "sd = o.state_dict()", "o.load_state_dict(sd)")
-phrases("saving", 2, "sd = copy.deepcopy(o.state_dict())", "o.load_state_dict(sd)")
+phrases(
+    "state edits",
+    1,
+    "o.state_dict()['state'][0]['{k}'].zero_()",
+    "sd = o.state_dict()",
+    "o.load_state_dict(copy.deepcopy(sd))",
+)
+phrases("saving", 2, "sd = copy.deepcopy(o.state_dict())", "o.load_state_dict(copy.deepcopy(sd))")
 phrases(
     "saving", 2, "o.load_state_dict(copy.deepcopy(o.state_dict()))", "o.load_state_dict(through_file(o.state_dict()))"
 )

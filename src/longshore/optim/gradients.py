@@ -192,17 +192,13 @@ class ReleasedGradients(GradientSource):
         self._finalizer.atexit = False
 
     def register(self, records: Sequence[ParameterRecord]) -> None:
-        trainable = [
-            record
-            for record in records
-            if record.parameter.requires_grad and record.index not in self._hooks and record.kept.numel() > 0
-        ]
-        self.watch(trainable)
+        trainable = [record for record in records if record.parameter.requires_grad and record.index not in self._hooks]
+        self.watch(trainable)  # also what has no elements: all ranks lay out the same, whichever got gradients
         me: weakref.ref[ReleasedGradients] = weakref.ref(self)
         for record in trainable:
             leaf = record.leaf()
-            if leaf is None:
-                continue  # the parameter was never gathered; look_again() is called when it is
+            if leaf is None or record.kept.numel() == 0:
+                continue  # no elements, or the parameter was never gathered; look_again() is called when it is
             # The hooks must not refer to the parameter: it could then not be garbage-collected.
             before, after = (
                 functools.partial(_call, me, hook, record.index)
