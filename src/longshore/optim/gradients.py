@@ -24,7 +24,7 @@ from torch.autograd.graph import Node
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks, is_released, new_placeholder
-from longshore.optim.shards import check_not_wrapped, gradient_part
+from longshore.optim.shards import check_not_wrapped, gradient_part, is_sum_over_ranks
 from longshore.tiles import ParameterStore, TileStore
 
 
@@ -266,12 +266,13 @@ class ReleasedGradients(GradientSource):
             )
         record.check()
         if record.keeps_shard and gradient is not placeholder:
-            # FSDP2 wrote .grad without calling the first hook, which drops a gradient that was discarded.
-            self._resolve(record)
+            self._resolve(record)  # FSDP2 wrote .grad without calling the first hook, which drops what was discarded
         if index in self._entered:
             self._entered.discard(index)
         else:
             self._hooks[index].follow(leaf)  # the node that was hooked is no longer the parameter's
+        if leaf is record.parameter and is_sum_over_ranks(gradient) and self.store.arrivals(index) == 0:
+            return  # torch adds the addends of several backwards on each rank, and reduces once: collect() does too
         self.store.arrive(index, self.found(record, gradient))
         self.produced[index] = self.produced.get(index, 0) + 1
         self._lifted.discard(index)

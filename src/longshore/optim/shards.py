@@ -29,6 +29,11 @@ def like(parameter: Tensor, held: Tensor) -> Tensor:
     return kind(held, spec, requires_grad=False)
 
 
+def is_sum_over_ranks(tensor: Tensor) -> bool:
+    """Return whether a tensor is a ``DTensor`` whose addends are on several ranks, not added up yet."""
+    return is_sharded(tensor) and any(each.is_partial() for each in tensor.placements)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def gradient_part(leaf: Tensor | None, gradient: Tensor) -> Tensor:
     """Return this process's part of a gradient, placed like ``leaf``, into which it was accumulated.
 
