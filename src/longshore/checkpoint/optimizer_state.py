@@ -256,7 +256,7 @@ def checked_about(content: Any, where: str) -> dict[str, Any]:
         checked_entry(content, "others", dict, where)
     for name, about in checked_entry(content, "parameters", dict, where).items():
         at = f"{where}: {name}"
-        if "entries" in about:
+        if "entries" in checked(about, dict, at):
             checked_entry(about, "entries", dict, at)
         if (step := checked_entry(about, "step", int, at)) > 2**53:
             raise CheckpointError(f"{at} has made {step} steps, more than can be counted")
