@@ -148,6 +148,7 @@ SECTIONS = (
             "optim/rules/",
             "optim/core.py: the optimizer has no",
             "optim/core.py: optimizer got",
+            "optim/other_words.py",
             "engine/client.py",
             "optim/family.py",
             "optim/tiled_optimizer.py",

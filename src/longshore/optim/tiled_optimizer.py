@@ -19,6 +19,7 @@ from longshore.optim.core import OptimizerCore
 from longshore.optim.family import RuleFamily
 from longshore.optim.handed_out import StateMap
 from longshore.optim.offload import Offload, StoreFactory
+from longshore.optim.other_words import check_words
 from longshore.optim.parameters import group_members
 from longshore.optim.state import checked_state, clear_state, loadable_state, merged_group, write_state
 from longshore.tiles import SpeculationRecord
@@ -271,8 +272,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what ``copy.deepcopy`` and ``pickle`` keep: groups, options, settings and state; as with torch's, no
-        gradients and no hooks.
+        """Return what ``copy.deepcopy`` and ``pickle`` keep: all but gradients and hooks, as with torch's.
 
         Raises:
             TypeError: the optimizer is an engine's.
@@ -312,16 +312,13 @@ class TiledOptimizer(torch.optim.Optimizer):
         core.end_building()
         core.clipping.loss_scale = state["loss_scale"]
         for key, entries in state["state"].items():
-            record = core.by_id.get(id(key))
-            if record is None:  # a key of the user's, or a parameter that was taken out of its group
-                self.state[key] = entries
-            else:
+            if record := core.by_id.get(id(key)):
                 write_state(record, core, checked_state(record, entries, core.family))
+            else:  # a key of the user's, or a parameter that was taken out of its group
+                self.state[key] = entries
 
     def __copy__(self) -> TiledOptimizer:
-        raise TypeError(
-            "copy.copy would give two optimizers one state, which only one of them would step: use copy.deepcopy"
-        )
+        raise TypeError("copy.copy would give two optimizers one state, which only one would step: use copy.deepcopy")
 
     # -- masters and memory ---------------------------------------------------
 
@@ -381,6 +378,10 @@ class RuleOptimizer(TiledOptimizer):
         super().__init_subclass__(**kwargs)
         if RuleOptimizer in cls.__bases__:  # not for subclasses of our own optimizers
             OPTIMIZERS[cls.__name__] = cls
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        check_words(cls, inspect.signature(cls).parameters, args, kwargs)
+        return super().__new__(cls)
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Build the optimizer from ``locals()`` of the subclass's constructor, taken first."""
