@@ -64,7 +64,7 @@ class PlainEngine:
     backwards of the ranks' means. Gradients are added in float32."""
 
     def __init__(self, stage: int, model: nn.Module, kind: str, params: Any, options: dict[str, Any]) -> None:
-        self._each_backward = stage >= 2
+        self._each_backward = stage >= 2 and len(gathered(None)) > 1
         self._model = model
         self._clip = options.pop("clip", None)
         self._accumulation = options.pop("accumulation", 1)

@@ -201,7 +201,11 @@ phrases("saving", 2, "sd = copy.deepcopy(o.state_dict())", "o.load_state_dict(co
 phrases(
     "saving", 2, "o.load_state_dict(copy.deepcopy(o.state_dict()))", "o.load_state_dict(through_file(o.state_dict()))"
 )
-phrases("saving", 2, "sd = copy.deepcopy(o.state_dict())\n\no = rebuilt(o, lambda: {o})\n\no.load_state_dict(sd)")
+phrases(
+    "saving",
+    2,
+    "sd = copy.deepcopy(o.state_dict())\n\no = rebuilt(o, lambda: {o})\n\no.load_state_dict(copy.deepcopy(sd))",
+)
 phrases("saving", 1, "o = rebuilt(o, lambda: {o})", "save = saved(m, o)", "save = saved(m, o)", "loaded(save, m, o)")
 phrases("through torch", 2, "o.load_state_dict(through_torch(o))")
 phrases("schedulers", 2, "s.step()", "s.step()", "s.step()", "s.load_state_dict(copy.deepcopy(s.state_dict()))")
