@@ -596,6 +596,7 @@ ODD = [
     (f"{RANK}.json", "random", {}),
     *((f"{STATE}.json", ("engine", key), []) for key in ("run", "global_steps", "loss_scale")),
     (f"{STATE}.json", ("engine", "gradient_accumulation_steps"), 0),
+    (f"{STATE}.json", ("engine", "decisive"), {"gradient_clipping": []}),
     (f"{STATE}.json", ("model", "aliases"), {"x": [1]}),
     (f"{STATE}.json", ("model", "left_out"), [{}]),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,23 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
         assert torch.equal(value, before[name])
     with pytest.warns(UserWarning, match="fits only partly"):
         longshore.load(tmp_path, other, its, strict=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_other_way_to_add_backwards_is_said(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, optimizer = cases.make(release_gradients=True)
+    model.to(dtype)
+    longshore.save(tmp_path, model, optimizer)
+    other, kept = cases.make()
+    other.to(dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        longshore.load(tmp_path, model, optimizer)
+        assert caught == []
+        longshore.load(tmp_path, other, kept)
+    said = [str(each.message) for each in caught]
+    assert len(said) == (dtype == torch.bfloat16)
+    assert all("was saved with release_gradients=True, and here it is False" in each for each in said)
 
 
 def test_only_our_optimizers(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def test_what_other_ranks_cannot_have_is_said(two_ranks: Ranks, three_ranks: Ran
     repeated = "the run was 16 samples into its epoch, which is in the middle of a batch of 2 on each of 3 ranks"
     assert said[0] == [
         f"{repeated}: the last 4 come again",
-        f"{where} was saved by 2 ranks, and these are 3: random numbers (dropout) and the split of batches over ranks "
-        "differ from that run; everything else is the same",
+        f"{where} was saved by 2 ranks, and these are 3: random numbers (dropout), the split of batches over ranks "
+        "and the order in which their gradients are added differ from that run; everything else is the same",
     ]
     assert said[1:] == [[f"{repeated}: the last 4 come again"]] * 2
     assert two_ranks(cases.warned, Setting(1), str(tmp_path)) == [[], []]

@@ -181,6 +181,18 @@ def test_another_number_of_ranks(two_ranks, train, text, tmp_path, results):
     assert results(tmp_path / "stopped").differing(results(tmp_path / "whole")) == []
 
 
+def test_another_order_of_sums(two_ranks, train, text, tmp_path):
+    """Several backwards on several ranks are added in an order of the stage, and not in that of one rank."""
+    common = ["--data", str(text), *MICRO_MODEL, *MICRO_RUN, "--steps", "1", "--save-every", "1"]
+    run = ["train", *common, "--out", str(tmp_path / "run"), "--accumulation", "2"]
+    assert [code for code, _, _ in two_ranks(command, [*run, "--stage", "2"])] == [0, 0]
+    for code, _, err in two_ranks(command, [*run, "--stage", "1", "--resume"])[:1]:
+        assert code == 2 and "order of sums (ranks, --accumulation, --stage) 2 ranks times 2 backwards" in err
+    assert [code for code, _, _ in two_ranks(command, [*run, "--stage", "3", "--resume"])] == [0, 0]
+    alone = train(*common[2:], "--out", tmp_path / "run", "--resume", "--stage", "2", "--accumulation", "4").refused()
+    assert "order of sums" in alone and "backwards a step" not in alone
+
+
 def test_one_run_at_a_time(train, tmp_path, monkeypatch):
     out = tmp_path / "run"
     assert train("--save-every", "2", "--out", out).code == 0

@@ -13,6 +13,21 @@ MUTANTS = [
         "        self._failure, self._newest_step = failure, self._begun_step\n",
         ("tests/cli/test_output.py::TestFullDisk::test_a_checkpoint_that_cannot_be_written",),
     ),
+    # -- runs that go on otherwise ---------------------------------------------
+    Mutant(
+        "other settings are not compared",
+        "engine/checkpoints.py",
+        "        if differing := self._differing(state, scheduler):\n",
+        "        if differing := []:\n",
+        ("tests/checkpoint/test_other_settings.py::test_other_settings",),
+    ),
+    Mutant(
+        "all stages add alike",
+        "engine/config/decisive.py",
+        '    first = "of each rank, then these" if stage < 2 else',
+        '    first = "of each rank, then these" if stage < 4 else',
+        ("tests/engine/config/test_decisive.py",),
+    ),
     # -- ranks with different parameters ---------------------------------------
     Mutant(
         "the description of a checkpoint is the first rank's alone",

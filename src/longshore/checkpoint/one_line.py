@@ -31,6 +31,8 @@ _RUNS: dict[Path, str] = {}
 """Name of the run that saves in each folder. Loading from a folder continues that folder's run."""
 _BACKGROUND = Background()
 _LATE_S = 30.0
+_RELEASED = "release_gradients"
+"""Key among the shared values: whether the saved optimizer took gradients to the host during backward."""
 _LOGGER = logging.getLogger("longshore")
 
 
@@ -87,8 +89,9 @@ def save(
         step = max((record.step for record in ours._core.records), default=0) if ours is not None else 0
         step = max(group.gather(step))
         memory_bytes = memory_for_snapshot(group) if async_save else None
-        values, run = {CLIENT_STATE: dict(state or {})}, _RUNS.setdefault(root, secrets.token_hex(8))
-        content = prepare(lambda: training.content(values, {}, step, run, memory_bytes=memory_bytes), group)
+        run, values = _RUNS.setdefault(root, secrets.token_hex(8)), {CLIENT_STATE: dict(state or {})}
+        mode = {} if ours is None else {_RELEASED: ours._core.release_gradients}
+        content = prepare(lambda: training.content({**values, **mode}, {}, step, run, memory_bytes=memory_bytes), group)
         target = Target(root, tag, True, keep_last)
         if not async_save:
             return write(content, target, group)
@@ -150,10 +153,24 @@ def load(
             checked_entry(values, CLIENT_STATE, dict, str(whole.path))
 
         training = group.together(lambda: TrainingState(model, ours, group))
-        state = training.load(whole, Selection(strict, ours is not None), look)[CLIENT_STATE]
+        values = training.load(whole, Selection(strict, ours is not None), look)
+        if group.rank == 0 and ours is not None:
+            _compare_modes(ours, values.get(_RELEASED, "engine" in values or None), whole.path)
         if whole.run is not None:
             _RUNS[Path(load_dir).absolute()] = whole.run
-        return state
+        return values[CLIENT_STATE]
+
+
+def _compare_modes(optimizer: TiledOptimizer, released: Any, path: Path) -> None:
+    """Warn if the run that was saved added several backwards in another dtype (older checkpoints do not say which)."""
+    here = optimizer._core.release_gradients
+    low = any(record.dtype != torch.float32 for record in optimizer._core.records)
+    if released is (not here) and low:
+        warnings.warn(
+            f"{path} was saved with release_gradients={released}, and here it is {here}: where a step has several "
+            "backwards they are added in another dtype, and the weights will be those of neither run",
+            stacklevel=3,
+        )
 
 
 def _check_no_gradients(optimizer: TiledOptimizer | None, why: str) -> None:

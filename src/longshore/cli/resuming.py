@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -19,23 +20,13 @@ from longshore.cli.output import CHECKPOINTS
 from longshore.cli.settings import TrainSettings
 from longshore.cli.steppers import TrainStepper
 from longshore.cli.terminal import USAGE, CommandError, one_line, warn, warnings_as_lines
+from longshore.engine.config.decisive import BETWEEN_RANKS, OF_EACH_RANK, order_of_sums
 from longshore.errors import CheckpointError
 
 _OPTIMIZER = ("lr", "schedule", "warmup", "weight_decay", "clip")
 _LOOP = ("seq_len", "steps", "batch_size", "seed")
-_ENGINE = (
-    "dtype",
-    "autocast",
-    "cast_inputs",
-    "loss_scaling",
-    "communication_dtype",
-    "accumulation_dtype",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "optimizer",
-    "scheduler",
-)
-"""Fields of the engine's configuration that change bits, besides those that the options above have."""
+_ENGINE = ("dtype", *OF_EACH_RANK, *BETWEEN_RANKS, "optimizer")
+"""Fields of the engine's configuration that change bits. Some of them are options above, too."""
 
 
 class RunCheckpoints:
@@ -148,17 +139,16 @@ def check_same_run(path: Path, former: Mapping[str, Any], now: Mapping[str, Any]
 
 
 def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings on which the weights at the end depend, by the names that users know.
-
-    The number of ranks and the accumulation matter only as a product.
-    """
+    """Return the settings on which the weights at the end depend, by the names that users know."""
 
     def get(section: str, name: str) -> Any:
         return (settings.get(section) or {}).get(name)
 
-    shape, engine = get("model", "shape") or {}, get("engine", "config")
-    ranks, accumulation = get("loop", "ranks") or 0, get("loop", "accumulation") or 0
+    shape, engine = get("model", "shape") or {}, get("engine", "config") or {}
     options = {name: get("optimizer", name) for name in _OPTIMIZER} | {name: get("loop", name) for name in _LOOP}
+    ranks, accumulation = get("loop", "ranks") or 0, get("loop", "accumulation") or 0
+    predivide = ranks if engine.get("prescale_gradients") else engine.get("gradient_predivide_factor") or 1
+    exact = engine.get("communication_dtype") in (None, "fp32") and math.frexp(predivide)[0] == 0.5
     return {
         "--max-bytes": get("data", "max_bytes"),
         "the model's shape": ", ".join(f"{key} {value}" for key, value in shape.items()) or None,
@@ -166,8 +156,11 @@ def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
         "--dtype": get("model", "dtype"),
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         "backwards a step (ranks times --accumulation)": ranks * accumulation,
-        "training": "by the engine (--stage)" if settings.get("engine") else "without the engine",
+        "order of sums (ranks, --accumulation, --stage)": order_of_sums(
+            engine.get("stage") or 0, ranks, accumulation, exact
+        ),
+        "training": "by the engine (--stage)" if engine else "without the engine",
         # The host adds gradients up in float32, the device in their dtype; the engine's are always on the host.
         "--release-gradients": None if engine else get("optimizer", "release_gradients"),
-        **{f"{name} in --config": (engine or {}).get(name) for name in _ENGINE},
+        **{f"{name} in --config": engine.get(name) for name in _ENGINE},
     }

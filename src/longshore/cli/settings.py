@@ -215,7 +215,7 @@ _TRACE = (
 _SAVE = "Steps between checkpoints in --out, of which the newest two are kept, with one at the end; 0: none."
 _RESUME = (
     "Continue the run in --out from its newest checkpoint; the weights are those of a run that was never stopped. "
-    "Ranks and stage may change, the number of backwards in a step over all ranks may not."
+    "Ranks, accumulation and stage may change as far as a step's gradients are added in the same order."
 )
 _RESUME_AUTO = (
     "Continue the run in --out, or begin one if there is none yet, so that a script that is queued again is one line; "

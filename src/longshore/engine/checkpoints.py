@@ -19,6 +19,8 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
 from longshore.checkpoint.values import read_values
+from longshore.engine.config import Config
+from longshore.engine.config.decisive import decisive
 from longshore.engine.loss_scale import DynamicLossScale, FixedLossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.ranks import Ranks
@@ -41,6 +43,7 @@ class Resumable(Protocol):
     loss_scaling: DynamicLossScale | FixedLossScale
     lr_scheduler: Any
     training_dataloader: Any
+    config: Config
     global_steps: int
     micro_steps: int
     skipped_steps: int
@@ -162,6 +165,7 @@ class Checkpoints:
             "gradient_accumulation_steps": self._window.sizes.accumulation_steps,
             "loss_scale": engine.loss_scaling.state_dict(),
             "lr_scheduler": _state_of(engine.lr_scheduler),
+            "decisive": decisive(engine.config, engine.ranks.world_size),
         }
 
     # -- loading --------------------------------------------------------------
@@ -242,6 +246,8 @@ class Checkpoints:
         for name in (*_COUNTERS, "gradient_accumulation_steps"):
             checked(state.get(name), int, f"{where}: {name}")
         checked(state.get("run"), str, f"{where}: run")
+        for name, value in checked(state.get("decisive", {}), dict, f"{where}: decisive").items():
+            checked(value, str, f"{where}: decisive: {name}")
         scaling = checked(state.get("loss_scale"), dict, f"{where}: loss_scale")
         try:
             copy.copy(self._engine.loss_scaling).load_state_dict(scaling)
@@ -277,13 +283,31 @@ class Checkpoints:
         _load_state(engine.training_dataloader, own.get("loader"), "training_dataloader", whole)
         if own.get("random") is not None:
             restore_random_states(own["random"], engine.ranks.device)
+        if group.rank != 0:
+            return
         ranks = whole.manifest.get("world_size")
-        if ranks != group.world_size and group.rank == 0:
+        if ranks != group.world_size:
             warnings.warn(
-                f"{whole.path} was saved by {ranks} ranks, and these are {group.world_size}: random numbers (dropout) "
-                "and the split of batches over ranks differ from that run; everything else is the same",
+                f"{whole.path} was saved by {ranks} ranks, and these are {group.world_size}: random numbers (dropout), "
+                "the split of batches over ranks and the order in which their gradients are added differ from that "
+                "run; everything else is the same",
                 stacklevel=6,
             )
+        if differing := self._differing(state, scheduler):
+            warnings.warn(
+                f"{whole.path} was saved with other settings, and the weights will be those of neither run: "
+                f"{'; '.join(differing)}. Give initialize() the configuration of that run, if this is to continue it",
+                stacklevel=6,
+            )
+
+    def _differing(self, state: Mapping[str, Any], scheduler: bool) -> list[str]:
+        """Return the settings that change bits and that the saved run had otherwise; older checkpoints do not say."""
+        here, there = decisive(self._engine.config, self._engine.ranks.world_size), state.get("decisive", {})
+        irrelevant = set() if scheduler else {"scheduler"}
+        if state["gradient_accumulation_steps"] == 1 and state["micro_steps"] <= state["global_steps"]:
+            irrelevant.add("stage")  # with one backward a step there is one order
+        names = [name for name in here if name in there and name not in irrelevant]
+        return [f"{name} {there[name]} there, {here[name]} here" for name in names if there[name] != here[name]]
 
     # -- together -------------------------------------------------------------
 
