@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import longshore
-from longshore.optim.parameters import ReleasedGradient
+from longshore.optim.released import ReleasedGradient
 
 
 def released(model: nn.Module, seed: int = 0, **options: object) -> longshore.AdamW:

@@ -13,7 +13,7 @@ from longshore.byte_sizes import format_byte_size
 from longshore.engine.binding import Binding
 from longshore.engine.config import Config
 from longshore.engine.ranks import Ranks
-from longshore.optim.parameters import is_released
+from longshore.optim.released import is_released
 from longshore.optim.shards import held_part
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import ShardedStore

@@ -16,50 +16,15 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 
-import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.graph import Node
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.clipping import Fingerprint, Seen
-from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks, is_released, new_placeholder
+from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks
+from longshore.optim.released import ReleaseHooks, is_released, new_placeholder
 from longshore.optim.shards import check_not_wrapped, gradient_part, is_sum_over_ranks
 from longshore.tiles import ParameterStore, TileStore
-
-
-class ReleaseHooks:
-    """Two hooks of one parameter, called before and after autograd accumulates into ``.grad``.
-
-    ``before`` removes the placeholder, so that autograd finds None and does not add to it. It is a hook of the
-    accumulation node, and not of the tensor, because ``torch.autograd.grad`` runs tensor hooks without accumulating.
-    """
-
-    def __init__(self, parameter: Tensor, leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._parameter = weakref.ref(parameter)
-        self._before = before
-        self._after_handle = leaf.register_post_accumulate_grad_hook(lambda _leaf: after())
-        self._node: Node | None = None
-        self.follow(leaf)
-
-    def follow(self, leaf: Tensor) -> None:
-        """Hook the leaf's present node: converting a model to another dtype and back makes a new node."""
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
-        if node is self._node:
-            return
-        before = self._before
-        # The tensor refers to its node weakly; the node must live as long as the hook. A node that is given no gradient
-        # accumulates nothing.
-        self._node = node
-        self._before_handle = node.register_prehook(lambda gradients: before() if gradients[0] is not None else None)
-
-    def remove(self, placeholder: Tensor | None) -> None:
-        """Remove the hooks, and the placeholder if it is still there."""
-        self._after_handle.remove()
-        self._before_handle.remove()
-        parameter = self._parameter()
-        if parameter is not None and placeholder is not None and parameter.grad is placeholder:
-            parameter.grad = None
 
 
 class GradientSource(ABC):

@@ -1,21 +1,18 @@
-"""Records that an optimizer keeps of its parameters, checks of parameters, and placeholders in their ``.grad``."""
+"""Records that an optimizer keeps of its parameters, and checks of parameters."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._guards import CompileContext
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
-from longshore.errors import GradientError, LongshoreError, ParameterError
+from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.optim.family import History
-from longshore.optim.shards import held_part, is_sharded, like
+from longshore.optim.shards import held_part, is_sharded
 
 if TYPE_CHECKING:
     from longshore.optim.offload import StoreFactory
@@ -284,83 +281,3 @@ def group_members(groups: Sequence[dict[str, Any]], params: Iterable[Any]) -> li
     if not named or any(isinstance(entry, tuple) for entry in members):
         return members
     return [(f"{len(groups)}.{position}", parameter) for position, parameter in enumerate(members)]
-
-
-# -- placeholders of gradients that are on the host -----------------------------------------------
-
-# These operations read no values, and torch calls them before operations that raise the error below.
-_HARMLESS = frozenset(
-    {"__get__", "__repr__", "__hash__", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
-     "is_floating_point", "is_complex", "is_contiguous", "requires_grad_"}
-)  # fmt: skip
-
-
-class ReleasedGradient(Tensor):
-    """Placeholder in ``.grad`` for a gradient that is on the host."""
-
-    parameter_name: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name in _HARMLESS:
-            result = super().__torch_function__(func, types, args, kwargs or {})
-            if isinstance(result, ReleasedGradient) and isinstance(args[0], ReleasedGradient):
-                result.parameter_name = args[0].parameter_name  # for example, after .data
-            return result
-        if CompileContext.try_get() is not None:
-            # torch.compile describes each parameter that it reads, its .grad too, and computes nothing with them.
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise _moved(args, name)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"<gradient of {self.parameter_name}, held on the host by longshore>"
-
-
-@functools.cache
-def _one_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), float("nan"), dtype=dtype, device=device)
-
-
-class ReleasedShard(ReleasedGradient):
-    """This process's shard of a placeholder that is a ``DTensor``; a ``DTensor`` calls operations of its shard only."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise _moved(args, func.__name__.partition(".")[0])
-
-    def __iadd__(self, other: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return ``other``: FSDP2 adds to the shard of a gradient, and a placeholder has no values to add."""
-        return other
-
-
-def _moved(args: Any, asking: str) -> LongshoreError:
-    placeholders = (leaf for leaf in tree_leaves(args) if isinstance(leaf, ReleasedGradient))
-    name = next((f"parameter {each.parameter_name}" for each in placeholders), "a parameter")
-    return LongshoreError(
-        f"{name}: release_gradients=True has moved the gradient to the host, and {asking} asked for it. "
-        "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's (with an engine: "
-        "gradient_clipping in its configuration, and engine.get_global_grad_norm()), "
-        "optimizer.zero_grad() or zero_grad(set_to_none=True) to discard gradients, and "
-        "release_gradients=False for a GradScaler or to edit gradients"
-    )
-
-
-def is_released(gradient: Tensor | None) -> bool:
-    """Return whether a gradient is a placeholder, or a ``DTensor`` whose shard in this process is one."""
-    if gradient is None or type(gradient) is Tensor:
-        return False
-    return isinstance(gradient, ReleasedGradient) or isinstance(held_part(gradient), ReleasedGradient)
-
-
-def new_placeholder(record: ParameterRecord) -> Tensor:
-    """Return a placeholder of a parameter's shape and dtype; it takes no memory."""
-    kind = ReleasedShard if record.keeps_shard else ReleasedGradient
-    # One element of memory serves all placeholders of a dtype and device.
-    placeholder = _one_nan(record.dtype, record.device).expand(record.kept.shape).as_subclass(kind)
-    placeholder.parameter_name = record.name
-    return like(record.parameter, placeholder) if record.keeps_shard else placeholder
