@@ -1,8 +1,10 @@
-"""Mutants of how writes to parameters are found that torch cannot see."""
+"""Mutants of how writes to parameters, and conversions of models, are found."""
 
 from __future__ import annotations
 
 from mutants.mutant import UNSEEN_WRITES, Mutant
+
+RELEASED = "tests/optim/test_released.py"
 
 MUTANTS = [
     Mutant(
@@ -77,5 +79,27 @@ MUTANTS = [
         "((places << 32) | (part.long() & mask))",
         "((places * 0) | (part.long() & mask))",
         ("tests/kernels/test_device.py",),
+    ),
+    # -- released.py -----------------------------------------------------------
+    Mutant(
+        "a gradient that torch would have rounded counts",
+        "optim/gradients.py",
+        " and not is_converted(gradient)\n",
+        "\n",
+        (RELEASED,),
+    ),
+    Mutant(
+        "the hooks of a swapped parameter are not set again",
+        "optim/released.py",
+        "        leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks\n",
+        "",
+        (RELEASED,),
+    ),
+    Mutant(
+        "a parameter that became expanded is stepped",
+        "optim/adoption.py",
+        "            check_parameter(record.parameter, record.name, record.device, shards=True)\n",
+        "            pass\n",
+        (RELEASED,),
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -135,6 +136,30 @@ def _plain(
                 held = totals[place]
                 totals[place] = mean if held is None else held + mean
     return [None if total is None else total.float() for total in totals]
+
+
+def converted() -> None:
+    """Conversions while the host has gradients: to what the model is, and to another dtype and back."""
+    rank, results = dist.get_rank(), []
+    for convert in (False, True):
+        model = make_sharded(torch.float32, (2,))
+        with contextlib.closing(longshore.AdamW(model.parameters(), release_gradients=True, **OPTIONS)) as optimizer:
+            for step in range(3):
+                for micro in range(2):
+                    model(inputs(step, micro, rank, torch.float32)).backward()
+                    if convert:
+                        model.float().to("cpu")
+                optimizer.step()
+            results.append([parameter.full_tensor() for parameter in model.parameters()])  # pyright: ignore
+            model(inputs(3, 0, rank, torch.float32)).backward()
+            model.to(torch.bfloat16)
+            assert all(parameter.dtype is torch.bfloat16 for parameter in model.parameters())
+            with pytest.raises(LongshoreError, match="converted to another dtype"):
+                optimizer.step()
+            optimizer.zero_grad()
+            model.float()(inputs(3, 0, rank, torch.float32)).backward()
+            optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def saved_and_loaded(by_torch: bool) -> None:

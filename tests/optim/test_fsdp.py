@@ -30,6 +30,10 @@ def test_discarding_and_replacing_what_has_left(two_ranks: Ranks) -> None:
     two_ranks(cases.discarded)
 
 
+def test_a_model_that_is_converted_while_the_host_has_gradients(two_ranks: Ranks) -> None:
+    two_ranks(cases.converted)
+
+
 @pytest.mark.slow
 def test_four_ranks_in_a_mesh_of_two_dimensions(four_ranks: Ranks) -> None:
     """Replicas of shards: within a few units in the last place, since four numbers are added in another order."""

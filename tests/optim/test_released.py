@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -286,13 +289,124 @@ def test_zero_grad_to_zeros_fails_loudly() -> None:
         model.zero_grad(set_to_none=False)
 
 
-def test_moving_the_model_while_the_host_holds_gradients_fails_loudly() -> None:
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "cpu": lambda model: model.cpu(),
+    "float": lambda model: model.float(),
+    "to": lambda model: model.to("cpu", torch.float32),
+    "share_memory": lambda model: model.share_memory(),
+    "channels_last": lambda model: model.to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_to_what_the_model_is_changes_nothing(name: str, swap: bool) -> None:
+    """Between two backwards of one window, and between windows."""
+    results = []
+    for kind, options in ((torch.optim.AdamW, {"fused": True}), (longshore.AdamW, {"release_gradients": True})):
+        model = small_model()
+        optimizer: Any = kind(model.parameters(), lr=1e-2, **options)
+        model.share_memory()
+        for step in range(3):
+            if step:
+                with swapping(swap):
+                    CONVERSIONS[name](model)
+            loss_of(model, 2 * step).backward()
+            with swapping(swap):
+                CONVERSIONS[name](model)
+            loss_of(model, 2 * step + 1).backward()
+            assert options.get("fused") or swap or isinstance(model[0].weight.grad, ReleasedGradient)
+            optimizer.step()
+            optimizer.zero_grad()
+        loss_of(model, 9).backward()
+        assert options.get("fused") or isinstance(model[0].weight.grad, ReleasedGradient), "hooks were set again"
+        results.append(model)
+    assert same_weights(*results)
+
+
+@contextlib.contextmanager
+def swapping(swap: bool) -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_no_model_is_half_converted(dtype: torch.dtype, swap: bool) -> None:
+    for begun in (False, True):
+        model = small_model()
+        optimizer = released(model)
+        if begun:
+            loss_of(model, 0).backward()
+            optimizer.step()
+        loss_of(model, 1).backward()
+        with swapping(swap):
+            model.to(dtype)
+        assert all(parameter.dtype is dtype is parameter.grad.dtype for parameter in model.parameters())
+        with torch._C.DisableTorchFunctionSubclass():
+            assert model[0].weight.grad.untyped_storage().nbytes() <= 8
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(longshore.GradientError, match=r"parameter 0.weight .*converted to another dtype"):
+            optimizer.step()
+        model.to(torch.float32).to(dtype)
+        with pytest.raises(longshore.GradientError, match="converted to another dtype"):
+            optimizer.step()  # torch has rounded such gradients, and the host has not
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        if dtype is torch.float64 or begun:
+            model.to(torch.float32)
+        optimizer.zero_grad()
+        loss_of(model, 2, model[0].weight.dtype).backward()
+        optimizer.step()
+        assert not torch.equal(before[0].to(model[0].weight.dtype), model[0].weight)
+
+
+def test_data_of_a_placeholder_is_not_the_users() -> None:
     model = small_model()
     optimizer = released(model)
     loss_of(model, 0).backward()
-    with pytest.raises(longshore.LongshoreError):
-        model.to(torch.float64)
-    del optimizer
+    with pytest.raises(longshore.LongshoreError, match=r"0\.weight: .*__set__ asked for it"):
+        model[0].weight.grad.data = torch.ones_like(model[0].weight)
+    optimizer.step()
+
+
+def test_gradients_made_in_inference_mode_and_clipped() -> None:
+    """Torch counts no writes to them, so that an edit after clipping would go unseen."""
+    for options in ({}, {"release_gradients": True}):
+        model = small_model()
+        optimizer = longshore.AdamW(model.named_parameters(), **options)
+        with torch.inference_mode():
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(longshore.GradientError, match=r"0\.weight was made in inference mode"):
+            optimizer.clip_grad_norm_(0.1)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clone()
+        assert optimizer.clip_grad_norm_(0.1) > 1
+        optimizer.step()
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_parameter_that_became_expanded_is_found_before_anything_is_stepped(release: bool) -> None:
+    parameters = [nn.Parameter(torch.ones(4, 3)) for _ in range(3)]
+    optimizer = longshore.AdamW(parameters, release_gradients=release)
+
+    def step() -> None:
+        sum(parameter.sum() for parameter in parameters).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = parameters[0].detach().clone()
+    parameters[1].data = torch.ones(1, 3).expand(4, 3)
+    with pytest.raises(ValueError, match=r"parameter 0\.1 is expanded"):
+        step()
+    assert torch.equal(parameters[0], before) and optimizer.state[parameters[0]]["step"] == 1
+    parameters[1].data = torch.ones(4, 3)
+    step()
+    assert not torch.equal(parameters[0], before)
 
 
 def test_a_backward_after_clipping_is_an_error_by_name() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longshore.errors import ParameterError
 from longshore.kernels import checksums_on
-from longshore.optim.parameters import Identity, ParameterRecord, check_no_shared_memory
+from longshore.optim.parameters import Identity, ParameterRecord, check_no_shared_memory, check_parameter
 from longshore.tiles import ParameterStep, ParameterStore, debugging
 
 
@@ -37,7 +37,7 @@ class Adoption:
 
         Raises:
             ParameterError: with ``LONGSHORE_DEBUG=1``, torch cannot see a write, and ``detect_writes`` is False.
-            ValueError: two parameters were given the same memory.
+            ValueError: a parameter was given memory that cannot be stepped (expanded, or another parameter's).
         """
         if debugging() and not self._detects:
             _check_no_writes(store, records)
@@ -45,6 +45,8 @@ class Adoption:
         for record in records:
             if record.index in steps:
                 (changed if record.changed else others).append(record)
+        for record in changed:
+            check_parameter(record.parameter, record.name, record.device, shards=True)
         if any(record.published is not None for record in changed):
             # After p.data = q.data there would be two masters for the same memory.
             check_no_shared_memory(list(records))

@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks
-from longshore.optim.released import ReleaseHooks, is_released, new_placeholder
+from longshore.optim.released import ReleaseHooks, is_converted, is_released, new_placeholder
 from longshore.optim.shards import check_not_wrapped, gradient_part, is_sum_over_ranks
 from longshore.tiles import ParameterStore, TileStore
 
@@ -85,10 +85,19 @@ class GradientSource(ABC):
         return
 
     def fingerprint(self) -> Fingerprint:
-        """Return the gradients of this window as they are now."""
+        """Return the gradients of this window as they are now.
+
+        Raises:
+            GradientError: torch does not count writes to one of them.
+        """
         seen, members = {}, self.members()
         for index, record in self.records.items():
             if index in members and (gradient := record.parameter.grad) is not None:
+                if gradient.is_inference():
+                    raise GradientError(
+                        f"the gradient of parameter {record.name} was made in inference mode, where torch counts no "
+                        "writes, so that it cannot be clipped: clone it outside (p.grad = p.grad.clone())"
+                    )
                 changes = self.store.arrivals(index) if is_released(gradient) else gradient._version
                 seen[index] = Seen(record.name, weakref.ref(gradient), changes)
         return seen
@@ -235,7 +244,7 @@ class ReleasedGradients(GradientSource):
         if index in self._entered:
             self._entered.discard(index)
         else:
-            self._hooks[index].follow(leaf)  # the node that was hooked is no longer the parameter's
+            self._hooks[index].follow()  # the node that was hooked is no longer the parameter's
         if leaf is record.parameter and is_sum_over_ranks(gradient) and self.store.arrivals(index) == 0:
             return  # torch adds the addends of several backwards on each rank, and reduces once: collect() does too
         self.store.arrive(index, self.found(record, gradient))
@@ -254,7 +263,7 @@ class ReleasedGradients(GradientSource):
         placeholder = self._placeholders.get(record.index)
         # FSDP2 adds to the shard of a placeholder and replaces the shard by the sum, so a new one may be needed.
         if placeholder is None or not is_released(placeholder):
-            placeholder = new_placeholder(record)
+            placeholder = new_placeholder(record, self._hooks.get(record.index))
             self._placeholders[record.index] = placeholder
         return placeholder
 
@@ -262,7 +271,7 @@ class ReleasedGradients(GradientSource):
         """Return whether the host's gradient counts, and ``.grad``; discard the host's if it does not."""
         gradient, index = record.parameter.grad, record.index
         on_host = self.store.arrivals(index) > 0
-        is_ours = gradient is not None and gradient is self._placeholders.get(index)
+        is_ours = gradient is not None and gradient is self._placeholders.get(index) and not is_converted(gradient)
         if on_host and not is_ours and index not in self._lifted:
             # The user discarded the gradient (None) or replaced it. The old placeholder must not stand for the gradient
             # that arrives next.
@@ -300,7 +309,9 @@ class ReleasedGradients(GradientSource):
                     "backward of this engine's model; to set a gradient use longshore.utils.safe_set_full_grad()"
                 )
             elif gradient is not None:
-                # It is from torch.autograd.grad, was assigned by hand, or the parameter was frozen until now.
+                # It is from torch.autograd.grad, was assigned by hand, or the parameter was frozen or swapped until now.
+                if index in self._hooks:
+                    self._hooks[index].follow()
                 flat_gradient = self.found(record, gradient)
                 self.watch([record])
                 found[index] = self.store.arrive(index, flat_gradient, by_hook=False)
@@ -326,7 +337,8 @@ class ReleasedGradients(GradientSource):
 def _foreign(record: ParameterRecord) -> GradientError:
     return GradientError(
         f"the .grad of parameter {record.name} is a placeholder that does not stand for its gradient of this window: "
-        "with release_gradients=True, .grad cannot be saved, moved or shared between optimizers"
+        "with release_gradients=True, .grad cannot be saved, converted to another dtype, moved or shared between "
+        "optimizers (zero_grad() discards this window, and training can go on)"
     )
 
 

@@ -26,18 +26,22 @@ class ReleaseHooks:
     """
 
     def __init__(self, parameter: Tensor, leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._parameter = weakref.ref(parameter)
+        # Weak references to it would forbid torch.utils.swap_tensors, by which torch converts some models.
+        self._parameter, self._leaf = parameter, leaf
         self._before = before
         self._after_handle = leaf.register_post_accumulate_grad_hook(lambda _leaf: after())
         self._node: Node | None = None
-        self.follow(leaf)
+        self.follow()
 
-    def follow(self, leaf: Tensor) -> None:
+    def follow(self) -> None:
         """Hook the leaf's present node: converting a model to another dtype and back makes a new node."""
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
+        leaf, before = self._leaf, self._before
+        with torch.enable_grad():  # conversions run without
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
         if node is self._node:
             return
-        before = self._before
+        # After swap_tensors the tensor has the dictionary of its hooks, which torch does not call.
+        leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
         # The tensor refers to its node weakly; the node must live as long as the hook. A node that is given no gradient
         # accumulates nothing.
         self._node = node
@@ -47,22 +51,28 @@ class ReleaseHooks:
         """Remove the hooks, and the placeholder if it is still there."""
         self._after_handle.remove()
         self._before_handle.remove()
-        parameter = self._parameter()
-        if parameter is not None and placeholder is not None and parameter.grad is placeholder:
-            parameter.grad = None
+        if placeholder is not None and self._parameter.grad is placeholder:
+            self._parameter.grad = None
 
 
 # These operations read no values, and torch calls them before operations that raise the error below.
 _HARMLESS = frozenset(
     {"__get__", "__repr__", "__hash__", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
-     "is_floating_point", "is_complex", "is_contiguous", "requires_grad_"}
+     "is_floating_point", "is_complex", "is_contiguous", "is_inference", "requires_grad_", "_has_compatible_shallow_copy_type"}
 )  # fmt: skip
+# Module.to(), .float(), .share_memory() and others call these, for the parameter and then for its .grad.
+_CONVERSIONS = frozenset({"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "share_memory_"})
+_SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class ReleasedGradient(Tensor):
     """Placeholder in ``.grad`` for a gradient that is on the host."""
 
     parameter_name: str
+    converted = False
+    """Whether its dtype was another one: the gradient on the host was not rounded as torch would have done."""
+    hooks: Callable[[], ReleaseHooks | None] = staticmethod(lambda: None)
+    """Returns the hooks of the parameter, which a conversion may have to set again."""
 
     @classmethod
     def __torch_function__(
@@ -74,10 +84,31 @@ class ReleasedGradient(Tensor):
             if isinstance(result, ReleasedGradient) and isinstance(args[0], ReleasedGradient):
                 result.parameter_name = args[0].parameter_name  # for example, after .data
             return result
+        if name in _CONVERSIONS and isinstance(args[0], ReleasedGradient):
+            if (hooks := args[0].hooks()) is not None:
+                hooks.follow()
+            return args[0].as_converted(lambda one: func(one, *args[1:], **(kwargs or {})))
+        if func == _SET_DATA and isinstance(args[1], ReleasedGradient) and isinstance(args[0], ReleasedGradient):
+            args[0].parameter_name, args[0].converted = args[1].parameter_name, args[1].converted
+            return super().__torch_function__(func, types, args)
         if CompileContext.try_get() is not None:
             # torch.compile describes each parameter that it reads, its .grad too, and computes nothing with them.
             return super().__torch_function__(func, types, args, kwargs or {})
         raise _moved(args, name)
+
+    def as_converted(self, convert: Callable[[Tensor], Any]) -> Any:
+        """Return the result of a conversion of the whole model: the placeholder, or one of another dtype or device.
+
+        torch converts a parameter before its gradient, so an error here would leave a model that is half converted.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            one = convert(_one_nan(self.dtype, self.device))
+            if not isinstance(one, Tensor) or (one.dtype, one.device) == (self.dtype, self.device):
+                return self if isinstance(one, Tensor) else one
+            other = one.expand(self.shape).as_subclass(type(self))
+        other.parameter_name, other.hooks = self.parameter_name, self.hooks
+        other.converted = self.converted or one.dtype != self.dtype
+        return other
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"<gradient of {self.parameter_name}, held on the host by longshore>"
@@ -95,6 +126,9 @@ class ReleasedShard(ReleasedGradient):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
+        if func is torch.ops.aten._to_copy.default:
+            device = (kwargs or {}).get("device") or args[0].device
+            return args[0].as_converted(lambda one: one.to(device, (kwargs or {}).get("dtype") or one.dtype))
         raise _moved(args, func.__name__.partition(".")[0])
 
     def __iadd__(self, other: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -121,10 +155,17 @@ def is_released(gradient: Tensor | None) -> bool:
     return isinstance(gradient, ReleasedGradient) or isinstance(held_part(gradient), ReleasedGradient)
 
 
-def new_placeholder(record: ParameterRecord) -> Tensor:
+def is_converted(placeholder: Tensor) -> bool:
+    """Return whether a placeholder was converted to another dtype, if only for a while."""
+    return getattr(held_part(placeholder), "converted", False)
+
+
+def new_placeholder(record: ParameterRecord, hooks: ReleaseHooks | None) -> Tensor:
     """Return a placeholder of a parameter's shape and dtype; it takes no memory."""
     kind = ReleasedShard if record.keeps_shard else ReleasedGradient
     # One element of memory serves all placeholders of a dtype and device.
     placeholder = _one_nan(record.dtype, record.device).expand(record.kept.shape).as_subclass(kind)
     placeholder.parameter_name = record.name
+    if hooks is not None:
+        placeholder.hooks = weakref.ref(hooks)
     return like(record.parameter, placeholder) if record.keeps_shard else placeholder
