@@ -309,7 +309,7 @@ class ReleasedGradients(GradientSource):
                     "backward of this engine's model; to set a gradient use longshore.utils.safe_set_full_grad()"
                 )
             elif gradient is not None:
-                # It is from torch.autograd.grad, was assigned by hand, or the parameter was frozen or swapped until now.
+                # It is from torch.autograd.grad, was assigned by hand, or the parameter was frozen or swapped before.
                 if index in self._hooks:
                     self._hooks[index].follow()
                 flat_gradient = self.found(record, gradient)

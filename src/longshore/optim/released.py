@@ -58,7 +58,8 @@ class ReleaseHooks:
 # These operations read no values, and torch calls them before operations that raise the error below.
 _HARMLESS = frozenset(
     {"__get__", "__repr__", "__hash__", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
-     "is_floating_point", "is_complex", "is_contiguous", "is_inference", "requires_grad_", "_has_compatible_shallow_copy_type"}
+     "is_floating_point", "is_complex", "is_contiguous", "is_inference", "requires_grad_",
+     "_has_compatible_shallow_copy_type"}
 )  # fmt: skip
 # Module.to(), .float(), .share_memory() and others call these, for the parameter and then for its .grad.
 _CONVERSIONS = frozenset({"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "share_memory_"})
