@@ -5,6 +5,13 @@ from __future__ import annotations
 from mutants.mutant import COMPAT_NAMES, COMPAT_SURFACE, FABRIC, LIGHTNING, LIGHTNING_CHECKPOINTS, TRAINER, Mutant
 
 MUTANTS = [
+    Mutant(
+        "Ctrl-C ends the loading of a state at once",
+        "optim/interrupts.py",
+        "        signal.signal(signal.SIGINT, defer)\n",
+        "",
+        ("tests/optim/test_state_dict.py::test_ctrl_c_at_any_write_waits_until_the_state_is_whole",),
+    ),
     # -- DeepSpeed's names ----------------------------------------------------
     Mutant(
         "a module loses its own specification",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -391,5 +393,56 @@ def test_loading_that_is_interrupted_is_seen(release: bool, monkeypatch: pytest.
     optimizer.load_state_dict(saved)
     for each, stepped in ((model, saving), (other, optimizer)):
         stepped.zero_grad()
+        train(each, stepped, range(3, 5))
+    assert same_weights(model, other)
+
+
+def test_ctrl_c_at_any_write_waits_until_the_state_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = model_of_sixteens(), model_of_sixteens()
+    saving = longshore.AdamW(model.parameters())
+    train(model, saving, range(3))
+    saved = saving.state_dict()
+    optimizer = longshore.AdamW(other.parameters())
+    train(other, optimizer, range(1))
+    store, calls = optimizer._core.store, iter(range(10**6))
+    writes = {name: getattr(store, name) for name in ("write_state", "clear_state")}
+
+    def interrupting(at: int, times: int, name: str) -> Any:
+        def write(*arguments: Any) -> None:
+            place = next(calls)
+            for _ in range(times if place == at else 0):
+                signal.raise_signal(signal.SIGINT)
+            writes[name](*arguments)
+
+        return write
+
+    def load(at: int, times: int = 1) -> None:
+        nonlocal calls
+        calls = iter(range(10**6))
+        with monkeypatch.context() as patch:
+            for name in writes:
+                patch.setattr(store, name, interrupting(at, times, name))
+            optimizer.load_state_dict(saved)
+
+    load(-1)
+    numel = next(calls)
+    assert numel >= 3 * len(list(other.parameters()))
+    for at in range(numel):
+        optimizer.load_state_dict({**saved, "state": {}})
+        with pytest.raises(KeyboardInterrupt):
+            load(at)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        found = optimizer.state_dict()["state"]
+        for key, state in saved["state"].items():
+            assert all(torch.equal(found[key][name], value) for name, value in state.items())
+    with pytest.raises(KeyboardInterrupt):
+        load(2, times=2)
+    with pytest.raises(BrokenStateError, match="load_state_dict ended half way: KeyboardInterrupt"):
+        optimizer.state_dict()
+    thread = threading.Thread(target=optimizer.load_state_dict, args=(saved,))
+    thread.start()
+    thread.join()
+    other.load_state_dict(model.state_dict())
+    for each, stepped in ((model, saving), (other, optimizer)):
         train(each, stepped, range(3, 5))
     assert same_weights(model, other)

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import ParameterError
+from longshore.errors import CheckpointError, ParameterError
 from longshore.kernels import HostRule, Scale
 from longshore.optim.adoption import Adoption
 from longshore.optim.clipping import Clipping
 from longshore.optim.family import History, RuleFamily
 from longshore.optim.gradients import GradientSource, KeptGradients, ReleasedGradients
 from longshore.optim.handed_out import HandedOut
+from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.ledger import Entry, balance
 from longshore.optim.membership import take_up
 from longshore.optim.offload import Offload, StoreFactory
@@ -254,6 +255,22 @@ class OptimizerCore:
             self.store.begin_load()
             self.source.consumed()  # a broken step loses its window; otherwise the window goes on, as in torch
             self.forget_window()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[OptimizerCore]:
+        """Write a whole state in the block. If that fails half way, the state is broken until one is loaded."""
+        whole = False
+        try:
+            self.begin_load()
+            with deferred_interrupts():
+                yield self
+                whole = True
+        except BaseException as failure:
+            if not whole:
+                self.store.broken = CheckpointError(
+                    f"load_state_dict ended half way: {type(failure).__name__} {failure}"
+                )
+            raise
 
     # -- the step -------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from longshore.errors import CheckpointError, LongshoreError
+from longshore.errors import LongshoreError
 from longshore.optim.clipping import gradient_norm
 from longshore.optim.core import OptimizerCore
 from longshore.optim.family import RuleFamily
@@ -226,7 +226,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         """Load a state of this optimizer, or of its twin in ``torch.optim``.
 
         States and masters stay in float32 whatever the parameter's dtype. If the state has no master, the parameter
-        becomes the master. Loading also ends a broken state.
+        becomes the master. Loading also ends a broken state. Ctrl-C is taken when the whole state is loaded.
 
         Raises:
             ValueError: the state does not fit, as the message says; nothing was changed.
@@ -256,9 +256,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             return
         if self._loading is None:
             raise TypeError("a longshore optimizer takes a state with load_state_dict()")
-        core = self._core
-        core.begin_load()
-        try:
+        with self._core.loading() as core:
             self.param_groups = [
                 merged_group(group, mine, self.defaults, core.family)
                 for group, mine in zip(state["param_groups"], self.param_groups, strict=True)
@@ -267,9 +265,6 @@ class TiledOptimizer(torch.optim.Optimizer):
                 clear_state(record, core)
                 write_state(record, core, self._loading.get(record.index, {}))
             core.handed_out.others = self._others
-        except BaseException as failure:  # Ctrl-C: some states are loaded, and others are not
-            core.store.broken = CheckpointError(f"load_state_dict ended half way: {type(failure).__name__} {failure}")
-            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what ``copy.deepcopy`` and ``pickle`` keep: all but gradients and hooks, as with torch's.
