@@ -382,3 +382,25 @@ def left_by_engines(stage: int) -> list[tuple[int, int]]:
     finally:
         gc.enable()
     return found
+
+
+def calls_after_hearing(stage: int, backward_first: bool) -> list[str]:
+    """Rank 0 discards its window at once; rank 1 hears of it in step(), and does everything but to discard."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    said = []
+    if rank == 0:
+        said.append(raised_by(lambda: explode(engine, 0, rank)))
+    else:
+        backward(engine, 0, rank)
+        said.append(raised_by(engine.step))
+        engine.module.second.bias.grad = torch.ones_like(engine.module.second.bias)
+        if backward_first:
+            said.append(raised_by(lambda: backward(engine, 1, rank)))
+        said.append(raised_by(engine.step))
+    engine.zero_grad()
+    check_trains_on(engine, stage, rank, range(3))
+    engine.optimizer.close()
+    return said

@@ -263,6 +263,30 @@ def used_in_one_part() -> str:
         return said
 
 
+def failing_backward(failing: list[int]) -> list[str]:
+    """Backwards that raise on some ranks, after the last collective of tensor parallelism; all ranks call step()."""
+    said = []
+    with beside(torch.float32) as pair:
+        pair.train(0)
+        record = next(each for each in pair.engine.optimizer._core.records if each.name == "embedding.weight")
+        for step in (1, 2):
+            loss = pair.engine(words_of(step, pair.place))
+            leaf = record.leaf()
+            assert leaf is not None
+            hook = leaf.register_hook(_explode) if dist.get_rank() in failing else None
+            said.append(raised_by(lambda loss=loss: pair.engine.backward(loss)))
+            if hook is not None:
+                hook.remove()
+            said.append(raised_by(pair.engine.step))
+            pair.engine.zero_grad()
+            pair.train(step + 2)
+    return said
+
+
+def _explode(gradient: Tensor) -> Tensor:
+    raise RuntimeError("exploded on purpose")
+
+
 def read_and_written() -> None:
     """Moments, gradients, the state as a whole; masters and moments that are written; what is gathered."""
     with beside(torch.float32) as pair:

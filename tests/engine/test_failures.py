@@ -57,6 +57,18 @@ def test_a_rank_hears_in_its_second_backward_that_the_window_was_given_up(stage:
     assert second[0].startswith("GradientError: rank 0 failed in this window")
 
 
+@pytest.mark.parametrize("stage, backward_first", [(0, False), (1, True), (2, False), (2, True)])
+def test_a_rank_that_heard_of_it_hears_it_again_until_it_discards(
+    stage: int, backward_first: bool, two_ranks: Ranks
+) -> None:
+    """Also with a gradient set by hand: the other rank is at its next window, and meets it no more in this one."""
+    first, second = two_ranks(failure_cases.calls_after_hearing, stage, backward_first)
+    assert first == ["RuntimeError: exploded on purpose"]
+    assert len(second) == 2 + backward_first
+    for said in second:
+        assert said.startswith("GradientError: rank 0 failed in this window"), second
+
+
 @STAGES
 def test_a_rank_that_runs_one_backward_less_is_named_within_seconds(stage: int, two_ranks: Ranks) -> None:
     for said, seconds in two_ranks(failure_cases.one_backward_less, stage, debug=True):

@@ -41,6 +41,20 @@ def test_a_parameter_used_by_some_ranks_of_tensor_parallelism_is_named(four_rank
         assert said.startswith("GradientError: parameter extra.weight has a gradient on rank 0, 2, and none on the")
 
 
+@pytest.mark.parametrize(
+    "failing", [[3], *(pytest.param(each, marks=pytest.mark.slow) for each in ([0], [1, 2], [0, 1, 2, 3]))], ids=str
+)
+def test_a_backward_that_raises_is_told_to_all_ranks(failing: list[int], four_ranks: Ranks) -> None:
+    for rank, said in enumerate(four_ranks(cases.failing_backward, failing)):
+        for backward, step in (said[:2], said[2:]):
+            if rank in failing:
+                assert backward == "RuntimeError: exploded on purpose"
+                assert "zero_grad()" in step
+            else:
+                heard = next(each for each in (backward, step) if each)
+                assert heard.startswith("GradientError: "), (rank, said)
+
+
 @pytest.mark.slow
 def test_reading_and_writing(four_ranks: Ranks) -> None:
     four_ranks(cases.read_and_written)

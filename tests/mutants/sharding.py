@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import CLOSING, COLLECTIVES, FAILURES, PENDING, REDUCTION, ROUNDS, TABLE, Mutant
+from mutants.mutant import CLOSING, COLLECTIVES, FAILURES, PENDING, REDUCTION, ROUNDS, TABLE, TENSOR_PARALLEL, Mutant
 
 MUTANTS = [
     # -- reduction.py ---------------------------------------------------------
@@ -479,5 +479,19 @@ MUTANTS = [
         "        received[self.rank].copy_(own)\n",
         "",
         (COLLECTIVES,),
+    ),
+    Mutant(
+        "a rank that heard of a discarded window goes on with it",
+        "sharding/store.py",
+        " or self.collectives.given_up > window.number)",
+        ")",
+        (FAILURES,),
+    ),
+    Mutant(
+        "ranks that gather apart hear of a discarded window at the next meeting",
+        "sharding/fully_sharded.py",
+        "            collectives.submit(lambda: collectives.leave(number))\n",
+        "            collectives.gives_up = True\n",
+        (TENSOR_PARALLEL,),
     ),
 ]

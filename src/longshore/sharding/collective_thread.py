@@ -99,6 +99,8 @@ class CollectiveThread:
         self.gives_up = False
         self.differed = False
         self.given_up = 0
+        self._left = False
+        """Whether the last meeting that another rank left ended this rank's window, too."""
         # These change with each meeting. The first is also read by the thread that waits for a job.
         self._meeting: _Meeting | None = None
         self._latest: Any = None
@@ -251,12 +253,19 @@ class CollectiveThread:
                 if action is Action.CLOSE:
                     return False
             elif left or not meeting.row[3]:
+                self._left = bool(left)
                 self.given_up = max(rows[rank][2] for rank in gave_up)
                 raise GradientError(
                     f"rank {gave_up[0]} failed in this window and discarded it; call zero_grad() and go on"
                 )
             # The ranks at other actions have been told, and come to this meeting next.
             self._come(meeting)
+
+    def leave(self, window: int) -> None:
+        """Tell all ranks that this one gave up its window and goes on to ``window``, unless one of them told it."""
+        told, self._left = self._left, False
+        if not told:
+            self.meet(Action.LEAVE, 0, window)
 
     # -- collectives, from jobs -----------------------------------------------
 

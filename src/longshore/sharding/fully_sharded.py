@@ -48,6 +48,8 @@ class FullySharded(Ownership):
         self._model = model
         self._parameters = parameters
         self._data_ranks = model.grid.alike(model.tp_rank)
+        self._left_at = -1
+        """Number of the window to which this rank went on when it told the others last that it gave one up."""
         if model.grid.tp_size > 1:
             # All ranks meet on one thread, and take the same verdict there. Gradients are reduced in its jobs, over
             # this group.
@@ -95,7 +97,11 @@ class FullySharded(Ownership):
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
         if failed:
             self._gathers.give_up()  # others may still be in the model, where they would wait for this rank
-        self._gathers.meet(action)
+        try:
+            self._gathers.meet(action)
+        except GradientError:
+            self._tell_others()
+            raise
 
     def into_backward(self) -> None:
         # If another rank's forward raised after its last gather, this rank was not told of it in its own forward, and
@@ -124,8 +130,20 @@ class FullySharded(Ownership):
 
     def give_up(self) -> None:
         self._gathers.interrupted()
-        self.collectives.gives_up = True  # other replicas gather separately, so they are told in these meetings
+        self._tell_others()
         self._model.reset()
+
+    def _tell_others(self) -> None:
+        """Tell ranks that gather apart from this one that the window was given up, once: after the rounds under way."""
+        if self.averaging_collectives is self.collectives:
+            self.collectives.gives_up = True  # other replicas are told when this rank meets them next
+            return
+        # With tensor parallelism that would be too late: this rank waits for them in its next forward, and they for
+        # this one in step(). Each rank comes to one meeting to tell, or is told in it.
+        number, collectives = self.window.number, self.collectives
+        if number != self._left_at:
+            self._left_at = number
+            collectives.submit(lambda: collectives.leave(number))
 
     def before_publishing(self) -> None:
         self._model.reshard()

@@ -127,8 +127,15 @@ class ShardedStore(ParameterStore):
 
     # -- gradients of this rank -----------------------------------------------
 
+    def _check_not_over(self) -> None:
+        """Raise the failure of a window that the other ranks are not in any more: none of them comes to a meeting."""
+        window = self.window
+        if window.failure is not None and (window.given_up or self.collectives.given_up > window.number):
+            raise window.failure
+
     def begin_backward(self, reduce: bool, last: bool) -> None:
         self.check_usable()
+        self._check_not_over()
         if reduce:
             self.ownership.into_backward()
         self._gradients.begin_backward(reduce, last)
@@ -188,9 +195,8 @@ class ShardedStore(ParameterStore):
         self, found: Mapping[int, Tensor | None], failure: BaseException | None = None
     ) -> Mapping[int, Tensor | None]:
         self.check_usable()
+        self._check_not_over()
         window = self.window
-        if window.given_up and window.failure is not None:
-            raise window.failure  # no other rank comes to a meeting for this step
         failure = window.failure or failure
         closing, kept = self._gradients.take()
         parameters, order = list(self.ownership.dtypes), self._gradients.planned_order()
