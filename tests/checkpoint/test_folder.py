@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import errno
 import io
+import json
 import multiprocessing
 import os
 import shutil
@@ -344,6 +345,52 @@ def test_steps_and_not_the_clock_say_what_keep_last_keeps(tmp_path: Path, monkey
     monkeypatch.setattr(folder_module.time, "time_ns", lambda: 10)
     save(tmp_path, "third", 3, keep_last=2)
     assert sorted(os.listdir(tmp_path)) == ["latest", "second", "third"]
+
+
+def test_after_going_back_the_newer_steps_are_the_stale_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, f"step{step}", step, keep_last=4)
+    monkeypatch.setattr(folder_module.time, "time_ns", lambda: 10)  # and the clock with it
+    save(tmp_path, "step2", 2, keep_last=4)
+    save(tmp_path, "again3", 3, keep_last=3)
+    assert sorted(os.listdir(tmp_path)) == ["again3", "latest", "step2", "step4"]
+    save(tmp_path, "again4", 4, keep_last=3)
+    assert sorted(os.listdir(tmp_path)) == ["again3", "again4", "latest", "step2"]
+
+
+def test_checkpoints_of_older_versions_are_older(tmp_path: Path) -> None:
+    for step in (7, 8):
+        path = save(tmp_path, f"step{step}", step)
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["sequence"] = "?" if step == 7 else None
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    save(tmp_path, "new3", 3, keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "new3", "step8"]
+
+
+def test_keep_last_spares_what_has_another_name(tmp_path: Path) -> None:
+    """Renamed and linked folders, also where names went round in a circle."""
+    elsewhere = tmp_path / "elsewhere"
+    root = tmp_path / "root"
+    for number in range(4):
+        save(root, f"mine{number}", number)
+    save(elsewhere, "mine9", 9)
+    (root / "mine0").rename(root / "mine0.bak")
+    (root / "mine9").symlink_to(elsewhere / "mine9")
+    (root / "mine1").rename(root / "kept")
+    (root / "mine2").rename(root / "mine1")
+    save(root, "mine4", 4, keep_last=1)
+    assert sorted(os.listdir(root)) == ["kept", "latest", "mine0.bak", "mine1", "mine4", "mine9"]
+    assert number_in(elsewhere / "mine9") == 9
+
+
+def test_hidden_folders_of_others_are_not_drafts(tmp_path: Path) -> None:
+    mine = tmp_path / f"{folder_module.DRAFT}notes"
+    mine.mkdir()
+    (mine / "text").write_text("mine")
+    os.utime(mine, (0, 0))
+    save(tmp_path, "a", 1)
+    assert (mine / "text").read_text() == "mine"
 
 
 def test_all_are_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -105,3 +105,20 @@ def test_where_older_ones_cannot_be_removed_the_new_one_is_there(
         with pytest.warns(UserWarning, match=r"older checkpoints in .* could not be removed \(Permission denied"):
             path = engine.save_checkpoint(tmp_path, keep_last=1)
         assert engine.load_checkpoint(tmp_path)[0] == path
+
+
+def test_runs_that_begin_with_one_checkpoint_keep_each_others(tmp_path: Path) -> None:
+    """Two fine-tuning runs in one folder, from one checkpoint of another folder."""
+    with cases.engine_of(Setting()) as engine:
+        engine.save_checkpoint(tmp_path / "base")
+    tuned = tmp_path / "tuned"
+    for name in ("a", "b"):
+        with cases.engine_of(Setting()) as engine:
+            engine.load_checkpoint(tmp_path / "base")
+            for number in range(2):
+                engine.save_checkpoint(tuned, f"{name}{number}", keep_last=1)
+    assert sorted(path.name for path in tuned.iterdir()) == ["a1", "b1", "latest"]
+    with cases.engine_of(Setting()) as engine:  # a run that goes on where it saved is the same run
+        engine.load_checkpoint(tuned)
+        engine.save_checkpoint(tuned, "b2", keep_last=1)
+    assert sorted(path.name for path in tuned.iterdir()) == ["a1", "b2", "latest"]

@@ -28,6 +28,13 @@ MUTANTS = [
         '    first = "of each rank, then these" if stage < 4 else',
         ("tests/engine/config/test_decisive.py",),
     ),
+    Mutant(
+        "steps alone say what is older",
+        "checkpoint/folder.py",
+        'key=lambda whole: (whole.entry("sequence", int, -1), whole.step,',
+        "key=lambda whole: (whole.step,",
+        (f"{FOLDER}::test_after_going_back_the_newer_steps_are_the_stale_ones",),
+    ),
     # -- ranks with different parameters ---------------------------------------
     Mutant(
         "the description of a checkpoint is the first rank's alone",

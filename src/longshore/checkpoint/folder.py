@@ -179,7 +179,7 @@ class Draft:
         self.path.mkdir()
         try:
             # The lock lasts as long as this process, so that others can tell whether the folder is abandoned.
-            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Written last: a process that reads its own host's name takes a lock that is free, and removes the folder.
@@ -208,6 +208,7 @@ class Draft:
             "version": VERSION,
             "tag": self.tag,
             "created_ns": time.time_ns(),
+            "sequence": 1 + max(map(_sequence_of, _folders(self.root)), default=-1),
             "latest": latest,
         }
         write_json(self.path / MANIFEST, {**head, **about, "files": listed})
@@ -314,9 +315,17 @@ def _folders(root: Path) -> list[Path]:
     return [*found, *(path for path in replaced if tag_of(path) not in names)]
 
 
+def _sequence_of(path: Path) -> int:
+    """Return how many checkpoints were written to the folder before this one; -1: it does not say."""
+    try:
+        return checked_entry(read_json(path / MANIFEST), "sequence", int, str(path / MANIFEST))
+    except CheckpointError:
+        return -1
+
+
 def prune(root: Path, keep_last: int, run: str) -> list[str]:
-    """Remove one run's complete checkpoints except the ``keep_last`` of the most steps, the one that ``latest`` names,
-    those saved with ``latest`` False, and copies under other names; return their tags.
+    """Remove one run's complete checkpoints except the ``keep_last`` that were written last, the one that ``latest``
+    names, those saved with ``latest`` False, and copies under other names; return their tags.
 
     What others put into their folders stays there.
     """
@@ -327,7 +336,8 @@ def prune(root: Path, keep_last: int, run: str) -> list[str]:
             copied = path.is_symlink() or whole.manifest.get("tag") != path.name
             if whole.run == run and not copied and whole.manifest.get("latest") is not False:
                 own.append(whole)
-    own.sort(key=lambda whole: (whole.step, whole.created_ns))  # the clock may have been set back
+    # The clock may have been set back, and the run to an earlier step. Older versions wrote no sequence.
+    own.sort(key=lambda whole: (whole.entry("sequence", int, -1), whole.step, whole.created_ns))
     gone = [whole for whole in own[: max(0, len(own) - keep_last)] if whole.tag != latest]
     for whole in gone:
         with contextlib.suppress(FileNotFoundError):  # another process has renamed it
@@ -348,7 +358,7 @@ def remove_all(root: Path) -> None:
 
 def _remove_stale(root: Path) -> None:
     """Remove drafts of processes that were killed."""
-    for path in root.glob(f"{DRAFT}*"):
+    for path in root.glob(f"{DRAFT}*-{'[0-9a-f]' * 8}"):
         if _abandoned(path):
             remove(path)
     for path in root.glob(f"{REPLACED}*"):

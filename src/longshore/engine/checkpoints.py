@@ -62,8 +62,9 @@ class Checkpoints:
         self._window = window
         self._group: RankGroup | None = None  # set when the first checkpoint is saved or loaded
         self._background = Background()
-        self._run = secrets.token_hex(8)
-        """Identifier of the run, also after it is resumed: ``keep_last`` removes only its own checkpoints."""
+        self._runs: dict[Path, str] = {}
+        """Identifier of the run in each folder, also after it is resumed from there: ``keep_last`` removes only its own
+        checkpoints, and not those of another run that began with the same one."""
 
     # -- saving ---------------------------------------------------------------
 
@@ -125,12 +126,13 @@ class Checkpoints:
         self._check_same(group, "save_dir", str(target.root))
         state = TrainingState(engine.module, engine.optimizer, group)
         memory_bytes = memory_for_snapshot(group) if async_save else None
+        run = self._runs.setdefault(target.root, secrets.token_hex(8))
         content = prepare(
             lambda: state.content(
-                {"engine": self._state(), CLIENT_STATE: client_state},
+                {"engine": self._state(run), CLIENT_STATE: client_state},
                 {"random": random_states(engine.ranks.device), "loader": _state_of(engine.training_dataloader)},
                 engine.global_steps,
-                self._run,
+                run,
                 exclude_frozen,
                 memory_bytes,
             ),
@@ -157,10 +159,10 @@ class Checkpoints:
                 "window with zero_grad()"
             )
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, run: str) -> dict[str, Any]:
         engine = self._engine
         return {
-            "run": self._run,
+            "run": run,
             **{name: getattr(engine, name) for name in _COUNTERS},
             "gradient_accumulation_steps": self._window.sizes.accumulation_steps,
             "loss_scale": engine.loss_scaling.state_dict(),
@@ -274,7 +276,7 @@ class Checkpoints:
         engine = self._engine
         for name in _COUNTERS:
             setattr(engine, name, state[name])
-        self._run = state["run"]
+        self._runs[whole.path.parent] = state["run"]
         engine.set_gradient_accumulation_steps(state["gradient_accumulation_steps"])
         engine.loss_scaling.load_state_dict(state["loss_scale"])
         engine.optimizer.set_loss_scale(engine.loss_scaling.value)
