@@ -252,8 +252,15 @@ MUTANTS = [
     Mutant(
         "a failed addition is not remembered",
         "tiles/store.py",
-        "            self._failure = self._failure or backend.drain()\n",
-        "            backend.drain()\n",
+        "            self._failure = self._failure or failure\n",
+        "            pass\n",
+        (STORE,),
+    ),
+    Mutant(
+        "additions of a window that failed go on in the next",
+        "tiles/store.py",
+        "for failure in [backend.drain() for backend in self.backends]:",
+        "for failure in () if self._failure else [backend.drain() for backend in self.backends]:",
         (STORE,),
     ),
     Mutant(

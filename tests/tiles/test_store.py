@@ -343,12 +343,14 @@ def test_several_threads_bring_gradients_of_one_tile(train, transfer, monkeypatc
 
 @pytest.mark.parametrize("seed", range(25))
 def test_discarded_in_the_middle(train, seed: int) -> None:
-    """Copies in flight and sums half added; the new window gets the new gradients only."""
+    """Copies in flight and sums half added; the new window gets the new gradients only, whatever failed in the old."""
     training = train(SimulatedTransfer(seed, max_delay_s=0.001), dtypes=(BF16,), tile_numel=60)
     for _ in range(2):
         for index in range(len(training.numels)):
             for _ in range(1 + (index + seed) % 3):
                 training.arrive(index, torch.full_like(training.gradient(index), 1e30))
+        if seed % 2:
+            training.store.fail(ValueError("a backward ended half way"))
         training.store.discard()
         assert training.held() == set()
         assert all(tile.state is TileState.EMPTY for tile in training.store.tiles)

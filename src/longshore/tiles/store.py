@@ -230,8 +230,8 @@ class TileStore:
 
     def _drain(self) -> None:
         # A worker reports a failure once; the window stays incomplete until it is discarded.
-        for backend in self.backends:
-            self._failure = self._failure or backend.drain()
+        for failure in [backend.drain() for backend in self.backends]:  # all, whatever failed before
+            self._failure = self._failure or failure
 
     def discard(self, parameter: int | None = None) -> None:
         self.check_usable()
