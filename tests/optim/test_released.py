@@ -502,12 +502,52 @@ def test_hooks_go_with_the_optimizer() -> None:
     assert not any(isinstance(parameter.grad, ReleasedGradient) for parameter in model.parameters())
     model.zero_grad()
 
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+def test_gradients_that_are_lost_with_their_optimizer_are_an_error_for_whoever_uses_them(closed: bool) -> None:
+    """In torch they are in ``.grad``, and count in the next step of another optimizer."""
+    model = small_model()
     optimizer = released(model)
     loss_of(model, 0).backward()
-    optimizer.close()
-    assert all(parameter.grad is None for parameter in model.parameters())
+    if closed:
+        optimizer.close()
+    del optimizer
+    gc.collect()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    parameters = list(model.parameters())
+    uses: list[tuple[Callable[[], Any], str]] = [
+        (lambda: torch.optim.SGD(parameters, 0.1).step(), "moved the gradient to the host"),
+        (lambda: loss_of(model, 1).backward(), "moved the gradient to the host"),
+        (lambda: longshore.SGD(parameters, 0.1).step(), "moved the gradient to the host"),
+    ]
+    for use, message in uses:
+        with pytest.raises(longshore.LongshoreError, match=message):
+            use()
+    another = released(model)
+    with pytest.raises(longshore.GradientError, match="lost with close"):
+        another.step()
+    another.close()
+    assert all(map(torch.equal, before, parameters))
+    model.zero_grad()
     loss_of(model, 0).backward()
-    assert not any(isinstance(parameter.grad, ReleasedGradient) for parameter in model.parameters())
+    longshore.SGD(parameters, 0.1).step()
+    assert not torch.equal(before[0], parameters[0])
+
+
+def test_a_parameter_out_of_its_group_at_zero_grad_has_lost_its_gradient_for_the_next_optimizer() -> None:
+    a, b = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = longshore.SGD([a, b], 0.1, release_gradients=True)
+    (a + b).sum().backward()
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.zero_grad()  # torch's leaves the other's .grad
+    other = longshore.SGD([b], 0.1)
+    with pytest.raises(longshore.LongshoreError, match="moved the gradient to the host"):
+        other.step()
+    other.zero_grad()
+    (a + b).sum().backward()
+    for each in (optimizer, other):
+        each.step()
+    assert torch.equal(a, b) and a[0] == 0.9
 
 
 def test_unfrozen_in_mid_training() -> None:

@@ -362,7 +362,8 @@ class Engine(nn.Module):
     # -- the end --------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Wait for pending work, turn the parameters into ordinary ones, and release threads and process groups.
+        """Discard gradients, wait for pending work, turn the parameters into ordinary ones, and release threads and
+        process groups.
 
         Raises the error of a checkpoint that was being written.
         """
@@ -372,6 +373,7 @@ class Engine(nn.Module):
         finally:
             if self._reports is not None:
                 self._reports.close()
+            self.optimizer._core.source.consumed()  # the parameters' .grad, too
             self.optimizer.close()
             self.ranks.close()
             self.binding.release()

@@ -108,17 +108,15 @@ class GradientSource(ABC):
 
     def zero_grad(self) -> None:
         """Discard the window, with ``.grad`` set to None."""
-        members = self.members()
-        for index, record in self.records.items():
-            if index in members or is_released(record.parameter.grad):
-                record.parameter.grad = None
+        for index in self.members() & self.records.keys():
+            self.records[index].parameter.grad = None
 
     def remove_hooks(self) -> None:
-        """Remove hooks and placeholders from the parameters."""
+        """Remove hooks from the parameters."""
         return
 
     def close(self) -> None:
-        """Remove hooks and placeholders from the parameters, and close the store."""
+        """Remove hooks from the parameters, and close the store."""
         self.remove_hooks()
         self.store.close()
 
@@ -159,10 +157,11 @@ class ReleasedGradients(GradientSource):
         self._lifted: set[int] = set()
         self._entered: set[int] = set()
         """Parameters that autograd is accumulating into, according to the hooks of their nodes."""
+        self._lost: dict[int, Tensor] = {}
+        """Placeholders that were discarded while their parameters were out of the groups. They stay in ``.grad``."""
         self._taken: Set[int] | None = None
         """Parameters whose gradients are taken in this window: those in the groups at its first gradient."""
-        # Neither hooks nor placeholders stay on parameters that outlive the optimizer.
-        self._finalizer = weakref.finalize(self, _remove_hooks, self._hooks, self._placeholders)
+        self._finalizer = weakref.finalize(self, _remove_hooks, self._hooks)
         self._finalizer.atexit = False
 
     def register(self, records: Sequence[ParameterRecord]) -> None:
@@ -178,13 +177,14 @@ class ReleasedGradients(GradientSource):
                 functools.partial(_call, me, hook, record.index)
                 for hook in (ReleasedGradients._before, ReleasedGradients._after)
             )
-            self._hooks[record.index] = ReleaseHooks(record.parameter, leaf, before, after)
+            self._hooks[record.index] = ReleaseHooks(leaf, before, after)
         self.records.update((record.index, record) for record in records)
 
     def drop(self, records: Sequence[ParameterRecord]) -> None:
         super().drop(records)
         for index in [record.index for record in records if record.index in self._hooks]:
-            self._hooks.pop(index).remove(self._placeholders.pop(index, None))
+            self._placeholders.pop(index, None)
+            self._hooks.pop(index).remove()
 
     def look_again(self) -> None:
         self.register(list(self.records.values()))  # frozen parameters have no hooks until they thaw
@@ -210,9 +210,12 @@ class ReleasedGradients(GradientSource):
         return index in self._taken
 
     def _before(self, index: int) -> None:
-        if not self._takes(index):
-            return
         record = self.records[index]
+        if not self._takes(index):
+            if index in self._lost and record.parameter.grad is self._lost[index]:
+                record.parameter.grad = None
+                self._lifted.add(index)
+            return
         self._entered.add(index)
         on_host, gradient = self._resolve(record)
         if not is_released(gradient):
@@ -225,9 +228,11 @@ class ReleasedGradients(GradientSource):
             raise _foreign(record)
 
     def _after(self, index: int) -> None:
-        if not self._takes(index):
-            return
         record = self.records[index]
+        if not self._takes(index):
+            if index in self._lifted:
+                record.parameter.grad = self._lost[index]
+            return
         leaf = record.leaf()
         assert leaf is not None
         gradient, placeholder = leaf.grad, self._placeholders.get(index)
@@ -328,6 +333,8 @@ class ReleasedGradients(GradientSource):
 
     def zero_grad(self) -> None:
         self.store.discard()
+        members = self.members()
+        self._lost.update((index, each) for index, each in self._placeholders.items() if index not in members)
         self.consumed()
 
     def remove_hooks(self) -> None:
@@ -338,13 +345,14 @@ def _foreign(record: ParameterRecord) -> GradientError:
     return GradientError(
         f"the .grad of parameter {record.name} is a placeholder that does not stand for its gradient of this window: "
         "with release_gradients=True, .grad cannot be saved, converted to another dtype, moved or shared between "
-        "optimizers (zero_grad() discards this window, and training can go on)"
+        "optimizers, and it is lost with close() and where its parameter is out of its group at zero_grad() "
+        "(zero_grad() discards this window, and training can go on)"
     )
 
 
-def _remove_hooks(hooks: Mapping[int, ReleaseHooks], placeholders: Mapping[int, Tensor]) -> None:
-    for index, hook in hooks.items():
-        hook.remove(placeholders.get(index))
+def _remove_hooks(hooks: Mapping[int, ReleaseHooks]) -> None:
+    for hook in hooks.values():
+        hook.remove()
 
 
 @_disable_dynamo  # a backward inside a compiled function calls hooks while Dynamo looks at every call

@@ -25,9 +25,9 @@ class ReleaseHooks:
     accumulation node, and not of the tensor, because ``torch.autograd.grad`` runs tensor hooks without accumulating.
     """
 
-    def __init__(self, parameter: Tensor, leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
-        # Weak references to it would forbid torch.utils.swap_tensors, by which torch converts some models.
-        self._parameter, self._leaf = parameter, leaf
+    def __init__(self, leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
+        # A weak reference to it would forbid torch.utils.swap_tensors, by which torch converts some models.
+        self._leaf = leaf
         self._before = before
         self._after_handle = leaf.register_post_accumulate_grad_hook(lambda _leaf: after())
         self._node: Node | None = None
@@ -47,12 +47,10 @@ class ReleaseHooks:
         self._node = node
         self._before_handle = node.register_prehook(lambda gradients: before() if gradients[0] is not None else None)
 
-    def remove(self, placeholder: Tensor | None) -> None:
-        """Remove the hooks, and the placeholder if it is still there."""
+    def remove(self) -> None:
+        """Remove the hooks. A placeholder stays in ``.grad``: whoever uses the gradient is told that it is gone."""
         self._after_handle.remove()
         self._before_handle.remove()
-        if placeholder is not None and self._parameter.grad is placeholder:
-            self._parameter.grad = None
 
 
 # These operations read no values, and torch calls them before operations that raise the error below.
@@ -111,6 +109,16 @@ class ReleasedGradient(Tensor):
         other.converted = self.converted or one.dtype != self.dtype
         return other
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # A DTensor calls operations of its shard, and autograd adds to a placeholder that has lost its optimizer.
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten._to_copy.default:
+            device = (kwargs or {}).get("device") or args[0].device
+            return args[0].as_converted(lambda one: one.to(device, (kwargs or {}).get("dtype") or one.dtype))
+        raise _moved(args, func.__name__.partition(".")[0])
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"<gradient of {self.parameter_name}, held on the host by longshore>"
 
@@ -121,16 +129,7 @@ def _one_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class ReleasedShard(ReleasedGradient):
-    """This process's shard of a placeholder that is a ``DTensor``; a ``DTensor`` calls operations of its shard only."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        if func is torch.ops.aten._to_copy.default:
-            device = (kwargs or {}).get("device") or args[0].device
-            return args[0].as_converted(lambda one: one.to(device, (kwargs or {}).get("dtype") or one.dtype))
-        raise _moved(args, func.__name__.partition(".")[0])
+    """This process's shard of a placeholder that is a ``DTensor``."""
 
     def __iadd__(self, other: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ``other``: FSDP2 adds to the shard of a gradient, and a placeholder has no values to add."""
