@@ -40,9 +40,9 @@ Scale scale_of(const ScalePair& pair) { return {std::get<0>(pair), std::get<1>(p
 using BufferRow = std::tuple<Address, Address, std::int64_t, std::int64_t>;  // source, target, arrays, numel
 
 TileStep tile_of(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
-                 std::vector<std::vector<double>> scalars, bool adopt) {
+                 std::vector<std::vector<double>> scalars, Outputs outputs) {
     const auto [source, target, arrays, numel] = buffer;
-    TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, rule, std::move(scalars), adopt};
+    TileStep tile{pointer<const float>(source), pointer<float>(target), arrays, numel, {}, rule, std::move(scalars), outputs};
     tile.segments.reserve(segments.size());
     for (const auto& [offset, count, gradient, output, row, gradient_dtype, output_dtype] : segments) {
         tile.segments.push_back({offset, count, pointer<const void>(gradient), pointer<void>(output), row,
@@ -52,13 +52,13 @@ TileStep tile_of(std::int32_t rule, const BufferRow& buffer, const std::vector<S
 }
 
 void py_check(std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
-              std::vector<std::vector<double>> scalars, bool adopt) {
-    check_tile(tile_of(rule, buffer, segments, std::move(scalars), adopt));
+              std::vector<std::vector<double>> scalars, Outputs outputs) {
+    check_tile(tile_of(rule, buffer, segments, std::move(scalars), outputs));
 }
 
 void py_step(ThreadPool& pool, std::int32_t rule, const BufferRow& buffer, const std::vector<SegmentRow>& segments,
-             std::vector<std::vector<double>> scalars, bool adopt, InstructionSet isa) {
-    const TileStep tile = tile_of(rule, buffer, segments, std::move(scalars), adopt);
+             std::vector<std::vector<double>> scalars, Outputs outputs, InstructionSet isa) {
+    const TileStep tile = tile_of(rule, buffer, segments, std::move(scalars), outputs);
     nb::gil_scoped_release release;
     step_tile(tile, pool, isa);
 }
@@ -100,8 +100,8 @@ class SegmentTable {
 
 void py_step_table(ThreadPool& pool, std::int32_t rule, const BufferRow& buffer, const SegmentTable& table,
                    const std::tuple<std::vector<Address>, std::vector<Address>, std::vector<std::int32_t>>& places,
-                   std::vector<std::vector<double>> scalars, bool adopt, InstructionSet isa) {
-    TileStep tile = tile_of(rule, buffer, {}, std::move(scalars), adopt);
+                   std::vector<std::vector<double>> scalars, Outputs outputs, InstructionSet isa) {
+    TileStep tile = tile_of(rule, buffer, {}, std::move(scalars), outputs);
     tile.segments = std::apply([&](const auto&... each) { return table.at(each...); }, places);
     nb::gil_scoped_release release;
     step_tile(tile, pool, isa);
@@ -160,6 +160,14 @@ NB_MODULE(_native, m) {
         .value("AVX512", InstructionSet::avx512);
     m.def("supported_instruction_sets", &supported_instruction_sets, "What this CPU runs, the best last.");
 
+    nb::enum_<Outputs>(m, "Outputs", "What the outputs of a step hold before it.")
+        .value("WRITTEN", Outputs::written, "nothing that is read")
+        .value("COMPARED", Outputs::compared,
+               "the parameters as they are now: elements whose bits differ from the rounded master were written by "
+               "somebody else, and replace their masters before the rule is applied")
+        .value("MASTERS", Outputs::masters,
+               "the masters: float32 parameters, which are stepped where they are. The buffer has the states only.");
+
     nb::class_<ThreadPool>(m, "ThreadPool", "Threads that share out one native call at a time.",
                            nb::is_weak_referenceable())
         .def(nb::init<int, const std::vector<int>&>(), nb::arg("threads"), nb::arg("cpu_set"))
@@ -170,11 +178,11 @@ NB_MODULE(_native, m) {
 
     m.def("rules", &py_rules, "The names of the rules; step() takes a place in this list.");
     m.def("check", &py_check, nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
-          nb::arg("adopt"), "The checks of step() alone, which read no memory.");
+          nb::arg("outputs"), "The checks of step() alone, which read no memory.");
     m.def("step", &py_step, nb::arg("pool"), nb::arg("rule"), nb::arg("buffer"), nb::arg("segments"), nb::arg("scalars"),
-          nb::arg("adopt"), nb::arg("isa"));
+          nb::arg("outputs"), nb::arg("isa"));
     m.def("step_table", &py_step_table, nb::arg("pool"), nb::arg("rule"), nb::arg("buffer"), nb::arg("table"),
-          nb::arg("places"), nb::arg("scalars"), nb::arg("adopt"), nb::arg("isa"),
+          nb::arg("places"), nb::arg("scalars"), nb::arg("outputs"), nb::arg("isa"),
           "step(), given gradients, outputs and rows of scalars for each row of a SegmentTable.");
     m.def("accumulate", &py_accumulate, nb::arg("pool"), nb::arg("target"), nb::arg("source"), nb::arg("dtype"),
           nb::arg("numel"), nb::arg("add"), nb::arg("isa"), nb::call_guard<nb::gil_scoped_release>());

@@ -20,7 +20,10 @@ bool overlap(const void* a, std::size_t a_bytes, const void* b, std::size_t b_by
     return first < second + b_bytes && second < first + a_bytes;
 }
 
-void check_output(const Segment& segment, std::size_t index, bool adopt) {
+void check_output(const Segment& segment, std::size_t index, Outputs outputs) {
+    if (outputs == Outputs::masters && segment.output_dtype != DType::float32) {
+        refuse(index, "has its master in an output that is not float32");
+    }
     if (segment.output_dtype == DType::none) {
         if (segment.output != nullptr) refuse(index, "has an output address but no output dtype");
         return;
@@ -28,7 +31,8 @@ void check_output(const Segment& segment, std::size_t index, bool adopt) {
     check_address(segment.output, segment.output_dtype, "the output");
     const std::size_t numel = static_cast<std::size_t>(segment.numel);
     const std::size_t gradient_bytes = item_bytes(segment.gradient_dtype), output_bytes = item_bytes(segment.output_dtype);
-    const bool over_gradient = !adopt && segment.output == segment.gradient && gradient_bytes == output_bytes;
+    const bool over_gradient =
+        outputs == Outputs::written && segment.output == segment.gradient && gradient_bytes == output_bytes;
     if (!over_gradient && overlap(segment.gradient, numel * gradient_bytes, segment.output, numel * output_bytes)) {
         refuse(index, "has an output that overlaps its gradient; it may only take its place exactly");
     }
@@ -41,7 +45,9 @@ void check_scalars(const TileStep& tile, const RuleEntry& rule) {
                                         " scalars, not " + std::to_string(row.size()));
         }
     }
-    const auto least = static_cast<std::int64_t>(rule.least_arrays), most = static_cast<std::int64_t>(rule.most_arrays);
+    const std::int64_t elsewhere = tile.outputs == Outputs::masters ? 1 : 0;
+    const auto least = static_cast<std::int64_t>(rule.least_arrays) - elsewhere;
+    const auto most = static_cast<std::int64_t>(rule.most_arrays) - elsewhere;
     if (tile.scalars.empty() || (tile.buffer_arrays >= least && tile.buffer_arrays <= most)) return;
     throw std::invalid_argument("a buffer of " + std::to_string(tile.buffer_arrays) + " arrays, and " + rule.name +
                                 " has " + std::to_string(least) + (least == most ? "" : " or " + std::to_string(most)));
@@ -49,10 +55,16 @@ void check_scalars(const TileStep& tile, const RuleEntry& rule) {
 
 void check_table(const TileStep& tile, const RuleEntry& rule) {
     if (tile.buffer_numel < 0) throw std::invalid_argument("a buffer of negative size");
-    check_address(tile.source_buffer, DType::float32, "the source buffer");
-    check_address(tile.target_buffer, DType::float32, "the target buffer");
-    if (tile.buffer_arrays < 1 || tile.buffer_arrays > static_cast<std::int64_t>(kMostArrays)) {
+    if (tile.outputs < Outputs::written || tile.outputs > Outputs::masters) {
+        throw std::invalid_argument("outputs of an unknown kind");
+    }
+    const std::int64_t arrays = tile.buffer_arrays + (tile.outputs == Outputs::masters ? 1 : 0);
+    if (tile.buffer_arrays < 0 || arrays < 1 || arrays > static_cast<std::int64_t>(kMostArrays)) {
         throw std::invalid_argument("a buffer of " + std::to_string(tile.buffer_arrays) + " arrays");
+    }
+    if (tile.buffer_arrays > 0) {
+        check_address(tile.source_buffer, DType::float32, "the source buffer");
+        check_address(tile.target_buffer, DType::float32, "the target buffer");
     }
     check_scalars(tile, rule);
     const std::size_t buffer_bytes = sizeof(float) * static_cast<std::size_t>(tile.buffer_arrays * tile.buffer_numel);
@@ -69,7 +81,7 @@ void check_table(const TileStep& tile, const RuleEntry& rule) {
             refuse(i, "names a rule that the tile does not have");
         }
         check_address(segment.gradient, segment.gradient_dtype, "the gradient");
-        check_output(segment, i, tile.adopt);
+        check_output(segment, i, tile.outputs);
         end = segment.buffer_offset + segment.numel;
     }
 }
@@ -90,19 +102,22 @@ void step_span(const TileStep& tile, const Segment& segment, const RuleEntry& ru
     const std::int64_t at = segment.buffer_offset + begin;
     const std::size_t offset = static_cast<std::size_t>(begin);
     Span span{};
-    span.arrays = static_cast<std::size_t>(tile.buffer_arrays);
-    for (std::size_t k = 0; k < span.arrays; ++k) {
-        const std::int64_t row = static_cast<std::int64_t>(k) * tile.buffer_numel;
-        span.in[k] = tile.source_buffer + row + at;
-        span.out[k] = tile.target_buffer + row + at;
+    const bool own_master = tile.outputs == Outputs::masters;
+    if (own_master) span.in[0] = span.out[0] = static_cast<float*>(segment.output) + offset;
+    span.arrays = own_master ? 1 : 0;
+    for (std::int64_t k = 0; k < tile.buffer_arrays; ++k, ++span.arrays) {
+        const std::int64_t row = k * tile.buffer_numel;
+        span.in[span.arrays] = tile.source_buffer + row + at;
+        span.out[span.arrays] = tile.target_buffer + row + at;
     }
     span.gradient = static_cast<const char*>(segment.gradient) + offset * item_bytes(segment.gradient_dtype);
     if (segment.output_dtype != DType::none) {
         span.output = static_cast<char*>(segment.output) + offset * item_bytes(segment.output_dtype);
     }
     span.numel = static_cast<std::size_t>(count);
-    span.adopt = tile.adopt;
-    rule.step(scalars, segment.gradient_dtype, segment.output_dtype, span, tile.source_buffer != tile.target_buffer);
+    span.adopt = tile.outputs == Outputs::compared;
+    const DType output_dtype = own_master ? DType::none : segment.output_dtype;
+    rule.step(scalars, segment.gradient_dtype, output_dtype, span, tile.source_buffer != tile.target_buffer);
 }
 
 }  // namespace

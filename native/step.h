@@ -24,8 +24,20 @@ struct Segment {
     DType output_dtype;
 };
 
+// What the outputs of a tile hold before the step.
+enum class Outputs : std::int32_t {
+    // Nothing that is read.
+    written = 0,
+    // The parameters as they are now. An element that is not its rounded master was
+    // written by somebody, and is the master that the rule reads.
+    compared = 1,
+    // The masters: float32 parameters, stepped where they are.
+    masters = 2,
+};
+
 // A buffer holds `buffer_arrays` float arrays, each `buffer_numel` elements long, one
-// behind the other: the master, then the states of the rule.
+// behind the other: the master (unless the outputs are the masters), then the states
+// of the rule.
 struct TileStep {
     const float* source_buffer;
     float* target_buffer;  // the same as source_buffer: in place
@@ -36,9 +48,7 @@ struct TileStep {
     // One row for each set of hyper-parameters, in double and as long as the rule
     // says; rounded to float once.
     std::vector<std::vector<double>> scalars;
-    // Whether each output holds its parameter as it is now. An element that is not its
-    // rounded master was written by somebody, and is the master that the rule reads.
-    bool adopt = false;
+    Outputs outputs = Outputs::written;
 };
 
 // Throws std::invalid_argument when the table is not one that a tile can have.

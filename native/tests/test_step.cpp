@@ -116,6 +116,54 @@ TEST(step_tile_of_any_cut_into_segments_and_threads) {
     }
 }
 
+// Two parameters that are their own masters: the buffer has their states alone, which
+// SGD without momentum has none of.
+template <class Rule>
+void check_own_masters(std::size_t arrays, const Rule& rule, ThreadPool& pool, InstructionSet isa, bool in_place) {
+    const std::size_t numel = static_cast<std::size_t>(kPieceNumel) + 77, behind = 5, buffer_numel = 2 * numel + behind;
+    const std::size_t states = arrays - 1;
+    Buffer source(DType::float32, states * buffer_numel), target(DType::float32, in_place ? 0 : states * buffer_numel);
+    Buffer expected_source = source, expected_target = target;
+    TileStep tile{source.floats(), in_place ? source.floats() : target.floats(), static_cast<std::int64_t>(states),
+                  static_cast<std::int64_t>(buffer_numel), {}, Rule::kEntry, rows_of(std::vector{rule}, kScale),
+                  Outputs::masters};
+    std::vector<Expected> values;
+    std::vector<std::unique_ptr<Buffer>> parameters;
+    for (std::size_t i = 0; i < 2; ++i) values.push_back(ordinary(arrays, numel, DType::bfloat16, 30 + i));
+    for (std::size_t i = 0; i < 2; ++i) {
+        Expected& each = values[i];
+        each.step(rule, kScale);
+        const std::size_t at = i * (numel + behind);
+        parameters.push_back(std::make_unique<Buffer>(DType::float32, numel));
+        parameters.back()->write(0, each.a[0].data(), numel);
+        if (states > 0) {
+            const Arrays before(each.a.begin() + 1, each.a.end()), after(each.stepped.begin() + 1, each.stepped.end());
+            put_buffer(source, at, before);
+            if (!in_place) put_buffer(expected_source, at, before);
+            put_buffer(in_place ? expected_source : expected_target, at, after);
+        }
+        tile.segments.push_back({static_cast<std::int64_t>(at), static_cast<std::int64_t>(numel), each.gradient.at(0),
+                                 parameters.back()->at(0), 0, DType::bfloat16, DType::float32});
+    }
+    step_tile(tile, pool, isa);
+    const std::string context = text(longshore::name_of(isa), ", ", arrays, " arrays, in place: ", in_place);
+    source.check_same(expected_source, "the source buffer, ", context);
+    target.check_same(expected_target, "the target buffer, ", context);
+    for (std::size_t i = 0; i < 2; ++i) parameters[i]->check_same(values[i].output(DType::float32), "parameter, ", context);
+}
+
+TEST(step_tile_of_parameters_that_are_their_own_masters) {
+    ThreadPool pool(2, {});
+    for (const InstructionSet isa : supported_instruction_sets()) {
+        for (const bool in_place : {true, false}) {
+            check_own_masters(3, kDecoupled, pool, isa, in_place);
+            check_own_masters(3, kL2, pool, isa, in_place);
+            check_own_masters(2, LionRule{}, pool, isa, in_place);
+            check_own_masters(1, SgdRule{}, pool, isa, in_place);
+        }
+    }
+}
+
 TEST(step_tile_of_no_segments_writes_nothing) {
     ThreadPool pool(2, {});
     Buffer buffer(DType::float32, 30), expected = buffer;
@@ -211,6 +259,15 @@ TEST(step_tile_refuses_before_it_writes) {
     check_refused("a buffer of 0 arrays", [](RefusedTile& t) { t.tile.buffer_arrays = 0; });
     check_refused("a buffer of 4 arrays", [](RefusedTile& t) { t.tile.buffer_arrays = 4; });
     check_refused("a buffer of 2 arrays, and Adam has 3", [](RefusedTile& t) { t.tile.buffer_arrays = 2; });
+    check_refused("a buffer of 1 arrays, and Adam has 2", [](RefusedTile& t) {
+        t.tile.outputs = Outputs::masters;
+        t.tile.buffer_arrays = 1;
+    });
+    check_refused("segment 0 of the tile has its master in an output that is not float32", [](RefusedTile& t) {
+        t.tile.outputs = Outputs::masters;
+        t.tile.buffer_arrays = 2;
+    });
+    check_refused("outputs of an unknown kind", [](RefusedTile& t) { t.tile.outputs = static_cast<Outputs>(3); });
     const auto by = [](const auto& rule) {
         return [rule](RefusedTile& t) {
             t.tile.rule = rule.kEntry;

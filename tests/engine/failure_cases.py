@@ -14,16 +14,17 @@ from support import whole
 
 import longshore
 from engine.scenarios import HEADS, Oracle, Scenario, Window, drive, inputs, make_model
+from longshore.transfer import Transfer
 
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.05}
 
 
-def make_engine(stage: int, **config: Any) -> Any:
+def make_engine(stage: int, transfer: Transfer | None = None, **config: Any) -> Any:
     model = make_model(torch.float32)
     settings = longshore.Config(
         **{"stage": stage, "reduce_bucket_numel": 500, "optimizer": {"type": "AdamW", **OPTIONS}, **config}
     )
-    offload = longshore.Offload(100, threads=1, detect_writes=settings.detect_writes)
+    offload = longshore.Offload(100, threads=1, transfer=transfer, detect_writes=settings.detect_writes)
     return longshore.initialize(model=model, config=settings, offload=offload).engine
 
 

@@ -135,7 +135,7 @@ def unseen_write_in_one_shard() -> list[str]:
     os.environ["LONGSHORE_DEBUG"] = "1"
     try:
         rank = dist.get_rank()
-        engine = make_engine(2, detect_writes=False)
+        engine = make_engine(2, longshore.SimulatedTransfer(), detect_writes=False)
         drive(engine, Window(), 0, rank, torch.float32)
         weight = engine.module.first.weight
         with torch.no_grad():

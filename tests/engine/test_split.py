@@ -34,6 +34,7 @@ def test_ratio(ratio: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert_same(*models)
     (whole, none), (host, device) = sizes
     assert none == 0 and whole > 0
+    whole = whole * 12 // 8  # parameters in host memory are their own masters, and those on a device have others
     numels = [parameter.numel() for parameter in models[0].parameters()]
     allowed = max(numels) * 12 + 16 * 12 * len(numels)  # no parameter here is cut
     assert abs(host - ratio * whole) <= allowed and abs(device - (1 - ratio) * whole) <= allowed

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longshore.kernels import SUPPORTED_DTYPES, UNSCALED, DeviceKernels, HostKernels, Rule, Scale, TileSegment
+from longshore.kernels import SUPPORTED_DTYPES, UNSCALED, DeviceKernels, HostKernels, Outputs, Rule, Scale, TileSegment
 from longshore.kernels.reference import checksum, checksums, float32_bytes
 from longshore.optim.rules.adagrad import AdagradRule
 from longshore.optim.rules.adam import AdamRule
@@ -130,8 +130,8 @@ def test_elements_that_are_not_their_rounded_masters_are_the_masters(
     device_segments, found = moved(segments), buffer.to(DEVICE, copy=True)
     ignored = buffer.clone()
     host.step_tile(ignored, ignored, [each._replace(output=None) for each in segments], rules, SCALE)
-    host.step_tile(buffer, buffer, segments, rules, SCALE, adopt=True)
-    device.step_tile(found, found, device_segments, rules, SCALE, adopt=True)
+    host.step_tile(buffer, buffer, segments, rules, SCALE, Outputs.COMPARED)
+    device.step_tile(found, found, device_segments, rules, SCALE, Outputs.COMPARED)
     assert same_bits(found.cpu(), buffer) and not same_bits(ignored, buffer)
     for ours, theirs in zip(device_segments, segments, strict=True):
         assert ours.output is not None and theirs.output is not None

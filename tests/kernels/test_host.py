@@ -25,6 +25,7 @@ from longshore.kernels import (
     SUPPORTED_DTYPES,
     HostKernels,
     InstructionSet,
+    Outputs,
     Rule,
     Scale,
     TileSegment,
@@ -107,10 +108,48 @@ def test_an_element_that_is_not_its_rounded_master_is_the_master(
     assert 0.1 < (expected[0].view(torch.int32) != ignored[0].view(torch.int32)).float().mean() < 0.5
     source = buffer.clone()
     target = source if in_place else torch.full_like(buffer, 7.0)
-    kernels.step_tile(source, target, [TileSegment(0, gradient, parameter, 0)], [rule], SCALE, adopt=True)
+    kernels.step_tile(source, target, [TileSegment(0, gradient, parameter, 0)], [rule], SCALE, outputs=Outputs.COMPARED)
     assert same_bits(target, expected)
     assert same_bits(parameter, expected[0].to(dtype))
     assert in_place or same_bits(source, buffer)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("rule", [*RULES, *OTHER_RULES], ids=str)
+@pytest.mark.parametrize("gradient_dtype", SUPPORTED_DTYPES, ids=str)
+@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])
+def test_parameters_that_are_their_own_masters(
+    kernels: HostKernels, rule: Rule, gradient_dtype: torch.dtype, in_place: bool
+) -> None:
+    """The buffer has the states alone, of which SGD may have none, and only the segment is written."""
+    numel, behind = PIECE_NUMEL + 77, 13
+    buffer, gradient = buffer_of(numel, 1, arrays_of(rule)), awkward(numel, 9).to(gradient_dtype)
+    expected = stepped_buffer(buffer, gradient, rule, SCALE)
+    source = torch.cat([torch.full((len(buffer) - 1, behind), 3.0), buffer[1:]], 1)
+    target = source if in_place else torch.full_like(source, 3.0)
+    before, parameter = source.clone(), buffer[0].clone()
+    segments = [TileSegment(behind, gradient, parameter, 0)]
+    kernels.step_tile(source, target, segments, [rule], SCALE, Outputs.MASTERS)
+    assert same_bits(parameter, expected[0])
+    assert same_bits(target[:, behind:], expected[1:]) and (target[:, :behind] == 3.0).all()
+    assert in_place or same_bits(source, before)
+
+
+@pytest.mark.parametrize("output", [None, torch.bfloat16])
+def test_masters_in_outputs_are_float32(kernels: HostKernels, output: torch.dtype | None) -> None:
+    buffer, gradient = torch.zeros(2, 8), torch.ones(8)
+    segments = [TileSegment(0, gradient, None if output is None else torch.zeros(8, dtype=output), 0)]
+    with pytest.raises(ValueError, match="has its master in an output that is not float32"):
+        kernels.step_tile(buffer, buffer, segments, RULES[:1], outputs=Outputs.MASTERS)
+    with pytest.raises(ValueError, match="a buffer of 3 arrays, and Adam has 2"):
+        kernels.step_tile(
+            torch.zeros(3, 8),
+            torch.zeros(3, 8),
+            [TileSegment(0, gradient, torch.zeros(8), 0)],
+            RULES[:1],
+            outputs=Outputs.MASTERS,
+        )
+    assert not buffer.any()
 
 
 def test_a_negative_zero_and_a_nan_that_somebody_wrote_are_taken(kernels: HostKernels) -> None:
@@ -118,7 +157,9 @@ def test_a_negative_zero_and_a_nan_that_somebody_wrote_are_taken(kernels: HostKe
     for dtype in SUPPORTED_DTYPES:
         buffer = torch.tensor([[0.0, 1.0, float("nan"), 2.0]])
         parameter = torch.tensor([-0.0, float("nan"), 3.0, 2.0], dtype=dtype)
-        kernels.step_tile(buffer, buffer, [TileSegment(0, torch.full((4,), -0.0), parameter, 0)], [rule], adopt=True)
+        kernels.step_tile(
+            buffer, buffer, [TileSegment(0, torch.full((4,), -0.0), parameter, 0)], [rule], outputs=Outputs.COMPARED
+        )
         assert same_bits(buffer[0], torch.tensor([-0.0, float("nan"), 3.0, 2.0]).add(0.0)) or buffer[0, 0] == 0.0
         assert buffer[0, 1].isnan() and buffer[0, 2:].tolist() == [3.0, 2.0]
 
@@ -126,7 +167,7 @@ def test_a_negative_zero_and_a_nan_that_somebody_wrote_are_taken(kernels: HostKe
 def test_a_parameter_to_compare_with_is_not_its_gradient(kernels: HostKernels) -> None:
     buffer, gradient = torch.zeros(3, 8), torch.zeros(8)
     with pytest.raises(ValueError, match="overlaps its gradient"):
-        kernels.step_tile(buffer, buffer, [TileSegment(0, gradient, gradient, 0)], RULES[:1], adopt=True)
+        kernels.step_tile(buffer, buffer, [TileSegment(0, gradient, gradient, 0)], RULES[:1], outputs=Outputs.COMPARED)
 
 
 SAME_SIZE = [(a, b) for a in SUPPORTED_DTYPES for b in SUPPORTED_DTYPES if a.itemsize == b.itemsize]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from longshore.kernels import HostKernels, Scale, TileSegment, TorchRule, next_scalars
+from longshore.kernels import HostKernels, Outputs, Scale, TileSegment, TorchRule, next_scalars
+from longshore.kernels.torch_rules import BUFFER_NUMEL
 from tests.kernels.numbers import RULES, same_bits
 
 
@@ -57,13 +58,30 @@ def test_a_tile_is_stepped_as_the_kernels_step_one(
         if output is not None and adopt:
             output.copy_(buffer[0, segment.buffer_offset : segment.buffer_offset + output.numel()])
             output[5] = 0.5
-    kernels.step_tile(source, target, segments, rules, scale, adopt)
+    kernels.step_tile(source, target, segments, rules, scale, Outputs.COMPARED if adopt else Outputs.WRITTEN)
     assert same_bits(target, expected)
     assert in_place or same_bits(source, buffer)
     for segment, output in zip(segments, outputs, strict=True):
         if output is not None:
             begin = segment.buffer_offset
             assert same_bits(output, expected[0, begin : begin + output.numel()].to(output.dtype))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_parameters_that_are_their_own_masters(kernels: HostKernels, in_place: bool) -> None:
+    """As with the master in the buffer; longer than the part that is stepped at a time."""
+    numel, begin = BUFFER_NUMEL + 100, 7
+    buffer, gradient = torch.rand(3, begin + numel), torch.randn(numel)
+    expected, parameter = buffer.clone(), buffer[0, begin:].clone()
+    kernels.step_tile(expected, expected, [TileSegment(begin, gradient, None, 0)], [rule()])
+    source = buffer[1:].clone()
+    target = source if in_place else source.clone().fill_(7.0)
+    segments = [TileSegment(begin, gradient, parameter, 0)]
+    kernels.step_tile(source, target, segments, [rule()], outputs=Outputs.MASTERS)
+    assert same_bits(parameter, expected[0, begin:]) and same_bits(target[:, begin:], expected[1:, begin:])
+    assert in_place or same_bits(source, buffer[1:])
+    with pytest.raises(ValueError, match="segment 0 of the tile has its master in an output"):
+        kernels.step_tile(source, source, [TileSegment(begin, gradient, None, 0)], [rule()], outputs=Outputs.MASTERS)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +91,7 @@ def test_a_tile_is_stepped_as_the_kernels_step_one(
         ([(0, 10, 0), (15, 10, 0)], {}, "segment 1 of the tile"),
         ([(0, 10, 0), (10, 0, 0)], {}, "segment 1 of the tile"),
         ([(0, 10, 1)], {}, "segment 0 of the tile"),
-        ([(0, 10, 0)], {"rows": (("square_avg", 3),)}, "in rows {'square_avg': 3} of a buffer of 3 arrays"),
+        ([(0, 10, 0)], {"rows": (("square_avg", 3),)}, "in rows {'square_avg': 3} behind the master, of 2"),
         ([(0, 10, 0)], {"rows": (("square_avg", 0),)}, "in rows"),
         ([(0, 10, 0)], {"rows": (("square_avg", 1), ("grad_avg", 1))}, "in rows"),
     ],

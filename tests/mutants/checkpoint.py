@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "a free buffer counts against the limit",
         "tiles/memory.py",
-        "        if free := self._idle.get(buffer_numel) or self._free.get(buffer_numel):\n",
-        "        free = self._idle.get(buffer_numel) or self._free.get(buffer_numel)\n"
+        "        if free := self._idle.get(shape) or self._free.get(shape):\n",
+        "        free = self._idle.get(shape) or self._free.get(shape)\n"
         "        if free and self.allocated_bytes + self.buffer_bytes(buffer_numel) <= most_bytes:\n",
         (MEMORY,),
     ),

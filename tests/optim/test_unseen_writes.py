@@ -289,10 +289,10 @@ def test_another_process_writes_shared_memory(tmp_path: Path) -> None:
 def test_detection_is_switched_off_by_name(place: str) -> None:
     offload = simulated(tile_numel=50) if place == "simulated" else longshore.Offload(50)
     settings = {"tile_numel": 50, "transfer": offload.transfer, "detect_writes": False}
-    parameter = nn.Parameter(torch.ones(120))
+    parameter = nn.Parameter(torch.ones(120, dtype=torch.bfloat16))
     optimizer = longshore.SGD([parameter], lr=1.0, offload=longshore.Offload(**settings))
     for _ in range(2):
-        parameter.grad = torch.zeros(120)
+        parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         assert parameter.eq(1).all(), "the write is lost"
         parameter.data.fill_(5.0)

@@ -1,7 +1,7 @@
 """Kernels that step a tile by any rule, on the host and on a CUDA device, and their oracle in plain torch,
 :mod:`longshore.kernels.reference`."""
 
-from longshore.kernels._native import InstructionSet, SegmentTable, supported_instruction_sets
+from longshore.kernels._native import InstructionSet, Outputs, SegmentTable, supported_instruction_sets
 from longshore.kernels.base import (
     NORM_BLOCK_NUMEL,
     SUPPORTED_DTYPES,
@@ -29,6 +29,7 @@ __all__ = [
     "InstructionSet",
     "Kernels",
     "OneElement",
+    "Outputs",
     "Rule",
     "Scale",
     "SegmentTable",

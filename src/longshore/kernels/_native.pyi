@@ -6,6 +6,11 @@ class InstructionSet(enum.Enum):
     AVX2 = 1
     AVX512 = 2
 
+class Outputs(enum.Enum):
+    WRITTEN = 0
+    COMPARED = 1
+    MASTERS = 2
+
 class ThreadPool:
     threads: int
     def __init__(self, threads: int, cpu_set: Sequence[int]) -> None: ...
@@ -17,14 +22,14 @@ _Segments = Sequence[tuple[int, int, int, int, int, int, int]]
 _Scalars = Sequence[Sequence[float]]
 
 def rules() -> list[str]: ...
-def check(rule: int, buffer: _Buffer, segments: _Segments, scalars: _Scalars, adopt: bool) -> None: ...
+def check(rule: int, buffer: _Buffer, segments: _Segments, scalars: _Scalars, outputs: Outputs) -> None: ...
 def step(
     pool: ThreadPool,
     rule: int,
     buffer: _Buffer,
     segments: _Segments,
     scalars: _Scalars,
-    adopt: bool,
+    outputs: Outputs,
     isa: InstructionSet,
 ) -> None: ...
 
@@ -38,7 +43,7 @@ def step_table(
     table: SegmentTable,
     places: tuple[Sequence[int], Sequence[int], Sequence[int]],
     scalars: _Scalars,
-    adopt: bool,
+    outputs: Outputs,
     isa: InstructionSet,
 ) -> None: ...
 def accumulate(

@@ -66,7 +66,7 @@ class TorchRule(NamedTuple):
     options: tuple[tuple[str, Any], ...]
     """The group's options, as numbers; tensors are a :class:`OneElement`."""
     rows: tuple[tuple[str, int], ...]
-    """Names in torch of the states that the step reads and writes, with their rows of the buffer."""
+    """Names in torch of the states that the step reads and writes, with their rows behind the master, from 1."""
     step: int
     """The count after this step, as in :class:`Rule`."""
     first: bool

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import _native
+from longshore.kernels._native import Outputs
 from longshore.kernels.base import NORM_BLOCK_NUMEL, UNSCALED, HostRule, Rule, Scale, TileSegment
 from longshore.kernels.host import HostKernels, checked_pair, dtype_code, native_tile
 from longshore.kernels.reference import checksums, float32_bytes
@@ -57,10 +58,10 @@ class DeviceKernels:
         segments: Sequence[TileSegment],
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
-        adopt: bool = False,
+        outputs: Outputs = Outputs.WRITTEN,
     ) -> None:
-        tile = native_tile(source_buffer, target_buffer, segments, rules, scale, self._address)
-        _native.check(*tile, adopt)
+        tile = native_tile(source_buffer, target_buffer, segments, rules, scale, outputs, self._address)
+        _native.check(*tile, outputs)
         if not tile.rows:
             return
         assert isinstance(rules[0], Rule)
@@ -94,7 +95,7 @@ class DeviceKernels:
                 self._upload(scalars),
                 self._triton.device_function(type(rules[0]).update),
                 buffer_arrays,
-                adopt,
+                outputs is Outputs.COMPARED,
                 **_PASS,
             )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.kernels import _native
-from longshore.kernels._native import InstructionSet, SegmentTable
+from longshore.kernels._native import InstructionSet, Outputs, SegmentTable
 from longshore.kernels.base import DTYPE_CODES, UNSCALED, HostRule, Rule, Scale, TileSegment, TorchRule
 from longshore.kernels.torch_rules import step_by_torch
 from longshore.machine import usable_cpus
@@ -65,20 +65,23 @@ class HostKernels:
         segments: Sequence[TileSegment],
         rules: Sequence[HostRule],
         scale: Scale = UNSCALED,
-        adopt: bool = False,
+        outputs: Outputs = Outputs.WRITTEN,
     ) -> None:
         """Step the segments of one tile in one pass.
 
         Args:
             source_buffer: float32 ``[buffer_arrays, buffer_numel]``: the master, then the rule's states (SGD has none
-                if no rule has momentum; a :class:`~longshore.kernels.TorchRule` names its rows).
+                if no rule has momentum; a :class:`~longshore.kernels.TorchRule` names its rows). Without the master if
+                the outputs are the masters.
             target_buffer: the same tensor (in place), or another that does not overlap it; elements outside the
                 segments are not written.
             segments: in order of ``buffer_offset``, not overlapping.
             rules: rules to which the segments' ``rule`` is an index; all of one kind.
             scale: factors by which gradients are multiplied.
-            adopt: each output holds its parameter as it is now. Elements whose bits differ from the rounded master were
-                written by somebody else; they replace their masters before the rule is applied.
+            outputs: what the segments' outputs hold. ``WRITTEN``: nothing that is read. ``COMPARED``: the parameters
+                as they are now; elements whose bits differ from the rounded master were written by somebody else, and
+                replace their masters before the rule is applied. ``MASTERS``: the masters, which are float32
+                parameters.
 
         Raises:
             ValueError: the segments or rules are not valid for the buffers; nothing was written.
@@ -86,10 +89,10 @@ class HostKernels:
         torchs = [rule for rule in rules if isinstance(rule, TorchRule)]
         if torchs and len(torchs) == len(rules):
             check_buffers(source_buffer, target_buffer)
-            step_by_torch(source_buffer, target_buffer, segments, torchs, scale, adopt)
+            step_by_torch(source_buffer, target_buffer, segments, torchs, scale, outputs)
             return
-        tile = native_tile(source_buffer, target_buffer, segments, rules, scale, _address)
-        _native.step(self._pool, *tile, adopt, self.instruction_set)
+        tile = native_tile(source_buffer, target_buffer, segments, rules, scale, outputs, _address)
+        _native.step(self._pool, *tile, outputs, self.instruction_set)
 
     def step_table(
         self,
@@ -98,15 +101,15 @@ class HostKernels:
         places: tuple[Sequence[int], Sequence[int], Sequence[int]],
         rules: Sequence[HostRule],
         scale: Scale,
-        adopt: bool,
+        outputs: Outputs,
     ) -> None:
         """Step the segments of one tile in place, as :meth:`step_tile` does. For each row of ``table``, ``places`` has
         the address of the gradient (0: the segment is not stepped), the address of the output, and the rule."""
         check_buffers(buffer, buffer)
         address, (buffer_arrays, buffer_numel) = _address(buffer), buffer.shape
-        entry, scalars = _scalars_of(rules, buffer_arrays, scale)
+        entry, scalars = _scalars_of(rules, buffer_arrays, scale, outputs)
         row = address, address, buffer_arrays, buffer_numel
-        _native.step_table(self._pool, entry, row, table, places, scalars, adopt, self.instruction_set)
+        _native.step_table(self._pool, entry, row, table, places, scalars, outputs, self.instruction_set)
 
     def accumulate(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """Set ``target = float(source)``, or with ``add``, ``target += float(source)``; ``target`` is float32."""
@@ -162,6 +165,7 @@ def native_tile(
     segments: Sequence[TileSegment],
     rules: Sequence[HostRule],
     scale: Scale,
+    outputs: Outputs,
     address: Callable[[Tensor], int],
 ) -> NativeTile:
     """Check the arguments of :meth:`HostKernels.step_tile`, and build the table whose numbers the native code checks.
@@ -171,7 +175,7 @@ def native_tile(
     """
     check_buffers(source_buffer, target_buffer)
     buffer_arrays, buffer_numel = source_buffer.shape
-    entry, scalars = _scalars_of(rules, buffer_arrays, scale)
+    entry, scalars = _scalars_of(rules, buffer_arrays, scale, outputs)
     rows = []
     for buffer_offset, gradient, output, rule in segments:
         numel = gradient.numel()
@@ -185,7 +189,9 @@ def native_tile(
     return NativeTile(entry, buffer, rows, scalars)
 
 
-def _scalars_of(rules: Sequence[HostRule], buffer_arrays: int, scale: Scale) -> tuple[int, list[tuple[float, ...]]]:
+def _scalars_of(
+    rules: Sequence[HostRule], buffer_arrays: int, scale: Scale, outputs: Outputs
+) -> tuple[int, list[tuple[float, ...]]]:
     """Return :attr:`NativeTile.entry` and :attr:`NativeTile.scalars`."""
     scalars = []
     kinds = {type(rule) for rule in rules}
@@ -195,7 +201,7 @@ def _scalars_of(rules: Sequence[HostRule], buffer_arrays: int, scale: Scale) -> 
     for rule in rules:
         if not isinstance(rule, Rule):
             raise ValueError(f"the kernels do not step by a {type(rule).__name__}")
-        name, most = rule.name, 1 + len(rule.states)
+        name, most = rule.name, len(rule.states) + (outputs is not Outputs.MASTERS)
         least = most - rule.optional_states
         if not least <= buffer_arrays <= most:
             known = f"{least}" if least == most else f"{least} or {most}"

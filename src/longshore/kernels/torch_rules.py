@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longshore.kernels._native import Outputs
 from longshore.kernels.base import OneElement, Scale, TileSegment, TorchRule
 from longshore.kernels.reference import adopted
 
@@ -56,19 +57,19 @@ class _Stepper:
         optimizer.step()
         return optimizer.state[self.master]
 
-    def step_rows(self, rows: Tensor, gradient: Tensor, scale: Scale) -> None:
-        """Step float32 ``[buffer_arrays, numel]`` in place, by a gradient of ``numel`` elements."""
+    def step_rows(self, master: Tensor, states: Tensor, gradient: Tensor, scale: Scale) -> None:
+        """Step a float32 master and its states, ``[arrays, numel]``, in place, by a gradient of ``numel`` elements."""
         numel = gradient.numel()
-        self.master[:numel] = rows[0]
+        self.master[:numel] = master
         for name, row in self._rule.rows:
-            self._states[name][:numel] = rows[row]
+            self._states[name][:numel] = states[row - 1]
         self.gradient[:numel] = gradient
         self.gradient.mul_(torch.tensor(scale.first, dtype=torch.float32))
         self.gradient.mul_(torch.tensor(scale.second, dtype=torch.float32))
         state = self.step()
-        rows[0] = self.master[:numel]
+        master.copy_(self.master[:numel])
         for name, row in self._rule.rows:
-            rows[row] = state[name][:numel]
+            states[row - 1] = state[name][:numel]
 
 
 @torch.no_grad()
@@ -78,45 +79,44 @@ def step_by_torch(
     segments: Sequence[TileSegment],
     rules: Sequence[TorchRule],
     scale: Scale,
-    adopt: bool,
+    outputs: Outputs,
 ) -> None:
     """Step the segments of one tile; arguments as in :meth:`HostKernels.step_tile`.
 
     Raises:
         ValueError: the segments or rules are not valid for the buffers; nothing was written.
     """
-    buffer_arrays, buffer_numel = source_buffer.shape
+    own_masters = outputs is Outputs.MASTERS
+    states = target_buffer if own_masters else target_buffer[1:]
     end = 0
     for index, segment in enumerate(segments):
         begin, end = end, segment.buffer_offset + segment.gradient.numel()
-        if not begin <= segment.buffer_offset < end <= buffer_numel or not 0 <= segment.rule < len(rules):
+        if not begin <= segment.buffer_offset < end <= source_buffer.shape[1] or not 0 <= segment.rule < len(rules):
             raise ValueError(f"segment {index} of the tile has no elements, none of its own, or no rule")
+        if own_masters and (segment.output is None or segment.output.dtype != torch.float32):
+            raise ValueError(f"segment {index} of the tile has its master in an output that is not float32")
     for rule in rules:
-        if any(not 0 < row < buffer_arrays for _, row in rule.rows) or len({*dict(rule.rows).values()}) < len(
-            rule.rows
-        ):
-            raise ValueError(
-                f"{rule.kind} has its states in rows {dict(rule.rows)} of a buffer of {buffer_arrays} arrays"
-            )
+        rows = dict(rule.rows)
+        if any(not 0 < row <= len(states) for row in rows.values()) or len({*rows.values()}) < len(rule.rows):
+            raise ValueError(f"{rule.kind} has its states in rows {rows} behind the master, of {len(states)}")
     longest = max((segment.gradient.numel() for segment in segments), default=0)
-    buffer_numel = min(BUFFER_NUMEL, -(-longest // _LOOP_NUMEL) * _LOOP_NUMEL)
+    step_numel = min(BUFFER_NUMEL, -(-longest // _LOOP_NUMEL) * _LOOP_NUMEL)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        steppers = [_Stepper(rule, buffer_numel) for rule in rules]
-        for segment in segments:
-            begin, numel = segment.buffer_offset, segment.gradient.numel()
+        steppers = [_Stepper(rule, step_numel) for rule in rules]
+        for begin, gradient, output, rule in segments:
+            elements = slice(begin, begin + gradient.numel())
             if source_buffer is not target_buffer:
-                target_buffer[:, begin : begin + numel] = source_buffer[:, begin : begin + numel]
-            master = target_buffer[0, begin : begin + numel]
-            if adopt and segment.output is not None:
-                master.copy_(adopted(master, segment.output))
-            for at in range(0, numel, buffer_numel):
-                count = min(buffer_numel, numel - at)
-                rows = target_buffer[:, begin + at : begin + at + count]
-                steppers[segment.rule].step_rows(rows, segment.gradient[at : at + count], scale)
-            if segment.output is not None:
-                segment.output.copy_(master)
+                target_buffer[:, elements] = source_buffer[:, elements]
+            master = output if own_masters and output is not None else target_buffer[0, elements]
+            if outputs is Outputs.COMPARED and output is not None:
+                master.copy_(adopted(master, output))
+            for at in range(0, gradient.numel(), step_numel):
+                part = slice(at, at + step_numel)
+                steppers[rule].step_rows(master[part], states[:, elements][:, part], gradient[part], scale)
+            if output is not None and not own_masters:
+                output.copy_(master)
     finally:
         torch.set_num_threads(threads)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
+from longshore.optim.parameters import flat
+from longshore.optim.shards import held_part
 from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 
@@ -74,7 +76,7 @@ class Offload(StoreFactory):
         detect_writes: each step finds what was written to parameters where torch cannot see it (``p.data.copy_``,
             NumPy, another process). Where nothing is copied this takes next to no time; for parameters on a device, it
             takes two passes over them there, for checksums. With False, ``refresh_master()`` has to be called after
-            such writes.
+            such writes. A float32 parameter in host memory is its own master, and a write to it one to the master.
     """
 
     tile_numel: int | None = None
@@ -148,8 +150,13 @@ class Offload(StoreFactory):
         hold_gradients: bool,
         parameters: Mapping[int, Tensor],
         gradient_dtype: torch.dtype | None = None,
+        values_of: Callable[[int], Tensor] | None = None,
     ) -> TileStore:
-        """Make the store of one process; ``gradient_dtype``: dtype of gradients; default: that of their parameters.
+        """Make the store of one process.
+
+        Args:
+            gradient_dtype: dtype of gradients; default: that of their parameters.
+            values_of: see :class:`TileStore`; default: what this process has of each of ``parameters``.
 
         Raises:
             ValueError: ``speculation_memory`` is set, and gradients do not arrive before the step.
@@ -164,7 +171,8 @@ class Offload(StoreFactory):
             rest = replace(self, device="none", threads=None, cpu_set=None, speculation_memory=0, ratio=1.0)
             on_device = rest._backend(device, hold_gradients)
         ratio = 1.0 if on_device is None else self.ratio
-        return TileStore(self._backend(device, hold_gradients), gradient_dtype, on_device, ratio)
+        found = values_of or (lambda index: flat(held_part(parameters[index])))
+        return TileStore(self._backend(device, hold_gradients), gradient_dtype, on_device, ratio, found)
 
     def _backend(self, device: torch.device, hold_gradients: bool) -> BackendSettings:
         transfer, kernels = self.transfer_to(device), self.kernels_for(device)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from longshore.kernels import HostRule, Scale
 from longshore.layout import DimRange
+from longshore.optim.parameters import flat
+from longshore.optim.shards import held_part
 from longshore.sharding.agreement import Action, WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import Bucket, ShardRange, plan_buckets
@@ -80,6 +82,8 @@ class Ownership:
         self.bucket_of: dict[int, Bucket] = {}
         self.layout = 0
         self._owned: dict[int, list[ShardRange]] = {}
+        self._ranges: dict[int, ShardRange] = {}
+        """The owned ranges by their index."""
         self._next_range = 0
 
     def add(
@@ -99,6 +103,7 @@ class Ownership:
             self.bucket_of.update((member.parameter, bucket) for member in bucket.members)
             for owned in self.owned_in(bucket):
                 self._owned[owned.parameter].append(owned)
+                self._ranges[owned.index] = owned
                 new.append((owned.index, owned.numel, self.dtypes[owned.parameter]))
         self.buckets += added
         return new[::-1]  # buckets were filled from the last parameter on
@@ -127,6 +132,11 @@ class Ownership:
     def place(self, owned: ShardRange) -> slice:
         """Return where an owned range lies in this rank's part of the parameter on the device, flat."""
         return owned.elements
+
+    def values(self, index: int, parameters: Mapping[int, Tensor]) -> Tensor:
+        """Return the elements of an owned range, flat, as they are in ``parameters`` on the device."""
+        owned = self._ranges[index]
+        return flat(held_part(parameters[owned.parameter]))[self.place(owned)]
 
     def part(self, parameter: int, values: Tensor) -> Tensor:
         """Return the part of a whole parameter, flat, that this rank shares with those it averages gradients with."""

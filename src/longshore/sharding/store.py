@@ -81,7 +81,9 @@ class ShardedOffload(StoreFactory):
         in_backward = settings.each_backward or settings.early
         offload = self.offload if in_backward else replace(self.offload, speculation_memory=0)
         # Reduced gradients are float32, whatever their dtype was.
-        local = offload.make_store(device, True, parameters, gradient_dtype=torch.float32)
+        local = offload.make_store(
+            device, True, parameters, torch.float32, lambda key: ownership.values(key, parameters)
+        )
         if self.sharded is not None:
             # Imported here: it imports torch's FSDP2, which takes a while.
             from longshore.sharding.fully_sharded import FullySharded

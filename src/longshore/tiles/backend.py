@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels, Scale
+from longshore.kernels import NORM_BLOCK_NUMEL, HostKernels, Kernels, Outputs, Scale
 from longshore.tiles.events import (
     ARRIVE,
     ARRIVE_AGAIN,
@@ -26,7 +27,7 @@ from longshore.tiles.memory import BufferPool, PendingReads, SlotRing, allocator
 from longshore.tiles.snapshot import Snapshots
 from longshore.tiles.speculation import SpeculationMemory, Speculator
 from longshore.tiles.steps import ParameterStep
-from longshore.tiles.tile import Segment, SegmentStep, Tile, TileEvent, TileState, step_table
+from longshore.tiles.tile import Range, Segment, SegmentStep, Tile, TileEvent, TileState, step_table
 from longshore.tiles.worker import runner_for
 from longshore.transfer import CopyHandle, Transfer
 
@@ -63,6 +64,19 @@ def kept_on_device(numels: Sequence[int], ratio: float) -> list[int]:
     return kept_numels
 
 
+def divided(parameters: Iterable[tuple[int, int, torch.dtype]], ratio: float) -> tuple[list[Range], list[Range]]:
+    """Return the ranges of parameters ``(index, numel, dtype)`` that stay on the device, and the others."""
+    entries = list(parameters)
+    kept: list[Range] = []
+    rest: list[Range] = []
+    for (index, numel, dtype), stays in zip(
+        entries, kept_on_device([numel for _, numel, _ in entries], ratio), strict=True
+    ):
+        kept.append((index, 0, stays, dtype))
+        rest.append((index, stays, numel - stays, dtype))
+    return kept, rest
+
+
 class Backend:
     """The tiles of one store that are kept in one memory and stepped by one set of kernels.
 
@@ -77,8 +91,7 @@ class Backend:
         assert not transfer.staged or kernels.device.type == "cpu"
         self.transfer = transfer
         self.kernels = kernels
-        self.compares = detect_writes and not transfer.staged
-        """Whether outputs are the parameters themselves, and are compared with their rounded masters."""
+        self._outputs = Outputs.COMPARED if detect_writes and not transfer.staged else Outputs.WRITTEN
         self.on_host = kernels.device.type == "cpu"
         self.tile_numel = tile_numel
         # Grow with parameters.
@@ -95,9 +108,17 @@ class Backend:
         self.worker = runner_for(kernels, max(4 * 4 * tile_numel, 1 << 24), transfer.worker_delay)
         """Runner of the jobs that add later arrivals and step ahead."""
         ahead = speculation_memory if self._hold_gradients and isinstance(kernels, HostKernels) else 0
+        self._own_masters = isinstance(kernels, HostKernels) and not transfer.staged and not ahead
+        """Whether float32 parameters can be their own masters. A step ahead needs the master as it was, whatever is
+        written to the parameter meanwhile."""
         spares = BufferPool(buffer_arrays, memory, pending_reads)
         self.speculator = Speculator(ahead, spares, transfer, kernels, self.worker, self.parts.__getitem__)
         self.snapshots = Snapshots(self.buffers, pending_reads, self.speculator, kernels.device)
+
+    def outputs_of(self, dtype: torch.dtype, masters: bool) -> Outputs:
+        """Return what a step of parameters of this dtype reads where it writes them; ``masters``: the store can find
+        the parameters at any time."""
+        return Outputs.MASTERS if masters and self._own_masters and dtype == torch.float32 else self._outputs
 
     def add(self, added: Sequence[Tile]) -> None:
         """Add new tiles, and allocate the staging memory that they need."""
@@ -249,7 +270,8 @@ class Backend:
         self.transfer.end_publish()
 
     def _take_stepped(self, tile: Tile, active: Active, scale: Scale, stepped: list[Tile]) -> bool:
-        written = self.compares and tile.state is TileState.STEPPED and self._written(tile, active)
+        compared = tile.outputs is Outputs.COMPARED and tile.state is TileState.STEPPED
+        written = compared and self._written(tile, active)
         slot = self.speculator.verdict(tile, active, scale, written)
         if slot is None:
             return False
@@ -287,9 +309,9 @@ class Backend:
             segment_steps.append(SegmentStep(segment, step.rule, output))
         if self.snapshots.active:
             with self.snapshots.buffer_for(tile) as into:
-                commit_tile(tile, segment_steps, scale, self.kernels, into, adopt=self.compares)
+                commit_tile(tile, segment_steps, scale, self.kernels, into)
         else:
-            commit_tile(tile, segment_steps, scale, self.kernels, adopt=self.compares)
+            commit_tile(tile, segment_steps, scale, self.kernels)
         stepped.append(tile)
         for (segment, step), (_, _, output) in zip(active, segment_steps, strict=True):
             handle = self._publish(tile, output, segment.part_of(step.target))
@@ -323,12 +345,10 @@ def commit_tile(
     scale: Scale,
     kernels: Kernels,
     into: Tensor | None = None,
-    adopt: bool = False,
 ) -> None:
     """Write a tile's new values to its buffer and the outputs (FILLING or READY -> COMMITTED; BROKEN if that fails).
 
     If ``into`` is given, it becomes the tile's buffer, and the old buffer is only read; else the step is in place.
-    ``adopt``: the outputs are the parameters; see :meth:`HostKernels.step_tile`.
     """
     for step in steps:
         if step.segment.handle is not None:
@@ -344,7 +364,7 @@ def commit_tile(
         if into is not None:
             for part in tile.idle_parts(steps):  # elements that are not stepped keep their values
                 into[:, part] = buffer[:, part]
-        kernels.step_tile(buffer, target, rows, rules, scale, adopt)
+        kernels.step_tile(buffer, target, rows, rules, scale, tile.outputs)
     except BaseException:
         tile.move(TileEvent.COMMIT_FAILED)
         raise

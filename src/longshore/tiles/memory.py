@@ -92,13 +92,14 @@ class PendingReads:
 
 
 class BufferPool:
-    """Pool of buffers by size: float32 ``[buffer_arrays, buffer_numel]``, the master and the states of the rule.
+    """Pool of buffers by size: float32 ``[buffer_arrays, buffer_numel]``, the master and the states of the rule; for
+    parameters that are their own masters, the states alone.
 
     A buffer that comes back is handed out again with its contents: the caller writes all elements that it reads, or
     asks for zeros. Accumulators, the float32 sums of tiles with several gradients in a window, have one array.
 
     Args:
-        buffer_arrays: number of arrays in each buffer.
+        buffer_arrays: number of arrays in each buffer with a master.
         allocate: makes flat zeros; see :func:`allocator_on`.
         pending_reads: buffers in it are handed out again only after they have been read; None: there are none.
     """
@@ -110,11 +111,11 @@ class BufferPool:
         pending_reads: PendingReads | None = None,
     ) -> None:
         self.allocated_bytes = 0
-        self._buffer_arrays = buffer_arrays
+        self._buffer_arrays = self._least_arrays = buffer_arrays
         self._allocate = allocate
         self._pending_reads = pending_reads
-        self._free: dict[int, list[Tensor]] = {}
-        self._idle: dict[int, list[Tensor]] = {}
+        self._free: dict[tuple[int, ...], list[Tensor]] = {}
+        self._idle: dict[tuple[int, ...], list[Tensor]] = {}
         """Buffers that were free at the last :meth:`trim` and have not been taken since."""
         self.unread: list[Tensor] = []
         """Buffers that came back before a snapshot had read them."""
@@ -122,31 +123,34 @@ class BufferPool:
     def buffer_bytes(self, buffer_numel: int) -> int:
         return 4 * self._buffer_arrays * buffer_numel
 
-    def take(self, buffer_numel: int) -> Tensor:
-        buffer = self.take_within(buffer_numel, sys.maxsize)
+    def take(self, buffer_numel: int, own_master: bool = False) -> Tensor:
+        buffer = self.take_within(buffer_numel, sys.maxsize, own_master)
         assert buffer is not None
         return buffer
 
-    def take_zeros(self, buffer_numel: int) -> Tensor:
+    def take_zeros(self, buffer_numel: int, own_master: bool = False) -> Tensor:
         before = self.allocated_bytes
-        buffer = self.take(buffer_numel)
+        buffer = self.take(buffer_numel, own_master)
         # A new buffer is zero already, and takes memory only as it is touched.
         return buffer.zero_() if self.allocated_bytes == before else buffer
 
-    def take_within(self, buffer_numel: int, most_bytes: int) -> Tensor | None:
+    def take_within(self, buffer_numel: int, most_bytes: int, own_master: bool = False) -> Tensor | None:
         """Return a free buffer, or a new one if the pool then has at most ``most_bytes``; otherwise None."""
-        if free := self._idle.get(buffer_numel) or self._free.get(buffer_numel):
+        shape = self._buffer_arrays - own_master, buffer_numel
+        self._least_arrays = min(self._least_arrays, shape[0])
+        if free := self._idle.get(shape) or self._free.get(shape):
             return free.pop()
-        if self.allocated_bytes + self.buffer_bytes(buffer_numel) > most_bytes:
+        num_bytes = 4 * shape[0] * buffer_numel
+        if self.allocated_bytes + num_bytes > most_bytes:
             return None
-        self.allocated_bytes += self.buffer_bytes(buffer_numel)
-        return self._allocate(self._buffer_arrays * buffer_numel).view(self._buffer_arrays, buffer_numel)
+        self.allocated_bytes += num_bytes
+        return self._allocate(num_bytes // 4).view(shape)
 
     def give_back(self, buffer: Tensor) -> None:
         if self._pending_reads is not None and buffer in self._pending_reads:
             self.unread.append(buffer)
-        elif buffer.shape[0] == self._buffer_arrays:
-            self._free.setdefault(buffer.shape[1], []).append(buffer)
+        elif self._least_arrays <= buffer.shape[0] <= self._buffer_arrays:
+            self._free.setdefault(tuple(buffer.shape), []).append(buffer)
         else:
             self.allocated_bytes -= buffer.nbytes
 
@@ -170,7 +174,7 @@ class BufferPool:
         """Make buffers with this number of arrays from now on; the old ones are released as they come back."""
         if buffer_arrays != self._buffer_arrays:
             self.clear()
-            self._buffer_arrays = buffer_arrays
+            self._buffer_arrays = self._least_arrays = buffer_arrays
 
 
 class Slot:

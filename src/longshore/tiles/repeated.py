@@ -69,7 +69,7 @@ class RepeatedCommit:
                 tile.move(TileEvent.COMMIT)
                 try:
                     there = found, [outputs[place] for place in places], [numbers[place] for place in places]
-                    self._kernels.step_table(tile.buffer, table, there, rules, scale, self._store.backend.compares)
+                    self._kernels.step_table(tile.buffer, table, there, rules, scale, tile.outputs)
                 except BaseException:
                     tile.move(TileEvent.COMMIT_FAILED)
                     raise

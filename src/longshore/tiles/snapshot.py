@@ -29,7 +29,7 @@ class StateSnapshot:
 
     Args:
         pending_reads: the store's set of unread buffers; these buffers are in it until they have been read.
-        rows: the row of each array in a buffer.
+        rows: the row of each array in a buffer with a master.
         parts: for each key, its buffers and its segments in them.
         reads: everything that will be read; each entry is read once, and all from one thread.
     """
@@ -51,8 +51,8 @@ class StateSnapshot:
 
     def read_range(self, key: int, which: str) -> Tensor:
         """Return one array of a parameter of the store: float32, flat, on the CPU."""
-        row = self._rows[which]
-        parts = [buffer[row, segment.in_buffer] for buffer, segment in self._parts[key]]
+        behind = self._rows[which] - len(self._rows)  # a buffer may lack the master, its first array
+        parts = [buffer[behind, segment.in_buffer] for buffer, segment in self._parts[key]]
         # The result is a finished copy: cat() copies even a single tensor, and cpu() waits.
         values = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float32, device="cpu")
         for buffer, _ in self._parts[key]:
@@ -115,7 +115,7 @@ class Snapshots:
     def buffer_for(self, tile: Tile) -> Iterator[Tensor | None]:
         """Yield the buffer to step the tile into, which the caller makes the tile's; None: step it in place."""
         old = unused = tile.buffer
-        buffer = None if old is None else self._other_than(old)
+        buffer = None if old is None else self._other_than(old, tile.own_master)
         try:
             yield buffer
         except BaseException:
@@ -142,16 +142,16 @@ class Snapshots:
             self.active = False
             self._buffers.clear()
 
-    def _other_than(self, buffer: Tensor) -> Tensor | None:
+    def _other_than(self, buffer: Tensor, own_master: bool) -> Tensor | None:
         while True:
             released = self._pending_reads.released  # read first, so that a later release ends the wait
             if buffer not in self._pending_reads:
                 return None
             self.collect()
-            if self._speculator.spares is not None:
+            if self._speculator.spares is not None:  # then no tile has its masters elsewhere
                 spare = self._speculator.lend(buffer.shape[1])
             else:
-                spare = self._buffers.take_within(buffer.shape[1], self._most_bytes)
+                spare = self._buffers.take_within(buffer.shape[1], self._most_bytes, own_master)
             if spare is not None:
                 return spare
             self._pending_reads.wait_for(released)

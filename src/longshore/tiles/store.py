@@ -9,21 +9,19 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from longshore.errors import GradientError
 from longshore.kernels import Scale, total_of_blocks
-from longshore.layout import plan_tiles
-from longshore.tiles.backend import Active, Backend, BackendSettings, kept_on_device
+from longshore.tiles.backend import Active, Backend, BackendSettings, divided
 from longshore.tiles.events import DISCARD, NO_RECORDER, NORM, Recorder, Recorders
 from longshore.tiles.memory import PendingReads
 from longshore.tiles.snapshot import Read, StateSnapshot
 from longshore.tiles.speculation import SpeculationRecord
 from longshore.tiles.steps import GRADIENT, MASTER, Forecast, OwnedRange, ParameterStep, broken_state_error
-from longshore.tiles.tile import Segment, Tile, TileEvent, TileState
+from longshore.tiles.tile import Range, Segment, Tile, TileEvent, TileState, laid_out
 
 
 class TileStore:
@@ -35,6 +33,8 @@ class TileStore:
         on_device: settings of a backend on the device for the first parameters. Their gradients come last, when little
             of backward is left to overlap with a copy or a step. One parameter may be divided over both backends.
         ratio: share of the elements whose state is kept by the backend of ``settings``.
+        values_of: returns the elements of a parameter, flat. With it, a float32 parameter in host memory is its own
+            master where it is stepped in place.
     """
 
     def __init__(
@@ -43,11 +43,13 @@ class TileStore:
         gradient_dtype: torch.dtype | None = None,
         on_device: BackendSettings | None = None,
         ratio: float = 1.0,
+        values_of: Callable[[int], Tensor] | None = None,
     ) -> None:
         # Fixed.
         self.local = self
         self._gradient_dtype = gradient_dtype
         self._ratio = ratio
+        self._values_of = values_of
         # Grow with parameters.
         self.arrays: tuple[str, ...] = (MASTER,)
         """The names of a buffer's arrays: ``"master"``, then the states of the optimizer's rule."""
@@ -75,11 +77,16 @@ class TileStore:
             for tile, segment in backend.parts[parameter]:
                 yield backend, tile, segment
 
-    def _kept(self, parameter: int, which: str) -> Iterator[tuple[Backend, Segment, Tensor]]:
-        """Yield the parts of one array of a parameter, in state buffers, which may not have been made before a step."""
+    def _kept(self, parameter: int, which: str, own_masters: bool = True) -> Iterator[tuple[Backend, Segment, Tensor]]:
+        """Yield the parts of one array of a parameter, in state buffers, which may not have been made before a step, or
+        (unless not ``own_masters``) in the parameter that is its own master."""
         row = self.arrays.index(which)
         for backend, tile, segment in self._placed(parameter):
-            yield backend, segment, tile.have_buffer(backend.buffers)[row, segment.layout.in_buffer]
+            if not (tile.own_master and which == MASTER):
+                buffer = tile.have_buffer(backend.buffers)
+                yield backend, segment, buffer[row - tile.own_master, segment.layout.in_buffer]
+            elif own_masters and self._values_of is not None:
+                yield backend, segment, segment.part_of(self._values_of(parameter))
 
     # -- layout ---------------------------------------------------------------
 
@@ -100,34 +107,20 @@ class TileStore:
                 tile.widen_buffer(rows, backend.buffers)
 
     def add_parameters(self, parameters: Iterable[tuple[int, int, torch.dtype]]) -> None:
-        entries = list(parameters)
-        kept_numels = kept_on_device([numel for _, numel, _ in entries], self._ratio)  # all 0 with one backend
-        first, rest = [], []
-        for (index, numel, dtype), kept in zip(entries, kept_numels, strict=True):
-            first.append((index, 0, kept, dtype))
-            rest.append((index, kept, numel - kept, dtype))
+        kept, rest = divided(parameters, self._ratio)
         if len(self.backends) > 1:
-            self._add(self.backends[0], first)
+            self._add(self.backends[0], kept)
         self._add(self.backend, rest)
 
-    def _add(self, backend: Backend, ranges: Iterable[tuple[int, int, int, torch.dtype]]) -> None:
-        """Lay out ranges, given as ``(index, offset in the parameter, numel, dtype)``."""
-        by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
-        offsets: dict[int, int] = {}
-        for index, offset, numel, dtype in ranges:
+    def _add(self, backend: Backend, ranges: Sequence[Range]) -> None:
+        for index, *_ in ranges:
             backend.parts[index] = []
-            offsets[index] = offset
-            if numel > 0:
-                by_dtype.setdefault(dtype, []).append((index, numel))
-        added = []
+        masters = self._values_of is not None and backend is self.backend
         first = 1 + max((tile.layout.index for tile in self.tiles), default=-1)
-        for dtype, members in by_dtype.items():
-            for layout in plan_tiles(members, backend.tile_numel, first + len(added)):
-                segments = tuple(
-                    replace(segment, parameter_offset=offsets[segment.parameter] + segment.parameter_offset)
-                    for segment in layout.segments
-                )
-                added.append(Tile(replace(layout, segments=segments), dtype, self._gradient_dtype or dtype))
+        added = [
+            Tile(layout, dtype, self._gradient_dtype or dtype, backend.outputs_of(dtype, masters))
+            for dtype, layout in laid_out(ranges, backend.tile_numel, first)
+        ]
         for tile in added if backend is self.backend else ():
             tile.recorder = self.recorder
         self.tiles += added
@@ -320,7 +313,8 @@ class TileStore:
         """Return the state as it is now, for another thread to read while this one goes on.
 
         Args:
-            reads: everything that will be read: indices of parameters, and names of arrays.
+            reads: everything that will be read: indices of parameters, and names of arrays. A parameter that is its own
+                master has none here.
             memory_bytes: memory for further buffers, if there are no spares. A step that needs more has to wait.
 
         Raises:
@@ -328,6 +322,8 @@ class TileStore:
             LongshoreError: the previous snapshot is not closed.
         """
         self.check_usable()
+        masters = [parameter for parameter, which in reads if which == MASTER]
+        assert not any(tile.own_master for parameter in masters for _, tile, _ in self._placed(parameter))
         self._drain()
         for backend in self.backends:
             backend.snapshots.prepare(memory_bytes)
@@ -343,20 +339,23 @@ class TileStore:
     def adopt(self, parameter: int, values: Tensor, *, keep_matching: bool) -> None:
         self.check_usable()
         self._void(parameter)
-        for backend, segment, master in self._kept(parameter, MASTER):
-            host = backend.transfer.read(segment.part_of(values))
-            if keep_matching:
-                backend.kernels.reconcile(master, host, adopt=True)
-            else:
-                backend.kernels.accumulate(master, host, add=False)
+        for backend, tile, _ in self._placed(parameter):
+            tile.have_buffer(backend.buffers)  # before anything is stepped
+        if keep_matching:
+            self._reconcile(parameter, values, adopt=True)
+            return
+        for backend, segment, master in self._kept(parameter, MASTER, own_masters=False):
+            backend.kernels.accumulate(master, backend.transfer.read(segment.part_of(values)), add=False)
 
     def count_differing(self, parameter: int, values: Tensor) -> int:
         self.check_usable()
-        differing = 0
-        for backend, segment, master in self._kept(parameter, MASTER):
-            host = backend.transfer.read(segment.part_of(values))
-            differing += backend.kernels.reconcile(master, host, adopt=False)
-        return differing
+        return self._reconcile(parameter, values, adopt=False)
+
+    def _reconcile(self, parameter: int, values: Tensor, adopt: bool) -> int:
+        return sum(
+            backend.kernels.reconcile(master, backend.transfer.read(segment.part_of(values)), adopt=adopt)
+            for backend, segment, master in self._kept(parameter, MASTER, own_masters=False)
+        )
 
     def differs(self, parameter: int, which: str, values: Tensor) -> bool:
         self.check_usable()
@@ -380,7 +379,8 @@ class TileStore:
         self.check_usable()
         self._void(parameter)
         of_gradient = ((backend, segment, segment.wait()) for backend, _, segment in self._placed(parameter))
-        for _, segment, target in of_gradient if which == GRADIENT else self._kept(parameter, which):
+        kept = self._kept(parameter, which, own_masters=False)
+        for _, segment, target in of_gradient if which == GRADIENT else kept:
             target.copy_(segment.part_of(values))
 
     def clear_state(self, parameter: int) -> None:

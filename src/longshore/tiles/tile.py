@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from longshore.errors import BrokenStateError, LongshoreError
-from longshore.kernels import HostRule, TileSegment
-from longshore.layout import SegmentLayout, TileLayout
+from longshore.kernels import HostRule, Outputs, TileSegment
+from longshore.layout import SegmentLayout, TileLayout, plan_tiles
 from longshore.tiles.events import NO_RECORDER, Recorder
 from longshore.tiles.memory import BufferPool, Slot
 from longshore.transfer import CopyHandle
@@ -143,10 +144,14 @@ def step_table(
 class Tile:
     """Consecutive elements of parameters, the unit that is copied, stepped and published."""
 
-    def __init__(self, layout: TileLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: TileLayout, dtype: torch.dtype, gradient_dtype: torch.dtype, outputs: Outputs = Outputs.WRITTEN
+    ) -> None:
         self.layout = layout
         self.dtype = dtype
         self.gradient_dtype = gradient_dtype
+        self.outputs = outputs
+        """What the memory that a step in place writes new parameters to has before it."""
         self.recorder: Recorder = NO_RECORDER
         self.segments = {segment.parameter: Segment(segment) for segment in layout.segments}
         self.output_bytes = layout.buffer_numel * dtype.itemsize
@@ -173,6 +178,11 @@ class Tile:
         self.accumulator: Tensor | None = None
         self.spare: Tensor | None = None
         """The buffer that a step ahead of the verdict has written."""
+
+    @property
+    def own_master(self) -> bool:
+        """Whether the parameters are their own masters, which the buffer then lacks."""
+        return self.outputs is Outputs.MASTERS
 
     def move(self, event: TileEvent) -> None:
         """Change to the state that follows ``event``.
@@ -236,7 +246,7 @@ class Tile:
     def have_buffer(self, buffers: BufferPool) -> Tensor:
         """Return the buffer; take one of zeros if there is none yet."""
         if self.buffer is None:
-            self.buffer = buffers.take_zeros(self.layout.buffer_numel)
+            self.buffer = buffers.take_zeros(self.layout.buffer_numel, self.own_master)
         return self.buffer
 
     def widen_buffer(self, rows: Sequence[int], buffers: BufferPool) -> None:
@@ -244,8 +254,8 @@ class Tile:
         assert self.spare is None  # a spare would have the old shape
         buffer = self.buffer
         if buffer is not None:
-            self.buffer = buffers.take_zeros(buffer.shape[1])
-            self.buffer[list(rows)] = buffer
+            self.buffer = buffers.take_zeros(buffer.shape[1], self.own_master)
+            self.buffer[[row - self.own_master for row in rows if row >= self.own_master]] = buffer
             buffers.give_back(buffer)
 
     def idle_parts(self, steps: Sequence[SegmentStep]) -> list[slice]:
@@ -283,3 +293,25 @@ class Tile:
         self.version += 1
         accumulator, self.accumulator = self.accumulator, None
         return accumulator
+
+
+Range = tuple[int, int, int, torch.dtype]
+"""Elements of a parameter: its index, the first element, how many, and their dtype."""
+
+
+def laid_out(ranges: Iterable[Range], tile_numel: int, first: int) -> Iterator[tuple[torch.dtype, TileLayout]]:
+    """Yield the layouts of new tiles, each of one dtype, numbered from ``first``; empty ranges are in none."""
+    by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
+    offsets: dict[int, int] = {}
+    for index, offset, numel, dtype in ranges:
+        offsets[index] = offset
+        if numel > 0:
+            by_dtype.setdefault(dtype, []).append((index, numel))
+    for dtype, members in by_dtype.items():
+        for layout in plan_tiles(members, tile_numel, first):
+            first += 1
+            segments = tuple(
+                replace(segment, parameter_offset=offsets[segment.parameter] + segment.parameter_offset)
+                for segment in layout.segments
+            )
+            yield dtype, replace(layout, segments=segments)
