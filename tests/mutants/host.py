@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "states that are added later take the place of the master",
         "tiles/tile.py",
-        "            self.buffer[list(rows)] = buffer\n",
-        "            self.buffer[-buffer.shape[0] :] = buffer\n",
+        "self.buffer[[row - self.own_master for row in rows if row >= self.own_master]] = buffer\n",
+        "self.buffer[-buffer.shape[0] :] = buffer\n",
         (STORE,),
     ),
     Mutant(
@@ -390,7 +390,7 @@ MUTANTS = [
     Mutant(
         "buffers of the old shape are kept",
         "tiles/memory.py",
-        "        elif buffer.shape[0] == self._buffer_arrays:\n",
+        "        elif self._least_arrays <= buffer.shape[0] <= self._buffer_arrays:\n",
         "        elif buffer.shape[0] > 0:\n",
         (MEMORY,),
     ),

@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "the device's part is stepped where the host's cannot be",
         "tiles/store.py",
-        "        for backend in self.backends:\n            self._failure =",
-        "        for backend in self.backends[:1]:\n            self._failure =",
+        "[backend.drain() for backend in self.backends]",
+        "[backend.drain() for backend in self.backends[:1]]",
         (SPLIT,),
     ),
     Mutant(
@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "what comes first goes to the host",
         "tiles/store.py",
-        "            self._add(self.backends[0], first)\n",
-        "            first, rest = rest, first\n            self._add(self.backends[0], first)\n",
+        "            self._add(self.backends[0], kept)\n",
+        "            kept, rest = rest, kept\n            self._add(self.backends[0], kept)\n",
         (SPLIT,),
     ),
     Mutant(
@@ -177,8 +177,8 @@ MUTANTS = [
     Mutant(
         "adopted values do not void a step",
         "tiles/store.py",
-        "        self._void(parameter)\n        for backend, segment, master",
-        "        for backend, segment, master",
+        "        self._void(parameter)\n        for backend, tile, _ in",
+        "        for backend, tile, _ in",
         (SPECULATION,),
     ),
     Mutant(

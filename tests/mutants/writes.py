@@ -10,9 +10,23 @@ MUTANTS = [
     Mutant(
         "the step does not compare parameters with their masters",
         "tiles/backend.py",
-        "        self.compares = detect_writes and not transfer.staged\n",
-        "        self.compares = False\n",
+        "Outputs.COMPARED if detect_writes and not transfer.staged else Outputs.WRITTEN",
+        "Outputs.WRITTEN",
         (UNSEEN_WRITES,),
+    ),
+    Mutant(
+        "a tile that is stepped ahead has its masters in the parameters",
+        "tiles/backend.py",
+        "not transfer.staged and not ahead\n",
+        "not transfer.staged\n",
+        ("tests/optim/test_own_masters.py",),
+    ),
+    Mutant(
+        "the master of a parameter that is its own is written with a loaded state",
+        "tiles/store.py",
+        "        kept = self._kept(parameter, which, own_masters=False)\n",
+        "        kept = self._kept(parameter, which)\n",
+        ("tests/optim/test_own_masters.py",),
     ),
     Mutant(
         "a step ahead is kept although its parameter was written",
@@ -31,8 +45,8 @@ MUTANTS = [
     Mutant(
         "the whole parameter is adopted, not the element",
         "kernels/torch_rules.py",
-        "                master.copy_(adopted(master, segment.output))\n",
-        "                master.copy_(segment.output)\n",
+        "                master.copy_(adopted(master, output))\n",
+        "                master.copy_(output)\n",
         ("tests/kernels/test_torch_rules.py",),
     ),
     Mutant(

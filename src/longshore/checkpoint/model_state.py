@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_of_range
 from longshore.errors import CheckpointError
-from longshore.optim.parameters import flat
-from longshore.optim.shards import held_part, is_sharded
+from longshore.optim.shards import flat, held_part, is_sharded
 
 MODEL = "model"
 """First part of the names of the model's tensors in a checkpoint, and the model's key among the shared values."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from longshore.kernels.reference import adopted
-from longshore.optim.parameters import ParameterRecord, flat
+from longshore.optim.parameters import ParameterRecord
+from longshore.optim.shards import flat
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
 from longshore.tiles import GRADIENT, MASTER

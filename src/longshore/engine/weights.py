@@ -18,8 +18,7 @@ from longshore.checkpoint.rank_group import RankGroup
 from longshore.engine.creation import on_meta, put
 from longshore.engine.ranks import Ranks
 from longshore.engine.wording import several
-from longshore.optim.parameters import flat
-from longshore.optim.shards import held_part
+from longshore.optim.shards import flat, held_part
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel

@@ -21,9 +21,9 @@ from torch._compile import _disable_dynamo
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.clipping import Fingerprint, Seen
-from longshore.optim.parameters import ParameterRecord, check_trainable, flat, has_hooks
+from longshore.optim.parameters import ParameterRecord, check_trainable, has_hooks
 from longshore.optim.released import ReleaseHooks, is_converted, is_released, new_placeholder
-from longshore.optim.shards import check_not_wrapped, gradient_part, is_sum_over_ranks
+from longshore.optim.shards import check_not_wrapped, flat, gradient_part, is_sum_over_ranks
 from longshore.tiles import ParameterStore, TileStore
 
 

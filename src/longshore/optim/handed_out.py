@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from longshore.errors import ParameterError
-from longshore.optim.parameters import ParameterRecord, flat
-from longshore.optim.shards import like
+from longshore.optim.parameters import ParameterRecord
+from longshore.optim.shards import flat, like
 from longshore.optim.state import StateOwner, checked_state, clear_state, write_state
 from longshore.tiles import MASTER
 

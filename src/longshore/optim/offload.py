@@ -12,8 +12,7 @@ from torch import Tensor
 
 from longshore.byte_sizes import parse_memory_budget
 from longshore.kernels import DeviceKernels, HostKernels, Kernels
-from longshore.optim.parameters import flat
-from longshore.optim.shards import held_part
+from longshore.optim.shards import flat, held_part
 from longshore.tiles import BackendSettings, ParameterStore, SpeculationMemory, TileStore
 from longshore.transfer import CudaResidentTransfer, DirectTransfer, SimulatedTransfer, Transfer, transfer_for
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from longshore.errors import GradientError, ParameterError
 from longshore.kernels import SUPPORTED_DTYPES
 from longshore.optim.family import History
-from longshore.optim.shards import held_part, is_sharded
+from longshore.optim.shards import flat, held_part, is_sharded
 
 if TYPE_CHECKING:
     from longshore.optim.offload import StoreFactory
@@ -45,17 +45,6 @@ class Identity:
 
     def same(self, tensor: Tensor, held: Tensor) -> bool:
         return tensor._version == self.version and held._version == self.held_version and self.same_memory(held)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements in logical order, flat and contiguous: a view if possible.
-
-    ``reshape`` alone keeps the stride of a one-dimensional tensor, and the memory of a tensor with the negative bit has
-    other numbers than the tensor.
-    """
-    if tensor.is_contiguous() and not tensor.is_neg():
-        return tensor.detach().view(-1)
-    return tensor.detach().resolve_neg().reshape(-1).contiguous()
 
 
 def has_hooks(parameter: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Functions for this process's part of ``DTensor``s, which FSDP2 and tensor parallelism make of parameters."""
+"""Functions for this process's part of a tensor: FSDP2 and tensor parallelism make ``DTensor``s of parameters."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ def is_sharded(tensor: Tensor) -> bool:
 def held_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor, in the same memory: its shard of a ``DTensor``, or the tensor."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements in logical order, flat and contiguous: a view if possible.
+
+    ``reshape`` alone keeps the stride of a one-dimensional tensor, and the memory of a tensor with the negative bit has
+    other numbers than the tensor.
+    """
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor.detach().view(-1)
+    return tensor.detach().resolve_neg().reshape(-1).contiguous()
 
 
 def like(parameter: Tensor, held: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily, states_of_all_rules
 from longshore.optim.gradients import GradientSource
-from longshore.optim.parameters import ParameterRecord, flat
-from longshore.optim.shards import part_of
+from longshore.optim.parameters import ParameterRecord
+from longshore.optim.shards import flat, part_of
 from longshore.tiles import MASTER, ParameterStore
 
 

@@ -20,8 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
-from longshore.optim.parameters import flat
-from longshore.optim.shards import held_part
+from longshore.optim.shards import flat, held_part
 from longshore.sharding.layout import ParameterLayout, RankGrid
 
 _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()

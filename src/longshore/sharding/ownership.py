@@ -11,8 +11,7 @@ from torch import Tensor
 
 from longshore.kernels import HostRule, Scale
 from longshore.layout import DimRange
-from longshore.optim.parameters import flat
-from longshore.optim.shards import held_part
+from longshore.optim.shards import flat, held_part
 from longshore.sharding.agreement import Action, WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread
 from longshore.sharding.layout import Bucket, ShardRange, plan_buckets
