@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longshore.transfer.base import CopyHandle, CopyStream, StagedTransfer, UnstagedTransfer
+from longshore.transfer.pinned import allocate_pinned
 
 
 class CudaCopy(CopyHandle):
@@ -85,7 +86,7 @@ class CudaTransfer(StagedTransfer[CudaCopyStream]):
         return CudaTransfer, (self.device, self.to_host.limit_bytes)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return allocate_pinned(num_bytes)
 
     def mark(self) -> Any:
         return _mark(self.device)

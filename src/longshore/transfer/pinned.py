@@ -1,0 +1,40 @@
+"""Pinned host memory of the size that was asked for: torch's own allocator rounds up to a power of two."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+from torch import Tensor
+
+
+class _PinnedBlock(mmap.mmap):
+    """Anonymous memory that CUDA's copy engines can access; it is unpinned when the last tensor over it is freed."""
+
+    address = 0
+    """Address of the memory; 0: it is not pinned."""
+
+    def __del__(self) -> None:
+        if self.address:
+            with contextlib.suppress(Exception):  # at the end of the program CUDA may have gone first
+                torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def allocate_pinned(num_bytes: int) -> Tensor:
+    """Allocate pinned memory of zeros, uint8 ``[num_bytes]``, rounded up to pages of the operating system alone.
+
+    torch's allocator, which rounds 1.1 GiB up to 2 GiB, is used where the driver cannot pin memory that exists already.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    block = _PinnedBlock(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # After a fork (of data loaders) the first write would move a page away from where the copy engines look.
+        block.madvise(mmap.MADV_DONTFORK)
+    memory = torch.frombuffer(block, dtype=torch.uint8)
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
+        block.address = memory.data_ptr()
+        return memory
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

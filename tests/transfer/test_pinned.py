@@ -1,0 +1,88 @@
+"""Pinned memory takes what was asked for, and is unpinned before it is freed. A counting double stands for CUDA's
+runtime; tests/optim/test_cuda.py has the real one."""
+
+from __future__ import annotations
+
+import gc
+import types
+
+import pytest
+import torch
+
+from longshore.tiles.memory import cut_slots
+from longshore.transfer import DirectTransfer
+from longshore.transfer.pinned import allocate_pinned
+
+
+class Runtime:
+    """Counts the bytes that are pinned. With ``fails`` nothing can be."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 0
+        if not self.fails:
+            self.pinned[address] = num_bytes
+        return 2 if self.fails else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime()
+    monkeypatch.setattr("torch.cuda.cudart", lambda: made)
+    monkeypatch.setattr("torch.cuda.check_error", check)
+    return made
+
+
+def check(code: int) -> None:
+    if code != 0:
+        raise RuntimeError(f"CUDA error {code}")
+
+
+def test_as_many_bytes_are_pinned_as_were_asked_for(runtime: Runtime) -> None:
+    """1.1 MiB would be 2 MiB in torch's allocator; a view keeps all of it pinned."""
+    memory = allocate_pinned(1_153_434)
+    assert memory.dtype == torch.uint8 and memory.shape == (1_153_434,) and not memory.any()
+    assert runtime.pinned == {memory.data_ptr(): 1_153_434}
+    view = memory[100:200].fill_(3)
+    del memory
+    gc.collect()
+    assert sum(runtime.pinned.values()) == 1_153_434 and view.eq(3).all()
+    del view
+    gc.collect()
+    assert runtime.pinned == {}
+    assert allocate_pinned(0).numel() == 0 and runtime.pinned == {}
+
+
+def test_slots_of_unlucky_sizes(runtime: Runtime) -> None:
+    """Three slots of 5 MiB: blocks of powers of two would take 24."""
+
+    class Pinned(DirectTransfer):
+        def allocate(self, num_bytes: int) -> torch.Tensor:
+            return allocate_pinned(num_bytes)
+
+    slots, counted = cut_slots(Pinned(), [5 << 20] * 3)
+    assert len(slots) == 3 and sum(runtime.pinned.values()) == counted == 15 << 20
+
+
+def test_torchs_allocator_is_used_where_the_driver_pins_nothing_that_exists(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.fails = True
+    asked = []
+    empty = torch.empty
+
+    def recorded(*size: int, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        asked.append((*size, pin_memory))
+        return empty(*size, **options)
+
+    monkeypatch.setattr("longshore.transfer.pinned.torch", types.SimpleNamespace(**{**vars(torch), "empty": recorded}))
+    assert allocate_pinned(1000).shape == (1000,)
+    gc.collect()
+    assert asked == [(1000, True)] and runtime.pinned == {}
