@@ -199,8 +199,8 @@ def cut_slots(transfer: Transfer, sizes: Sequence[int]) -> tuple[list[Slot], int
     """Make one slot for each size in bytes, at a multiple of 64 bytes; return the slots and the bytes allocated.
 
     Pinning inside a hook can deadlock with NCCL and takes milliseconds, so slots are made together with tiles. They
-    are packed into blocks close to a power of two, to which torch's pinned allocator rounds up (:mod:`longshore.transfer`
-    needs it only where the driver pins nothing that exists already).
+    are packed into blocks close to a power of two, to which torch's pinned allocator rounds up; it is needed where the
+    driver cannot pin memory that exists already.
     """
     slots: list[Slot] = []
     allocated_bytes = remaining = sum(padded_bytes(size) for size in sizes)
