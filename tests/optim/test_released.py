@@ -540,6 +540,7 @@ def test_a_parameter_out_of_its_group_at_zero_grad_has_lost_its_gradient_for_the
     (a + b).sum().backward()
     optimizer.param_groups[0]["params"].pop()
     optimizer.zero_grad()  # torch's leaves the other's .grad
+    (a + b).sum().backward()  # into what is lost
     other = longshore.SGD([b], 0.1)
     with pytest.raises(longshore.LongshoreError, match="moved the gradient to the host"):
         other.step()

@@ -231,6 +231,7 @@ class ReleasedGradients(GradientSource):
         record = self.records[index]
         if not self._takes(index):
             if index in self._lifted:
+                self._lifted.discard(index)
                 record.parameter.grad = self._lost[index]
             return
         leaf = record.leaf()
