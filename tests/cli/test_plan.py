@@ -172,9 +172,12 @@ def test_experts_of_which_nothing_says_how_many_are_used(cli, llama):
 
 
 def test_the_page_and_the_files(cli, llama, tmp_path):
-    out = tmp_path / "out"
+    out, theirs = tmp_path / "out", tmp_path / "theirs"
+    out.mkdir()
+    for name in ("plan.json", "ds_config.json", "plan.png"):
+        (out / name).symlink_to(theirs)
     ran = cli("plan", llama(), *GPU, "--gpus", "8", "--batch-size", "4", "--seq-len", "128", "--out", out)
-    assert (ran.code, ran.err) == (0, "")
+    assert (ran.code, ran.err) == (0, "") and not theirs.exists()
     for said in (
         "4,096 tokens a step",
         "recommended: stage",

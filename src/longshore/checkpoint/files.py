@@ -9,6 +9,7 @@ import json
 import math
 import os
 import queue
+import secrets
 import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -181,6 +182,25 @@ def write_json(path: Path, content: object) -> WrittenFile:
         file.flush()
         os.fsync(file.fileno())
     return WrittenFile(path.name, len(text), hashlib.sha256(text).hexdigest())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file atomically, with its own name last: a link of that name is replaced, and not followed.
+
+    Raises:
+        OSError: the disk failed; a former file of that name is still there.
+    """
+    beside = path.with_name(f".{secrets.token_hex(8)}.writing")
+    try:
+        with open(beside, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -26,6 +26,7 @@ from longshore.checkpoint.files import (
     is_file_name,
     open_regular,
     read_json,
+    replace_file,
     sync_folder,
     write_json,
 )
@@ -251,17 +252,7 @@ class Draft:
 
 def write_latest(root: Path, tag: str) -> None:
     """Write ``tag`` into the file ``latest``, atomically. Raises OSError if the disk fails."""
-    beside = root / f".{LATEST}-{secrets.token_hex(4)}"
-    try:
-        with open(beside, "x") as file:
-            file.write(tag + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, root / LATEST)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    sync_folder(root)
+    replace_file(root / LATEST, (tag + "\n").encode())
 
 
 def read_latest(root: Path) -> str | None:

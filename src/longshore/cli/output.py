@@ -192,7 +192,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, until: int) -> None:
         kept = _lines_until(path, until) if until >= 0 and path.is_file() else b""
-        self._file = path.open("wb", buffering=0)
+        path.unlink(missing_ok=True)  # a link is not followed
+        self._file = path.open("xb", buffering=0)
         self._path = path
         self._whole = self._file.write(kept)  # bytes of complete lines
         self._pending = b""

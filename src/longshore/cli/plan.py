@@ -252,15 +252,16 @@ def _plan_of(model: Any, name: str) -> PlannedModel:
 
 def _show(plan: Plan, settings: PlanSettings, figure: Any) -> None:
     """Print the plan, and write it to ``--out``, if it is given, with a picture that matplotlib's ``figure`` draws."""
+    from longshore.checkpoint.files import replace_file
     from longshore.plan import page
 
     content, out = page.values(plan), settings.out
     configuration = json.dumps(content["configuration"], indent=2)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        out.joinpath("plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        out.joinpath("ds_config.json").write_text(configuration + "\n", encoding="utf-8")
-        out.joinpath("plan.png").write_bytes(page.picture(plan, figure))
+        replace_file(out / "plan.json", (json.dumps(content, indent=2) + "\n").encode())
+        replace_file(out / "ds_config.json", (configuration + "\n").encode())
+        replace_file(out / "plan.png", page.picture(plan, figure))
     if settings.as_json:
         print_lines([json.dumps(content, indent=2)])
         return

@@ -273,15 +273,20 @@ class CsvWriter:
         self._file.flush()
 
     def _opened(self, columns: list[str]) -> TextIO:
-        """Open the file for appending; a file with other columns is first renamed to a numbered name."""
-        begins = not self._path.exists()
+        """Open the file for appending; a file with other columns, or a link, is first renamed to a numbered name."""
+        taken = os.path.lexists(self._path)
+        begins = not taken or self._path.is_symlink()
         if not begins:
             with open(self._path, newline="") as former:
                 begins = next(csv.reader(former), None) != columns
-            if begins:
-                names = (self._path.with_name(f"metrics.{number}.csv") for number in itertools.count(1))
-                self._path.rename(next(name for name in names if not name.exists()))
-        file = open(self._path, "a", newline="")  # noqa: SIM115  (closed by close())
+        if begins and taken:
+            names = (self._path.with_name(f"metrics.{number}.csv") for number in itertools.count(1))
+            self._path.rename(next(name for name in names if not os.path.lexists(name)))
+
+        def unlinked(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+        file = open(self._path, "a", newline="", opener=unlinked)  # noqa: SIM115  (closed by close())
         if begins:
             csv.writer(file).writerow(columns)
         return file

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from longshore.checkpoint.files import replace_file
 from longshore.errors import LongshoreError
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.tiles import Ranges, Recorder
@@ -138,22 +139,25 @@ class Trace:
         return self._spares
 
     def save_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON for ui.perfetto.dev or chrome://tracing: a process for the rank, a thread for each track.
+        """Write JSON for ui.perfetto.dev or chrome://tracing: a process for the rank, a thread for each track. An
+        existing file, or a link, of that name is replaced.
 
         Raises:
             LongshoreError: the block is not over.
         """
         self._finished()
         document = {"traceEvents": chrome_events(self.events, self.rank, self._begin_ns), "displayTimeUnit": "ms"}
-        Path(path).write_text(json.dumps(document), encoding="utf-8")
+        replace_file(Path(path), json.dumps(document).encode())
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a self-contained HTML page that shows the tracks over time, with the exposed time marked.
+        """Write a self-contained HTML page that shows the tracks over time, with the exposed time marked. An existing
+        file, or a link, of that name is replaced.
 
         Raises:
             LongshoreError: the block is not over.
         """
-        Path(path).write_text(html_page(self.events, self.rank, self._begin_ns, str(self.summary())), encoding="utf-8")
+        page = html_page(self.events, self.rank, self._begin_ns, str(self.summary()))
+        replace_file(Path(path), page.encode())
 
 
 @contextmanager
