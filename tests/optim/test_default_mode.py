@@ -411,11 +411,16 @@ def test_numbers_of_other_libraries(pair: Any, tmp_path: Path) -> None:
     assert group["betas"] == [0.9, 0.95]
 
 
-def test_the_profiler_sees_zero_grad_as_torchs() -> None:
-    optimizer = longshore.AdamW(small_model().parameters())
+@pytest.mark.parametrize("make", [longshore.AdamW, torch.optim.AdamW])
+def test_the_profiler_sees_the_names_that_torch_gives(make: Any) -> None:
+    model = small_model()
+    optimizer = make(model.parameters())
+    loss_of(model, 0).backward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
         optimizer.zero_grad()
-    assert "Optimizer.zero_grad#AdamW.zero_grad" in {event.name for event in profile.events()}
+    names = {event.name for event in profile.events() if event.name.startswith("Optimizer.")}
+    assert names == {"Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"}
 
 
 def test_honoured_or_harmless_options() -> None:

@@ -156,3 +156,30 @@ def test_a_parameter_that_is_put_into_a_group_twice_is_named_and_nothing_is_step
     optimizer.param_groups[0]["params"].pop()
     optimizer.step()
     assert not any(torch.equal(parameter, value) for parameter, value in zip(ours, before, strict=True))
+
+
+@RELEASE
+@pytest.mark.parametrize("added", [False, True], ids=["filled by hand", "add_param_group"])
+def test_groups_that_are_empty_at_first_are_filled_later(release: bool, added: bool) -> None:
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.ones(32) * n) for n in (1, 2)] for _ in range(2))
+    optimizer = longshore.AdamW([{"params": []}, {"params": [], "lr": 0.1}], release_gradients=release)
+    plain = torch.optim.AdamW([{"params": []}, {"params": [], "lr": 0.1}], fused=True)
+    for each, own in ((optimizer, ours), (plain, theirs)):
+        schedule = torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5)
+        each.zero_grad()
+        each.step()
+        schedule.step()
+        assert each.state_dict()["state"] == {} and len(each.state) == 0
+        each.load_state_dict(each.state_dict())
+        if added:
+            each.add_param_group({"params": own, "lr": 0.2})
+        else:
+            for group, parameter in zip(each.param_groups, own, strict=True):
+                group["params"].append(parameter)
+        for step in range(3):
+            _backward(own, step)
+            each.step()
+            each.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[0], torch.ones(32))

@@ -89,6 +89,11 @@ class OptimizerCore:
         return self._source
 
     @property
+    def empty(self) -> bool:
+        """Whether there was no parameter in any group yet."""
+        return self._source is None and not any(group["params"] for group in self.groups())
+
+    @property
     def store(self) -> ParameterStore:
         """Store that keeps the state."""
         return self.source.store
@@ -134,10 +139,10 @@ class OptimizerCore:
         self.by_id.update((id(record.parameter), record) for record in records)
 
     def end_building(self) -> None:
-        """Lay out all groups that the optimizer was built with. Raises ValueError if they have no parameters, or
-        two that share memory."""
+        """Lay out all groups that the optimizer was built with. As in torch, they may be filled later, unless ranks
+        have to lay out the same. Raises ValueError if two parameters share memory."""
         self._building = False
-        if not any(group["params"] for group in self.groups()):
+        if self.empty and not isinstance(self.offload, Offload):
             raise ValueError("optimizer got parameter groups without a single parameter")
         check_no_shared_memory(self.records)
         self._lay_out(self.records)
@@ -251,7 +256,7 @@ class OptimizerCore:
 
     def begin_load(self) -> None:
         """Prepare to write a whole state, which replaces a broken one."""
-        if self.store.broken is not None:
+        if not self.empty and self.store.broken is not None:
             self.store.begin_load()
             self.source.consumed()  # a broken step loses its window; otherwise the window goes on, as in torch
             self.forget_window()
@@ -276,6 +281,8 @@ class OptimizerCore:
 
     def step(self) -> None:
         """Step every parameter that has a gradient, and publish the new values."""
+        if self.empty:
+            return
         source, store = self.source, self.store
         store.check_usable()
         if self._stepped_again():

@@ -131,7 +131,8 @@ class TiledOptimizer(torch.optim.Optimizer):
         """
         if set_to_none:
             with torch.autograd.profiler.record_function(self._zero_grad_profile_name):  # as torch's
-                self._core.source.zero_grad()
+                if not self._core.empty:
+                    self._core.source.zero_grad()
         elif self._core.release_gradients:
             raise ValueError(
                 "zero_grad(set_to_none=False) fills .grad with zeros, and release_gradients=True keeps none on "
@@ -200,7 +201,8 @@ class TiledOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Mapping from parameters to their states, named as in torch (and ``master``), looked up at each access."""
-        _ = self._core.source  # takes up parameters that replaced all former ones
+        if not self._core.empty:
+            _ = self._core.source  # takes up parameters that replaced all former ones
         return StateMap(self._core)
 
     @state.setter
