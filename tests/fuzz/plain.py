@@ -142,7 +142,7 @@ class Twin:
                 loss = closure()
         self._check_measured()
         members = self._members()
-        if self.kind in FUSED and self.kind is not torch.optim.SGD and all(map(_is_plain, members)):
+        if self.kind in FUSED and self.kind is not torch.optim.SGD and all(map(self._is_plain, members)):
             self._step_all(members)
         else:
             # torch's fused SGD takes parameters to be all at their first step, or none.
@@ -181,6 +181,13 @@ class Twin:
         finally:
             for parameter, gradient in zip(members, found, strict=True):
                 parameter.grad = gradient
+        torch.autograd.graph.increment_version(members)  # as torch's other implementations do
+
+    def _is_plain(self, parameter: Tensor) -> bool:
+        """Whether torch's fused kernel steps this parameter as it does elsewhere: it takes all memory for contiguous."""
+        arrays = [each for name, each in self.state.get(parameter, {}).items() if name not in _SINGLE]
+        contiguous = all(each.is_contiguous() for each in (parameter, parameter.grad, *arrays))
+        return parameter.dtype == torch.float32 and contiguous and parameter.numel() % 16 == 0
 
     def _step_one(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         state, low = self.state[parameter], parameter.dtype != torch.float32
@@ -224,11 +231,6 @@ class Twin:
 
 def how_of(kind: type[torch.optim.Optimizer]) -> dict[str, bool]:
     return {"fused": True} if kind in FUSED else {} if kind is PlainLion else {"foreach": False}
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    assert parameter.grad is not None
-    return parameter.dtype == torch.float32 and parameter.is_contiguous() and parameter.numel() % 16 == 0
 
 
 def _padded(values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ REFUSALS = {
     "state of another name": r"unknown state '\w+'; longshore keeps",
     "Adagrad's states before its first step": r"^'(step|sum)'$",
     "twice in the groups": r"is in the parameter groups twice; keep it in one place",
-    "failed backward": r"a backward of this window failed|a gradient was not taken during backward",
+    "failed backward": r"a backward of this window failed|a gradient was not taken during backward|rank \d+ failed in this w",
     "accumulation steps within a window": r"gradient_accumulation_steps was to change .* in the middle of a window",
     "state deleted": r"is part of the optimizer's state and cannot be deleted",
 }
