@@ -184,7 +184,7 @@ class Twin:
         torch.autograd.graph.increment_version(members)  # as torch's other implementations do
 
     def _is_plain(self, parameter: Tensor) -> bool:
-        """Whether torch's fused kernel steps this parameter as it does elsewhere: it takes all memory for contiguous."""
+        """Whether torch's fused kernel steps this parameter as it does elsewhere: it takes memory for contiguous."""
         arrays = [each for name, each in self.state.get(parameter, {}).items() if name not in _SINGLE]
         contiguous = all(each.is_contiguous() for each in (parameter, parameter.grad, *arrays))
         return parameter.dtype == torch.float32 and contiguous and parameter.numel() % 16 == 0

@@ -368,6 +368,8 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         if not isinstance(key, Tensor):
             del handed_out.others[key]
             return
+        if key not in self and id(key) not in handed_out.states:
+            raise KeyError(key)
         record = self._record(key)
         found = handed_out.states.pop(id(key), None)
         if found is not None:
