@@ -296,3 +296,22 @@ def test_entries_of_the_users_own_are_kept_saved_and_loaded(tmp_path: Any) -> No
     again = longshore.AdamW(other.parameters())
     longshore.load(tmp_path, other, again)
     check(again, other[0].weight)
+
+
+def test_a_state_that_was_asked_for_is_there_from_then_on_and_only_then_it_can_be_deleted() -> None:
+    """As in the defaultdict of torch's optimizers."""
+    pair = Pair(KINDS[0])
+    plain, ours = torch.optim.AdamW(pair.plain_model.parameters()), pair.ours
+    for each in (plain, ours):
+        first, second, *_ = each.param_groups[0]["params"]
+        with pytest.raises(KeyError):
+            del each.state[first]
+        assert first not in each.state and len(each.state[first]) == 0 and first in each.state
+        assert dict(each.state_dict()["state"]) == {0: {}} and second not in each.state
+        del each.state[first]
+        assert first not in each.state and len(each.state) == 0
+        assert len(each.state[second]) == 0
+        for parameter in (first, second):
+            parameter.grad = torch.ones_like(parameter)
+        each.step()
+        assert len(each.state) == 2

@@ -7,7 +7,6 @@ before the state is used, and a step that changes the state changes the copy, to
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -18,56 +17,26 @@ from longshore.errors import ParameterError
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.shards import flat, like
 from longshore.optim.state import StateOwner, checked_state, clear_state, write_state
+from longshore.optim.state_copy import StateCopy
 from longshore.tiles import MASTER
 
 _LEAST_BYTES = 1 << 26
 """Bytes of copies that are handed out before those that nobody has any more are looked for."""
 
 
-class _Copy:
-    """A copy of one state of a parameter that was handed out.
-
-    Args:
-        values: the copy's memory, flat, in a tensor that nobody else has.
-        handed: the tensor that the user has.
-    """
-
-    def __init__(self, values: Tensor, handed: Tensor) -> None:
-        self.values = values
-        self.handed = weakref.ref(handed)
-        self.checksum: int | None = None
-        """Checksum of a copy that a step left behind, since only all ranks together can read the new state."""
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a tensor, a view or an array of the user's is over this memory."""
-        # Two are ours: ``values``, and the storage that is asked.
-        return torch._C._storage_Use_Count(self.values.untyped_storage()._cdata) > 2  # pyright: ignore
-
-    def check_unedited(self, record: ParameterRecord, name: str) -> None:
-        """Raise ParameterError if the copy was edited after a step had left it behind."""
-        if self.checksum != self.compute_checksum():
-            raise ParameterError(
-                f"parameter {record.name}: {name}, which was read from optimizer.state before a step, was edited after "
-                "it. The state is spread over ranks, and such a copy keeps the values before the step: read "
-                "optimizer.state again after each step, and edit that"
-            )
-
-    def compute_checksum(self) -> int:
-        return zlib.crc32(self.values.numpy().tobytes())
-
-
 class HandedOut:
     """Everything that the user of one optimizer has of its state, or has put into it, by ``id(parameter)``."""
 
     def __init__(self) -> None:
-        self.copies: dict[int, dict[str, _Copy]] = {}
+        self.copies: dict[int, dict[str, StateCopy]] = {}
         self.assigned: dict[int, dict[str, Any]] = {}
         """States that were assigned and are not written yet."""
         self.entries: dict[int, dict[str, Any]] = {}
         """Entries of a parameter's state that are the user's."""
         self.states: weakref.WeakValueDictionary[int, ParameterState] = weakref.WeakValueDictionary()
         """The mappings that users have."""
+        self.touched: dict[int, bool] = {}
+        """The parameters whose mappings were asked for: as in torch's defaultdict, they are there from then on."""
         self.others: dict[Any, Any] = {}
         """Entries of ``optimizer.state`` whose keys are no tensors."""
         self.unplaced: list[tuple[Tensor, Any]] = []
@@ -88,7 +57,7 @@ class HandedOut:
 
     def forget(self, record: ParameterRecord) -> None:
         """Forget what was handed out or assigned for a parameter, because its state is about to be replaced."""
-        for kept in (self.copies, self.assigned, self.entries):
+        for kept in (self.copies, self.assigned, self.entries, self.touched):
             kept.pop(id(record.parameter), None)
 
     def hand_out(self, record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
@@ -112,7 +81,7 @@ class HandedOut:
         else:
             handed = values.view(record.kept.shape)
             handed = like(record.parameter, handed) if record.keeps_shard else handed
-        self.copies.setdefault(id(record.parameter), {})[name] = _Copy(values.detach(), handed)
+        self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(values.detach(), handed)
         return handed
 
     def _make_room(self, record: ParameterRecord, core: StateOwner) -> None:
@@ -137,7 +106,7 @@ class HandedOut:
             for name, value in assigned.items():
                 if _is_plain(value, record) and name not in _numbers(record):
                     # As in torch, the tensor is the state now.
-                    self.copies.setdefault(key, {})[name] = _Copy(flat(value), value)
+                    self.copies.setdefault(key, {})[name] = StateCopy(flat(value), value)
         for key in list(self.copies):
             record, copies = core.by_id[key], self.copies[key]
             for name, copy in list(copies.items()):
@@ -346,6 +315,7 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
             if id(key) not in self._core.by_id:
                 self._core.members()  # takes up parameters that were put into the groups
             found = states[id(key)] = ParameterState(self._record(key), self._core)
+        self._core.handed_out.touched[id(key)] = True
         return found
 
     def __setitem__(self, key: Any, state: Any) -> None:
@@ -358,7 +328,7 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
             self._core.members()
             return
         record, entries = self._record(key), dict(state)
-        del self[key]
+        self.pop(key, None)
         self._core.handed_out.states[id(key)] = found = ParameterState(record, self._core)
         found.update(entries)
         self._core.handed_out.write_back(self._core)
@@ -368,7 +338,7 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         if not isinstance(key, Tensor):
             del handed_out.others[key]
             return
-        if key not in self and id(key) not in handed_out.states:
+        if key not in self:
             raise KeyError(key)
         record = self._record(key)
         found = handed_out.states.pop(id(key), None)
@@ -379,7 +349,9 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, Tensor):
             return key in self._core.handed_out.others
-        return id(key) in self._core.by_id and len(self[key]) > 0
+        record = self._core.by_id.get(id(key))
+        touched = id(key) in self._core.handed_out.touched
+        return record is not None and (touched or len(ParameterState(record, self._core)) > 0)
 
     def __iter__(self) -> Iterator[Any]:
         yield from [record.parameter for record in self._core.records if record.parameter in self]

@@ -1,0 +1,45 @@
+"""Copies of states that users have."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+
+import torch
+from torch import Tensor
+
+from longshore.errors import ParameterError
+from longshore.optim.parameters import ParameterRecord
+
+
+class StateCopy:
+    """A copy of one state of a parameter that was handed out.
+
+    Args:
+        values: the copy's memory, flat, in a tensor that nobody else has.
+        handed: the tensor that the user has.
+    """
+
+    def __init__(self, values: Tensor, handed: Tensor) -> None:
+        self.values = values
+        self.handed = weakref.ref(handed)
+        self.checksum: int | None = None
+        """Checksum of a copy that a step left behind, since only all ranks together can read the new state."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a tensor, a view or an array of the user's is over this memory."""
+        # Two are ours: ``values``, and the storage that is asked.
+        return torch._C._storage_Use_Count(self.values.untyped_storage()._cdata) > 2  # pyright: ignore
+
+    def check_unedited(self, record: ParameterRecord, name: str) -> None:
+        """Raise ParameterError if the copy was edited after a step had left it behind."""
+        if self.checksum != self.compute_checksum():
+            raise ParameterError(
+                f"parameter {record.name}: {name}, which was read from optimizer.state before a step, was edited after "
+                "it. The state is spread over ranks, and such a copy keeps the values before the step: read "
+                "optimizer.state again after each step, and edit that"
+            )
+
+    def compute_checksum(self) -> int:
+        return zlib.crc32(self.values.numpy().tobytes())
