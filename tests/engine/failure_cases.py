@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -383,6 +384,21 @@ def left_by_engines(stage: int) -> list[tuple[int, int]]:
     finally:
         gc.enable()
     return found
+
+
+def compiled_blocks(stage: int) -> None:
+    """Parts of the model are compiled, with a window of two backwards; the weights are the plain loop's."""
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+    engine = make_engine(stage)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        for block in engine.module.children():
+            if isinstance(block, torch.nn.Linear):
+                block.compile(backend="aot_eager")
+        check_trains_on(engine, stage, dist.get_rank(), range(3))
+    engine.optimizer.close()
 
 
 def calls_after_hearing(stage: int, backward_first: bool) -> list[str]:

@@ -69,6 +69,11 @@ def test_a_rank_that_heard_of_it_hears_it_again_until_it_discards(
         assert said.startswith("GradientError: rank 0 failed in this window"), second
 
 
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_compiled_parts_of_a_model(stage: int, two_ranks: Ranks) -> None:
+    two_ranks(failure_cases.compiled_blocks, stage)
+
+
 @STAGES
 def test_a_rank_that_runs_one_backward_less_is_named_within_seconds(stage: int, two_ranks: Ranks) -> None:
     for said, seconds in two_ranks(failure_cases.one_backward_less, stage, debug=True):

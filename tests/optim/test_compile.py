@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import same_weights
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import Unsupported
 
 import longshore
@@ -61,8 +62,25 @@ def _lengths(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
     return train
 
 
+def _backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Compiled autograd, twice in one step."""
+
+    def train() -> None:
+        for rows in (3, 5):
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                model(_batch(rows)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @MODES
-@pytest.mark.parametrize("program", [_inside, _step, _lengths], ids=lambda program: program.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "program", [_inside, _step, _lengths, _backward], ids=lambda program: program.__name__.strip("_")
+)
 def test_compiled_programs_train_the_same_weights(program: Callable[..., Callable[[], Any]], release: bool) -> None:
     torch._dynamo.reset()
     plain_model, model = _models()
@@ -70,7 +88,7 @@ def test_compiled_programs_train_the_same_weights(program: Callable[..., Callabl
     optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=release)
     train = program(model, optimizer)
     for _ in range(2):
-        for rows in (3, 5) if program is _lengths else (3,):
+        for rows in (3, 5) if program in (_lengths, _backward) else (3,):
             plain_model(_batch(rows)).sum().backward()
         plain.step()
         plain.zero_grad()
@@ -86,3 +104,27 @@ def test_a_graph_that_has_to_be_whole_cannot_have_a_step(release: bool) -> None:
     model(_batch(3)).sum().backward()
     with pytest.raises(Unsupported, match=r"TiledOptimizer\.step"):
         torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
+
+
+@MODES
+def test_an_optimizer_that_is_built_inside_a_compiled_function(release: bool) -> None:
+    torch._dynamo.reset()
+    plain_model, model = _models()
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, fused=True)
+
+    def train() -> Any:
+        optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=release)
+        for _ in range(2):
+            model(_batch(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    optimizer = torch.compile(train, backend="eager")()
+    for _ in range(3):
+        plain_model(_batch(3)).sum().backward()
+        plain.step()
+        plain.zero_grad()
+    model(_batch(3)).sum().backward()
+    optimizer.step()
+    assert same_weights(plain_model, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +154,12 @@ def is_released(gradient: Tensor | None) -> bool:
     if gradient is None or type(gradient) is Tensor:
         return False
     return isinstance(gradient, ReleasedGradient) or isinstance(held_part(gradient), ReleasedGradient)
+
+
+def in_compiled_autograd() -> bool:
+    """Return whether the backward under way is one that ``torch.compile`` made (compiled autograd)."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and module.in_compiled_autograd_region
 
 
 def is_converted(placeholder: Tensor) -> bool:
