@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -488,3 +489,38 @@ def test_calls_in_a_step_grow_as_parameters_do(again: bool) -> None:
     few, more = calls_of(100), calls_of(400)
     assert 100 < few < more < 4.5 * few
     assert not again or more < 25 * 400
+
+
+AFTER_MAIN = """
+import atexit, sys, threading
+import torch, longshore
+
+offload = longshore.Offload(8, transfer=longshore.SimulatedTransfer(seed=0), speculation_memory="100%")
+model, plain = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+plain.load_state_dict(model.state_dict())
+released = longshore.AdamW(model.parameters(), release_gradients=True, offload=offload)
+torchs = torch.optim.AdamW(plain.parameters(), fused=True)
+
+def steps():
+    for _ in range(3):
+        for module, optimizer in ((model, released), (plain, torchs)):
+            for _ in range(2):
+                module(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+def late():
+    if sys.argv[1] == "thread":
+        threading.main_thread().join()
+    steps()
+    print("equal" if all(map(torch.equal, model.parameters(), plain.parameters())) else "different")
+
+steps()
+threading.Thread(target=late).start() if sys.argv[1] == "thread" else atexit.register(late)
+"""
+
+
+@pytest.mark.parametrize("where", ["thread", "atexit"])
+def test_training_goes_on_after_the_main_thread_has_ended(where: str) -> None:
+    run = subprocess.run([sys.executable, "-c", AFTER_MAIN, where], capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stdout.strip()) == (0, "equal"), run.stderr

@@ -6,10 +6,12 @@ Both run jobs in the order in which they were submitted, and keep the first fail
 from __future__ import annotations
 
 import os
+import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 
 from longshore.kernels import Kernels
@@ -47,8 +49,15 @@ class InlineRunner:
         return
 
 
+Jobs = queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
+"""Jobs of one thread, in order; None ends it."""
+
+
 class Worker:
-    """Runner of jobs on a thread of its own, which starts with the first job.
+    """Runner of jobs on a thread of its own, which starts with the first job and ends with this object.
+
+    It is no ThreadPoolExecutor, because those take no jobs after the main thread has ended, when other threads and
+    ``atexit`` functions may still train.
 
     Args:
         limit_bytes: limit of the device gradients that jobs keep in memory until they have run; beyond it ``submit``
@@ -74,7 +83,8 @@ class Worker:
         self.working: Callable[[], AbstractContextManager[None]] = nullcontext
         self._owner_pid: int | None = None
         """The process that owns the thread."""
-        self._executor: ThreadPoolExecutor | None = None
+        self._thread: threading.Thread | None = None
+        self._queue: Jobs = queue.SimpleQueue()
         self._limit_bytes = limit_bytes
         self._on_start = on_start
         self._name = name
@@ -89,7 +99,7 @@ class Worker:
     def submit(self, job: Callable[[], None], held_bytes: int) -> None:
         """Queue ``job``, which keeps a gradient of ``held_bytes`` in memory until it has run; may block."""
         self.used = True
-        self._check_process(self._executor is not None)
+        self._check_process(self._thread is not None)
         with self._lock:
             while self._jobs and (
                 self._jobs[0][0].done() or (not self._gave_up and self._held_bytes + held_bytes > self._limit_bytes)
@@ -98,11 +108,15 @@ class Worker:
                     self._gave_up = True
                     break
                 self._retire()
-            if self._executor is None:
-                self._owner_pid = os.getpid()  # before other threads can see that there is an executor
-                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
-            self._jobs.append((self._executor.submit(self._run, job), held_bytes))
+            if self._thread is None:
+                self._owner_pid = os.getpid()  # before other threads can see that there is a thread
+                self._thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=self._name, daemon=True)
+                self._thread.start()
+                weakref.finalize(self, self._queue.put, None).atexit = False
+            future: Future[None] = Future()
+            self._jobs.append((future, held_bytes))
             self._held_bytes += held_bytes
+            self._queue.put((future, lambda: self._run(job)))
 
     def drain(self) -> BaseException | None:
         """Wait for every job; return the first failure since the last drain, if any."""
@@ -124,9 +138,10 @@ class Worker:
     def close(self) -> None:
         """Wait for every job, and end the thread."""
         self.drain()
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
 
     def _check_process(self, needs_thread: bool) -> None:
         if needs_thread and os.getpid() != self._owner_pid:
@@ -147,6 +162,18 @@ class Worker:
         self._held_bytes -= held_bytes
         if self._failure is None:
             self._failure = failure
+
+
+def _run_jobs(jobs: Jobs) -> None:
+    while (entry := jobs.get()) is not None:
+        future, job = entry
+        try:
+            job()
+        except BaseException as failure:
+            future.set_exception(failure)
+        else:
+            future.set_result(None)
+        del entry, future, job  # what they refer to is freed before the next one comes
 
 
 JobRunner = InlineRunner | Worker

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # pyright takes it for None where torch has no CUDA
 
 
 class _PinnedBlock(mmap.mmap):
@@ -18,7 +23,7 @@ class _PinnedBlock(mmap.mmap):
     def __del__(self) -> None:
         if self.address:
             with contextlib.suppress(Exception):  # at the end of the program CUDA may have gone first
-                torch.cuda.cudart().cudaHostUnregister(self.address)
+                _runtime().cudaHostUnregister(self.address)
 
 
 def allocate_pinned(num_bytes: int) -> Tensor:
@@ -34,7 +39,7 @@ def allocate_pinned(num_bytes: int) -> Tensor:
         block.madvise(mmap.MADV_DONTFORK)
     memory = torch.frombuffer(block, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
+        torch.cuda.check_error(int(_runtime().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
         block.address = memory.data_ptr()
         return memory
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
