@@ -101,8 +101,8 @@ def test_released_gradients(accumulation, clip):
 @pytest.mark.parametrize(
     "dtype, kind, device, host",
     [
-        ("fp32", {}, 8, 12),
-        ("fp32", {"offload": False}, 20, 0),
+        ("fp32", {}, 8, 8),
+        ("fp32", {"offload": False}, 16, 0),
         ("fp32", {"plain": True}, 16, 0),
         ("bf16", {}, 4, 12),
         ("bf16", {"offload": False}, 16, 0),

@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "views of a copy do not count as in use",
-        "optim/handed_out.py",
+        "optim/state_copy.py",
         "        return torch._C._storage_Use_Count(self.values.untyped_storage()._cdata) > 2",
         "        return self.handed() is not None",
         ("tests/optim/test_edited_state.py",),

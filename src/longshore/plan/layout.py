@@ -67,6 +67,15 @@ class RankLayout:
     numels: tuple[int, ...]  # elements of each trainable parameter in this rank's model
 
     @property
+    def speculation(self) -> int | str:
+        """Memory for stepping ahead: nothing is stepped ahead if the optimizer's state is on the device."""
+        return self.choice.speculation if self.choice.offload == "cpu" else 0
+
+    def own_master(self, dtype: torch.dtype) -> bool:
+        """Whether parameters of this dtype are their own masters: see :class:`~longshore.tiles.TileStore`."""
+        return dtype == torch.float32 and not self.staged and not self.speculation
+
+    @property
     def reduces_each_backward(self) -> bool:
         """Whether several ranks reduce in every backward of a step, and not only in the last one."""
         settings = ReductionSettings(self.choice.stage, self.job.bucket_numel)
@@ -171,10 +180,9 @@ def count_bytes(layout: RankLayout) -> PlannedBytes:
     device = {"parameters": sum(numel * each.dtype.itemsize for numel, each in trainable), "gradients": 0}
     offloads = choice.offload == "cpu"
     arrivals = job.accumulation if layout.ranks == 1 or layout.reduces_each_backward else 1
-    # Nothing is stepped ahead if the optimizer's state is on the device.
-    host = _store_bytes(layout.host, job, arrivals, layout.staged and offloads, choice.speculation if offloads else 0)
+    host = _store_bytes(layout, layout.host, arrivals, layout.staged and offloads, layout.speculation)
     if layout.staged and (not offloads or choice.ratio != 1.0):
-        for kind, count in _store_bytes(layout.device, job, arrivals, False, 0).items():
+        for kind, count in _store_bytes(layout, layout.device, arrivals, False, 0).items():
             device[kind] = device.get(kind, 0) + count
     return PlannedBytes(host, device, _estimates(layout))
 
@@ -198,7 +206,7 @@ def spare_tiles(groups: Sequence[TileGroup], state_arrays: int, speculation: int
 
 
 def _store_bytes(
-    groups: Sequence[TileGroup], job: Job, arrivals: int, moves: bool, speculation: int | str
+    layout: RankLayout, groups: Sequence[TileGroup], arrivals: int, moves: bool, speculation: int | str
 ) -> dict[str, int]:
     """Count the bytes by the kinds of ``TileStore.state_bytes``.
 
@@ -209,7 +217,8 @@ def _store_bytes(
     staged = []
     for run, dtype, gradient_dtype in groups:
         tiles += run.tiles
-        buffers += run.tiles * _FLOAT_BYTES * job.state_arrays * run.buffer_numel
+        arrays = layout.job.state_arrays - layout.own_master(dtype)
+        buffers += run.tiles * _FLOAT_BYTES * arrays * run.buffer_numel
         if moves:
             gradients += run.tiles * padded_bytes(run.buffer_numel * gradient_dtype.itemsize)
             if gradient_dtype != dtype:
@@ -221,7 +230,7 @@ def _store_bytes(
     return {
         "state": buffers,
         "gradients": gradients,
-        "spares": spare_tiles(groups, job.state_arrays, speculation)[1],
+        "spares": spare_tiles(groups, layout.job.state_arrays, speculation)[1],
         "staging": min(PIPELINE_DEPTH, tiles) * padded_bytes(max(staged)) if staged else 0,
         "accumulators": accumulators,
     }

@@ -341,8 +341,7 @@ class _Step:
 
     def _pass_s(self, tile: TileJob) -> float:
         """Return the time of a pass, which reads and writes state, reads gradients and writes parameters."""
-        state_bytes = 2 * _FLOAT_BYTES * self._job.state_arrays * tile.numel
-        num_bytes = state_bytes + tile.gradient_bytes + tile.parameter_bytes
+        num_bytes = tile.state_bytes + tile.gradient_bytes + tile.parameter_bytes
         return self._device_s(num_bytes) if self._device_steps else self._host_s(num_bytes)
 
     def _read_s(self, num_bytes: float) -> float:

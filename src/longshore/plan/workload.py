@@ -6,6 +6,8 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import torch
+
 from longshore.plan.job import PlannedModel, PlannedParameter, Use, parameter_bytes
 from longshore.plan.layout import RankLayout, spare_tiles
 from longshore.plan.machine import Work
@@ -29,6 +31,7 @@ class TileJob(NamedTuple):
 
     key: int
     numel: int
+    state_bytes: int  # that a step reads and writes; the write of a parameter that is its own master is not among them
     gradient_bytes: int
     parameter_bytes: int
     sources: frozenset[Hashable]  # keys of the segments, or of the buckets, that bring its gradients
@@ -81,8 +84,7 @@ def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[Tile
 
     groups = layout.host or layout.device
     total = sum(group.run.tiles for group in groups)
-    speculation = layout.choice.speculation if layout.choice.offload == "cpu" else 0
-    first_ahead = total - spare_tiles(groups, layout.job.state_arrays, speculation)[0]
+    first_ahead = total - spare_tiles(groups, layout.job.state_arrays, layout.speculation)[0]
     most = -(-total // MOST_JOBS)
     jobs: list[TileJob] = []
     tile = room = 0
@@ -91,12 +93,14 @@ def tile_jobs(layout: RankLayout, segments: Sequence[ModelSegment]) -> list[Tile
         while left:
             ahead = tile >= first_ahead
             if room == 0 or tile == first_ahead:
-                jobs.append(TileJob(len(jobs), 0, 0, 0, frozenset(), ahead))
+                jobs.append(TileJob(len(jobs), 0, 0, 0, 0, frozenset(), ahead))
                 room = most
             count = min(left, room, left if ahead else first_ahead - tile)
             job, numel = jobs[-1], count * group.run.numel
+            written = group.dtype.itemsize * layout.own_master(group.dtype)
             jobs[-1] = job._replace(
                 numel=job.numel + numel,
+                state_bytes=job.state_bytes + numel * (2 * torch.float32.itemsize * layout.job.state_arrays - written),
                 gradient_bytes=job.gradient_bytes + numel * group.gradient_dtype.itemsize,
                 parameter_bytes=job.parameter_bytes + numel * group.dtype.itemsize,
                 sources=job.sources | {source(owned) for owned in group.run.parameters},
