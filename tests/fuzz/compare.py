@@ -51,6 +51,8 @@ class Outcome:
     """Errors that both sides raised, by the class of plain PyTorch's."""
     refused: Counter[str] = field(default_factory=Counter)
     """Documented errors of ours where plain PyTorch goes on."""
+    uneven: bool = False
+    """Whether a statement failed on some ranks alone since the last step: the next meeting may find ranks apart."""
     incomplete: bool = False
     """Whether a name was missing, as after a statement was taken out, or a statement was no Python."""
 
@@ -81,8 +83,11 @@ def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
 
 def _statement(place: int, statement: str, ours: World, plain: World, outcome: Outcome) -> Finding | None:
     failure = _raised_by(statement, ours)
-    refused = gathered(None if failure is None else refusal_of(failure))
+    failed = gathered(failure is not None)
+    refused = gathered(None if failure is None else refusal_of(failure, outcome.uneven))
+    outcome.uneven |= any(failed) and not all(failed)
     if any(refused):
+        outcome.uneven = False
         # Nothing happened, so the plain side does nothing either. Both discard the window.
         outcome.refused.update(why for why in refused[:1] if why)
         if not all(refused):
@@ -93,7 +98,9 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
         return None
     expected = _raised_by(statement, plain)
     outcome.incomplete |= isinstance(expected, (NameError, SyntaxError))
-    outcome.steps += ".step(" in statement and failure is None
+    if ".step(" in statement and failure is None:
+        outcome.steps += 1
+        outcome.uneven = False
     if expected is not None:
         outcome.raised[type(expected).__name__] += 1
     if failure is None and expected is not None:

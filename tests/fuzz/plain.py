@@ -220,6 +220,14 @@ class Twin:
             state["master"] = master.clone()
         parameter.copy_(master)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without that of parameters out of the groups, with which torch has no ``state_dict()``."""
+        members = {p for group in self.param_groups for p in group["params"]}
+        others = {p: self.state.pop(p) for p in list(self.state) if isinstance(p, Tensor) and p not in members}
+        found = super().state_dict()  # pyright: ignore
+        self.state.update(others)
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # pyright: ignore
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):

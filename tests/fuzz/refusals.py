@@ -27,7 +27,10 @@ REFUSALS = {
 }
 
 
-def refusal_of(failure: BaseException) -> str | None:
-    """The name of the refusal, None if it is none."""
-    text = str(failure)
-    return next((name for name, pattern in REFUSALS.items() if re.search(pattern, text)), None)
+AFTER_ONE_RANKS_ERROR = {"ranks apart": r"^the ranks do different things: .* is in step\(\), .* is in backward"}
+
+
+def refusal_of(failure: BaseException, uneven: bool = False) -> str | None:
+    """The name of the refusal, None if it is none. ``uneven``: an error was raised on some ranks alone before."""
+    text, known = str(failure), REFUSALS | (AFTER_ONE_RANKS_ERROR if uneven else {})
+    return next((name for name, pattern in known.items() if re.search(pattern, text)), None)

@@ -204,11 +204,7 @@ class PlainWorld(World):
         return optimizer.clip(max_norm)
 
     def saved(self, model: nn.Module, optimizer: Any) -> Any:
-        members = [p for group in optimizer.param_groups for p in group["params"]]
-        others = {p: optimizer.state.pop(p) for p in list(optimizer.state) if not any(p is each for each in members)}
-        found = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        optimizer.state.update(others)  # torch has no state_dict() with what is out of the groups
-        return found
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
     def loaded(self, save: Any, model: nn.Module, optimizer: Any) -> None:
         model.load_state_dict(save[0])
