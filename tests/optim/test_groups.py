@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -183,3 +184,23 @@ def test_groups_that_are_empty_at_first_are_filled_later(release: bool, added: b
             each.zero_grad()
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     assert not torch.equal(ours[0], torch.ones(32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_is_saved_without_what_is_out_of_the_groups(dtype: torch.dtype) -> None:
+    """torch's state_dict() is a KeyError then, which names nothing."""
+    parameters = [nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2)]
+    optimizer = longshore.AdamW(parameters)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    out = optimizer.param_groups[0]["params"].pop(0)
+    saved = optimizer.state_dict()
+    assert saved["state"].keys() == {0} and len(saved["param_groups"][0]["params"]) == 1
+    assert out in optimizer.state and len(optimizer.state) == 2, "as in torch, its state is still there"
+    before = optimizer.state[parameters[1]]["exp_avg"].clone()
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    assert torch.equal(optimizer.state[parameters[1]]["exp_avg"], before)
+    plain = torch.optim.AdamW([parameters[1]])
+    plain.load_state_dict(optimizer.state_dict())
+    assert torch.equal(plain.state[parameters[1]]["exp_avg"].float(), before.to(dtype).float())

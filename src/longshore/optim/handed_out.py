@@ -6,6 +6,7 @@ before the state is used, and a step that changes the state changes the copy, to
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -41,7 +42,18 @@ class HandedOut:
         """Entries of ``optimizer.state`` whose keys are no tensors."""
         self.unplaced: list[tuple[Tensor, Any]] = []
         """States of tensors that are not in the groups yet."""
+        self.saved: set[int] | None = None
+        """Indices of the parameters whose states a ``state_dict()`` takes just now; None: of all."""
         self._new_bytes, self._most_bytes = 0, _LEAST_BYTES
+
+    @contextlib.contextmanager
+    def saving(self, members: set[int] | None) -> Iterator[None]:
+        """Leave parameters that are not ``members`` out of :attr:`TiledOptimizer.state` within the block."""
+        self.saved = members
+        try:
+            yield
+        finally:
+            self.saved = None
 
     def keep(self, record: ParameterRecord, entries: Mapping[str, Any]) -> None:
         """Keep entries of a parameter's state that are the user's."""
@@ -354,7 +366,9 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         return record is not None and (touched or len(ParameterState(record, self._core)) > 0)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from [record.parameter for record in self._core.records if record.parameter in self]
+        among, records = self._core.handed_out.saved, self._core.records
+        members = [record.parameter for record in records if among is None or record.index in among]
+        yield from [parameter for parameter in members if parameter in self]
         yield from list(self._core.handed_out.others)
 
     def __len__(self) -> int:

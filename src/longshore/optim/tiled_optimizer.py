@@ -217,9 +217,11 @@ class TiledOptimizer(torch.optim.Optimizer):
             state[parameter] = entries
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does: its tensors are those of :attr:`state`, float32 on the CPU."""
+        """Return the state as torch does: its tensors are those of :attr:`state`, float32 on the CPU. The state of
+        parameters that are out of the groups is left out, where torch's ends with a KeyError."""
         self._core.take_edits()
-        found = super().state_dict()
+        with self._core.handed_out.saving(None if self._core.empty else self._core.members()):
+            found = super().state_dict()
         found["state"] = {key: dict(each) if isinstance(each, dict) else each for key, each in found["state"].items()}
         return found
 
