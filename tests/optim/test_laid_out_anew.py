@@ -146,3 +146,34 @@ def test_popping_a_state_and_setting_it_before_the_group_is_changed() -> None:
         results.append((new, optimizer.state[new]["exp_avg"], optimizer.state[new]["step"]))
         assert len(optimizer.state_dict()["state"]) == 1
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_the_last_parameter_is_replaced_again_and_again() -> None:
+    results = []
+    for kind in (torch.optim.SGD, longshore.SGD):
+        parameters = [nn.Parameter(torch.zeros(257)) for _ in range(2)]
+        optimizer: Any = kind(parameters, lr=0.1)
+        for step in range(6):
+            if step < 3:
+                optimizer.state.pop(parameters[1], None)
+                parameters[1] = nn.Parameter(parameters[1].detach().clone())
+                optimizer.param_groups[0]["params"][1] = parameters[1]
+            for parameter in parameters:
+                parameter.grad = torch.ones(257)
+            optimizer.step()
+        results.append(torch.cat([parameter.detach() for parameter in parameters]))
+    assert torch.equal(*results)
+
+
+def test_a_parameter_put_into_a_group_whose_names_are_fewer() -> None:
+    results = []
+    for kind in (torch.optim.SGD, longshore.SGD):
+        parameters = [nn.Parameter(torch.zeros(16)) for _ in range(3)]
+        optimizer: Any = kind([("first", parameters[0])], lr=0.1)
+        for step in range(3):
+            optimizer.param_groups[0]["params"][1:] = parameters[1 : step + 1]
+            for parameter in parameters:
+                parameter.grad = torch.ones(16)
+            optimizer.step()
+        results.append(torch.stack([parameter.detach() for parameter in parameters]))
+    assert torch.equal(*results)

@@ -59,6 +59,8 @@ class OptimizerCore:
         """Records by ``id(parameter)``; each keeps its parameter alive."""
         self.parameters: dict[int, Tensor] = {}
         """Parameters by the index of their record."""
+        self._next_index = 0
+        """Index of the next record. None is used twice: tiles keep the segments of parameters that are gone."""
         self._building = True
         """Whether the constructor still adds groups. They are laid out together: a tile may have several groups."""
         self._begun = False
@@ -122,7 +124,6 @@ class OptimizerCore:
         names = group.get("param_names")
         records, taken = [], set[int]()
         device = self.records[0].device if self.by_id else None
-        first = 1 + max((record.index for record in self.records), default=-1)
         for position, parameter in enumerate(group["params"]):
             name = names[position] if names else f"{place}.{position}"
             if is_lazy(parameter) and isinstance(self.offload, Offload):
@@ -132,10 +133,11 @@ class OptimizerCore:
                 raise ValueError(f"parameter {name} is in the parameter groups twice; keep it in one place")
             taken.add(key)
             device = parameter.device
-            records.append(ParameterRecord(first + position, name, parameter, self.offload))
+            records.append(ParameterRecord(self._next_index + position, name, parameter, self.offload))
         if not self._building:
             check_no_shared_memory([*self.records, *records])
             self._lay_out(records)
+        self._next_index += len(group["params"])
         self.by_id.update((id(record.parameter), record) for record in records)
 
     def end_building(self) -> None:

@@ -48,14 +48,16 @@ def take_up(core: GroupOwner) -> None:
         del core.by_id[id(record.parameter)], core.parameters[record.index]
     for place, group in enumerate(core.groups()):
         params = group["params"]
-        names = group.get("param_names") or [f"{place}.{position}" for position in range(len(params))]
-        new = {
-            name: parameter for name, parameter in zip(names, params, strict=False) if id(parameter) not in core.by_id
-        }
-        for name, parameter in new.items():
+        names = group.get("param_names") or []
+        new = [
+            (names[position] if position < len(names) else f"{place}.{position}", parameter)
+            for position, parameter in enumerate(params)
+            if id(parameter) not in core.by_id
+        ]
+        for name, parameter in new:
             if is_lazy(parameter):
                 raise ParameterError(
                     f"parameter {name} is lazy and has no shape yet: run the model once before the step"
                 )
-        core.register({"params": list(new.values()), "param_names": list(new)}, place)
+        core.register({"params": [each for _, each in new], "param_names": [name for name, _ in new]}, place)
     core.handed_out.place(core)
