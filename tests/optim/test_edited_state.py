@@ -315,3 +315,20 @@ def test_a_state_that_was_asked_for_is_there_from_then_on_and_only_then_it_can_b
             parameter.grad = torch.ones_like(parameter)
         each.step()
         assert len(each.state) == 2
+
+
+def test_a_state_set_before_the_first_step_leaves_the_others_as_they_begin() -> None:
+    """Adagrad's sum begins at ``initial_accumulator_value``, also where only the step count was set."""
+    parameters = [nn.Parameter(torch.ones(16)) for _ in range(2)]
+    optimizers = [
+        kind([parameter], lr=0.1, initial_accumulator_value=0.5, **options)
+        for kind, parameter, options in zip(
+            (longshore.Adagrad, torch.optim.Adagrad), parameters, ({}, {"fused": True}), strict=True
+        )
+    ]
+    for parameter, optimizer in zip(parameters, optimizers, strict=True):
+        optimizer.state[parameter]["step"] = torch.tensor(3.0)
+        parameter.grad = torch.ones(16)
+        optimizer.step()
+        assert optimizer.state[parameter]["sum"].eq(1.5).all()
+    assert torch.equal(*parameters)

@@ -28,6 +28,7 @@ from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.parameters import ParameterRecord, check_no_shared_memory, check_parameter, is_lazy
 from longshore.optim.repeated import RepeatedStep, repeated_step
 from longshore.optim.shards import check_not_wrapped
+from longshore.optim.state import fill_initial
 from longshore.tiles import Forecast, ParameterStep, ParameterStore, Ranges, annotating, debugging
 
 
@@ -303,9 +304,7 @@ class OptimizerCore:
             entries = balance(records.values(), source.produced, steps, store)
             self._adoption.adopt(store, self._present(), steps)
             for index in steps:
-                # Fill the states that are not zero before a first step.
-                for name, value in self.family.initial(records[index].history).items():
-                    store.write_state(index, name, torch.full((1,), value).expand(records[index].kept.numel()))
+                fill_initial(records[index], store, self.family)
 
         def published() -> None:
             for index, step in steps.items():

@@ -98,6 +98,12 @@ def _array(value: Any, record: ParameterRecord, key: str) -> Tensor:
     raise ValueError(f"parameter {record.name}: {key} is {found}, not a dense float tensor {list(record.shape)}")
 
 
+def fill_initial(record: ParameterRecord, store: ParameterStore, family: RuleFamily) -> None:
+    """Fill the states of a parameter that are not zero before its first step."""
+    for name, value in family.initial(record.history).items():
+        store.write_state(record.index, name, torch.full((1,), value).expand(record.kept.numel()))
+
+
 def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, Any]) -> None:
     """Write some of a parameter's state, as returned by :func:`checked_state`; unset states count as zero."""
     store, family = core.store, core.family
@@ -108,6 +114,7 @@ def write_state(record: ParameterRecord, core: StateOwner, state: Mapping[str, A
         core.source.watch([record])
     arrays = state.keys() & {*family.states, MASTER}
     core.have_states(store, arrays)
+    fill_initial(record, store, family)  # those that are not given stay as they are
     for key in arrays:
         store.write_state(record.index, key, flat(state[key].to(device="cpu", dtype=torch.float32)))
     history = record.history
