@@ -31,6 +31,61 @@ def test_a_loop_goes_on(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
+class _Parallel(nn.Module):
+    """Names its model as DistributedDataParallel and DataParallel do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.module(values)
+
+
+class _Counting(nn.Sequential):
+    """Has an extra state, at the top and without a name of its own."""
+
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+_WRAPPERS = {
+    "plain": lambda model: model,
+    "parallel": _Parallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel compiled": lambda model: _Parallel(torch.compile(model, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("loading", _WRAPPERS)
+@pytest.mark.parametrize("saving", _WRAPPERS)
+def test_wrapped_models_are_the_same(saving: str, loading: str, tmp_path: Path) -> None:
+    model, optimizer = cases.make()
+    inner = _Counting(*model)
+    inner.count = 3
+    cases.train(model, optimizer, 1)
+    longshore.save(tmp_path, _WRAPPERS[saving](inner), optimizer)
+    other, its = cases.make(seed=1)
+    inner = _Counting(*other)
+    longshore.load(tmp_path, _WRAPPERS[loading](inner), its)
+    assert inner.count == 3
+    before, after = cases.state_of(model, optimizer), cases.state_of(other, its)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_tensors_that_only_a_wrapper_tells_apart_are_two(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.weight, model.module = nn.Parameter(torch.ones(2)), nn.Linear(2, 1, bias=False)
+    longshore.save(tmp_path, model)
+    with pytest.raises(CheckpointError, match=r"module\.module\.weight is \[2\] in"):
+        longshore.load(tmp_path, _Parallel(model))
+
+
 @pytest.mark.parametrize(("saving", "loading"), [("plain", "fsdp"), ("fsdp", "plain"), ("fsdp", "fsdp")])
 def test_shards_and_whole_tensors(saving: str, loading: str, two_ranks: Ranks, tmp_path: Path) -> None:
     saved = two_ranks(cases.save, saving, str(tmp_path))

@@ -234,6 +234,37 @@ def test_a_state_that_does_not_fit_changes_nothing(edit: str) -> None:
         assert all(torch.equal(state[key], now["state"][index][key]) for key in state)
 
 
+_WRAPPED = ["{}", "module.{}", "_orig_mod.{}", "_orig_mod.module.{}", "module._orig_mod.{}"]
+
+
+@pytest.mark.parametrize("loading", _WRAPPED)
+@pytest.mark.parametrize("saved", _WRAPPED)
+def test_names_of_wrapped_models_are_the_same(saved: str, loading: str) -> None:
+    optimizers = []
+    for wrapper in (saved, loading):
+        model = small_model()
+        names = [(wrapper.format(name), parameter) for name, parameter in model.named_parameters()]
+        optimizers.append(longshore.AdamW(names, lr=1e-2, offload=longshore.Offload(threads=1)))
+        if len(optimizers) == 1:
+            train(model, optimizers[0], range(1))
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    one, other = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for index, state in one.items():
+        assert all(torch.equal(state[key], other[index][key]) for key in state)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading"),
+    [(("module.a", "a"), ("a", "module.a")), (("module.b", "module.a"), ("a", "b")), (("module.a", "b"), ("b", "a"))],
+)
+def test_names_that_only_a_wrapper_tells_apart_stay_different(saved: Any, loading: Any) -> None:
+    one, other = (
+        longshore.AdamW([(name, torch.nn.Parameter(torch.zeros(2))) for name in names]) for names in (saved, loading)
+    )
+    with pytest.raises(ValueError, match="in the same order"):
+        other.load_state_dict(one.state_dict())
+
+
 def test_hooks_of_state_dict_and_load_state_dict() -> None:
     model = small_model()
     optimizer = longshore.AdamW(model.parameters())

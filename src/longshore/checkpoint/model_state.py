@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from longshore.checkpoint.boxes import Box, SavedBoxes, WantedBoxes, boxes_of_range
 from longshore.errors import CheckpointError
 from longshore.optim.shards import flat, held_part, is_sharded
+from longshore.optim.wrapped_names import counterparts, unwrapped
 
 MODEL = "model"
 """First part of the names of the model's tensors in a checkpoint, and the model's key among the shared values."""
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Parts of names that torch.compile and other wrappers insert."""
+_EXTRA = "_extra_state"
+"""Last part of the name that torch gives a module's extra state."""
 _LEAST_NUMEL = 1 << 16
 """Elements for each process; a tensor with fewer is written by one process."""
 
@@ -57,15 +58,21 @@ class ModelState:
     def extra_state(self) -> dict[str, Any]:
         """Return the results of the modules' ``get_extra_state()``, by the modules' names."""
         return {
-            _clean(name): module.get_extra_state()
+            unwrapped(f"{name}.{_EXTRA}").removesuffix(_EXTRA).removesuffix("."): module.get_extra_state()
             for name, module in self.model.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        for name, module in self.model.named_modules():
-            if _clean(name) in state:
-                module.set_extra_state(state[_clean(name)])
+        modules = {
+            f"{name}.{_EXTRA}".removeprefix("."): module
+            for name, module in self.model.named_modules()
+            if type(module).set_extra_state is not nn.Module.set_extra_state
+        }
+        theirs = {f"{name}.{_EXTRA}".removeprefix("."): value for name, value in state.items()}
+        for name, source in counterparts(modules, theirs).items():
+            if source in theirs:
+                modules[name].set_extra_state(theirs[source])
 
     def saved(self, names: Sequence[str]) -> list[SavedBoxes]:
         """Return the boxes of these tensors that this process writes."""
@@ -138,14 +145,8 @@ def _place_in_mesh(tensor: Any) -> Sequence[int]:
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield _clean(name), parameter
+        yield unwrapped(name), parameter
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield _clean(f"{prefix}.{name}" if prefix else name), buffer
-
-
-def _clean(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+                yield unwrapped(f"{prefix}.{name}" if prefix else name), buffer

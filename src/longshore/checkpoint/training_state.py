@@ -32,6 +32,7 @@ from longshore.checkpoint.stages import held_by, merged, tensors_to_write
 from longshore.checkpoint.values import Values, decode, read_values
 from longshore.errors import CheckpointError
 from longshore.optim.tiled_optimizer import TiledOptimizer
+from longshore.optim.wrapped_names import counterparts
 
 CLIENT_STATE = "client_state"
 """Key of the user's values among the shared values. The caller may add other keys."""
@@ -295,16 +296,17 @@ class TrainingState:
         ``names`` are those of the tensors of all ranks.
         """
         saved = reader.of_kind(MODEL)
+        there = counterparts(names, {*saved, *about["aliases"], *about["left_out"]})
         sources: dict[str, str] = {}
         differences: list[str] = []
         for name, tensor in self._model.tensors.items():
-            tied = [name, *(alias for alias, first in self._model.aliases.items() if first == name)]
+            tied = [there[each] for each in (name, *self._model.aliases) if self._model.aliases.get(each, name) == name]
             found = dict.fromkeys(
                 source for each in tied for source in (each, about["aliases"].get(each)) if source in saved
             )
             if len(found) > 1:
                 differences.append(f"{' and '.join(found)} are one tensor here, and several in the checkpoint")
-            elif not found and name not in about["left_out"]:
+            elif not found and there[name] not in about["left_out"]:
                 differences.append(f"{name} is missing in the checkpoint")
             elif not found and tensor.requires_grad:
                 differences.append(
@@ -318,7 +320,7 @@ class TrainingState:
                 if dtype != tensor.dtype:
                     differences.append(f"{name} is {dtype} in the checkpoint and {tensor.dtype} here")
                 sources[name] = source
-        known = {*sources.values(), *names, *(about["aliases"].get(name) for name in names)}
+        known = {*sources.values(), *there.values(), *(about["aliases"].get(each) for each in there.values())}
         differences += [f"{name} of the checkpoint is not in this model" for name in saved if name not in known]
         return sources, differences
 

@@ -12,6 +12,7 @@ from longshore.optim.family import IMPLEMENTATION_FLAGS, History, RuleFamily, st
 from longshore.optim.gradients import GradientSource
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.shards import flat, part_of
+from longshore.optim.wrapped_names import counterparts
 from longshore.tiles import MASTER, ParameterStore
 
 
@@ -173,10 +174,11 @@ def loadable_state(
     if theirs_numel != own_numel:
         raise ValueError(f"the state has groups of {theirs_numel} parameters, and this optimizer of {own_numel}")
     keys = [key for group in groups for key in group["params"]]
+    wrapped = counterparts(_names(groups), {*_names(own)})
     for group, mine in zip(groups, own, strict=True):
         names = zip(group.get("param_names") or [], mine.get("param_names") or [], strict=False)
         for position, (found, expected) in enumerate(names):
-            if found != expected:
+            if wrapped[found] != expected:
                 raise ValueError(
                     f"the state's parameter {position} of a group is {found!r} and this optimizer's is {expected!r}; "
                     "build the optimizer with its parameters in the same order"
@@ -204,6 +206,10 @@ def loadable_state(
         if missing:
             raise ValueError(f"parameter {record.name}: the state lacks {', '.join(missing)}")
     return loadable
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [name for group in groups for name in group.get("param_names") or []]
 
 
 def merged_group(
