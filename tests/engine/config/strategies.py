@@ -60,7 +60,8 @@ def _in_any_case(option: str | int) -> st.SearchStrategy[str | int]:
 def fine_values_of(key: Key) -> st.SearchStrategy[Any]:
     """Values of a key that loads them: for a refused key, those that switch it off."""
     if key.treatment is not Treatment.REFUSED:
-        return values_of(key.kind)
+        # The word of Transformers and Accelerate for a value that they fill in; any text may be it.
+        return values_of(key.kind).filter(lambda value: value != "auto")
     if isinstance(key.kind, Block):
         return st.none() | st.just(False) | st.just({})
     return st.sampled_from(key.harmless) if key.harmless else st.none()
