@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -399,6 +400,28 @@ def compiled_blocks(stage: int) -> None:
                 block.compile(backend="aot_eager")
         check_trains_on(engine, stage, dist.get_rank(), range(3))
     engine.optimizer.close()
+
+
+def compiled_autograd(stage: int, compiling: list[int]) -> list[str]:
+    """Some ranks run a backward under compiled autograd; all discard and go on."""
+    import torch.distributed as dist
+    from torch._dynamo import compiled_autograd
+
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    said = []
+    loss = engine(inputs(0, 0, rank, torch.float32), HEADS)
+    with contextlib.ExitStack() as stack:
+        if rank in compiling:
+            stack.enter_context(compiled_autograd._enable(torch.compile(backend="eager")))
+            said.append(raised_by(lambda: engine(inputs(0, 0, rank, torch.float32), HEADS)))
+        said.append(raised_by(lambda: engine.backward(loss)))
+    said.append(raised_by(engine.step))
+    engine.zero_grad()
+    check_trains_on(engine, stage, rank, range(2))
+    engine.optimizer.close()
+    return said
 
 
 def calls_after_hearing(stage: int, backward_first: bool) -> list[str]:

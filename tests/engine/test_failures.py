@@ -75,6 +75,19 @@ def test_compiled_parts_of_a_model(stage: int, two_ranks: Ranks) -> None:
 
 
 @STAGES
+@pytest.mark.parametrize("compiling", [[0], pytest.param([0, 1], marks=pytest.mark.slow)], ids=str)
+def test_compiled_autograd_is_refused_by_name(stage: int, compiling: list[int], two_ranks: Ranks) -> None:
+    """In a forward that a backward would follow, and in engine.backward(), of which the other rank hears."""
+    for rank, said in enumerate(two_ranks(failure_cases.compiled_autograd, stage, compiling)):
+        if rank in compiling:
+            assert len(said) == 3
+            for each in said:
+                assert each.startswith("GradientError") and "compiled_autograd = False" in each
+        else:
+            assert said[-1].startswith("GradientError: rank 0 failed in this window"), said
+
+
+@STAGES
 def test_a_rank_that_runs_one_backward_less_is_named_within_seconds(stage: int, two_ranks: Ranks) -> None:
     for said, seconds in two_ranks(failure_cases.one_backward_less, stage, debug=True):
         assert said.startswith("RankError: ")

@@ -24,6 +24,7 @@ from longshore.engine.precision import DTYPES, cast
 from longshore.engine.ranks import Ranks
 from longshore.engine.window import BatchSizes, Window
 from longshore.errors import GradientError, LongshoreError, ParameterError
+from longshore.optim.released import refuse_compiled_autograd
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
 
@@ -94,6 +95,8 @@ class Engine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward, under the configured autocast."""
+        if torch.is_grad_enabled() and sharded_store(self.optimizer) is not None:
+            refuse_compiled_autograd()  # a loss.backward() would follow
         dtype, autocast = self.config.dtype, self.config.autocast
         context = contextlib.nullcontext() if autocast is None else torch.autocast(self.device.type, DTYPES[autocast])
         with self._timing("forward"), context:
@@ -137,6 +140,8 @@ class Engine(nn.Module):
         optimizer._core.store.begin_backward(self._synchronize, window.next_is_last())
         failure: GradientError | None = None
         try:
+            if sharded_store(optimizer) is not None:
+                refuse_compiled_autograd()
             with self._timing("backward"):
                 self._times_scale(divided).backward(retain_graph=retain_graph)
         except BaseException as error:

@@ -22,7 +22,14 @@ from torch._compile import _disable_dynamo
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.clipping import Fingerprint, Seen
 from longshore.optim.parameters import ParameterRecord, check_trainable, has_hooks
-from longshore.optim.released import ReleaseHooks, in_compiled_autograd, is_converted, is_released, new_placeholder
+from longshore.optim.released import (
+    ReleaseHooks,
+    in_compiled_autograd,
+    is_converted,
+    is_released,
+    new_placeholder,
+    refuse_compiled_autograd,
+)
 from longshore.optim.shards import check_not_wrapped, flat, gradient_part, is_sum_over_ranks
 from longshore.tiles import ParameterStore, TileStore
 
@@ -253,7 +260,9 @@ class ReleasedGradients(GradientSource):
             self._hooks[index].follow()  # the node that was hooked is no longer the parameter's
         if leaf is record.parameter and is_sum_over_ranks(gradient) and self.store.arrivals(index) == 0:
             return  # torch adds the addends of several backwards on each rank, and reduces once: collect() does too
-        if isinstance(self.store, TileStore) and in_compiled_autograd():
+        if in_compiled_autograd():
+            if not isinstance(self.store, TileStore):
+                refuse_compiled_autograd()
             return  # it does not call the first hook, and would add the next gradient to a placeholder
         self.store.arrive(index, self.found(record, gradient))
         self.produced[index] = self.produced.get(index, 0) + 1

@@ -14,7 +14,7 @@ from torch._guards import CompileContext
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from longshore.errors import LongshoreError
+from longshore.errors import GradientError, LongshoreError
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.shards import held_part, like
 
@@ -160,6 +160,17 @@ def in_compiled_autograd() -> bool:
     """Return whether the backward under way is one that ``torch.compile`` made (compiled autograd)."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and module.in_compiled_autograd_region
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise GradientError if a backward that begins now, or the one under way, is compiled as a whole."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is not None and (module.compiled_autograd_enabled or module.in_compiled_autograd_region):
+        raise GradientError(
+            "compiled autograd makes one program of a backward, in which ranks cannot reduce gradients as they come; "
+            "set torch._dynamo.config.compiled_autograd = False for an engine on several ranks (torch.compile of the "
+            "model, or of its parts, works)"
+        )
 
 
 def is_converted(placeholder: Tensor) -> bool:
