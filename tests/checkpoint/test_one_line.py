@@ -177,6 +177,16 @@ def test_a_run_that_goes_on_prunes_its_own(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step2", "step3"]
 
 
+@pytest.mark.parametrize("keep_last", [0, -1, True, 1.5, "2"])
+def test_a_number_of_checkpoints_to_keep_that_is_none_removes_nothing(keep_last: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for tag in "ab":
+        longshore.save(tmp_path, model, tag=tag)
+    with pytest.raises(ValueError, match="keep_last is the number of checkpoints that stay, at least 1, not"):
+        longshore.save(tmp_path, model, tag="c", keep_last=keep_last)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "latest"]
+
+
 def test_gradients_on_the_host_are_not_stepped_into_what_is_loaded(tmp_path: Path) -> None:
     model, optimizer = cases.make(release_gradients=True)
     longshore.save(tmp_path, model, optimizer)

@@ -82,6 +82,20 @@ def test_new_memory_and_other_layouts() -> None:
         assert torch.equal(optimizer._core.store.read_state(0, "master"), model[0].weight.detach().reshape(-1))
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_gradient_in_the_memory_of_its_parameter(first: int) -> None:
+    results = []
+    for kind in (torch.optim.SGD, longshore.SGD):
+        parameters = [nn.Parameter(torch.arange(100.0)), nn.Parameter(torch.ones(3, 5))]
+        optimizer = kind(parameters, lr=0.1, momentum=0.9)
+        for step in range(4):
+            for each in parameters:
+                each.grad = each.data if step >= first else torch.ones_like(each)
+            optimizer.step()
+        results.append(torch.cat([each.detach().view(-1) for each in parameters]))
+    assert torch.equal(*results)
+
+
 def test_the_state_of_a_bfloat16_model_does_not_change_a_float32_model() -> None:
     """As everywhere: the parameter is the user's, and the master follows it."""
     parameter, other = nn.Parameter(torch.ones(NUMEL)), nn.Parameter(torch.full((NUMEL,), 3.0, dtype=torch.bfloat16))

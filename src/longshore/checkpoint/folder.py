@@ -73,6 +73,12 @@ def check_tag(tag: object) -> str:
     return tag
 
 
+def check_keep_last(keep_last: object) -> None:
+    """Raise ValueError unless ``keep_last`` is None or a number of checkpoints: fewer than one cannot stay."""
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(f"keep_last is the number of checkpoints that stay, at least 1, not {keep_last!r:.60}")
+
+
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint (possibly damaged) rather than a folder of checkpoints."""
     return any((path / name).is_file() for name in (MANIFEST, METADATA))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longshore.checkpoint.files import checked_entry
-from longshore.checkpoint.folder import check_tag
+from longshore.checkpoint.folder import check_keep_last, check_tag
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
@@ -72,12 +72,13 @@ def save(
             disk failed, or ranks have different parameters of the same name (all ranks raise). Existing checkpoints
             are unchanged. With ``async_save`` the next call of this function, of :func:`load` or of
             :func:`wait_for_checkpoint` raises it.
-        ValueError: ``tag`` is not a valid tag.
+        ValueError: ``tag`` is not a valid tag, or ``keep_last`` is below 1.
         RankError: another rank did not call it in the time in which its process group waits, or has ended.
     """
     wait_for_checkpoint()
     root, ours = Path(save_dir).absolute(), _checked(optimizer)
     check_tag(tag)
+    check_keep_last(keep_last)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(_group_of(model, root / tag))
         if group.process_group is None and _world_size() > 1 and dist.get_rank() != 0:

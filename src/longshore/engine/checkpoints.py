@@ -14,7 +14,7 @@ from torch import nn
 
 from longshore.checkpoint.deepspeed_files import is_deepspeed
 from longshore.checkpoint.files import checked
-from longshore.checkpoint.folder import WholeCheckpoint, check_tag
+from longshore.checkpoint.folder import WholeCheckpoint, check_keep_last, check_tag
 from longshore.checkpoint.rank_group import RankGroup
 from longshore.checkpoint.saving import Background, Target, memory_for_snapshot, prepare, rank_file, write
 from longshore.checkpoint.training_state import CLIENT_STATE, Selection, TrainingState, find
@@ -25,7 +25,6 @@ from longshore.engine.loss_scale import DynamicLossScale, FixedLossScale
 from longshore.engine.random_states import check_random_states, random_states, restore_random_states
 from longshore.engine.ranks import Ranks
 from longshore.engine.window import Window
-from longshore.engine.wording import is_integer, shown
 from longshore.errors import CheckpointError, LongshoreError
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
@@ -111,8 +110,7 @@ class Checkpoints:
         """
         self.wait()
         client_state = client_state or {}
-        if keep_last is not None and (not is_integer(keep_last) or keep_last < 1):
-            raise ValueError(f"keep_last is the number of checkpoints that stay, at least 1, not {shown(keep_last)}")
+        check_keep_last(keep_last)
         if not isinstance(client_state, Mapping):
             raise TypeError(f"client_state is a dictionary, not {type(client_state).__name__}")
         tag = check_tag(f"global_step{self._engine.global_steps}" if tag is None else str(tag))

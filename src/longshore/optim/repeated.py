@@ -123,6 +123,7 @@ class RepeatedStep:
                 or not gradient.is_cpu
                 or not gradient.is_contiguous()
                 or gradient.is_neg()
+                or ((at := gradient.data_ptr()) in (0, address) and parameter.numel() > 0)
             ):
                 return False
             if (history := record.history) is not last:
@@ -133,7 +134,7 @@ class RepeatedStep:
                     known[history] = len(found.rules), self._family.after(group, history)
                     found.rules.append(rule)
                 last, (number, following) = history, known[history]
-            found.add(gradient.data_ptr(), address, number)
+            found.add(at, address, number)
             found.stepped.append(record)
             found.after.append(following)
         return True
