@@ -67,7 +67,8 @@ class TiledOptimizer(torch.optim.Optimizer):
             ValueError: an option or a parameter, which the message names, is not supported; the optimizer is unchanged.
         """
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set)):
-            param_group["params"] = group_members(self.param_groups, param_group["params"])
+            named_beside = [] if "param_names" in param_group else self.param_groups
+            param_group["params"] = group_members(named_beside, param_group["params"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
