@@ -424,6 +424,24 @@ def compiled_autograd(stage: int, compiling: list[int]) -> list[str]:
     return said
 
 
+def different_states(stage: int, one_steps: bool) -> str:
+    """Rank 0 reads the state of a parameter; rank 1 reads that of another size, or steps."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage)
+    drive(engine, Window(), 0, rank, torch.float32)
+    norm = engine.module.norm.weight
+    parameters = [norm, next(each for each in engine.module.parameters() if each.numel() > norm.numel())]
+    if rank == 1 and one_steps:
+        backward(engine, 1, rank)
+        said = raised_by(engine.step)
+    else:
+        said = raised_by(lambda: engine.optimizer.state[parameters[rank]]["exp_avg"])
+    engine.optimizer.close()
+    return said
+
+
 def calls_after_hearing(stage: int, backward_first: bool) -> list[str]:
     """Rank 0 discards its window at once; rank 1 hears of it in step(), and does everything but to discard."""
     import torch.distributed as dist

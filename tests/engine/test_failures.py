@@ -74,6 +74,14 @@ def test_compiled_parts_of_a_model(stage: int, two_ranks: Ranks) -> None:
     two_ranks(failure_cases.compiled_blocks, stage)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("one_steps", [False, True])
+def test_ranks_that_read_different_states(stage: int, one_steps: bool, two_ranks: Ranks) -> None:
+    """Where each has a part of the state: they meet before anything of either size is sent."""
+    for said in two_ranks(failure_cases.different_states, stage, one_steps):
+        assert said.startswith("RankError"), said
+
+
 @STAGES
 @pytest.mark.parametrize("compiling", [[0], pytest.param([0, 1], marks=pytest.mark.slow)], ids=str)
 def test_compiled_autograd_is_refused_by_name(stage: int, compiling: list[int], two_ranks: Ranks) -> None:
