@@ -1,6 +1,8 @@
 #include "step.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -120,24 +122,39 @@ void step_span(const TileStep& tile, const Segment& segment, const RuleEntry& ru
     rule.step(scalars, segment.gradient_dtype, output_dtype, span, tile.source_buffer != tile.target_buffer);
 }
 
-}  // namespace
-
-void check_tile(const TileStep& tile) {
-    if (tile.rule < 0 || static_cast<std::size_t>(tile.rule) >= kBaselineKernels.rule_count) {
-        throw std::invalid_argument("a tile of unknown rule " + std::to_string(tile.rule));
+// Whether a segment's gradient is in the memory of another segment's output, as after
+// `p.grad = q.data`: then what it reads depends on which of them is stepped first.
+bool reads_another_output(const TileStep& tile) {
+    struct Range {
+        std::uintptr_t begin, end;
+        std::size_t segment;
+    };
+    std::vector<Range> outputs;
+    outputs.reserve(tile.segments.size());
+    for (std::size_t i = 0; i < tile.segments.size(); ++i) {
+        const Segment& segment = tile.segments[i];
+        if (segment.output_dtype == DType::none) continue;
+        const auto begin = reinterpret_cast<std::uintptr_t>(segment.output);
+        const std::size_t num_bytes = static_cast<std::size_t>(segment.numel) * item_bytes(segment.output_dtype);
+        outputs.push_back({begin, begin + num_bytes, i});
     }
-    check_table(tile, kBaselineKernels.rules[tile.rule]);
+    const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
+    if (!std::is_sorted(outputs.begin(), outputs.end(), before)) std::sort(outputs.begin(), outputs.end(), before);
+    for (std::size_t i = 0; i < tile.segments.size(); ++i) {
+        const Segment& segment = tile.segments[i];
+        const auto begin = reinterpret_cast<std::uintptr_t>(segment.gradient);
+        const std::uintptr_t end = begin + static_cast<std::size_t>(segment.numel) * item_bytes(segment.gradient_dtype);
+        // Outputs do not overlap each other, so at most one that begins before the gradient reaches into it.
+        auto found = std::upper_bound(outputs.begin(), outputs.end(), Range{begin, 0, 0}, before);
+        if (found != outputs.begin() && std::prev(found)->end > begin) --found;
+        for (; found != outputs.end() && found->begin < end; ++found) {
+            if (found->segment != i) return true;
+        }
+    }
+    return false;
 }
 
-void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
-    check_tile(tile);
-    const RuleEntry& rule = kernels_for(isa).rules[tile.rule];
-    std::vector<float> scalars;
-    {
-        StandardFloatMode mode;  // or flush-to-zero would make a denormal eps zero
-        scalars = rounded(tile);
-    }
-
+void run_pieces(const TileStep& tile, const RuleEntry& rule, const std::vector<float>& scalars, ThreadPool& pool) {
     // Cut the elements of all segments into pieces of equal size, so that a tile of
     // a thousand biases is shared out like a tile of one matrix.
     std::vector<std::int64_t> ends;
@@ -158,6 +175,32 @@ void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
             at += count;
         }
     });
+}
+
+}  // namespace
+
+void check_tile(const TileStep& tile) {
+    if (tile.rule < 0 || static_cast<std::size_t>(tile.rule) >= kBaselineKernels.rule_count) {
+        throw std::invalid_argument("a tile of unknown rule " + std::to_string(tile.rule));
+    }
+    check_table(tile, kBaselineKernels.rules[tile.rule]);
+}
+
+void step_tile(const TileStep& tile, ThreadPool& pool, InstructionSet isa) {
+    check_tile(tile);
+    const RuleEntry& rule = kernels_for(isa).rules[tile.rule];
+    std::vector<float> scalars;
+    {
+        StandardFloatMode mode;  // or flush-to-zero would make a denormal eps zero
+        scalars = rounded(tile);
+    }
+
+    if (!reads_another_output(tile)) return run_pieces(tile, rule, scalars, pool);
+    TileStep alone = tile;
+    for (const Segment& segment : tile.segments) {  // one after the other, as torch does
+        alone.segments = {segment};
+        run_pieces(alone, rule, scalars, pool);
+    }
 }
 
 }  // namespace longshore

@@ -332,3 +332,21 @@ def test_a_state_set_before_the_first_step_leaves_the_others_as_they_begin() -> 
         optimizer.step()
         assert optimizer.state[parameter]["sum"].eq(1.5).all()
     assert torch.equal(*parameters)
+
+
+def test_states_are_in_the_order_in_which_they_came() -> None:
+    """As in torch's dictionary: one that was asked for before the first step comes first."""
+    orders = []
+    for kind in (longshore.AdamW, torch.optim.AdamW):
+        parameters = [nn.Parameter(torch.ones(4)) for _ in range(4)]
+        optimizer = kind(parameters)
+        assert "step" not in optimizer.state[parameters[2]]
+        for given in (parameters[1:3], parameters):
+            for each in given:
+                each.grad = torch.ones(4)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert len(optimizer.state[parameters[1]]) > 0
+        places = {id(each): place for place, each in enumerate(parameters)}
+        orders.append([places[id(each)] for each in optimizer.state])
+    assert orders[0] == orders[1] == [2, 1, 0, 3]

@@ -113,3 +113,22 @@ def test_the_state_of_a_bfloat16_model_does_not_change_a_float32_model() -> None
         each.grad = torch.ones(NUMEL)
         by.step()
     assert torch.equal(parameter[: NUMEL // 16 * 16], twin[: NUMEL // 16 * 16])
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1 << 16, None)], ids=["whole", "from the middle on"])
+def test_gradients_in_the_memory_of_other_parameters(part: slice) -> None:
+    """torch steps one parameter after the other: the second reads what the first has become. Each is several pieces of
+    work, which threads take at the same time."""
+    models = []
+    for kind, options in ((longshore.SGD, {}), (torch.optim.SGD, {"fused": True})):
+        torch.manual_seed(0)
+        p, q = (nn.Parameter(torch.randn(1 << 20)) for _ in range(2))
+        views = [nn.Parameter(each.data[part]) for each in (p, q)]  # parameters in the memory of two tensors
+        optimizer = kind(views, lr=0.1, **options)
+        other = [each.data[: views[0].numel()] for each in (p, q)]
+        for _ in range(5):
+            views[0].grad, views[1].grad = other[1], other[0]
+            optimizer.step()
+        models.append(views)
+    for ours, plain in zip(*models, strict=True):
+        assert torch.equal(ours, plain)

@@ -568,3 +568,20 @@ def test_unfrozen_in_mid_training() -> None:
         assert same_weights(plain_model, model), step
     assert optimizer.state[model[0].weight]["step"] == 4
     assert optimizer.state[model[2].weight]["step"] == 4
+
+
+def test_a_frozen_parameter_with_a_gradient_set_by_hand() -> None:
+    """As in torch it is stepped, and its hooks take gradients again once it thaws."""
+    results = []
+    for kind, options in ((longshore.SGD, {"release_gradients": True}), (torch.optim.SGD, {})):
+        first, second = parameters = [nn.Parameter(torch.ones(16)) for _ in range(2)]
+        optimizer = kind(parameters, lr=0.1, **options)
+        second.requires_grad_(False)
+        second.grad = torch.ones(16)
+        optimizer.step()
+        optimizer.zero_grad()
+        second.requires_grad_(True)
+        (first.sum() + second.sum()).backward()
+        optimizer.step()
+        results.append(parameters)
+    assert all(map(torch.equal, *results)) and results[0][1][0] < results[0][0][0]

@@ -477,3 +477,38 @@ def test_ctrl_c_at_any_write_waits_until_the_state_is_whole(monkeypatch: pytest.
     for each, stepped in ((model, saving), (other, optimizer)):
         train(each, stepped, range(3, 5))
     assert same_weights(model, other)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_states_have_the_memory_order_of_their_parameters(fused: bool) -> None:
+    """torch's fused kernels take a parameter and its states as they lie in memory: a longshore state of a transposed or
+    channels-last parameter, loaded into torch, trains the same weights as one that torch made."""
+
+    def parameters() -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        conv = torch.randn(8, 4, 4, 4).to(memory_format=torch.channels_last)
+        return [nn.Parameter(conv), nn.Parameter(torch.randn(16, 32).t())]
+
+    def step(optimizer: Any, members: list[nn.Parameter]) -> None:
+        for each in members:
+            each.grad = each.detach() * 0.1
+            assert each.grad.stride() == each.stride()
+        optimizer.step()
+
+    ours, plain = parameters(), parameters()
+    first, theirs = longshore.AdamW(ours, lr=1e-2), torch.optim.AdamW(plain, lr=1e-2, fused=True)
+    for _ in range(2):
+        step(first, ours)
+        step(theirs, plain)
+    for each in ours:
+        assert first.state[each]["exp_avg"].stride() == each.stride()
+    second = torch.optim.AdamW(ours, lr=1e-2, **({"fused": True} if fused else {}))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for _ in range(2):
+        step(second, ours)
+        step(theirs, plain)
+    assert all(map(torch.equal, ours, plain))
+    first.state[ours[0]]["exp_avg"].zero_()  # edits are seen in whatever order
+    assert not first.state[ours[0]]["exp_avg"].any()
+    step(first, ours)
+    assert torch.allclose(first.state[ours[0]]["exp_avg"], ours[0].grad * 0.1)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from longshore.errors import ParameterError
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.shards import flat, like
+from longshore.optim.shards import like
 from longshore.optim.state import StateOwner, checked_state, clear_state, write_state
-from longshore.optim.state_copy import StateCopy
+from longshore.optim.state_copy import StateCopy, in_order_of
 from longshore.tiles import MASTER
 
 _LEAST_BYTES = 1 << 26
@@ -37,7 +37,8 @@ class HandedOut:
         self.states: weakref.WeakValueDictionary[int, ParameterState] = weakref.WeakValueDictionary()
         """The mappings that users have."""
         self.touched: dict[int, bool] = {}
-        """The parameters whose mappings were asked for: as in torch's defaultdict, they are there from then on."""
+        """The parameters whose mappings were asked for: as in torch's defaultdict, they are there from then on. In the
+        order in which they came, together with those that have a state."""
         self.others: dict[Any, Any] = {}
         """Entries of ``optimizer.state`` whose keys are no tensors."""
         self.unplaced: list[tuple[Tensor, Any]] = []
@@ -79,21 +80,21 @@ class HandedOut:
         if copy is None:
             self._make_room(record, core)
             values = _read(record, name, core)
+            memory = values if name in _numbers(record) else in_order_of(record.kept.detach(), values)
         else:
             if copy.checksum is not None:
                 copy.check_unedited(record, name)
-                copy.values.copy_(_read(record, name, core))
+                copy.update(_read(record, name, core))
                 copy.checksum = None
             handed = copy.handed()
             if handed is not None:
                 return handed
-            values = copy.values
+            memory = copy.memory
         if name in _numbers(record):
-            handed = values.view(())
+            handed = memory.view(())
         else:
-            handed = values.view(record.kept.shape)
-            handed = like(record.parameter, handed) if record.keeps_shard else handed
-        self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(values.detach(), handed)
+            handed = like(record.parameter, memory.detach()) if record.keeps_shard else memory.detach()
+        self.copies.setdefault(id(record.parameter), {})[name] = StateCopy(memory.detach(), handed)
         return handed
 
     def _make_room(self, record: ParameterRecord, core: StateOwner) -> None:
@@ -101,7 +102,7 @@ class HandedOut:
         if self._new_bytes > self._most_bytes:
             self.write_back(core)
             held = [copy for copies in self.copies.values() for copy in copies.values()]
-            self._new_bytes = sum(copy.values.nbytes + 1024 for copy in held)
+            self._new_bytes = sum(copy.memory.nbytes + 1024 for copy in held)
             self._most_bytes = max(_LEAST_BYTES, 2 * self._new_bytes)
 
     def write_back(self, core: StateOwner) -> None:
@@ -118,7 +119,7 @@ class HandedOut:
             for name, value in assigned.items():
                 if _is_plain(value, record) and name not in _numbers(record):
                     # As in torch, the tensor is the state now.
-                    self.copies.setdefault(key, {})[name] = StateCopy(flat(value), value)
+                    self.copies.setdefault(key, {})[name] = StateCopy(value.detach(), value)
         for key in list(self.copies):
             record, copies = core.by_id[key], self.copies[key]
             for name, copy in list(copies.items()):
@@ -140,7 +141,7 @@ class HandedOut:
                 if not copy.in_use or copy.checksum is not None:
                     continue
                 if name in _numbers(record) or core.store.local is core.store:
-                    copy.values.copy_(_read(record, name, core))
+                    copy.update(_read(record, name, core))
                 else:
                     copy.checksum = copy.compute_checksum()
 
@@ -327,8 +328,16 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
             if id(key) not in self._core.by_id:
                 self._core.members()  # takes up parameters that were put into the groups
             found = states[id(key)] = ParameterState(self._record(key), self._core)
-        self._core.handed_out.touched[id(key)] = True
+        if id(key) not in self._core.handed_out.touched:
+            self._note_order()  # of those that have a state before this one is asked for
+            self._core.handed_out.touched[id(key)] = True
         return found
+
+    def _note_order(self) -> None:
+        touched = self._core.handed_out.touched
+        for record in self._core.records:
+            if id(record.parameter) not in touched and record.parameter in self:
+                touched[id(record.parameter)] = True
 
     def __setitem__(self, key: Any, state: Any) -> None:
         if not isinstance(key, Tensor):
@@ -366,9 +375,10 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         return record is not None and (touched or len(ParameterState(record, self._core)) > 0)
 
     def __iter__(self) -> Iterator[Any]:
-        among, records = self._core.handed_out.saved, self._core.records
-        members = [record.parameter for record in records if among is None or record.index in among]
-        yield from [parameter for parameter in members if parameter in self]
+        self._note_order()
+        among, by_id = self._core.handed_out.saved, self._core.by_id
+        records = [by_id[key] for key in self._core.handed_out.touched if key in by_id]
+        yield from [record.parameter for record in records if among is None or record.index in among]
         yield from list(self._core.handed_out.others)
 
     def __len__(self) -> int:

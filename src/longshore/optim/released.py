@@ -37,6 +37,8 @@ class ReleaseHooks:
     def follow(self) -> None:
         """Hook the leaf's present node: converting a model to another dtype and back makes a new node."""
         leaf, before = self._leaf, self._before
+        if not leaf.requires_grad:
+            return  # it was frozen, and has no node
         with torch.enable_grad():  # conversions run without
             node = torch.autograd.graph.get_gradient_edge(leaf).node
         if node is self._node:

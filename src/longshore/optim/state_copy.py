@@ -10,27 +10,45 @@ from torch import Tensor
 
 from longshore.errors import ParameterError
 from longshore.optim.parameters import ParameterRecord
+from longshore.optim.shards import flat, is_sharded
+
+
+def in_order_of(parameter: Tensor, values: Tensor) -> Tensor:
+    """Return flat values in the shape of a parameter, and in its order in memory, as torch makes its states: torch's
+    fused kernels read both as they lie."""
+    shaped = values.view(parameter.shape)
+    if is_sharded(parameter) or parameter.is_contiguous():
+        return shaped
+    return torch.empty_like(parameter, dtype=values.dtype, device=values.device, requires_grad=False).copy_(shaped)
 
 
 class StateCopy:
     """A copy of one state of a parameter that was handed out.
 
     Args:
-        values: the copy's memory, flat, in a tensor that nobody else has.
+        memory: the copy's memory, in a tensor that nobody else has.
         handed: the tensor that the user has.
     """
 
-    def __init__(self, values: Tensor, handed: Tensor) -> None:
-        self.values = values
+    def __init__(self, memory: Tensor, handed: Tensor) -> None:
+        self.memory = memory
         self.handed = weakref.ref(handed)
         self.checksum: int | None = None
         """Checksum of a copy that a step left behind, since only all ranks together can read the new state."""
 
     @property
+    def values(self) -> Tensor:
+        """The values, flat."""
+        return flat(self.memory)
+
+    def update(self, values: Tensor) -> None:
+        self.memory.copy_(values.view(self.memory.shape))
+
+    @property
     def in_use(self) -> bool:
         """Whether a tensor, a view or an array of the user's is over this memory."""
-        # Two are ours: ``values``, and the storage that is asked.
-        return torch._C._storage_Use_Count(self.values.untyped_storage()._cdata) > 2  # pyright: ignore
+        # Two are ours: ``memory``, and the storage that is asked.
+        return torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata) > 2  # pyright: ignore
 
     def check_unedited(self, record: ParameterRecord, name: str) -> None:
         """Raise ParameterError if the copy was edited after a step had left it behind."""
@@ -42,4 +60,4 @@ class StateCopy:
             )
 
     def compute_checksum(self) -> int:
-        return zlib.crc32(self.values.numpy().tobytes())
+        return zlib.crc32(self.memory.numpy().tobytes())
