@@ -138,9 +138,23 @@ MUTANTS = [
     Mutant(
         "views of a copy do not count as in use",
         "optim/state_copy.py",
-        "        return torch._C._storage_Use_Count(self.values.untyped_storage()._cdata) > 2",
+        "        return torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata) > 2",
         "        return self.handed() is not None",
         ("tests/optim/test_edited_state.py",),
+    ),
+    Mutant(
+        "a parameter takes the index of one that was replaced",
+        "optim/core.py",
+        "ParameterRecord(self._next_index + position, name",
+        "ParameterRecord(1 + max((each.index for each in self.records), default=-1) + position, name",
+        ("tests/optim/test_laid_out_anew.py",),
+    ),
+    Mutant(
+        "states lie in another order than their parameters",
+        "optim/state_copy.py",
+        "    if is_sharded(parameter) or parameter.is_contiguous():\n        return shaped\n",
+        "    return shaped\n",
+        ("tests/optim/test_state_dict.py",),
     ),
     Mutant(
         "the memory of replaced parameters is kept",

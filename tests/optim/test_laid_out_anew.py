@@ -177,3 +177,22 @@ def test_a_parameter_put_into_a_group_whose_names_are_fewer() -> None:
             optimizer.step()
         results.append(torch.stack([parameter.detach() for parameter in parameters]))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_parameter_that_is_cut_in_place_is_named(release: bool) -> None:
+    """``p.data = p.data[keep]`` after a step: torch's state is cut as well, ours is told how."""
+    parameter = nn.Parameter(torch.ones(8, 4))
+    optimizer = longshore.AdamW([("weight", parameter)], release_gradients=release)
+    parameter.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    parameter.data = parameter.data[:5]
+    message = r"weight was torch.float32 \[8, 4\].* \[5, 4\].*state\[new\] = state.pop\(old\)"
+    for use in (lambda: optimizer.state[parameter]["exp_avg"], optimizer.state_dict):
+        with pytest.raises(longshore.ParameterError, match=message):
+            use()
+    if not release:
+        parameter.grad = torch.ones(5, 4)
+        with pytest.raises(longshore.ParameterError, match=message):
+            optimizer.step()

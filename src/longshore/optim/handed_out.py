@@ -76,6 +76,7 @@ class HandedOut:
     def hand_out(self, record: ParameterRecord, name: str, core: StateOwner) -> Tensor:
         """Return a copy of a state: float32, on the CPU, of the parameter's shape (numbers: 0-dim)."""
         core.store.check_usable()
+        record.check()
         copy = self.copies.get(id(record.parameter), {}).get(name)
         if copy is None:
             self._make_room(record, core)

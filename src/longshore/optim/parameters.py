@@ -149,7 +149,8 @@ class ParameterRecord:
             raise ParameterError(
                 f"parameter {self.name} was {self.dtype} {list(self.shape)} on {self.device} when the optimizer was "
                 f"built and is {parameter.dtype} {list(parameter.shape)} on {parameter.device} now; "
-                "build the optimizer after moving or converting the model"
+                "build the optimizer after moving or converting the model; to change a shape, put a new parameter into "
+                "its group, and move its state (group['params'][i] = new; state[new] = state.pop(old))"
             )
 
     def check_gradient(self, gradient: Tensor, same_dtype: bool) -> None:
@@ -166,6 +167,7 @@ class ParameterRecord:
                 f"it must be {' or '.join(str(dtype) for dtype in dtypes)}"
             )
         if gradient.device != self.device or gradient.shape != self.shape:
+            self.check()  # it is the parameter that changed
             raise GradientError(
                 f"parameter {self.name} is {list(self.shape)} on {self.device}, and its gradient is "
                 f"{list(gradient.shape)} on {gradient.device}"
