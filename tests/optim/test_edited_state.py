@@ -350,3 +350,17 @@ def test_states_are_in_the_order_in_which_they_came() -> None:
         places = {id(each): place for place, each in enumerate(parameters)}
         orders.append([places[id(each)] for each in optimizer.state])
     assert orders[0] == orders[1] == [2, 1, 0, 3]
+
+
+def test_a_state_that_was_assigned_and_dropped_is_read_after_the_step() -> None:
+    states = []
+    for kind, options in ((longshore.AdamW, {}), (torch.optim.AdamW, {"fused": True})):
+        parameter = nn.Parameter(torch.ones(16))
+        optimizer = kind([parameter], lr=0.1, **options)
+        for _ in range(2):
+            parameter.grad = torch.ones(16)
+            optimizer.step()
+            optimizer.state[parameter]["exp_avg"] = torch.full((16,), 5.0)
+        optimizer.step()
+        states.append(optimizer.state[parameter]["exp_avg"])
+    assert torch.equal(*states) and states[0][0] != 5.0

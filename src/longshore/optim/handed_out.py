@@ -138,10 +138,12 @@ class HandedOut:
         changes the tensors that users have."""
         for key, copies in self.copies.items():
             record = core.by_id[key]
-            for name, copy in copies.items() if record.index in changed else ():
-                if not copy.in_use or copy.checksum is not None:
+            for name, copy in list(copies.items()) if record.index in changed else ():
+                if not copy.in_use:
+                    del copies[name]  # it would be handed out again, with the values before the step
+                elif copy.checksum is not None:
                     continue
-                if name in _numbers(record) or core.store.local is core.store:
+                elif name in _numbers(record) or core.store.local is core.store:
                     copy.update(_read(record, name, core))
                 else:
                     copy.checksum = copy.compute_checksum()
