@@ -96,6 +96,27 @@ def failing_backward(stage: int, failing: list[int], by_hand: bool = False) -> l
     return said
 
 
+def failing_backward_of_several(stage: int) -> list[str]:
+    """The first of two backwards of a window raises on rank 1; both ranks call ``step()`` after each backward, and meet
+    elsewhere between them, as for a metric."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage, gradient_accumulation_steps=2)
+    said = [raised_by(lambda: explode(engine, 0, rank) if rank else backward(engine, 0, rank))]
+    for _ in range(2):
+        said.append(raised_by(engine.step))
+        dist.all_reduce(torch.zeros(1))
+        said.append(raised_by(lambda: backward(engine, 0, rank)))
+    engine.zero_grad()
+    for step in range(2):
+        for _ in range(2):
+            backward(engine, step, rank)
+            engine.step()
+    engine.optimizer.close()
+    return said
+
+
 def failing_backward_discarded_at_once(stage: int, failing: list[int], slow: bool) -> list[str]:
     """Rank 0 (or both) catches its error and goes on with the next batch; rank 1 learns of it in step().
 

@@ -35,6 +35,15 @@ def test_a_rank_that_gave_up_its_window_says_so_whatever_is_in_its_grad(two_rank
     assert second[-1].startswith("GradientError: rank 0 failed in this window")
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_step_that_is_not_due_meets_nobody_after_a_failed_backward(stage: int, two_ranks: Ranks) -> None:
+    """The other rank, whose step is not due, would not come."""
+    first, second = two_ranks(failure_cases.failing_backward_of_several, stage)
+    assert "exploded on purpose" in second[0] and first[:3] == ["", "", ""]
+    assert all("a backward of this window failed" in said for said in (second[1], second[3]))
+    assert "GradientError" in first[3]
+
+
 @pytest.mark.covering(2)
 @STAGES
 @pytest.mark.parametrize("slow", [False, True])

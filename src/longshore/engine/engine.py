@@ -145,8 +145,7 @@ class Engine(nn.Module):
             with self._timing("backward"):
                 self._times_scale(divided).backward(retain_graph=retain_graph)
         except BaseException as error:
-            window.failed = True
-            failure = GradientError(
+            failure = window.failed = GradientError(
                 f"a backward of this window failed ({type(error).__name__}: {error}); "
                 "call engine.zero_grad() to discard the window and go on"
             )

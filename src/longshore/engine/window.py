@@ -79,8 +79,8 @@ class Window:
         """Calls of ``engine.backward()``."""
         self.calls = 0
         """Calls of ``engine.step()`` that were not due."""
-        self.failed = False
-        """Whether a backward raised."""
+        self.failed: GradientError | None = None
+        """The error of a backward that raised."""
         self.scaled = False
         """Whether the user asked for the loss scale, for a ``loss.backward()`` of their own."""
         self._raw = False
@@ -91,7 +91,7 @@ class Window:
     @property
     def open(self) -> bool:
         """Whether anything was called since the last window ended."""
-        return self.failed or self.backwards > 0 or self.calls > 0
+        return self.failed is not None or self.backwards > 0 or self.calls > 0
 
     # -- backwards ------------------------------------------------------------
 
@@ -123,14 +123,17 @@ class Window:
     def due(self, raw: bool, loss_scale: float) -> bool:
         """Return whether a ``step()`` is due; ``raw``: gradients arrived outside of ``engine.backward()``.
 
-        After a failed backward it is, so that this rank meets the others, and all of them raise.
+        After a failed backward it is due where the others are due as well, so that all of them meet, and raise.
 
         Raises:
             LongshoreError: the number of backwards is unknown, because some were not the engine's.
-            GradientError: these have no loss scale.
+            GradientError: these have no loss scale; or a backward failed, and the window goes on for the other ranks.
         """
-        if self.failed:
-            return True
+        if self.failed is not None:
+            if raw or self.at_boundary():
+                return True
+            self.calls += 1
+            raise self.failed
         due = self._counted(raw)
         if due and raw and not self.scaled and loss_scale != 1.0:
             raise GradientError(
