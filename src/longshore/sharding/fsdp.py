@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
@@ -134,6 +135,7 @@ class FullyShardedModel:
         """Call ``call`` after each module's first forward, when its parameters have been gathered and no backward has
         reached them."""
 
+        @_disable_dynamo  # it looks into weak dictionaries, which other threads change meanwhile
         def once(module: nn.Module, *_: object) -> None:
             self._hooks.pop(module).remove()
             assert isinstance(module, FSDPModule)
