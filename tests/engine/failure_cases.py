@@ -117,6 +117,26 @@ def failing_backward_of_several(stage: int) -> list[str]:
     return said
 
 
+def failing_backward_before_one_step(stage: int, goes_on: bool) -> list[str]:
+    """As above, with one ``step()`` after all backwards of a window: it is the one that the other rank calls, whether
+    rank 1 ``goes_on`` with the second backward or not."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    engine = make_engine(stage, gradient_accumulation_steps=2)
+    for _ in range(2):
+        backward(engine, 0, rank)
+    engine.step()
+    said = [raised_by(lambda: explode(engine, 0, rank) if rank else backward(engine, 0, rank))]
+    if goes_on or rank == 0:
+        backward(engine, 0, rank)
+    said.append(raised_by(engine.step))
+    dist.all_reduce(torch.zeros(1))
+    engine.zero_grad()
+    engine.optimizer.close()
+    return said
+
+
 def failing_backward_discarded_at_once(stage: int, failing: list[int], slow: bool) -> list[str]:
     """Rank 0 (or both) catches its error and goes on with the next batch; rank 1 learns of it in step().
 

@@ -44,6 +44,13 @@ def test_a_step_that_is_not_due_meets_nobody_after_a_failed_backward(stage: int,
     assert "GradientError" in first[3]
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_one_step_for_several_backwards_is_due_after_a_failed_one(goes_on: bool, two_ranks: Ranks) -> None:
+    first, second = two_ranks(failure_cases.failing_backward_before_one_step, 1, goes_on)
+    assert "exploded on purpose" in second[0] and "a backward of this window failed" in second[1]
+    assert first[0] == "" and "GradientError" in first[1]
+
+
 @pytest.mark.covering(2)
 @STAGES
 @pytest.mark.parametrize("slow", [False, True])

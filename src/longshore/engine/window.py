@@ -71,12 +71,19 @@ class Window:
         """The boundary that the user declared last; None: none was declared, so backwards are counted."""
         self.discards = 0
         """Partly filled windows that were discarded since the last step that was due."""
+        self._steps_after_each = True
+        """Whether the last window of several backwards had a ``step()`` after each of them, or one for all."""
+        self._attempts = self.calls = 0
         self.begin()
 
     def begin(self) -> None:
         """Begin a new window, after the former one was applied, skipped or discarded."""
+        if self._attempts > 1:
+            self._steps_after_each = self.calls > 0
+        self._attempts = 0
+        """Calls of ``engine.backward()``, with those that raised."""
         self.backwards = 0
-        """Calls of ``engine.backward()``."""
+        """Calls of ``engine.backward()`` that raised nothing."""
         self.calls = 0
         """Calls of ``engine.step()`` that were not due."""
         self.failed: GradientError | None = None
@@ -116,6 +123,7 @@ class Window:
     def end_backward(self, arrived: int, succeeded: bool) -> None:
         """Count an ``engine.backward()``, after which ``arrived`` gradients have arrived in this window."""
         self._arrived = arrived
+        self._attempts += 1
         self.backwards += succeeded
 
     # -- the step -------------------------------------------------------------
@@ -130,7 +138,8 @@ class Window:
             GradientError: these have no loss scale; or a backward failed, and the window goes on for the other ranks.
         """
         if self.failed is not None:
-            if raw or self.at_boundary():
+            after_each = self.calls + 1 >= self._attempts if self._attempts > 1 else self._steps_after_each
+            if raw or self.at_boundary() or not after_each:
                 return True
             self.calls += 1
             raise self.failed

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._guards import CompileContext
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from longshore.errors import GradientError, LongshoreError
 from longshore.optim.parameters import ParameterRecord
@@ -32,6 +33,7 @@ class ReleaseHooks:
         self._before = before
         self._after_handle = leaf.register_post_accumulate_grad_hook(lambda _leaf: after())
         self._node: Node | None = None
+        self._before_handle: RemovableHandle | None = None
         self.follow()
 
     def follow(self) -> None:
@@ -53,7 +55,8 @@ class ReleaseHooks:
     def remove(self) -> None:
         """Remove the hooks. A placeholder stays in ``.grad``: whoever uses the gradient is told that it is gone."""
         self._after_handle.remove()
-        self._before_handle.remove()
+        if self._before_handle is not None:
+            self._before_handle.remove()
 
 
 # These operations read no values, and torch calls them before operations that raise the error below.
