@@ -82,16 +82,18 @@ def test_a_tensor_that_is_kept_follows_the_steps_and_edits_of_it_count(kind: Kin
     pair.train(range(1))
     kept = {name: pair.both(0, name) for name in names_of(kind)}
     views = [tensor[:2] for tensor in pair.both(4, kind.states[0])]
+    data = [tensor.data for tensor in pair.both(2, kind.states[0])]  # knows nothing of the tensor that it comes from
     pair.train(range(1, 3))
+    assert torch.equal(*data)
     for name, (theirs, ours) in kept.items():
         assert torch.equal(theirs, ours) and pair.both(0, name)[1] is ours
     for theirs, ours in kept.values():
         for tensor in (theirs, ours):
             tensor.mul_(2)
-    for view in views:
+    for view in (*views, *data):
         view.zero_()
     pair.train(range(3, 5))
-    assert torch.equal(*views)
+    assert torch.equal(*views) and torch.equal(*data)
 
 
 def test_each_step_may_be_followed_by_an_edit_and_edits_come_between_backward_and_step() -> None:
