@@ -351,3 +351,11 @@ def test_nan_and_infinity_go_where_torch_lets_them() -> None:
 
 def _same_but_nan(a: Tensor, b: Tensor) -> bool:
     return torch.equal(torch.nan_to_num(a, nan=7.0), torch.nan_to_num(b, nan=7.0))
+
+
+def test_gradients_stay_by_default() -> None:
+    model = small_model()
+    optimizer = longshore.from_client(torch.optim.AdamW(model.parameters()))
+    loss_of(model, 0).backward()
+    assert type(model[0].weight.grad) is torch.Tensor
+    optimizer.step()

@@ -215,7 +215,7 @@ def test_adagrads_sums_begin_with_one_value_for_all_groups() -> None:
     ("kind", "state", "message"),
     [
         ("Lion", {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}, "keeps step, exp_avg, master"),
-        ("Lion", {"step": 1}, "lacks exp_avg"),
+        ("Lion", {"step": 1}, "lacks exp_avg, and has step; load it with the class that saved it"),
         ("Adagrad", {"step": 1}, "lacks sum"),
         ("Adagrad", {"sum": torch.zeros(3)}, "lacks step"),
         ("SGD", {"step": 1, "sum": torch.zeros(3)}, "unknown state 'sum'; longshore keeps momentum_buffer, master"),
@@ -238,3 +238,22 @@ def test_states_that_others_leave_out() -> None:
     assert torch.equal(lion.state[parameter]["exp_avg"], torch.ones(3))
     sgd.load_state_dict({**sgd.state_dict(), "state": {0: {"momentum_buffer": None}}})
     assert parameter not in sgd.state
+
+
+@pytest.mark.parametrize("text", ["1e-3", "auto"])
+def test_a_number_as_text_is_refused_with_what_yaml_reads(text: str) -> None:
+    message = f"lr is a number, not the text '{text}'; YAML reads 1e-3 as text, and 1.0e-3 as a number"
+    for kind in (longshore.AdamW, longshore.SGD, longshore.Lion, longshore.Adagrad):
+        with pytest.raises(TypeError, match=message):
+            kind([nn.Parameter(torch.ones(3))], lr=text)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"betas\[1\] is a number, not the text"):
+        longshore.AdamW([nn.Parameter(torch.ones(3))], betas=(0.9, text))  # pyright: ignore[reportArgumentType]
+    theirs = torch.optim.NAdam([nn.Parameter(torch.ones(3))])
+    theirs.param_groups[0]["lr"] = text
+    with pytest.warns(UserWarning, match="has no kernel"):
+        optimizer = longshore.from_client(torch.optim.NAdam([nn.Parameter(torch.ones(3))]))
+    optimizer.param_groups[0]["lr"] = text
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    for refuse in (lambda: longshore.from_client(theirs), optimizer.step):
+        with pytest.raises(TypeError, match=message):
+            refuse()

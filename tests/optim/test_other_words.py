@@ -21,6 +21,7 @@ import longshore
         (longshore.AdamW, {"percentile_clipping": 5}, "clip_grad_norm_"),
         (longshore.Lion, {"block_wise": True}, "float32"),
         (longshore.Lion, {"min_8bit_size": 4096}, "float32"),
+        (longshore.SGD, {"args": None}, "8-bit"),
         (longshore.Lion, {"use_triton": True}, "Triton"),
         (longshore.Lion, {"decoupled_weight_decay": True}, "divided by the first lr"),
         (longshore.AdamW, {"optimizer_class": torch.optim.AdamW}, "longshore.from_client"),

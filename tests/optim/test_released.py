@@ -60,6 +60,31 @@ def test_grad_is_a_placeholder_without_memory() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("read", "asking"),
+    [
+        (lambda gradient: gradient.norm(), "norm"),
+        (lambda gradient: gradient + 1, "add"),
+        (lambda gradient: 2 * gradient, "mul"),
+        (lambda gradient: gradient[0], "__getitem__"),
+        (lambda gradient: gradient.isnan().any(), "isnan"),
+        (lambda gradient: gradient.clone(), "clone"),
+        (lambda gradient: gradient.tolist(), "tolist"),
+    ],
+)
+def test_reading_a_gradient_that_is_on_the_host_says_what_to_do(read: Callable[[Any], Any], asking: str) -> None:
+    model = small_model()
+    optimizer = released(model)
+    loss_of(model, 0).backward()
+    with pytest.raises(longshore.LongshoreError) as caught:
+        read(model[0].weight.grad)
+    said = str(caught.value)
+    assert said.startswith("parameter 0.weight: release_gradients=True has moved the gradient to the host, and ")
+    assert f"and {asking} asked for it. Use optimizer.clip_grad_norm_() and optimizer.grad_norm()" in said
+    assert "release_gradients=False for a GradScaler, and where .grad itself is read or edited" in said
+    optimizer.step()  # nothing is lost by asking
+
+
 def test_gradients_are_freed_during_backward() -> None:
     """The increments that autograd made are gone when backward returns, but for what is in flight."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])

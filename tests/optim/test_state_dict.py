@@ -201,6 +201,50 @@ def test_deleting_or_replacing_state_starts_a_parameter_anew() -> None:
         assert torch.equal(optimizer.state[model[0].weight][key], value)
 
 
+@pytest.mark.parametrize(
+    ("saving", "options", "loading", "message"),
+    [
+        ("SGD", {"momentum": 0.9}, "AdamW", "has no betas: .*momentum, dampening"),
+        ("SGD", {}, "Lion", "group 0 of the state has no betas: it is another optimizer's"),
+        ("Adagrad", {}, "Adam", "has no betas: .*lr_decay"),
+        ("Adafactor", {}, "AdamW", "has no betas: .*beta2_decay"),
+        ("Adam", {}, "SGD", "has no momentum: .*betas"),
+        ("Adam", {}, "Lion", "unknown state 'exp_avg_sq'; longshore keeps step, exp_avg, master for this optimizer, "
+         "and step, exp_avg, exp_avg_sq is another's"),
+        ("Adamax", {}, "Adam", "unknown state 'exp_inf'; longshore keeps step, exp_avg, exp_avg_sq, master"),
+        ("Adam", {}, "Adagrad", "unknown state 'exp_avg'; longshore keeps step, sum, master"),
+    ],
+)  # fmt: skip
+def test_a_state_of_another_optimizer_says_what_it_has(
+    saving: str, options: dict[str, Any], loading: str, message: str
+) -> None:
+    model, other = small_model(), small_model()
+    saved = getattr(torch.optim, saving)(other.parameters(), lr=1e-2, **options)
+    train(other, saved, range(1))
+    optimizer = getattr(longshore, loading)(model.parameters(), lr=1e-2)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=f"{message}.*load it with the class that saved it, or begin anew"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading", "message"),
+    [
+        ([6], [2, 4], r"groups of \[6\] parameters, and this optimizer of \[2, 4\]: they differ from group 0 on"),
+        ([2, 4], [2, 3], r"groups of \[2, 4\] parameters, and this optimizer of \[2, 3\]: they differ from group 1 on"),
+        ([2, 4], [2, 4, 0], "they differ from group 2 on"),
+    ],
+)
+def test_groups_that_do_not_fit_are_told_apart(saved: list[int], loading: list[int], message: str) -> None:
+    def grouped(numel: list[int]) -> longshore.AdamW:
+        parameters = iter(list(small_model().parameters()))
+        return longshore.AdamW([{"params": [next(parameters) for _ in range(n)]} for n in numel])
+
+    with pytest.raises(ValueError, match=f"{message}; build the optimizer with the groups"):
+        grouped(loading).load_state_dict(grouped(saved).state_dict())
+
+
 @pytest.mark.parametrize("edit", ["shape", "groups", "amsgrad", "unknown", "names", "stranger", "option", "step"])
 def test_a_state_that_does_not_fit_changes_nothing(edit: str) -> None:
     model = small_model()

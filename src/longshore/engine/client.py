@@ -30,7 +30,7 @@ be in another tile or on another rank."""
 def from_client(
     optimizer: torch.optim.Optimizer,
     *,
-    release_gradients: bool,
+    release_gradients: bool = False,
     offload: StoreFactory | None = None,
     names: Mapping[int, str] | None = None,
 ) -> TiledOptimizer:

@@ -36,6 +36,8 @@ def number(value: Any, name: str) -> float:
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor has one element, not {value.numel()}")
         return float(value.item())
+    if isinstance(value, str):
+        raise TypeError(f"{name} is a number, not the text {value!r}; YAML reads 1e-3 as text, and 1.0e-3 as a number")
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a number or a one-element tensor, not {type(value).__name__}")
     return float(value)
@@ -299,4 +301,6 @@ class TorchFamily(RuleFamily):
 def _plain(value: Any, name: str) -> Any:
     if isinstance(value, Tensor):
         return OneElement(number(value, name), value.dtype)
+    if isinstance(value, str):
+        number(value, name)  # raises: no option of these is a text
     return tuple(_plain(part, name) for part in value) if isinstance(value, (list, tuple)) else value

@@ -15,6 +15,7 @@ _HERE = {
     "min_8bit_size": _NO_EIGHT_BITS,
     "block_wise": _NO_EIGHT_BITS,
     "is_paged": "all of the state is in host memory, whatever the device has free: leave it out",
+    "args": "bitsandbytes' settings of 8-bit states have no meaning: leave it out",
     "percentile_clipping": "clip with optimizer.clip_grad_norm_(max_norm): leave it out",
     # lion-pytorch
     "use_triton": "steps run where the state is, Offload(device='none') steps on the device by Triton: leave it out",

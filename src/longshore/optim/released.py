@@ -150,7 +150,7 @@ def _moved(args: Any, asking: str) -> LongshoreError:
         "Use optimizer.clip_grad_norm_() and optimizer.grad_norm() in place of torch's (with an engine: "
         "gradient_clipping in its configuration, and engine.get_global_grad_norm()), "
         "optimizer.zero_grad() or zero_grad(set_to_none=True) to discard gradients, and "
-        "release_gradients=False for a GradScaler or to edit gradients"
+        "release_gradients=False for a GradScaler, and where .grad itself is read or edited"
     )
 
 

@@ -55,8 +55,11 @@ def checked_state(record: ParameterRecord, state: Mapping[str, Any], family: Rul
         elif key in family.refused_states:
             raise ValueError(f"parameter {record.name}: {family.refused_states[key]}")
         elif key in states_of_all_rules():
-            keeps = ", ".join(family.entries)
-            raise ValueError(f"parameter {record.name}: unknown state {key!r}; longshore keeps {keeps}")
+            raise ValueError(
+                f"parameter {record.name}: unknown state {key!r}; longshore keeps {', '.join(family.entries)} for this "
+                f"optimizer, and {', '.join(map(str, state))} is another's: load it with the class that saved it, or "
+                "begin anew from the weights"
+            )
         else:
             checked[key] = value
     return checked
@@ -169,21 +172,8 @@ def loadable_state(
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ValueError("this is no optimizer state: it needs 'state' (a dict) and 'param_groups' (a list)")
     groups = state_dict["param_groups"]
-    theirs_numel = [len(group["params"]) for group in groups]
-    own_numel = [len(group["params"]) for group in own]
-    if theirs_numel != own_numel:
-        raise ValueError(f"the state has groups of {theirs_numel} parameters, and this optimizer of {own_numel}")
+    _check_groups(groups, own, defaults, family)
     keys = [key for group in groups for key in group["params"]]
-    wrapped = counterparts(_names(groups), {*_names(own)})
-    for group, mine in zip(groups, own, strict=True):
-        names = zip(group.get("param_names") or [], mine.get("param_names") or [], strict=False)
-        for position, (found, expected) in enumerate(names):
-            if wrapped[found] != expected:
-                raise ValueError(
-                    f"the state's parameter {position} of a group is {found!r} and this optimizer's is {expected!r}; "
-                    "build the optimizer with its parameters in the same order"
-                )
-        family.check_group(merged_group(group, mine, defaults, family))
     unknown = sorted(key for key in state_dict["state"] if isinstance(key, int) and key not in set(keys))
     if unknown:
         raise ValueError(f"the state has entries that belong to no parameter: {unknown}")
@@ -204,8 +194,44 @@ def loadable_state(
         }
         missing = sorted(required - set(entries))
         if missing:
-            raise ValueError(f"parameter {record.name}: the state lacks {', '.join(missing)}")
+            raise ValueError(
+                f"parameter {record.name}: the state lacks {', '.join(missing)}, and has {', '.join(map(str, entries))}"
+                "; load it with the class that saved it, or begin anew from the weights"
+            )
     return loadable
+
+
+def _check_groups(
+    groups: Sequence[Mapping[str, Any]],
+    own: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    family: RuleFamily,
+) -> None:
+    theirs_numel = [len(group["params"]) for group in groups]
+    own_numel = [len(group["params"]) for group in own]
+    if theirs_numel != own_numel:
+        unequal = (place for place, (n, m) in enumerate(zip(theirs_numel, own_numel, strict=False)) if n != m)
+        first = next(unequal, min(len(groups), len(own)))
+        raise ValueError(
+            f"the state has groups of {theirs_numel} parameters, and this optimizer of {own_numel}: they differ from "
+            f"group {first} on; build the optimizer with the groups of the one that saved the state"
+        )
+    wrapped = counterparts(_names(groups), {*_names(own)})
+    for place, (group, mine) in enumerate(zip(groups, own, strict=True)):
+        # Other options have been added to torch's optimizers, and a state without them is an old one.
+        if lacks := sorted({"betas", "momentum"} & family.options.keys() - group.keys()):
+            raise ValueError(
+                f"group {place} of the state has no {', '.join(lacks)}: it is another optimizer's (it has "
+                f"{', '.join(group)}); load it with the class that saved it, or begin anew from the weights"
+            )
+        names = zip(group.get("param_names") or [], mine.get("param_names") or [], strict=False)
+        for position, (found, expected) in enumerate(names):
+            if wrapped[found] != expected:
+                raise ValueError(
+                    f"the state's parameter {position} of a group is {found!r} and this optimizer's is {expected!r}; "
+                    "build the optimizer with its parameters in the same order"
+                )
+        family.check_group(merged_group(group, mine, defaults, family))
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
