@@ -12,6 +12,20 @@ MUTANTS = [
         "",
         ("tests/optim/test_state_dict.py::test_ctrl_c_at_any_write_waits_until_the_state_is_whole",),
     ),
+    Mutant(
+        "Ctrl-C ends the commit of one rank at once",
+        "sharding/store.py",
+        "    @deferred_interrupts()  #",
+        "    #",
+        ("tests/engine/test_interrupts.py::test_ctrl_c_in_a_step_of_the_optimizer",),
+    ),
+    Mutant(
+        "a rank that refused a step does not give up its window with the others",
+        "sharding/collective_thread.py",
+        "                    return True  # this rank refused",
+        "                    self.differed = False\n                    return True  # this rank refused",
+        ("tests/engine/test_interrupts.py::test_ctrl_c_before_the_commit_discards_the_window_on_all_ranks",),
+    ),
     # -- DeepSpeed's names ----------------------------------------------------
     Mutant(
         "a module loses its own specification",

@@ -24,6 +24,7 @@ from longshore.engine.precision import DTYPES, cast
 from longshore.engine.ranks import Ranks
 from longshore.engine.window import BatchSizes, Window
 from longshore.errors import GradientError, LongshoreError, ParameterError
+from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.released import refuse_compiled_autograd
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
@@ -196,19 +197,21 @@ class Engine(nn.Module):
             return
         began = time.perf_counter()
         self._stepping = True
-        try:
-            with self._timing("step"), self.optimizer._core.one_agreement() as gradients:
-                if window.boundary is None and window.backwards == 0 and not gradients:
-                    window.calls += 1  # no rank had a backward, not even a loss.backward()
-                    return
-                self._applied = self._apply_window()
-        finally:
-            self._stepping = False
-        self.global_steps += 1
-        window.discards = 0
-        self._report(time.perf_counter() - began)
-        if self._applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        with contextlib.ExitStack() as counted:
+            try:
+                with self._timing("step"), self.optimizer._core.one_agreement() as gradients:
+                    if window.boundary is None and window.backwards == 0 and not gradients:
+                        window.calls += 1  # no rank had a backward, not even a loss.backward()
+                        return
+                    counted.enter_context(deferred_interrupts())  # all ranks take this step, and count it
+                    self._applied = self._apply_window()
+            finally:
+                self._stepping = False
+            self.global_steps += 1
+            window.discards = 0
+            self._report(time.perf_counter() - began)
+            if self._applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def _timing(self, part: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._reports is None else self._reports.timing(part)
@@ -223,9 +226,7 @@ class Engine(nn.Module):
     def _apply_window(self) -> bool:
         """Clip and step; return False if an overflow skipped the step."""
         scaling, clip = self.loss_scaling, self.config.gradient_clipping
-        self._norm = None
-        if clip is not None:
-            self._norm = self.optimizer.clip_grad_norm_(clip)
+        self._norm = None if clip is None else self.optimizer.clip_grad_norm_(clip)
         if not scaling.skips_overflow:
             self.optimizer.step()
             return True

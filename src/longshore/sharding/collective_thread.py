@@ -248,8 +248,7 @@ class CollectiveThread:
                 if not any(closing) or all(closing):
                     self.differed = True
                     explain_difference(rows, self.rank, self._words)
-                    self.differed = False
-                    return True
+                    return True  # this rank refused, and has an error of its own
                 if action is Action.CLOSE:
                     return False
             elif left or not meeting.row[3]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longshore.errors import BrokenStateError, GradientError, LongshoreError
 from longshore.kernels import Scale
+from longshore.optim.interrupts import deferred_interrupts
 from longshore.optim.offload import Offload, StoreFactory
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding.agreement import REFUSED, Action, Statement, agree_on, check_same, verdict_number
@@ -240,7 +241,7 @@ class ShardedStore(ParameterStore):
             if same and self.ownership.replicates:
                 self.collectives.run(lambda: check_same(self.collectives.rows, same))
             yield
-        except Exception:
+        except BaseException:  # Ctrl-C, too: the others would wait
             with contextlib.suppress(LongshoreError):  # the first error is the one to raise
                 self._meet(Action.COMMIT, REFUSED)
             raise
@@ -258,6 +259,7 @@ class ShardedStore(ParameterStore):
         # Ranges that several ranks have count once; but if they are not finite on any rank, all ranks have to know.
         return self.ownership.total(part if math.isfinite(other) else other)
 
+    @deferred_interrupts()  # the others step as well
     def commit(self, steps: Mapping[int, ParameterStep], scale: Scale, then: Callable[[], None] = lambda: None) -> None:
         self.check_usable()
         try:
