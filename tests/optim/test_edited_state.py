@@ -177,6 +177,47 @@ def test_an_edited_master_is_the_parameter_too() -> None:
     assert optimizer.state[model[0].weight]["master"].eq(1.0009765625).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_an_assigned_master_is_the_parameter_too(dtype: torch.dtype, staged: bool, loaded: bool) -> None:
+    """Also of a float32 parameter, which is its own master, and between loading and the next step."""
+    model = small_model(dtype)
+    optimizer = longshore.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, offload=simulated() if staged else None)
+    weight = model[0].weight
+    for _ in range(2):
+        loss_of(model, 0, dtype).backward()
+        optimizer.step()
+    if loaded:
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[weight]["master"] = torch.full(weight.shape[::-1], 1.0009765625).t()  # no bfloat16
+    optimizer.step()
+    assert weight.eq(torch.tensor(1.0009765625).to(dtype)).all()
+    loss_of(model, 0, dtype).backward()
+    optimizer.step()
+    assert weight.eq(torch.tensor(1.0009765625).to(dtype)).all()
+    if dtype == torch.bfloat16:
+        assert optimizer.state[weight]["master"].eq(1.0009765625).all()
+    optimizer.state[weight]["master"] = torch.ones(3)
+    with pytest.raises(ValueError, match="master is"):
+        optimizer.step()
+
+
+def test_the_master_of_a_state_that_moves_does_not_change_the_new_parameter() -> None:
+    """Scripts reset a parameter: they replace it, and move its state, in which our master is."""
+    parameter = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = longshore.AdamW([parameter], lr=0.0, weight_decay=0.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    new = nn.Parameter(torch.full((64,), 3.0, dtype=torch.bfloat16))
+    state = optimizer.state.pop(parameter)
+    optimizer.param_groups[0]["params"] = [new]
+    optimizer.state[new] = state
+    new.grad = torch.ones_like(new)
+    optimizer.step()
+    assert new.eq(3).all()
+
+
 def test_an_edit_that_is_no_state_is_an_error_and_nothing_was_stepped() -> None:
     model = small_model()
     optimizer = longshore.AdamW(model.named_parameters())

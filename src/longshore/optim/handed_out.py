@@ -18,7 +18,7 @@ from longshore.errors import ParameterError
 from longshore.optim.parameters import ParameterRecord
 from longshore.optim.shards import like
 from longshore.optim.state import StateOwner, checked_state, clear_state, write_state
-from longshore.optim.state_copy import StateCopy, in_order_of
+from longshore.optim.state_copy import StateCopy, in_order_of, is_plain
 from longshore.tiles import MASTER
 
 _LEAST_BYTES = 1 << 26
@@ -115,10 +115,10 @@ class HandedOut:
         """
         for key in list(self.assigned):
             record, assigned = core.by_id[key], self.assigned[key]
-            write_state(record, core, checked_state(record, assigned, core.family))
+            _write(record, checked_state(record, assigned, core.family), core)
             del self.assigned[key]
             for name, value in assigned.items():
-                if _is_plain(value, record) and name not in _numbers(record):
+                if is_plain(value, record) and name not in _numbers(record):
                     # As in torch, the tensor is the state now.
                     self.copies.setdefault(key, {})[name] = StateCopy(value.detach(), value)
         for key in list(self.copies):
@@ -127,7 +127,7 @@ class HandedOut:
                 if copy.checksum is not None:
                     copy.check_unedited(record, name)
                 elif _differs(record, name, copy.values, core):
-                    _write(record, name, copy.values, core)
+                    _write(record, {name: copy.values}, core)
                 if not copy.in_use:
                     del copies[name]
             if not copies:
@@ -167,32 +167,24 @@ def _differs(record: ParameterRecord, name: str, values: Tensor, core: StateOwne
     return core.store.differs(record.index, name, values)
 
 
-def _write(record: ParameterRecord, name: str, values: Tensor, core: StateOwner) -> None:
-    if name in _numbers(record):
-        write_state(record, core, checked_state(record, {name: values}, core.family))
-        return
-    stays = name == MASTER and not record.changed
-    if stays and record.held.numel() != values.numel():
+def _write(record: ParameterRecord, state: dict[str, Any], core: StateOwner) -> None:
+    state |= checked_state(record, {key: state[key] for key in state.keys() & _numbers(record)}, core.family)
+    master = None if MASTER not in state or _written(record, core) else state[MASTER]
+    if master is not None and record.held.numel() != master.numel():
         raise ParameterError(
             f"parameter {record.name}: its master was edited in optimizer.state, and this process has a shard of the "
             "parameter: use longshore.utils.safe_set_full_fp32_param()"
         )
-    write_state(record, core, {name: values})
-    if stays:
-        # The master is the parameter with more digits: whoever edits it means both.
-        record.publish_values(values)
+    write_state(record, core, state)
+    if master is not None:
+        record.publish_values(master)  # the master is the parameter with more digits: whoever edits it means both
 
 
-def _is_plain(value: Any, record: ParameterRecord) -> bool:
-    """Return whether a tensor can be watched as it is."""
-    return (
-        type(value) is Tensor
-        and value.device.type == "cpu"
-        and value.dtype == torch.float32
-        and value.shape == record.kept.shape
-        and value.is_contiguous()
-        and not value.is_neg()
-    )
+def _written(record: ParameterRecord, core: StateOwner) -> bool:
+    """Return whether somebody wrote the parameter, which then counts (law 10)."""
+    if not record.changed or not record.has_state or core.store.local is not core.store:  # ranks have to decide alike
+        return record.changed
+    return record.has_master and core.store.count_differing(record.index, record.values()) > 0
 
 
 class ParameterState(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore[reportGeneralTypeIssues]

@@ -117,7 +117,7 @@ class ParameterRecord:
     def publish_values(self, values: Tensor) -> None:
         """Give the parameter the rounded values (flat, of :attr:`held`) to which its master was set."""
         with torch.no_grad():
-            self.held.copy_(values.view(self.held.shape))
+            self.held.copy_(values.reshape(self.held.shape))
         torch.autograd.graph.increment_version(self.parameter)
         self.has_master = True
         self.mark_published()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ def in_order_of(parameter: Tensor, values: Tensor) -> Tensor:
     if is_sharded(parameter) or parameter.is_contiguous():
         return shaped
     return torch.empty_like(parameter, dtype=values.dtype, device=values.device, requires_grad=False).copy_(shaped)
+
+
+def is_plain(value: Any, record: ParameterRecord) -> bool:
+    """Return whether a tensor can be watched as it is."""
+    return (
+        type(value) is Tensor
+        and value.device.type == "cpu"
+        and value.dtype == torch.float32
+        and value.shape == record.kept.shape
+        and value.is_contiguous()
+        and not value.is_neg()
+    )
 
 
 class StateCopy:
