@@ -246,3 +246,27 @@ def discarded() -> None:
             assert torch.equal(whole(ours.detach()), theirs), f"step {step}: {name} differs"
         assert all(each.grad is None for each in model.parameters())
     optimizer.close()
+
+
+def other_rule(kind: str, release: bool) -> None:
+    """An optimizer whose fused step torch does not have for shards: the weights are those of the whole model's."""
+    model, twin = make_sharded(torch.float32, (2,)), Net(torch.float32)
+    how = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer, whole_one = (
+        getattr(longshore, kind)(each.parameters(), lr=2e-2, release_gradients=release, weight_decay=0.05, **how)
+        for each in (model, twin)
+    )
+    try:
+        for step in range(3):
+            x = inputs(step, 0, 0, torch.float32)  # alike on both ranks, so that the mean is exact
+            for each, stepped in ((model, optimizer), (twin, whole_one)):
+                before = [whole(parameter.detach()).clone() for parameter in each.parameters()]
+                each(x).backward()
+                stepped.step()
+                stepped.zero_grad()
+                assert not any(map(torch.equal, before, (whole(one.detach()) for one in each.parameters())))
+            for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+                assert torch.equal(whole(ours.detach()), theirs), f"step {step}: {name}"
+    finally:
+        optimizer.close()
+        whole_one.close()

@@ -48,3 +48,8 @@ def test_state_is_saved_and_loaded(by_torch: bool, two_ranks: Ranks) -> None:
 
 def test_a_whole_state_is_cut(two_ranks: Ranks) -> None:
     two_ranks(cases.whole_state_is_cut)
+
+
+@pytest.mark.parametrize(("kind", "release"), [("SGD", False), ("SGD", True), ("Adagrad", True), ("Lion", False)])
+def test_other_rules_step_shards_as_the_whole(kind: str, release: bool, two_ranks: Ranks) -> None:
+    two_ranks(cases.other_rule, kind, release)
