@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import longshore
 from engine import failure_cases
+from longshore.errors import CheckpointError
 
 
 def make(**arguments: Any) -> Any:
@@ -28,6 +30,21 @@ def test_a_step_without_a_backward_is_not_applied() -> None:
         engine.step()
         assert not engine.was_step_applied() and engine.global_steps == 0
         assert engine.get_lr() == [1e-3]
+    finally:
+        engine.destroy()
+
+
+def test_after_a_step_without_a_backward_a_checkpoint_is_saved_and_loaded(tmp_path: Path) -> None:
+    engine = make()
+    try:
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        engine.step()
+        engine.load_checkpoint(tmp_path)
+        engine.set_gradient_accumulation_steps(2)
+        engine.step()
+        with pytest.raises(CheckpointError, match="window under way"):  # it is the first of two
+            engine.save_checkpoint(tmp_path)
     finally:
         engine.destroy()
 

@@ -72,7 +72,8 @@ def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
             for place, statement in enumerate(program):
                 found = _statement(place, statement, ours, plain, outcome)
                 last = place == len(program) - 1
-                found = found or _compared(place, ours, plain, compare_states or last)
+                alone = len(gathered(None)) == 1  # ranks read states together
+                found = found or _compared(place, ours, plain, (compare_states and alone) or last)
                 outcome.finding = next((each for each in gathered(found) if each is not None), None)
                 if outcome.finding is not None:
                     break
@@ -151,13 +152,17 @@ def _compared(place: int, ours: World, plain: World, states: bool) -> Finding | 
             return Finding("one .grad is None", place, f"{name}: longshore's is {found}")
         if p.grad is not None and q.grad is not None and not same(p.grad, q.grad):
             return Finding("gradients differ", place, f"{name}: {_difference(p.grad, q.grad)}")
+    if (e := ours.names.get("e")) is not None and (f := plain.names.get("e")) is not None:
+        for mine_now, now in ((e.skipped_steps, f.skipped_steps), (e.loss_scaling.value, f.loss_scaling.value)):
+            if mine_now != now:
+                return Finding("loss scales differ", place, f"{mine_now}, plain {now}")
     if (o := ours.names.get("o")) is None or (t := plain.names.get("o")) is None:
         return None
     for number, (group, twin) in enumerate(zip(o.param_groups, t.param_groups, strict=True)):
         for key in sorted((group.keys() & twin.keys()) - _NOT_COMPARED):
             if not _equal_options(group[key], twin[key]):
                 return Finding("options differ", place, f"group {number}: {key} is {group[key]}, plain {twin[key]}")
-    if not states or len(gathered(None)) > 1:  # each rank has states of its own
+    if not states:
         return None
     pairs = zip(mine.named_parameters(), theirs.parameters(), strict=True)
     return next((found for (name, p), q in pairs if (found := _states(place, name, _read(o, p), _read(t, q)))), None)
@@ -180,7 +185,7 @@ def _states(place: int, name: str, mine: Mapping[str, Any], theirs: Mapping[str,
     if mine.keys() != theirs.keys():
         return Finding("states have other names", place, f"{name}: {sorted(mine)}, plain {sorted(theirs)}")
     for key in sorted(mine):
-        a, b = (torch.as_tensor(each[key]).float() for each in (mine, theirs))
+        a, b = (whole(torch.as_tensor(each[key])).float() for each in (mine, theirs))
         if not same(a, b):
             return Finding(f"{key} differs", place, f"{name}: {_difference(a, b)}")
     return None

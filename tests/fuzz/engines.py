@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import longshore
 from fuzz.plain import twin
+from longshore.engine.config.model import LossScaling
 
 
 @functools.cache
@@ -34,6 +36,7 @@ def our_engine(settings: dict[str, Any], model: nn.Module, kind: str, params: An
     bucket, stage = settings.pop("bucket", 100_000), settings.pop("stage")
     scheduler = _schedule if options.pop("schedule", False) else None
     clip, accumulation = options.pop("clip", None), options.pop("accumulation", 1)
+    scaling = options.pop("scaling", None)
     config = longshore.Config(
         stage=stage,
         offload_device="cpu",
@@ -41,6 +44,7 @@ def our_engine(settings: dict[str, Any], model: nn.Module, kind: str, params: An
         allgather_bucket_numel=bucket,
         gradient_clipping=clip,
         gradient_accumulation_steps=accumulation,
+        loss_scaling=None if scaling is None else LossScaling(**scaling),
         optimizer={"type": kind, **options},
     )
     if "simulated" in settings:
@@ -59,6 +63,38 @@ def _schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
+class PlainScale:
+    """A loss scale, after the rules of ``LossScaling``."""
+
+    def __init__(
+        self,
+        scale: float | None = None,
+        initial_scale_power: int = 16,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 1.0,
+    ) -> None:
+        self.value = 2.0**initial_scale_power if scale is None else scale
+        self._dynamic, self._least = scale is None, min_scale
+        self._window, self._hysteresis, self._refilled = window, hysteresis, consecutive_hysteresis
+        self._left, self._clean = hysteresis, 0
+
+    def update(self, overflow: bool) -> None:
+        """End a window."""
+        if not self._dynamic:
+            return
+        if overflow and self._left > 1:
+            self._left -= 1
+        elif overflow:
+            self.value = max(self.value / 2, self._least)
+        elif self._clean and self._clean % self._window == 0:
+            self.value, self._left = self.value * 2, self._hysteresis
+        elif self._refilled:
+            self._left = self._hysteresis
+        self._clean = 0 if overflow else self._clean + 1
+
+
 class PlainEngine:
     """A loop over several ranks: stages 0 and 1 take the mean of the ranks' sums over backwards, 2 and 3 the sum over
     backwards of the ranks' means. Gradients are added in float32."""
@@ -68,6 +104,10 @@ class PlainEngine:
         self._model = model
         self._clip = options.pop("clip", None)
         self._accumulation = options.pop("accumulation", 1)
+        scaling = options.pop("scaling", None)
+        self.loss_scaling = PlainScale(**scaling or {"scale": 1.0})
+        self._skips = scaling is not None
+        self.skipped_steps = 0
         scheduled = options.pop("schedule", False)
         self.optimizer = twin(kind)(params, **options)
         self.lr_scheduler = _schedule(self.optimizer) if scheduled else None
@@ -99,10 +139,17 @@ class PlainEngine:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._after, index))
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
-        self._watch()
         steps = self._accumulation if scale_wrt_gas else 1
-        (loss / steps if steps > 1 else loss).backward(retain_graph=retain_graph)
+        self.raw(self.scale(loss / steps if steps > 1 else loss), retain_graph)
         self._backwards += 1
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scaling.value == 1.0 else loss.float() * self.loss_scaling.value
+
+    def raw(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """A ``loss.backward()`` of the script's own."""
+        self._watch()
+        loss.backward(retain_graph=retain_graph)
         if not self._synchronize:
             self._waiting.append(self._found)
         elif self._each_backward:
@@ -158,12 +205,35 @@ class PlainEngine:
         if self._boundary is None and self._backwards == 0 and not gradients:
             return
         parameters = list(self._model.parameters())
+        if self._skips:
+            gradients = {index: value / self.loss_scaling.value for index, value in gradients.items()}
+            overflow = not all(bool(value.isfinite().all()) for value in gradients.values())
+            self.loss_scaling.update(overflow)
+            if overflow:
+                self.skipped_steps += 1
+                self._begin()
+                return
         members = {p for group in self.optimizer.param_groups for p in group["params"]}
         found = {parameters[index]: value for index, value in gradients.items() if parameters[index] in members}
         self.optimizer.step_on(found, self._clip)
         self._begin()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def saved(self) -> Any:
+        """A checkpoint."""
+        schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        states = self._model.state_dict(), self.optimizer.state_dict(), schedule
+        return copy.deepcopy((*states, self.loss_scaling, self._accumulation, self.skipped_steps))
+
+    def loaded(self, save: Any) -> None:
+        """Go on from a checkpoint."""
+        model, optimizer, schedule, self.loss_scaling, self._accumulation, self.skipped_steps = copy.deepcopy(save)
+        self._model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(schedule)
+        self.zero_grad()
 
 
 def _added(a: dict[int, Tensor], b: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -77,7 +77,7 @@ def _beginning(dice: random.Random) -> tuple[Facts, list[str]]:
 
 def _engine(dice: random.Random) -> tuple[Facts, list[str]]:
     stage = dice.choice([0, 1, 2, 3])
-    net = {"dtype": dice.choice(["fp32", "fp32", "bf16"]), "odd": stage < 3 and dice.random() < 0.4}
+    net = {"dtype": dice.choice(["fp32", "fp32", "bf16", "fp16"]), "odd": stage < 3 and dice.random() < 0.4}
     kind = dice.choice(["AdamW", "AdamW", "Adam", "SGD", "Lion", "Adagrad"])
     parameters = 7 + net["odd"]
     settings = {key: value for key, value in _settings(dice).items() if key not in ("release_gradients", "ratio")}
@@ -86,6 +86,9 @@ def _engine(dice: random.Random) -> tuple[Facts, list[str]]:
     options.update({"clip": dice.choice([0.1, 10.0])} if dice.random() < 0.3 else {})
     options.update({"accumulation": dice.choice([2, 3])} if dice.random() < 0.4 else {})
     options.update({"schedule": True} if dice.random() < 0.2 else {})
+    if dice.random() < (0.8 if net["dtype"] == "fp16" else 0.1):
+        dynamic = {"initial_scale_power": 8, "window": dice.choice([1, 3]), "hysteresis": dice.choice([1, 2])}
+        options["scaling"] = dice.choice([{"scale": 64.0}, dynamic, {**dynamic, "consecutive_hysteresis": True}])
     common = "".join(f", {key}={value!r}" for key, value in options.items())
     cut = dice.randrange(1, parameters)
     groups = dice.choice(["p", "p", f"[{{'params': p[:{cut}], 'weight_decay': 0.0}}, {{'params': p[{cut}:]}}]"])

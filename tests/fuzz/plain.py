@@ -51,6 +51,9 @@ class Twin:
             state["sum"] = torch.full(state["sum"].shape, options.get("initial_accumulator_value", 0.0))
         self._watch()
 
+    def __reduce__(self) -> Any:
+        return _copy, (type(self).__name__, self._released, self.__getstate__())  # pyright: ignore
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)  # pyright: ignore
         for parameter in self.param_groups[-1]["params"]:
@@ -252,3 +255,13 @@ def twin(name: str) -> type[Any]:
     """The plain twin of ``longshore``'s optimizer of this name, or of one of torch's that longshore runs in tiles."""
     kind = PlainLion if name == "Lion" else getattr(torch.optim, name)
     return type(name, (Twin, kind), {"kind": kind, "step": Twin.step})
+
+
+def _copy(name: str, released: bool, state: dict[str, Any]) -> Any:
+    """A twin with the parameters of a copied state."""
+    made = twin(name)([torch.zeros(1)], released)
+    made.param_groups.clear()
+    made.__setstate__({**state, "param_groups": []})
+    for group in state["param_groups"]:
+        made.add_param_group(group)
+    return made

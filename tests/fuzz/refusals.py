@@ -14,6 +14,7 @@ REFUSALS = {
     "taken out too late": r"was taken out of its group after its gradient had left for the host",
     "foreign placeholder": r"is a placeholder that does not stand for its gradient of this window",
     "save with gradients on the host": r"gradients? .*would be (lost|applied to the loaded weights)",
+    "window under way": r"^(a checkpoint has no gradients, and )?those of the window under way would be",
     "copied after clipping": r"which are not copied: copy or pickle the optimizer after step",
     "option out of range": r"^(lr must not be negative|Invalid learning rate)",
     "not in the groups": r"not a parameter of this optimizer",
@@ -23,6 +24,9 @@ REFUSALS = {
     "twice in the groups": r"is in the parameter groups twice; keep it in one place",
     "failed backward": r"a backward of this window failed|a gradient was not taken during|rank \d+ failed in this",
     "accumulation steps within a window": r"gradient_accumulation_steps was to change .* in the middle of a window",
+    "raw backwards are not counted": r"which the engine does not count, and gradient_accumulation_steps is",
+    "raw backward without the loss scale": r"gradients came from loss.backward\(\) without the loss scale",
+    "loss scale at its minimum": r"which is min_loss_scale, so it cannot be halved again",
     "state deleted": r"is part of the optimizer's state and cannot be deleted",
 }
 

@@ -194,7 +194,8 @@ phrases(
     "state edits",
     1,
     "o.state_dict()['state'][0]['{k}'].zero_()",
-    "sd = o.state_dict()",
+    # The dictionaries of torch's are the optimizer's, and get the states of a later step; longshore's are not.
+    "sd = o.state_dict()\nsd['state'] = {{key: dict(states) for key, states in sd['state'].items()}}",
     "o.load_state_dict(copy.deepcopy(sd))",
 )
 phrases("saving", 2, "sd = copy.deepcopy(o.state_dict())", "o.load_state_dict(copy.deepcopy(sd))")
@@ -207,6 +208,13 @@ phrases(
     "sd = copy.deepcopy(o.state_dict())\n\no = rebuilt(o, lambda: {o})\n\no.load_state_dict(copy.deepcopy(sd))",
 )
 phrases("saving", 1, "o = rebuilt(o, lambda: {o})", "save = saved(m, o)", "save = saved(m, o)", "loaded(save, m, o)")
+phrases(
+    "copies",
+    2,
+    "m, o = copied((m, o))\np[:] = list(m.parameters())",
+    "m, o = pickled((m, o))\np[:] = list(m.parameters())",
+    "sd = copied(o).state_dict()\n\no.load_state_dict(sd)",
+)
 phrases("through torch", 2, "o.load_state_dict(through_torch(o))")
 phrases("schedulers", 2, "s.step()", "s.step()", "s.step()", "s.load_state_dict(copy.deepcopy(s.state_dict()))")
 phrases("schedulers", 1, "s = torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1))")
@@ -242,6 +250,9 @@ phrases("engine frozen", 2, "{p}.requires_grad_(False)", "{p}.requires_grad_(Tru
 phrases("engine interrupts", 1, "h = m.trunk.register_forward_hook(raising(Interrupt))", "h.remove()")
 phrases("engine interrupts", 1, "h = m.trunk.register_full_backward_hook(raising(ValueError))")
 phrases("engine groups", 2, "{g}['lr'] = {f}", "{g}['lr'] *= 0.5", "{g}['weight_decay'] = {f}")
+phrases("engine raw", 3, "raw(e, e({s} + rank))", "raw(e, e({s} + rank))", "raw(e, e({s}), scaled=False)")
+phrases("engine overflow", 2, "e.backward(e({s}) * float('inf'))", "e.backward(e({s} + rank) * 1e30)")
+phrases("engine saving", 3, "save = engine_saved(e)", "save = engine_saved(e)", "engine_loaded(save, e)")
 phrases("engine saving", 1, "o.load_state_dict(copy.deepcopy(o.state_dict()))")
 phrases("engine data", 1, "with torch.no_grad():\n    {p}.mul_({f})", "nn.init.constant_({p}, {f})")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import tempfile
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import longshore
-from fuzz.engines import PlainEngine, our_engine
+from fuzz.engines import PlainEngine, gathered, our_engine
 from fuzz.plain import twin
 from longshore.optim.family import ELEMENTWISE
 
@@ -104,6 +105,16 @@ def through_file(value: Any) -> Any:
     return torch.load(file)
 
 
+def copied(value: Any) -> Any:
+    """The model and the optimizer as a deep copy."""
+    return copy.deepcopy(value)
+
+
+def pickled(value: Any) -> Any:
+    """The model and the optimizer through ``pickle``."""
+    return pickle.loads(pickle.dumps(value))
+
+
 def nothing() -> Tensor:
     """A loss of no parameter."""
     return torch.ones(1, requires_grad=True).sum()
@@ -128,7 +139,8 @@ class World:
             **{each.__name__: each for each in (x, raising, in_thread, through_file, gradients_of)},
             **{each.__name__: each for each in (self.ours, self.client, self.clip, self.saved, self.loaded)},
             "rebuilt": self.rebuilt,
-            "engine": self.engine,
+            **{each.__name__: each for each in (self.engine, self.raw, self.engine_saved, self.engine_loaded)},
+            **{each.__name__: each for each in (copied, pickled)},
             "nothing": nothing,
             "rank": dist.get_rank() if dist.is_initialized() else 0,
             "through_torch": self.through_torch,
@@ -144,6 +156,16 @@ class World:
         return bool(self.settings.get("release_gradients")) or "stage" in self.settings
 
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def raw(self, engine: Any, loss: Tensor, scaled: bool = True) -> None:
+        """``loss.backward()``, which the engine does not see."""
+        raise NotImplementedError
+
+    def engine_saved(self, engine: Any) -> Any:
+        raise NotImplementedError
+
+    def engine_loaded(self, save: Any, engine: Any) -> None:
         raise NotImplementedError
 
     def client(self, name: str, params: Any, **options: Any) -> Any:
@@ -191,6 +213,15 @@ class PlainWorld(World):
 
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
         return PlainEngine(self.settings["stage"], model, kind, params, options)
+
+    def raw(self, engine: Any, loss: Tensor, scaled: bool = True) -> None:
+        engine.raw(engine.scale(loss) if scaled else loss)
+
+    def engine_saved(self, engine: Any) -> Any:
+        return engine.saved()
+
+    def engine_loaded(self, save: Any, engine: Any) -> None:
+        engine.loaded(save)
 
     def client(self, name: str, params: Any, **options: Any) -> Any:
         return self._make(name, params, **options)
@@ -240,6 +271,18 @@ class OurWorld(World):
         engine = our_engine(self.settings, model, kind, params, options)
         self.made.append(engine)
         return engine
+
+    def raw(self, engine: Any, loss: Tensor, scaled: bool = True) -> None:
+        (engine.scale(loss) if scaled else loss).backward()
+
+    def engine_saved(self, engine: Any) -> Any:
+        self._saves += 1
+        folder = gathered(self._folder.name)[0]
+        engine.save_checkpoint(folder, f"save{self._saves}")
+        return folder, f"save{self._saves}"
+
+    def engine_loaded(self, save: Any, engine: Any) -> None:
+        engine.load_checkpoint(*save)
 
     def client(self, name: str, params: Any, **options: Any) -> Any:
         theirs = getattr(torch.optim, name)(params, **options)

@@ -97,8 +97,9 @@ class Window:
 
     @property
     def open(self) -> bool:
-        """Whether anything was called since the last window ended."""
-        return self.failed is not None or self.backwards > 0 or self.calls > 0
+        """Whether anything was called since the last window ended that says when its step is due."""
+        counts = self.boundary is None and self.sizes.accumulation_steps > 1
+        return self.failed is not None or self.backwards > 0 or (counts and self.calls > 0)
 
     # -- backwards ------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class Window:
             LongshoreError: a window is under way.
         """
         sizes = self.sizes.with_accumulation_steps(steps)
-        if sizes != self.sizes and (self.backwards > 0 or self.calls > 0):
+        if sizes != self.sizes and self.open:
             raise LongshoreError(
                 f"gradient_accumulation_steps was to change from {self.sizes.accumulation_steps} to {steps} in the "
                 f"middle of a window ({self.backwards} backwards were scaled by the old number); change it right after "
