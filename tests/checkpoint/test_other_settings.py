@@ -72,6 +72,26 @@ def each_between(folder: str) -> list[tuple[str, list[str], list[str]]]:
     return found
 
 
+def raw_backwards(folder: str) -> list[list[str]]:
+    """Returns what another stage is told after windows of one and of two plain ``loss.backward()``, at once and after
+    the run went on at its own stage."""
+    found = []
+    for backwards in (1, 2):
+        with engine_with({"stage": 1}) as engine:
+            for _ in range(backwards):
+                engine(torch.ones(2, 5)).sum().backward()
+            engine.step()
+            engine.save_checkpoint(f"{folder}/{backwards}")
+        found.append(warned({"stage": 2}, f"{folder}/{backwards}"))
+        with engine_with({"stage": 0}) as engine:
+            engine.load_checkpoint(f"{folder}/{backwards}")
+            engine(torch.ones(2, 5)).sum().backward()
+            engine.step()
+            engine.save_checkpoint(f"{folder}/{backwards} on")
+        found.append(warned({"stage": 2}, f"{folder}/{backwards} on"))
+    return found
+
+
 @pytest.mark.parametrize("settings", OTHERS, ids=lambda settings: list(settings)[-1])
 def test_other_settings(settings: dict[str, Any], tmp_path: Path) -> None:
     saved({}, str(tmp_path))
@@ -102,6 +122,14 @@ def test_between_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
         assert len(said) == 1 and f" {name} " in said[0] and ";" not in said[0], (name, said)
         assert unchanged == []
     assert [said for _, said, _ in second] == [[]] * len(BETWEEN)  # rank 0 speaks
+
+
+def test_another_stage_after_several_plain_backwards(two_ranks: Ranks, tmp_path: Path) -> None:
+    """No setting says how many there were."""
+    once, once_on, twice, twice_on = two_ranks(raw_backwards, str(tmp_path))[0]
+    assert once == once_on == []
+    for (said,) in (twice, twice_on):
+        assert "stage 0 or 1 there, 2 or 3 here" in said, said
 
 
 def test_checkpoints_of_older_versions_load_as_before(tmp_path: Path) -> None:

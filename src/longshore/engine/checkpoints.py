@@ -158,10 +158,11 @@ class Checkpoints:
             )
 
     def _state(self, run: str) -> dict[str, Any]:
-        engine = self._engine
+        engine, sharded = self._engine, sharded_store(self._engine.optimizer)
         return {
             "run": run,
             **{name: getattr(engine, name) for name in _COUNTERS},
+            "several": int(sharded is not None and sharded.window.several),
             "gradient_accumulation_steps": self._window.sizes.accumulation_steps,
             "loss_scale": engine.loss_scaling.state_dict(),
             "lr_scheduler": _state_of(engine.lr_scheduler),
@@ -246,6 +247,7 @@ class Checkpoints:
         for name in (*_COUNTERS, "gradient_accumulation_steps"):
             checked(state.get(name), int, f"{where}: {name}")
         checked(state.get("run"), str, f"{where}: run")
+        checked(state.get("several", 0), int, f"{where}: several")
         for name, value in checked(state.get("decisive", {}), dict, f"{where}: decisive").items():
             checked(value, str, f"{where}: decisive: {name}")
         scaling = checked(state.get("loss_scale"), dict, f"{where}: loss_scale")
@@ -274,6 +276,8 @@ class Checkpoints:
         engine = self._engine
         for name in _COUNTERS:
             setattr(engine, name, state[name])
+        if (sharded := sharded_store(engine.optimizer)) is not None:
+            sharded.window.several = state.get("several", 0) > 0
         self._runs[whole.path.parent] = state["run"]
         engine.set_gradient_accumulation_steps(state["gradient_accumulation_steps"])
         engine.loss_scaling.load_state_dict(state["loss_scale"])
@@ -304,7 +308,8 @@ class Checkpoints:
         """Return the settings that change bits and that the saved run had otherwise; older checkpoints do not say."""
         here, there = decisive(self._engine.config, self._engine.ranks.world_size), state.get("decisive", {})
         irrelevant = set() if scheduler else {"scheduler"}
-        if state["gradient_accumulation_steps"] == 1 and state["micro_steps"] <= state["global_steps"]:
+        counted = state["gradient_accumulation_steps"] > 1 or state["micro_steps"] > state["global_steps"]
+        if not counted and not state.get("several", 0):  # the latter says it of a plain loss.backward(), too
             irrelevant.add("stage")  # with one backward a step there is one order
         names = [name for name in here if name in there and name not in irrelevant]
         return [f"{name} {there[name]} there, {here[name]} here" for name in names if there[name] != here[name]]

@@ -98,12 +98,14 @@ class WindowStatus:
         refused: whether this rank raised an error before it met the others for a step. If it discards the window, they
             are told; it may also mend what was wrong, and step.
         settled: how many agreements reduced gradients that were kept until then.
+        several: whether a stepped window had several gradients of one parameter.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.told = False
         self.usual_backwards = 0
+        self.several = False
         self.begin()
 
     def begin(self) -> None:
@@ -120,6 +122,7 @@ class WindowStatus:
         """Count the window as stepped."""
         self.number += 1
         self.usual_backwards = self.backwards
+        self.several = self.several or max(self.arrivals.values(), default=0) > 1
 
     def fail(self, failure: BaseException | None) -> None:
         """Note that the window cannot be stepped any more."""
