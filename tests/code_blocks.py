@@ -13,6 +13,7 @@ their own, or between `` | ``::
 ``with: A => B``           ``A``, which has to be there, is ``B`` for the test (a smaller size, a CPU)
 ``fails: TEXT``            the block ends with an error whose message has this text
 ``slow``                   not in ``make test``
+``full``                   nor in ``make test-slow``, since another test runs the same
 ``not run: REASON``        it is not run here; ``test_code_blocks.py`` has the list of all of these
 =========================  ================================================================================
 """
@@ -40,7 +41,7 @@ RUN = ("python", "bash", "json")
 LANGUAGES = (*RUN, "text")
 
 _COMMENT = re.compile(r"<!-- block:?\s(.*?)-->\s*\Z", re.DOTALL)
-_ITEMS = ("setup", "continues", "ranks", "with", "fails", "slow", "not run")
+_ITEMS = ("setup", "continues", "ranks", "with", "fails", "slow", "full", "not run")
 _FENCE = re.compile(r"^( *)(```+)(.*)$")
 
 
@@ -133,7 +134,9 @@ def cases() -> Iterator[Any]:
     for path in PAGES:
         for chain in chains_of(path):
             marks = []
-            if any("slow" in block.items for block in chain):
+            if any("full" in block.items for block in chain):
+                marks = [pytest.mark.full]
+            elif any("slow" in block.items for block in chain):
                 program = " ".join(chain[0].text.split()[:2])
                 marks = [pytest.mark.full if program in seen else pytest.mark.slow]
                 seen |= {program} if chain[0].language == "bash" else set()

@@ -31,7 +31,7 @@ def is_distinct(scenario: str, world_size: int, stage: int, place: str, bucket: 
 
 
 LONG = "40 steps with tiny tiles"
-"""A cell takes as long as ten others: ``make test`` has one."""
+"""A cell takes as long as ten others: ``make test`` has one, and ``make test-slow`` one for each stage and dtype."""
 
 
 def is_quick(scenario: str, world_size: int, stage: int, place: str, bucket: str, dtype: str, ahead: str) -> bool:
@@ -41,11 +41,14 @@ def is_quick(scenario: str, world_size: int, stage: int, place: str, bucket: str
     return world_size == 1 or ahead in ("off", "mixed")
 
 
-ROWS = [
-    pytest.param(*row, marks=[] if is_quick(*row) else pytest.mark.slow)
-    for row in itertools.product(*COLUMNS.values())
-    if is_distinct(*row)
-]
+def marks(row: tuple[object, ...]) -> list[pytest.MarkDecorator]:
+    if is_quick(*row):  # pyright: ignore
+        return []
+    scenario, _, _, place, _, _, ahead = row
+    return [pytest.mark.full if scenario == LONG and (place, ahead) != ("simulated", "mixed") else pytest.mark.slow]
+
+
+ROWS = [pytest.param(*row, marks=marks(row)) for row in itertools.product(*COLUMNS.values()) if is_distinct(*row)]
 
 
 @pytest.mark.covering(2)
