@@ -149,15 +149,14 @@ class PlainEngine:
     def raw(self, loss: Tensor, retain_graph: bool = False) -> None:
         """A ``loss.backward()`` of the script's own."""
         self._watch()
-        loss.backward(retain_graph=retain_graph)
-        if not self._synchronize:
+        try:
+            loss.backward(retain_graph=retain_graph)
+        finally:  # what a backward brought before it raised is there, as in torch
             self._waiting.append(self._found)
-        elif self._each_backward:
-            self._rounds += [each for each in (self._waiting, [self._found]) if each]
-            self._waiting = []
-        else:
-            self._waiting.append(self._found)
-        self._found = {}
+            if self._synchronize and self._each_backward:
+                self._rounds += [self._waiting[:-1], self._waiting[-1:]] if len(self._waiting) > 1 else [self._waiting]
+                self._waiting = []
+            self._found = {}
 
     def no_sync(self) -> Any:
         outer = self

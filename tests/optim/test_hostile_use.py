@@ -443,8 +443,15 @@ def test_an_optimizer_for_each_parameter_starts_no_threads(release: bool) -> Non
     # Threads of earlier tests may end meanwhile.
     assert len(os.listdir("/proc/self/task")) <= native
     assert threading.active_count() <= python
+    # What is added to gradients on the host is added on threads that the optimizers share.
+    for _ in range(2):
+        torch.cat(many).sum().backward()
+    for optimizer in (first, *rest):
+        optimizer.step()
+    assert threading.active_count() <= python + (os.cpu_count() or 1) * release
     for optimizer in (first, *rest):
         optimizer.close()
+    assert threading.active_count() <= python
 
 
 @MODES

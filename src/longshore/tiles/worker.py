@@ -49,15 +49,81 @@ class InlineRunner:
         return
 
 
-Jobs = queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
-"""Jobs of one thread, in order; None ends it."""
-
-
-class Worker:
-    """Runner of jobs on a thread of its own, which starts with the first job and ends with this object.
+class JobThread:
+    """A thread that runs jobs in order, for one worker or several; it ends with the last of them.
 
     It is no ThreadPoolExecutor, because those take no jobs after the main thread has ended, when other threads and
     ``atexit`` functions may still train.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.jobs = queue.SimpleQueue[tuple[Future[bool], Callable[[], None] | None]]()
+        """Jobs with their futures; None: a worker leaves, and its future says whether the thread ends."""
+        self.workers = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        ends = False
+        while not ends:
+            future, job = self.jobs.get()
+            try:
+                if job is None:
+                    ends = _left(self)
+                else:
+                    job()
+            except BaseException as failure:
+                future.set_exception(failure)
+            else:
+                future.set_result(ends)
+            del future, job  # what they refer to is freed before the next one comes
+
+    def leave(self) -> None:
+        """End the thread if no other worker has it."""
+        future: Future[bool] = Future()
+        self.jobs.put((future, None))
+        if future.result():
+            self._thread.join()
+
+
+_shared: list[JobThread] = []
+"""Threads of workers that share them: at most one for each CPU, however many optimizers there are."""
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _lock
+    _shared.clear()
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _thread_for(name: str, shares: bool) -> JobThread:
+    """Return a thread for one worker more: a new one, or the one with the fewest workers."""
+    with _lock:
+        most = os.cpu_count() or 1
+        if shares and len(_shared) >= most:
+            thread = min(_shared, key=lambda each: each.workers)
+        else:
+            thread = JobThread(name)
+            if shares:
+                _shared.append(thread)
+        thread.workers += 1
+        return thread
+
+
+def _left(thread: JobThread) -> bool:
+    with _lock:
+        thread.workers -= 1
+        if thread.workers == 0 and thread in _shared:
+            _shared.remove(thread)
+        return thread.workers == 0
+
+
+class Worker:
+    """Runner of jobs on another thread, in order, from the first job to the end of this object.
 
     Args:
         limit_bytes: limit of the device gradients that jobs keep in memory until they have run; beyond it ``submit``
@@ -65,7 +131,8 @@ class Worker:
         on_start: called before each job (seeded delays, in tests).
         name: name of the thread.
         patience_s: how long ``submit`` blocks at most; None: without limit. Once it gave up, it does not block again
-            before the next :meth:`drain`. This is for jobs that wait for something that may wait for the caller.
+            before the next :meth:`drain`. This is for jobs that wait for something that may wait for the caller, which
+            have a thread of their own.
 
     Attributes:
         used: whether a job was ever submitted.
@@ -83,15 +150,14 @@ class Worker:
         self.working: Callable[[], AbstractContextManager[None]] = nullcontext
         self._owner_pid: int | None = None
         """The process that owns the thread."""
-        self._thread: threading.Thread | None = None
-        self._queue: Jobs = queue.SimpleQueue()
+        self._thread: JobThread | None = None
         self._limit_bytes = limit_bytes
         self._on_start = on_start
         self._name = name
         self._patience_s = patience_s
         # Several autograd threads may submit.
         self._lock = threading.Lock()
-        self._jobs: deque[tuple[Future[None], int]] = deque()
+        self._jobs: deque[tuple[Future[bool], int]] = deque()
         self._held_bytes = 0
         self._failure: BaseException | None = None
         self._gave_up = False
@@ -110,13 +176,14 @@ class Worker:
                 self._retire()
             if self._thread is None:
                 self._owner_pid = os.getpid()  # before other threads can see that there is a thread
-                self._thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=self._name, daemon=True)
-                self._thread.start()
-                weakref.finalize(self, self._queue.put, None).atexit = False
-            future: Future[None] = Future()
+                self._thread = _thread_for(self._name, shares=self._patience_s is None)
+                # It may run wherever garbage is collected, so it takes no lock.
+                self._finalizer = weakref.finalize(self, self._thread.jobs.put, (Future(), None))
+                self._finalizer.atexit = False
+            future: Future[bool] = Future()
             self._jobs.append((future, held_bytes))
             self._held_bytes += held_bytes
-            self._queue.put((future, lambda: self._run(job)))
+            self._thread.jobs.put((future, lambda: self._run(job)))
 
     def drain(self) -> BaseException | None:
         """Wait for every job; return the first failure since the last drain, if any."""
@@ -136,11 +203,12 @@ class Worker:
         return not wait(last, timeout_s).not_done
 
     def close(self) -> None:
-        """Wait for every job, and end the thread."""
+        """Wait for every job, and leave the thread."""
         self.drain()
         if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+            self._finalizer.detach()
+            if os.getpid() == self._owner_pid:  # a forked process has no such thread
+                self._thread.leave()
             self._thread = None
 
     def _check_process(self, needs_thread: bool) -> None:
@@ -162,18 +230,6 @@ class Worker:
         self._held_bytes -= held_bytes
         if self._failure is None:
             self._failure = failure
-
-
-def _run_jobs(jobs: Jobs) -> None:
-    while (entry := jobs.get()) is not None:
-        future, job = entry
-        try:
-            job()
-        except BaseException as failure:
-            future.set_exception(failure)
-        else:
-            future.set_result(None)
-        del entry, future, job  # what they refer to is freed before the next one comes
 
 
 JobRunner = InlineRunner | Worker
