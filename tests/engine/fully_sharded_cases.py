@@ -640,6 +640,20 @@ def frozen_and_thawed() -> None:
             pair.train(step, lambda model, rank, step=step: [model(words_of(step, rank), extra=True)])
 
 
+def thawed_after_forward() -> None:
+    """A block that is frozen in its first forward, and not any more when the backward begins."""
+
+    def losses(model: Any, rank: int, step: int) -> list[Tensor]:
+        model.blocks[1].requires_grad_(step > 0)
+        loss = model(words_of(step, rank))
+        model.blocks[1].requires_grad_()
+        return [loss]
+
+    with beside() as pair:
+        for step in range(3):
+            pair.train(step, lambda model, rank, step=step: losses(model, rank, step))
+
+
 def old_parameters_are_empty() -> None:
     """Whoever kept a parameter from before has nothing that could be taken for the weights."""
     model = make_tower()

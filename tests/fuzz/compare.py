@@ -164,8 +164,15 @@ def _compared(place: int, ours: World, plain: World, states: bool) -> Finding | 
                 return Finding("options differ", place, f"group {number}: {key} is {group[key]}, plain {twin[key]}")
     if not states:
         return None
-    pairs = zip(mine.named_parameters(), theirs.parameters(), strict=True)
-    return next((found for (name, p), q in pairs if (found := _states(place, name, _read(o, p), _read(t, q)))), None)
+    names = {q: name for name, q in theirs.named_parameters()}
+    members = [
+        (p, q)
+        for g, h in zip(o.param_groups, t.param_groups, strict=True)
+        for p, q in zip(g["params"], h["params"], strict=True)
+    ]
+    # At stage 3 the model may have whole parameters, which are not those of the groups.
+    pairs = members if len(gathered(None)) > 1 else zip(mine.parameters(), theirs.parameters(), strict=True)
+    return next((found for p, q in pairs if (found := _states(place, names[q], _read(o, p), _read(t, q)))), None)
 
 
 def _equal_options(a: Any, b: Any) -> bool:

@@ -23,7 +23,15 @@ _STATES = {
 
 _FAIL_IN_TORCH = {
     # It makes its states in the constructor only; longshore's has none before the first step.
-    "Adagrad": ("del o.state", "state.pop", "state.clear", "in o.state", "['state'][0]", "params'].pop()"),
+    "Adagrad": (
+        "del o.state",
+        "state.pop",
+        "state.clear",
+        "in o.state",
+        "['state'][0]",
+        "params'].pop()",
+        "sd = o.state",
+    ),
     "RMSprop": ("OneCycleLR", "momentum"),  # it has no buffer where momentum comes later
 }
 

@@ -202,6 +202,8 @@ class Twin:
         inner = self.kind([flat], **how_of(self.kind))  # pyright: ignore
         inner.param_groups[0].update({name: group[name] for name in inner.defaults if name in group})
         inner.param_groups[0].update(how_of(self.kind))
+        for fresh in inner.state.values():  # Adagrad's, also of a parameter that a group brought later
+            fresh["sum"].fill_(self.defaults["initial_accumulator_value"])  # pyright: ignore
         given = {
             name: _padded(value) if isinstance(value, Tensor) and name not in _SINGLE else value
             for name, value in state.items()
@@ -219,7 +221,9 @@ class Twin:
                     continue
             state[name] = torch.tensor(float(value)) if isinstance(value, int) else value
         master = flat[: parameter.numel()].view(parameter.shape)
-        if low:
+        if low and "master" in state:
+            state["master"].copy_(master)
+        elif low:
             state["master"] = master.clone()
         parameter.copy_(master)
 

@@ -213,7 +213,7 @@ phrases(
     2,
     "m, o = copied((m, o))\np[:] = list(m.parameters())",
     "m, o = pickled((m, o))\np[:] = list(m.parameters())",
-    "sd = copied(o).state_dict()\n\no.load_state_dict(sd)",
+    "o.load_state_dict(copy.deepcopy(copied(o).state_dict()))",
 )
 phrases("through torch", 2, "o.load_state_dict(through_torch(o))")
 phrases("schedulers", 2, "s.step()", "s.step()", "s.step()", "s.load_state_dict(copy.deepcopy(s.state_dict()))")

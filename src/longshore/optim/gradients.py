@@ -179,8 +179,8 @@ class ReleasedGradients(GradientSource):
         me: weakref.ref[ReleasedGradients] = weakref.ref(self)
         for record in trainable:
             leaf = record.leaf()
-            if leaf is None or record.kept.numel() == 0:
-                continue  # no elements, or the parameter was never gathered; look_again() is called when it is
+            if leaf is None or not leaf.requires_grad or record.kept.numel() == 0:
+                continue  # no elements, or it was not gathered since it was made or thawed; look_again() is called then
             # The hooks must not refer to the parameter: it could then not be garbage-collected.
             before, after = (
                 functools.partial(_call, me, hook, record.index)
