@@ -38,19 +38,22 @@ test-chaos: $(SETUP)
 test-mutants: $(SETUP)
 	PYTHONPATH=tests $(BIN)/python -m mutants
 
-# What fits four minutes, another sample for each commit.
+# What fits three minutes, another sample for each commit.
 test-mutants-sample: $(SETUP)
-	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 3 --seed $$(git rev-parse HEAD)
+	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 2 --seed $$(git rev-parse HEAD)
 
 # Random programs for so many minutes on one rank (half of them with an optimizer, half with an engine), and for as many
 # on two; each that is not plain PyTorch's is made small and printed.
 FUZZ_MINUTES ?= 60
+FUZZ := PYTHONPATH=tests $(BIN)/python -m fuzz
 fuzz: $(SETUP)
-	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(FUZZ_MINUTES) --ranks 1
-	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(FUZZ_MINUTES) --ranks 2
+	$(FUZZ) --minutes $(FUZZ_MINUTES) --ranks 1
+	$(FUZZ) --minutes $(FUZZ_MINUTES) --ranks 2
 
+# One minute of each, other programs for each commit.
 fuzz-sample: $(SETUP)
-	$(MAKE) fuzz FUZZ_MINUTES=1
+	$(FUZZ) --minutes 1 --ranks 1 --seeds-of $$(git rev-parse HEAD)
+	$(FUZZ) --minutes 1 --ranks 2 --seeds-of $$(git rev-parse HEAD)
 
 test-sanitized: $(SETUP)
 	scripts/test_sanitized.sh $(SANITIZERS)

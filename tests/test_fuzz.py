@@ -80,7 +80,7 @@ def test_without_a_fault_nothing_is_found_in_engines() -> None:
 ONE_HEAD_EACH = [
     "ours(stage={stage}, tile_numel=50)",
     "m = Net()\np = list(m.parameters())",
-    "e = engine(m, 'AdamW', p, lr=0.1, accumulation=2, clip=0.1)\no = e.optimizer",
+    "e, o, p = engine(m, 'AdamW', p, lr=0.1, accumulation=2, clip=0.1)",
     *["e.backward(e(1 + rank))", "e.backward(e(2 + rank, rank))", "e.step()"] * 2,
 ]
 

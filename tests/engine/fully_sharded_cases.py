@@ -654,6 +654,18 @@ def thawed_after_forward() -> None:
             pair.train(step, lambda model, rank, step=step: losses(model, rank, step))
 
 
+def frozen_while_gathered() -> None:
+    """A forward without a backward leaves the root's parameters gathered; the script freezes those that it holds."""
+    with beside() as pair:
+        held = {id(each): dict(each.named_parameters()) for each in (pair.model, pair.twin)}
+        pair.train(0)
+        for step in range(1, 3):
+            for model in (pair.model, pair.twin):
+                model(words_of(step, 0), extra=True)
+                held[id(model)]["extra.weight"].requires_grad_(False)
+            pair.train(step, lambda model, rank, step=step: [model(words_of(step, rank), extra=True)])
+
+
 def old_parameters_are_empty() -> None:
     """Whoever kept a parameter from before has nothing that could be taken for the weights."""
     model = make_tower()

@@ -230,6 +230,7 @@ def test_a_model_that_the_user_sharded(dtype: torch.dtype, two_ranks: Ranks) -> 
 def test_frozen_and_thawed(two_ranks: Ranks) -> None:
     two_ranks(cases.frozen_and_thawed)
     two_ranks(cases.thawed_after_forward)
+    two_ranks(cases.frozen_while_gathered)
 
 
 def test_nothing_is_left_of_an_engine_that_never_ran(two_ranks: Ranks) -> None:

@@ -1,6 +1,7 @@
 """Play random programs: ``python -m fuzz``, with ``tests`` on the path (``make fuzz``).
 
-Each finding is printed with its seed and a script that reproduces it. ``--seed`` plays one program again, ``--show``
+Each finding is printed with its seed and a script that reproduces it. With ``--seeds-of TEXT`` (``make fuzz-sample``)
+the programs depend on the text: in CI, on the commit's hash. ``--seed`` plays one program again, ``--show``
 prints it, and ``--replay`` runs a printed script.
 """
 
@@ -22,6 +23,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fuzz")
     parser.add_argument("--minutes", type=float, default=1.0, help="until then programs are started")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="two: programs of an engine only")
+    parser.add_argument("--seeds-of", metavar="TEXT", help="seeds that follow from a text; without it, fresh ones")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--engine", action="store_true", help="programs of longshore.initialize only")
     which.add_argument("--one-line", action="store_true", help="programs of an optimizer only")
@@ -33,7 +35,8 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
-    dice, without = random.SystemRandom(), tuple(arguments.without)
+    dice = random.SystemRandom() if arguments.seeds_of is None else random.Random(arguments.seeds_of)
+    without = tuple(arguments.without)
     while True:
         seed = dice.randrange(1 << 32) if arguments.seed is None else arguments.seed
         engine = arguments.engine or arguments.ranks > 1 or (not arguments.one_line and seed % 4 < 2)

@@ -103,7 +103,7 @@ def _engine(dice: random.Random) -> tuple[Facts, list[str]]:
     lines = [
         f"ours({', '.join(f'{key}={value!r}' for key, value in settings.items())})",
         f"m = Net({', '.join(f'{key}={value!r}' for key, value in net.items() if value)})\np = list(m.parameters())",
-        f"e = engine(m, {kind!r}, {groups}{common})\no = e.optimizer\np = list(m.parameters())",
+        f"e, o, p = engine(m, {kind!r}, {groups}{common})",
     ]
     return Facts(dice, parameters, kind, _STATES[kind], "", stage < 3), lines
 

@@ -156,6 +156,7 @@ class World:
         return bool(self.settings.get("release_gradients")) or "stage" in self.settings
 
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
+        """The engine, its optimizer, and the parameters that the model has from now on."""
         raise NotImplementedError
 
     def raw(self, engine: Any, loss: Tensor, scaled: bool = True) -> None:
@@ -212,7 +213,8 @@ class PlainWorld(World):
         return made
 
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
-        return PlainEngine(self.settings["stage"], model, kind, params, options)
+        engine = PlainEngine(self.settings["stage"], model, kind, params, options)
+        return engine, engine.optimizer, list(model.parameters())
 
     def raw(self, engine: Any, loss: Tensor, scaled: bool = True) -> None:
         engine.raw(engine.scale(loss) if scaled else loss)
@@ -270,7 +272,7 @@ class OurWorld(World):
     def engine(self, model: nn.Module, kind: str, params: Any, **options: Any) -> Any:
         engine = our_engine(self.settings, model, kind, params, options)
         self.made.append(engine)
-        return engine
+        return engine, engine.optimizer, list(model.parameters())
 
     def raw(self, engine: Any, loss: Tensor, scaled: bool = True) -> None:
         (engine.scale(loss) if scaled else loss).backward()

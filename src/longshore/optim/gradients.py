@@ -245,6 +245,9 @@ class ReleasedGradients(GradientSource):
             return
         leaf = record.leaf()
         assert leaf is not None
+        if leaf is not record.parameter and not record.parameter.requires_grad:
+            leaf.grad = None  # frozen since it was gathered; autograd adds nothing to a tensor that was frozen
+            return
         gradient, placeholder = leaf.grad, self._placeholders.get(index)
         if gradient is None or (gradient is placeholder and is_released(gradient)):
             return  # this backward computed no gradient of the parameter
