@@ -6,7 +6,7 @@ by the names of parameters and not by part, so that ranks and parts may be other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +92,40 @@ class Training:
 
 def saved_and_loaded(layout: str, folder: Path, released: bool) -> None:
     """Two steps, a checkpoint, two steps in another training: torch's weights, which it would have in one go."""
-    options = {"release_gradients": released} if released else {}
+
+    def write(training: Training) -> None:
+        save(training.state, checkpoint_id=folder)
+
+    def read(training: Training) -> None:
+        load(training.state, checkpoint_id=folder)
+
+    _continued(layout, write, read, {"release_gradients": released} if released else {})
+
+
+def saved_and_loaded_by_longshore(layout: str, folder: Path) -> None:
+    """The same with ``longshore.save`` and ``longshore.load`` of each part."""
+
+    def write(training: Training) -> None:
+        for number, pair in enumerate(zip(training.parts, training.optimizers.optimizers, strict=True)):
+            longshore.save(folder / f"part{number}", *pair)
+
+    def read(training: Training) -> None:
+        for number, pair in enumerate(zip(training.parts, training.optimizers.optimizers, strict=True)):
+            longshore.load(folder / f"part{number}", *pair)
+
+    _continued(layout, write, read, {"release_gradients": True})
+
+
+def _continued(
+    layout: str, write: Callable[[Training], None], read: Callable[[Training], None], options: dict[str, Any]
+) -> None:
     plain = Training(layout, TORCH)
     plain.train(range(4))
     first = Training(layout, OURS, **options)
     first.train(range(2))
-    save(first.state, checkpoint_id=folder)
+    write(first)
     second = Training(layout, OURS, **options)
-    load(second.state, checkpoint_id=folder)
+    read(second)
     for old, new in zip(first.schedulers, second.schedulers, strict=True):
         new.load_state_dict(old.state_dict())
     second.train(range(2, 4))

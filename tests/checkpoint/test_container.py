@@ -23,6 +23,11 @@ def test_two_ranks(layout: str, released: bool, tmp_path: Path, two_ranks: Ranks
     two_ranks(cases.saved_and_loaded, layout, tmp_path, released)
 
 
+@pytest.mark.parametrize("layout", [pytest.param("1F1B", marks=pytest.mark.slow), "interleaved 1F1B"])
+def test_stages_of_a_pipeline(layout: str, tmp_path: Path, two_ranks: Ranks) -> None:
+    two_ranks(cases.saved_and_loaded_by_longshore, layout, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["TP with sequence parallel + FSDP2", "1F1B + FSDP2"])
 def test_four_ranks(layout: str, tmp_path: Path, four_ranks: Ranks) -> None:
