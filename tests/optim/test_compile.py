@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -127,4 +128,71 @@ def test_an_optimizer_that_is_built_inside_a_compiled_function(release: bool) ->
         plain.zero_grad()
     model(_batch(3)).sum().backward()
     optimizer.step()
+    assert same_weights(plain_model, model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+@pytest.mark.parametrize("raw", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_compiled_autograd_in_an_engine_of_one_rank(stage: int, raw: bool) -> None:
+    """``engine.backward()``, and ``loss.backward()`` which the engine does not see."""
+    torch._dynamo.reset()
+    plain_model, model = _models()
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, fused=True)
+    config = longshore.Config(stage=stage, offload_device="cpu", optimizer={"type": "AdamW", "lr": 1e-2})
+    engine = longshore.initialize(model=model, config=config).engine
+    try:
+        for _ in range(2):
+            for rows in (3, 5):
+                plain_model(_batch(rows)).sum().backward()
+                loss = engine(_batch(rows)).sum()
+                with compiled_autograd._enable(torch.compile(backend="eager")):
+                    loss.backward() if raw else engine.backward(loss)
+            plain.step()
+            plain.zero_grad()
+            engine.step()
+        assert same_weights(plain_model, model)
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize(
+    "compiled_first, release",
+    [(True, True), *(pytest.param(first, False, marks=pytest.mark.slow) for first in (True, False))],
+)
+def test_compiled_and_plain_backwards_of_one_step(compiled_first: bool, release: bool) -> None:
+    torch._dynamo.reset()
+    plain_model, model = _models()
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, fused=True)
+    optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=release)
+    for _ in range(2):
+        for rows, compiled in ((3, compiled_first), (5, not compiled_first)):
+            plain_model(_batch(rows)).sum().backward()
+            with compiled_autograd._enable(torch.compile(backend="eager")) if compiled else nullcontext():
+                model(_batch(rows)).sum().backward()
+        for one in (plain, optimizer):
+            one.step()
+            one.zero_grad()
+        assert same_weights(plain_model, model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+def test_a_compiled_backward_after_gradients_have_left_is_an_error() -> None:
+    torch._dynamo.reset()
+    plain_model, model = _models()
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, fused=True)
+    optimizer = longshore.AdamW(model.parameters(), lr=1e-2, release_gradients=True)
+    model(_batch(3)).sum().backward()
+    # torch's error where it compiles with the placeholder, ours where it runs what was compiled without.
+    with (
+        pytest.raises((longshore.LongshoreError, NotImplementedError)),
+        compiled_autograd._enable(torch.compile(backend="eager")),
+    ):
+        model(_batch(5)).sum().backward()
+    optimizer.zero_grad()
+    for one, trained in ((plain, plain_model), (optimizer, model)):
+        trained(_batch(3)).sum().backward()
+        one.step()
     assert same_weights(plain_model, model)
