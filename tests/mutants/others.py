@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "Ctrl-C ends the loading of a state at once",
         "optim/interrupts.py",
-        "        signal.signal(signal.SIGINT, defer)\n",
+        "        self._former = signal.signal(signal.SIGINT, self)\n",
         "",
         ("tests/optim/test_state_dict.py::test_ctrl_c_at_any_write_waits_until_the_state_is_whole",),
     ),

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 
 class _Deferral:
-    """A handler that notes the first Ctrl-C, and leaves the second one to the ``former`` handler."""
+    """A handler that notes the first Ctrl-C, and leaves the second one to the handler that it replaced."""
 
-    def __init__(self, former: Callable[..., Any]) -> None:
+    def __init__(self) -> None:
         self.deferred = False
-        self._former = former
+        self._former: Any = signal.getsignal(signal.SIGINT)  # it may be called within the next line
+        self._former = signal.signal(signal.SIGINT, self)
 
     def __call__(self, *_: object) -> None:
         self.deferred = True
+        self.end()
+
+    def end(self) -> None:
         signal.signal(signal.SIGINT, self._former)
 
 
@@ -27,16 +31,15 @@ def deferred_interrupts() -> Iterator[None]:
 
     Python handles signals in the main thread alone, so in another one there is nothing to defer.
     """
-    former = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signal.SIGINT)
     elsewhere = threading.current_thread() is not threading.main_thread()
-    if elsewhere or not callable(former) or isinstance(former, _Deferral):
+    if elsewhere or not callable(handler) or isinstance(handler, _Deferral):
         yield  # ignored, or a handler that was not installed from Python, or deferred already
         return
-    defer = _Deferral(former)
+    defer = _Deferral()
     try:
-        signal.signal(signal.SIGINT, defer)
         yield
     finally:
-        signal.signal(signal.SIGINT, former)
+        defer.end()
         if defer.deferred:
             signal.raise_signal(signal.SIGINT)
