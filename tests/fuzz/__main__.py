@@ -1,7 +1,7 @@
 """Play random programs: ``python -m fuzz``, with ``tests`` on the path (``make fuzz``).
 
-Each finding is printed with its seed and a script that reproduces it. With ``--seeds-of TEXT`` (``make fuzz-sample``)
-the programs depend on the text: in CI, on the commit's hash. ``--seed`` plays one program again, ``--show``
+Each finding is printed with its seed and a script that reproduces it. With ``--seeds-of TEXT`` (``make fuzz-sample``:
+the commit's hash) the programs depend on the text. ``--seed`` plays one program again, ``--show``
 prints it, and ``--replay`` runs a printed script.
 """
 
