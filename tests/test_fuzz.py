@@ -106,8 +106,10 @@ def test_a_seed_stands_for_one_program(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_an_error_that_no_documentation_announces_is_a_finding() -> None:
-    assert refusal_of(RuntimeError("this is a bug in longshore: please report it")) is None
-    assert refusal_of(ValueError("zero_grad(set_to_none=False) fills .grad with zeros, and")) == "zero_grad fills"
+    assert refusal_of(RuntimeError("this is a bug in longshore: please report it"), "SGD") is None
+    filled = ValueError("zero_grad(set_to_none=False) fills .grad with zeros, and")
+    assert refusal_of(filled, "SGD") == "zero_grad fills"
+    assert [refusal_of(KeyError("step"), kind) is None for kind in ("AdamW", "Adagrad")] == [True, False]
     begin = ["m = Net()", "o = AdamW(m.parameters())", "if type(o).__module__.startswith('longshore'):\n    1 / 0"]
     found = run(begin).finding
     assert found is not None

@@ -233,6 +233,11 @@ def test_frozen_and_thawed(two_ranks: Ranks) -> None:
     two_ranks(cases.frozen_while_gathered)
 
 
+@pytest.mark.parametrize("held_ones", [True, False])
+def test_frozen_and_thawed_while_gathered(held_ones: bool, two_ranks: Ranks) -> None:
+    two_ranks(cases.thawed_while_gathered, held_ones)
+
+
 def test_nothing_is_left_of_an_engine_that_never_ran(two_ranks: Ranks) -> None:
     two_ranks(cases.destroyed_before_its_first_forward)
 

@@ -85,7 +85,7 @@ def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
 def _statement(place: int, statement: str, ours: World, plain: World, outcome: Outcome) -> Finding | None:
     failure = _raised_by(statement, ours)
     failed = gathered(failure is not None)
-    refused = gathered(None if failure is None else refusal_of(failure, outcome.uneven))
+    refused = gathered(None if failure is None else refusal_of(failure, ours.kind, outcome.uneven))
     outcome.uneven |= any(failed) and not all(failed)
     if any(refused):
         outcome.uneven = False

@@ -14,7 +14,7 @@ from fuzz.compare import Finding, Outcome, run
 from fuzz.generate import program_of
 from fuzz.shrink import shrunk
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def play(program: list[str], compare_states: bool) -> Outcome:

@@ -20,7 +20,6 @@ REFUSALS = {
     "not in the groups": r"not a parameter of this optimizer",
     "state of another shape": r"not a dense float tensor",
     "state of another name": r"unknown state '\w+'; longshore keeps",
-    "Adagrad's states before its first step": r"^'(step|sum)'$",
     "twice in the groups": r"is in the parameter groups twice; keep it in one place",
     "failed backward": r"a backward of this window failed|a gradient was not taken during|rank \d+ failed in this",
     "accumulation steps within a window": r"gradient_accumulation_steps was to change .* in the middle of a window",
@@ -31,10 +30,18 @@ REFUSALS = {
 }
 
 
+OF_ADAGRAD = {"Adagrad's states before its first step": r"^'(step|sum)'$"}
 AFTER_ONE_RANKS_ERROR = {"ranks apart": r"^the ranks do different things: .* is in step\(\), .* is in backward"}
 
 
-def refusal_of(failure: BaseException, uneven: bool = False) -> str | None:
-    """The name of the refusal, None if it is none. ``uneven``: an error was raised on some ranks alone before."""
+def refusal_of(failure: BaseException, kind: str, uneven: bool = False) -> str | None:
+    """The name of the refusal, None if it is none.
+
+    Args:
+        failure: what our side raised.
+        kind: the name of its optimizer.
+        uneven: an error was raised on some ranks alone before.
+    """
     text, known = str(failure), REFUSALS | (AFTER_ONE_RANKS_ERROR if uneven else {})
+    known |= OF_ADAGRAD if kind == "Adagrad" else {}
     return next((name for name, pattern in known.items() if re.search(pattern, text)), None)

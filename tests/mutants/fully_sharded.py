@@ -207,8 +207,8 @@ MUTANTS = [
     Mutant(
         "hooks outlive the engine",
         "sharding/fsdp.py",
-        "for hook in (self._hook, *self._hooks.values()):",
-        "for hook in (self._hook,):",
+        "for hook in (*self._root_hooks, *self._hooks.values()):",
+        "for hook in self._root_hooks:",
         (FULLY_SHARDED,),
     ),
     Mutant(
@@ -282,5 +282,19 @@ MUTANTS = [
         "rank=alike.index(ranks.rank)",
         "rank=ranks.rank % 2",
         (TENSOR_PARALLEL + "::test_batches",),
+    ),
+    Mutant(
+        "what is frozen while it is gathered thaws",
+        "sharding/fsdp.py",
+        "            if before == shard.requires_grad == leaf.requires_grad:\n",
+        "            if before == shard.requires_grad:\n",
+        (FULLY_SHARDED + "::test_frozen_and_thawed_while_gathered",),
+    ),
+    Mutant(
+        "a forward does not see what was thawed while it was gathered",
+        "sharding/fsdp.py",
+        "            model.register_forward_pre_hook(self._before_forward, prepend=True),  # before FSDP2's own\n",
+        "",
+        (FULLY_SHARDED + "::test_frozen_and_thawed_while_gathered",),
     ),
 ]

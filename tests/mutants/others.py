@@ -184,4 +184,18 @@ MUTANTS = [
         "",
         ("tests/optim/test_laid_out_anew.py",),
     ),
+    Mutant(
+        "a master alone does not count before the first step",
+        "optim/handed_out.py",
+        "(len(state) == 1 and not record.has_state) or ",
+        "",
+        ("tests/optim/test_edited_state.py",),
+    ),
+    Mutant(
+        "states of tensors that are in no group stay when another state is loaded",
+        "optim/tiled_optimizer.py",
+        "core.handed_out.others, core.handed_out.unplaced = self._others, {}",
+        "core.handed_out.others = self._others",
+        ("tests/optim/test_copies.py",),
+    ),
 ]

@@ -154,3 +154,41 @@ def test_what_cannot_be_copied_is_refused() -> None:
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"of an engine .* engine\.save_checkpoint"):
             attempt(optimizer)
+
+
+@WAYS_NAMED
+def test_the_state_of_a_parameter_out_of_its_group_is_copied_and_goes_on_when_it_is_back(copied: Any) -> None:
+    model, plain = small_model(torch.bfloat16), small_model(torch.bfloat16)
+    first, *others = model.parameters()
+    optimizer = longshore.AdamW([{"params": [first]}, {"params": others}], offload=simulated())
+    train(model, optimizer, range(2), torch.bfloat16)
+    optimizer.param_groups[0]["params"].pop()
+    before = {key: torch.as_tensor(value).clone() for key, value in optimizer.state[first].items()}
+    other_model, other = copied((model, optimizer))
+    moved = next(iter(other_model.parameters()))
+    assert moved in other.state and any(key is moved for key in other.state)
+    assert all(torch.equal(torch.as_tensor(other.state[moved][key]), value) for key, value in before.items())
+    for each, parameter in ((optimizer, first), (other, moved)):
+        each.param_groups[0]["params"].append(parameter)
+    for each, its in ((model, optimizer), (other_model, other)):
+        train(each, its, range(2, 4), torch.bfloat16)
+    assert same_weights(model, other_model)
+    twin = longshore.AdamW([{"params": [next(iter(plain.parameters()))]}, {"params": [*plain.parameters()][1:]}])
+    train(plain, twin, range(4), torch.bfloat16)
+    assert same_weights(model, plain)
+
+
+def test_a_state_of_a_tensor_that_is_in_no_group_is_there_until_a_state_is_loaded() -> None:
+    model = small_model()
+    optimizer = longshore.AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    other = nn.Parameter(torch.ones(3))
+    optimizer.state[other] = {"mine": 1}
+    optimizer.state[other]["mine"] = 2
+    assert optimizer.state[other] == {"mine": 2} and len(optimizer.state) == 1 + len([*model.parameters()])
+    assert len(optimizer.state_dict()["state"]) == len([*model.parameters()])  # torch's ends with a KeyError
+    del optimizer.state[other]
+    assert other not in optimizer.state
+    optimizer.state[other] = {"mine": 1}
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert other not in optimizer.state

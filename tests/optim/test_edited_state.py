@@ -179,18 +179,19 @@ def test_an_edited_master_is_the_parameter_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("loaded", [False, True])
-def test_an_assigned_master_is_the_parameter_too(dtype: torch.dtype, staged: bool, loaded: bool) -> None:
-    """Also of a float32 parameter, which is its own master, and between loading and the next step."""
+@pytest.mark.parametrize("when", ["stepped", "loaded", "new"])
+def test_an_assigned_master_is_the_parameter_too(dtype: torch.dtype, staged: bool, when: str) -> None:
+    """Also of a float32 parameter, which is its own master, between loading and the next step, and before the first."""
     model = small_model(dtype)
     optimizer = longshore.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, offload=simulated() if staged else None)
     weight = model[0].weight
-    for _ in range(2):
+    for _ in range(0 if when == "new" else 2):
         loss_of(model, 0, dtype).backward()
         optimizer.step()
-    if loaded:
+    if when == "loaded":
         optimizer.load_state_dict(optimizer.state_dict())
     optimizer.state[weight]["master"] = torch.full(weight.shape[::-1], 1.0009765625).t()  # no bfloat16
+    loss_of(model, 0, dtype).backward()
     optimizer.step()
     assert weight.eq(torch.tensor(1.0009765625).to(dtype)).all()
     loss_of(model, 0, dtype).backward()

@@ -41,8 +41,8 @@ class HandedOut:
         order in which they came, together with those that have a state."""
         self.others: dict[Any, Any] = {}
         """Entries of ``optimizer.state`` whose keys are no tensors."""
-        self.unplaced: list[tuple[Tensor, Any]] = []
-        """States of tensors that are not in the groups yet."""
+        self.unplaced: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+        """States of tensors that are not in the groups, or not yet."""
         self.saved: set[int] | None = None
         """Indices of the parameters whose states a ``state_dict()`` takes just now; None: of all."""
         self._new_bytes, self._most_bytes = 0, _LEAST_BYTES
@@ -63,9 +63,8 @@ class HandedOut:
 
     def place(self, core: StateOwner) -> None:
         """Give the parameters that were put into the groups the states that were set for them before."""
-        found = [entry for entry in self.unplaced if id(entry[0]) in core.by_id]
-        self.unplaced = [entry for entry in self.unplaced if id(entry[0]) not in core.by_id]
-        for parameter, state in found:
+        for key in [key for key in self.unplaced if key in core.by_id]:
+            parameter, state = self.unplaced.pop(key)
             StateMap(core)[parameter] = state
 
     def forget(self, record: ParameterRecord) -> None:
@@ -169,7 +168,9 @@ def _differs(record: ParameterRecord, name: str, values: Tensor, core: StateOwne
 
 def _write(record: ParameterRecord, state: dict[str, Any], core: StateOwner) -> None:
     state |= checked_state(record, {key: state[key] for key in state.keys() & _numbers(record)}, core.family)
-    master = None if MASTER not in state or _written(record, core) else state[MASTER]
+    # Before the first step, a master alone is meant; one in a whole state came from another parameter.
+    meant = MASTER in state and ((len(state) == 1 and not record.has_state) or not _written(record, core))
+    master = state[MASTER] if meant else None
     if master is not None and record.held.numel() != master.numel():
         raise ParameterError(
             f"parameter {record.name}: its master was edited in optimizer.state, and this process has a shard of the "
@@ -322,6 +323,8 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         if found is None:
             if id(key) not in self._core.by_id:
                 self._core.members()  # takes up parameters that were put into the groups
+            if id(key) in self._core.handed_out.unplaced:
+                return self._core.handed_out.unplaced[id(key)][1]
             found = states[id(key)] = ParameterState(self._record(key), self._core)
         if id(key) not in self._core.handed_out.touched:
             self._note_order()  # of those that have a state before this one is asked for
@@ -340,7 +343,7 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
             return
         if id(key) not in self._core.by_id:
             # Scripts that replace a parameter set its state before or after they put it into its group.
-            self._core.handed_out.unplaced.append((key, dict(state)))
+            self._core.handed_out.unplaced[id(key)] = key, dict(state)
             self._core.members()
             return
         record, entries = self._record(key), dict(state)
@@ -354,6 +357,8 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         if not isinstance(key, Tensor):
             del handed_out.others[key]
             return
+        if handed_out.unplaced.pop(id(key), None):
+            return
         if key not in self:
             raise KeyError(key)
         record = self._record(key)
@@ -366,6 +371,8 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         if not isinstance(key, Tensor):
             return key in self._core.handed_out.others
         record = self._core.by_id.get(id(key))
+        if id(key) in self._core.handed_out.unplaced:
+            return True
         touched = id(key) in self._core.handed_out.touched
         return record is not None and (touched or len(ParameterState(record, self._core)) > 0)
 
@@ -374,6 +381,8 @@ class StateMap(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[rep
         among, by_id = self._core.handed_out.saved, self._core.by_id
         records = [by_id[key] for key in self._core.handed_out.touched if key in by_id]
         yield from [record.parameter for record in records if among is None or record.index in among]
+        if among is None:
+            yield from [parameter for parameter, _ in self._core.handed_out.unplaced.values()]
         yield from list(self._core.handed_out.others)
 
     def __len__(self) -> int:

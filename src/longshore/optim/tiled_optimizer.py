@@ -269,7 +269,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             for record in core.records:
                 clear_state(record, core)
                 write_state(record, core, self._loading.get(record.index, {}))
-            core.handed_out.others = self._others
+            core.handed_out.others, core.handed_out.unplaced = self._others, {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what ``copy.deepcopy`` and ``pickle`` keep: all but gradients and hooks, as with torch's.

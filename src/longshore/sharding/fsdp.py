@@ -66,7 +66,12 @@ class FullyShardedModel:
         self._data_mesh, self.grid = self._check_meshes()
         self.tp_rank = self.grid.positions[dist.get_rank()].tp_rank
         self._check_dtypes(groups)
-        self._hook = model.register_forward_hook(self._after_forward)
+        self._trainable = {key: member.sharded_param.requires_grad for key, member in self.members.items()}
+        """Which parameters were trainable when :meth:`align_trainable` saw them last, by ``id(parameter)``."""
+        self._root_hooks = [
+            model.register_forward_pre_hook(self._before_forward, prepend=True),  # before FSDP2's own
+            model.register_forward_hook(self._after_forward),
+        ]
         # Each of these stays until its module's first forward.
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         for module in model.modules():
@@ -114,12 +119,31 @@ class FullyShardedModel:
 
     def close(self) -> None:
         """Restore the model to how ``fully_shard`` made it."""
-        for hook in (self._hook, *self._hooks.values()):
+        for hook in (*self._root_hooks, *self._hooks.values()):
             hook.remove()
         for module in self.model.modules():
             module.__dict__.pop("zero_grad", None)
         _MODELS.discard(self)
         self.gather_by(lambda _: DefaultAllGather())
+
+    @_disable_dynamo
+    def _before_forward(self, *_: object) -> None:
+        self.align_trainable()
+
+    def align_trainable(self) -> None:
+        """Freeze or thaw a shard and the tensor into which it is gathered as the user did one of them.
+
+        FSDP2 only ever carries this from shards to gathered tensors, when it gathers them. While they stay gathered,
+        users may hold either.
+        """
+        for key, member in self.members.items():
+            before, shard = self._trainable[key], member.sharded_param
+            leaf = getattr(member, "_unsharded_param", shard)
+            if before == shard.requires_grad == leaf.requires_grad:
+                continue
+            self._trainable[key] = not before
+            for each in (shard, leaf):
+                each.requires_grad_(not before)
 
     def _after_forward(self, *_: object) -> None:
         # FSDP2 keeps the root's parameters for a backward. After an evaluation there is no backward: they would take
@@ -161,6 +185,7 @@ class FullyShardedModel:
 
     def reshard(self) -> None:
         """Free gathered parameters: the root's stay after a forward without a backward, and become stale."""
+        self.align_trainable()
         for module in self.modules:
             module.reshard()
 
@@ -212,6 +237,8 @@ def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[i
         for module in model.modules
         if any(id(member) in wanted for group in _groups_of(module) for member in group.fsdp_params)
     ]
+    for model in dict.fromkeys(model for model, _ in found.values()):
+        model.align_trainable()
     try:
         for module in modules:
             module.unshard()
@@ -228,6 +255,8 @@ def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[i
                     shard.copy_(flat(whole[key])[offset : offset + numel].view(shard.shape))
                     torch.autograd.graph.increment_version(member.sharded_param)
     finally:
+        for model in dict.fromkeys(model for model, _ in found.values()):
+            model.align_trainable()
         for module in modules:
             module.reshard()
 

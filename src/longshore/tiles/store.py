@@ -82,8 +82,8 @@ class TileStore:
         (unless not ``own_masters``) in the parameter that is its own master."""
         row = self.arrays.index(which)
         for backend, tile, segment in self._placed(parameter):
+            buffer = tile.have_buffer(backend.buffers)
             if not (tile.own_master and which == MASTER):
-                buffer = tile.have_buffer(backend.buffers)
                 yield backend, segment, buffer[row - tile.own_master, segment.layout.in_buffer]
             elif own_masters and self._values_of is not None:
                 yield backend, segment, segment.part_of(self._values_of(parameter))
