@@ -214,12 +214,14 @@ class Twin:
         flat.grad = _padded(gradient)
         inner.step()
         for name, value in inner.state[flat].items():
-            if isinstance(value, Tensor) and name not in _SINGLE:
+            if isinstance(value, int):
+                value = torch.tensor(float(value))
+            elif isinstance(value, Tensor) and name not in _SINGLE:
                 value = value[: parameter.numel()].view(parameter.shape)
-                if isinstance(state.get(name), Tensor):
-                    state[name].copy_(value)
-                    continue
-            state[name] = torch.tensor(float(value)) if isinstance(value, int) else value
+            if isinstance(state.get(name), Tensor) and isinstance(value, Tensor):
+                state[name].copy_(value)
+            else:
+                state[name] = value
         master = flat[: parameter.numel()].view(parameter.shape)
         if low and "master" in state:
             state["master"].copy_(master)
