@@ -31,6 +31,20 @@ def test_a_loop_goes_on(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_a_loaded_state_that_is_the_master_alone_is_saved(tmp_path: Path) -> None:
+    """SGD without momentum has no other, and counts no steps."""
+    parameter = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    module = nn.ParameterList([parameter])
+    optimizer = longshore.SGD([parameter], lr=0.001)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    kept = optimizer.state[parameter]["master"].clone()
+    longshore.save(tmp_path, module, optimizer)
+    longshore.load(tmp_path, module, optimizer)
+    assert torch.equal(optimizer.state[parameter]["master"], kept) and not kept.eq(1.0).any()
+
+
 class _Parallel(nn.Module):
     """Names its model as DistributedDataParallel and DataParallel do."""
 
