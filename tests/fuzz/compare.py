@@ -86,12 +86,13 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
     failure = _raised_by(statement, ours)
     failed = gathered(failure is not None)
     refused = gathered(None if failure is None else refusal_of(failure, ours.kind, outcome.uneven))
+    apart = outcome.uneven
     outcome.uneven |= any(failed) and not all(failed)
     if any(refused):
         outcome.uneven = False
         # Nothing happened, so the plain side does nothing either. Both discard the window.
-        outcome.refused.update(why for why in refused[:1] if why)
-        if not all(refused):
+        outcome.refused.update([next(filter(None, refused))])
+        if not all(refused) and not apart:  # otherwise ranks may have had other backwards, and be refused other things
             return Finding(f"only some ranks refuse: {next(filter(None, refused))}", place, _words(failure))
         for world in (ours, plain):
             if (again := _raised_by(_RECOVERY, world)) is not None:
