@@ -53,6 +53,8 @@ class Outcome:
     """Documented errors of ours where plain PyTorch goes on."""
     uneven: bool = False
     """Whether a statement failed on some ranks alone since the last step: the next meeting may find ranks apart."""
+    over: bool = False
+    """Whether, after an error on one rank alone, one rank alone was refused: its windows may not be the others' then."""
     incomplete: bool = False
     """Whether a name was missing, as after a statement was taken out, or a statement was no Python."""
 
@@ -72,6 +74,8 @@ def run(program: Sequence[str], compare_states: bool = True) -> Outcome:
             for place, statement in enumerate(program):
                 found = _statement(place, statement, ours, plain, outcome)
                 last = place == len(program) - 1
+                if outcome.over:
+                    break
                 alone = len(gathered(None)) == 1  # ranks read states together
                 found = found or _compared(place, ours, plain, (compare_states and alone) or last)
                 outcome.finding = next((each for each in gathered(found) if each is not None), None)
@@ -92,7 +96,8 @@ def _statement(place: int, statement: str, ours: World, plain: World, outcome: O
         outcome.uneven = False
         # Nothing happened, so the plain side does nothing either. Both discard the window.
         outcome.refused.update([next(filter(None, refused))])
-        if not all(refused) and not apart:  # otherwise ranks may have had other backwards, and be refused other things
+        outcome.over = not all(refused) and apart
+        if not all(refused) and not apart:
             return Finding(f"only some ranks refuse: {next(filter(None, refused))}", place, _words(failure))
         for world in (ours, plain):
             if (again := _raised_by(_RECOVERY, world)) is not None:
