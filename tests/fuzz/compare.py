@@ -54,7 +54,7 @@ class Outcome:
     uneven: bool = False
     """Whether a statement failed on some ranks alone since the last step: the next meeting may find ranks apart."""
     over: bool = False
-    """Whether, after an error on one rank alone, one rank alone was refused: its windows may not be the others' then."""
+    """Whether one rank alone was refused after an error on one rank alone: its windows may not be the others' then."""
     incomplete: bool = False
     """Whether a name was missing, as after a statement was taken out, or a statement was no Python."""
 
