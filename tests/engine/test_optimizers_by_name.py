@@ -151,6 +151,24 @@ def test_clients_optimizers_on_two_ranks(stage: int, two_ranks: Ranks) -> None:
     two_ranks(optimizer_cases.clients, stage)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_a_script_keeps_of_its_optimizer_counts(stage: int, two_ranks: Ranks) -> None:
+    two_ranks(optimizer_cases.what_a_script_keeps_of_its_optimizer, stage)
+
+
+def test_where_initialize_fails_the_clients_optimizer_stays() -> None:
+    model = small_model()
+    client = torch.optim.AdamW(model.parameters(), fused=True)
+    foreign = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(small_model().parameters(), lr=1.0))
+    with pytest.raises(ValueError, match="was built on an optimizer"):
+        longshore.initialize(model=model, config=without(file(), "optimizer"), optimizer=client, lr_scheduler=foreign)
+    assert type(client) is torch.optim.AdamW
+    before = model[0].weight.detach().clone()
+    loss_of(model, 0).backward()
+    client.step()
+    assert not torch.equal(before, model[0].weight)
+
+
 def test_what_has_no_kernel_is_said_once() -> None:
     model = small_model()
     client = T.RMSprop(model.parameters())

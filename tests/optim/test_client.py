@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -251,7 +254,7 @@ def test_ours_move_with_their_state(kind: Kind) -> None:
     for step in range(5):
         if step == 3:
             optimizer = from_client(first, release_gradients=True, offload=simulated(tile_numel=100))
-            assert type(optimizer) is type(first) and optimizer is not first
+            assert isinstance(first, type(optimizer)) and optimizer is not first
             assert optimizer.param_groups[0]["param_names"] == first.param_groups[0]["param_names"]
         for each in (plain_model, model):
             loss_of(each, step, torch.bfloat16).backward()
@@ -359,3 +362,84 @@ def test_gradients_stay_by_default() -> None:
     loss_of(model, 0).backward()
     assert type(model[0].weight.grad) is torch.Tensor
     optimizer.step()
+
+
+def _trained(model: nn.Module, optimizer: Any, steps: range, scheduler: Any = None) -> None:
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("through", ["the client", "ours"])
+def test_the_client_is_another_name_of_ours(through: str) -> None:
+    plain_model, model = twins()
+    plain = torch.optim.AdamW(list(plain_model.parameters())[:2], lr=1e-2, fused=True)
+    client = torch.optim.AdamW(list(model.parameters())[:2], lr=1e-2)
+    groups, group = client.param_groups, client.param_groups[0]
+    calls: list[Any] = []
+    handle = client.register_step_post_hook(lambda *_: calls.append(None))
+    ours = converted(client)
+    assert ours.param_groups is groups and client.param_groups is groups and groups[0] is group
+    used = client if through == "the client" else ours
+    for optimizer, its in ((plain, plain_model), (used, model)):
+        _trained(its, optimizer, range(2))
+        optimizer.add_param_group({"params": list(its.parameters())[2:], "lr": 1e-3})
+        _trained(its, optimizer, range(2, 4))
+        optimizer.state[next(its.parameters())]["exp_avg"].zero_()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.param_groups[0]["lr"] = 0.1
+        _trained(its, optimizer, range(4, 6))
+    assert same_weights(plain_model, model)
+    assert client.param_groups is ours.param_groups and isinstance(client, torch.optim.AdamW)
+    assert len(calls) == 6
+    handle.remove()
+    _trained(model, used, range(6, 7))
+    assert len(calls) == 6
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="took over from it: copy or pickle that one"):
+            copied(client)
+
+
+def test_a_state_that_was_taken_over_is_not_left_to_be_edited() -> None:
+    model = small_model()
+    client = torch.optim.AdamW(model.parameters(), fused=True)
+    _trained(model, client, range(1))
+    state = client.state[model[0].weight]
+    ours = converted(client)
+    with pytest.raises(KeyError):
+        state["exp_avg"].zero_()
+    assert client.state[model[0].weight]["exp_avg"] is ours.state[model[0].weight]["exp_avg"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_schedule_of_the_client_sets_the_rate_that_is_stepped(when: str) -> None:
+    plain_model, model = twins()
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=1.0, fused=True)
+    client = torch.optim.AdamW(model.parameters(), lr=1.0)
+    warmup = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1e-3 * step)
+    theirs = warmup(plain)
+    mine = warmup(client) if when == "before" else None
+    ours = from_client(client)
+    _trained(plain_model, plain, range(4), theirs)
+    _trained(model, ours, range(4), mine or warmup(client))
+    assert same_weights(plain_model, model)
+    assert not same_weights(small_model(), model)
+
+
+def test_a_client_of_two_in_a_row_is_a_name_of_the_last() -> None:
+    model = small_model()
+    client = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = from_client(client)
+    _trained(model, first, range(2))
+    second = from_client(client)
+    assert client.param_groups is first.param_groups is second.param_groups
+    client.param_groups[0]["lr"] = 0.0
+    before = copy.deepcopy(model)
+    _trained(model, first, range(2, 3))
+    assert second.state[model[0].weight]["step"] == 3
+    second.param_groups[0]["weight_decay"] = 0.0
+    assert first.param_groups[0]["weight_decay"] == 0.0 and not same_weights(before, small_model())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -39,8 +41,12 @@ def from_client(
     torch's Adam, AdamW, Adagrad and SGD, and longshore's optimizers, become longshore's. torch's other elementwise
     optimizers are run by torch on host tiles, more slowly. If ``optimizer`` is one of longshore's, it is closed.
 
+    ``optimizer`` then stands for the new one: its groups are the new optimizer's (the same list of the same
+    dictionaries), and so are its state and its methods. A schedule that was built on it, a group that is added to it,
+    or a hook that is registered with it acts on the new optimizer.
+
     Args:
-        optimizer: the user's optimizer, which must not be used afterwards.
+        optimizer: the user's optimizer.
         release_gradients: see :class:`~longshore.AdamW`.
         offload: see :class:`~longshore.AdamW`.
         names: names of parameters, by ``id(parameter)``; None: those in the optimizer's groups, if there are any.
@@ -49,8 +55,23 @@ def from_client(
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         ValueError: the optimizer cannot be stepped in tiles, or has an unsupported option; the message names it.
     """
+    made = converted(optimizer, release_gradients=release_gradients, offload=offload, names=names)
+    take_over(optimizer, made)
+    return made
+
+
+def converted(
+    optimizer: torch.optim.Optimizer,
+    *,
+    release_gradients: bool,
+    offload: StoreFactory | None,
+    names: Mapping[int, str] | None,
+) -> TiledOptimizer:
+    """Build the optimizer of :func:`from_client`, which calls :func:`take_over` then; until that, ``optimizer`` stays
+    as it is, unless it is one of longshore's."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    optimizer = vars(optimizer).get(_TAKEN_BY, optimizer)
     client = type(optimizer)
     native = (ours for ours in OPTIMIZERS.values() if client in (ours, ours.twin))
     kind = cast(Any, next(native, None) or vars(client).get(_KIND_ATTRIBUTE))
@@ -80,6 +101,78 @@ def from_client(
     if isinstance(optimizer, TiledOptimizer):
         optimizer.close()
     return made
+
+
+_TAKEN_BY = "_longshore_optimizer"
+"""Name of the attribute of a user's optimizer in which the one is that took over from it."""
+_HOOKS = [
+    f"_optimizer_{name}"
+    for name in (
+        *("step_pre_hooks", "step_post_hooks", "state_dict_pre_hooks", "state_dict_post_hooks"),
+        *("load_state_dict_pre_hooks", "load_state_dict_post_hooks"),
+    )
+]
+
+
+def take_over(client: torch.optim.Optimizer, made: TiledOptimizer) -> None:
+    """Make ``client`` another name of ``made``, which :func:`converted` made from it."""
+    for mine, theirs in zip(made.param_groups, client.param_groups, strict=True):
+        params, options = theirs["params"], {**mine}
+        params[:] = mine["params"]
+        theirs.clear()
+        theirs.update({**options, "params": params})
+    made.param_groups = client.param_groups
+    for name in _HOOKS:  # handles of registered hooks refer to these dictionaries
+        hooks = vars(client)[name]
+        hooks.update(vars(made)[name])
+        vars(made)[name] = hooks
+    before = vars(client).pop(_TAKEN_BY, None)
+    if before is not None:
+        take_over(before, made)  # who has that one has the new one, too
+    state = vars(client).pop("state", {})
+    for entries in [*state.values()]:
+        if isinstance(entries, dict):
+            entries.clear()  # somebody may have it, and would read or edit what is not the state any more
+    state.clear()
+    vars(client).pop("step", None)  # a scheduler puts a function there, which would step
+    vars(client)[_TAKEN_BY] = made
+    if before is None:
+        client.__class__ = _other_name_of(type(client))
+    remembered = weakref.ref(client)  # it has the new optimizer already
+
+    def stepped(*_: Any) -> None:
+        if (found := remembered()) is not None:
+            found._opt_called = True  # torch's schedulers warn unless their optimizer was stepped before
+
+    made.register_step_post_hook(stepped)
+
+
+@functools.cache
+def _other_name_of(kind: type[Any]) -> type[Any]:
+    """Return the class of an optimizer of class ``kind`` that stands for another: all that is public is the other's."""
+
+    def step(self: Any, closure: Any = None) -> Any:
+        return vars(self)[_TAKEN_BY].step(closure)
+
+    def passed_on(name: str) -> property:
+        return property(
+            lambda self: getattr(vars(self)[_TAKEN_BY], name),
+            lambda self, value: setattr(vars(self)[_TAKEN_BY], name, value),
+        )
+
+    step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
+    names = {name for name in dir(TiledOptimizer) if not name.startswith("_")}
+    shared = {name: passed_on(name) for name in {*names, "param_groups", "defaults", "_core", *_HOOKS} - {"step"}}
+    refused = dict.fromkeys(("__copy__", "__deepcopy__", "__reduce_ex__"), _refuse_copies)
+    return type(kind.__name__, (kind,), {**shared, **refused, "step": step, "__module__": kind.__module__})
+
+
+def _refuse_copies(self: Any, *_: Any) -> Any:
+    made = vars(self)[_TAKEN_BY]
+    raise TypeError(
+        f"this {type(self).__name__} was given to longshore, and longshore.{type(made).__name__} took over from it: "
+        "copy or pickle that one"
+    )
 
 
 def _elementwise(optimizer: torch.optim.Optimizer) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longshore.engine.client import from_client
+from longshore.engine.client import converted
 from longshore.engine.config import Config
 from longshore.optim.offload import StoreFactory
 from longshore.optim.tiled_optimizer import OPTIMIZERS, TiledOptimizer
@@ -83,11 +83,12 @@ def make_optimizer(
 ) -> TiledOptimizer:
     """Make an optimizer with a store of ``store_factory``, which takes the gradients during backward.
 
-    It replaces ``client``, the user's own. If that is None, the configuration names it, and it has the ``groups``.
+    It continues from ``client``, the user's own, for which :func:`take_over` is to be called at the end. If there is
+    none, the configuration names the optimizer, and it has the ``groups``.
     """
     if client is not None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        return from_client(client, release_gradients=True, offload=store_factory, names=names)
+        return converted(client, release_gradients=True, offload=store_factory, names=names)
     assert config.optimizer is not None  # load_config() checks it
     kind: Any = OPTIMIZERS[config.optimizer.type]  # the signatures differ
     return kind(groups, **config.optimizer.arguments(), release_gradients=True, offload=store_factory)

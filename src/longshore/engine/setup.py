@@ -19,6 +19,7 @@ from longshore.byte_sizes import LEAST_BUDGET
 from longshore.engine.access import register
 from longshore.engine.activation_checkpointing import install, is_configured
 from longshore.engine.binding import Binding, bind, host_cpus
+from longshore.engine.client import take_over
 from longshore.engine.config import Config, LoadedConfig, load_config
 from longshore.engine.data import make_loader
 from longshore.engine.engine import Engine
@@ -83,6 +84,7 @@ def initialize(
         args: an object that may have ``deepspeed_config``, a path, if ``config`` is not given.
         model: the model, which is moved to this rank's device and cast as configured; it stays the same object.
         optimizer: longshore's, an elementwise one of torch, or a function from parameters to one. None: as configured.
+            The engine's takes over from it: its groups are then the same objects, and its methods act on the engine's.
         model_parameters: parameters or groups for that optimizer; None: all that are trainable.
         training_data: a dataset, for the third result.
         lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: as configured.
@@ -131,6 +133,8 @@ def initialize(
         if training_data is not None:
             size, share = engine.train_micro_batch_size_per_gpu(), data_parallel(ranks, sharded)
             engine.training_dataloader = make_loader(training_data, size, share, collate_fn, settings.drop_last)
+        if client is not None:
+            take_over(client, made)  # last: where initialize() fails, the user's optimizer stays as it was
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
