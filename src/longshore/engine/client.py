@@ -13,7 +13,8 @@ import torch
 
 from longshore.optim.family import ELEMENTWISE, TorchFamily
 from longshore.optim.offload import StoreFactory
-from longshore.optim.tiled_optimizer import OPTIMIZERS, TiledOptimizer
+from longshore.optim.rule_optimizer import OPTIMIZERS
+from longshore.optim.tiled_optimizer import TiledOptimizer
 
 _KIND_ATTRIBUTE = "longshore_kind"
 """Class attribute that gives the longshore optimizer with the same step. It is not inherited, since a subclass may step
@@ -114,8 +115,10 @@ _HOOKS = [
 ]
 
 
-def take_over(client: torch.optim.Optimizer, made: TiledOptimizer) -> None:
-    """Make ``client`` another name of ``made``, which :func:`converted` made from it."""
+def take_over(client: torch.optim.Optimizer | None, made: TiledOptimizer) -> None:
+    """Make ``client``, if there is one, another name of ``made``, which :func:`converted` made from it."""
+    if client is None:
+        return
     for mine, theirs in zip(made.param_groups, client.param_groups, strict=True):
         params, options = theirs["params"], {**mine}
         params[:] = mine["params"]

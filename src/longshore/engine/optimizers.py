@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from longshore.engine.client import converted
 from longshore.engine.config import Config
 from longshore.optim.offload import StoreFactory
-from longshore.optim.tiled_optimizer import OPTIMIZERS, TiledOptimizer
+from longshore.optim.rule_optimizer import OPTIMIZERS
+from longshore.optim.tiled_optimizer import TiledOptimizer
 
 
 def client_optimizer(

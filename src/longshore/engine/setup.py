@@ -83,8 +83,7 @@ def initialize(
     Args:
         args: an object that may have ``deepspeed_config``, a path, if ``config`` is not given.
         model: the model, which is moved to this rank's device and cast as configured; it stays the same object.
-        optimizer: longshore's, an elementwise one of torch, or a function from parameters to one. None: as configured.
-            The engine's takes over from it: its groups are then the same objects, and its methods act on the engine's.
+        optimizer: as for :func:`longshore.from_client`, or a function from parameters to one. None: as configured.
         model_parameters: parameters or groups for that optimizer; None: all that are trainable.
         training_data: a dataset, for the third result.
         lr_scheduler: a scheduler of ``optimizer``, or a function from an optimizer to one. None: as configured.
@@ -131,14 +130,16 @@ def initialize(
         engine = Engine(model, made, settings, ranks, binding)
         engine.lr_scheduler = _schedule(lr_scheduler, settings, made, client)
         if training_data is not None:
-            size, share = engine.train_micro_batch_size_per_gpu(), data_parallel(ranks, sharded)
-            engine.training_dataloader = make_loader(training_data, size, share, collate_fn, settings.drop_last)
-        if client is not None:
-            take_over(client, made)  # last: where initialize() fails, the user's optimizer stays as it was
+            engine.training_dataloader = _loader(training_data, engine, data_parallel(ranks, sharded), collate_fn)
+        take_over(client, made)  # last: where initialize() fails, the user's optimizer stays as it was
         undo.pop_all()
     if settings.dump_state:
         engine.explain()
     return Initialized(engine, made, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _loader(data: Any, engine: Engine, share: Ranks, collate_fn: Any) -> Any:
+    return make_loader(data, engine.train_micro_batch_size_per_gpu(), share, collate_fn, engine.config.drop_last)
 
 
 def _place(model: nn.Module, settings: Config, ranks: Ranks, path: str | os.PathLike[str] | None) -> Weights:

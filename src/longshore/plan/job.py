@@ -16,7 +16,7 @@ import torch
 
 import longshore.optim.rules  # noqa: F401  this import registers every rule
 from longshore.byte_sizes import format_byte_size
-from longshore.optim.tiled_optimizer import OPTIMIZERS
+from longshore.optim.rule_optimizer import OPTIMIZERS
 
 STATES = {name: optimizer.rules.states for name, optimizer in OPTIMIZERS.items()}
 """State arrays of each optimizer beside the master weights; SGD is planned with momentum."""

@@ -11,8 +11,8 @@ import longshore.optim.rules  # noqa: F401  registers every rule
 from longshore.engine.config.base import NamedModel
 from longshore.engine.config.values import BETA, BOOLEAN, NOT_NEGATIVE, Items, Number, OneOf, kind_in
 from longshore.optim.family import beta, betas, flag, not_negative, number
-from longshore.optim.tiled_optimizer import OPTIMIZERS as CLASSES
-from longshore.optim.tiled_optimizer import RuleOptimizer
+from longshore.optim.rule_optimizer import OPTIMIZERS as CLASSES
+from longshore.optim.rule_optimizer import RuleOptimizer
 
 _FIELDS: dict[Callable[[Any, str], Any], Any] = {
     not_negative: Annotated[float, NOT_NEGATIVE],

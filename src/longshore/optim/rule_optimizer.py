@@ -1,0 +1,57 @@
+"""Base class of the optimizers that have kernels, and the list of them by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from longshore.optim.family import RuleFamily
+from longshore.optim.other_words import check_words
+from longshore.optim.tiled_optimizer import TiledOptimizer
+
+OPTIMIZERS: dict[str, type[RuleOptimizer]] = {}
+"""Every :class:`RuleOptimizer` that was defined, by the name of its class."""
+
+
+class RuleOptimizer(TiledOptimizer):
+    """Base class of the optimizers that have kernels, one for each name that a configuration may give.
+
+    The constructor of a subclass has the signature of torch's, and passes ``locals()`` on: its signature is the only
+    table of options and defaults, so no option can be accepted and then forgotten.
+    """
+
+    rules: ClassVar[type[RuleFamily]]
+    twin: ClassVar[type[torch.optim.Optimizer] | None] = None
+    """The class in ``torch.optim`` that has the same groups and states."""
+    deepspeed_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of options that a DeepSpeed file leaves out, where they differ from the signature's."""
+    suggested: ClassVar[Mapping[str, Any]] = {"lr": 1e-4}
+    """Options that the planner writes into a DeepSpeed file, for the user to change."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if RuleOptimizer in cls.__bases__:  # not for subclasses of our own optimizers
+            OPTIMIZERS[cls.__name__] = cls
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        check_words(cls, inspect.signature(cls).parameters, args, kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Build the optimizer from ``locals()`` of the subclass's constructor, taken first."""
+        options = self.rules.group_options(arguments)
+        family = self.rules(**{name: options[name] for name in self.rules.initial_states.values()})
+        super().__init__(arguments["params"], options, family, arguments["release_gradients"], arguments["offload"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.rules.complete(self.param_groups, self.defaults)
+
+    @classmethod
+    def defaults_by_name(cls) -> dict[str, Any]:
+        """Return the options of a group that a configuration may give, with their defaults in the signature."""
+        parameters, fixed = inspect.signature(cls).parameters, cls.rules.initial_states.values()
+        return {name: parameters[name].default for name in cls.rules.options if name not in fixed}
