@@ -139,3 +139,51 @@ def test_a_loop_that_discards_in_every_micro_step_is_warned(by_optimizer: bool) 
         engine.zero_grad()
     finally:
         engine.destroy()
+
+
+def test_a_loop_that_discards_before_each_step_is_warned_once() -> None:
+    engine = make()
+    try:
+        for _ in range(3):  # warnings are errors here
+            engine.backward(engine(torch.randn(3, 16)).sum())
+            engine.zero_grad()
+            engine.step()
+        engine.backward(engine(torch.randn(3, 16)).sum())
+        with pytest.warns(UserWarning, match="discarded 1 of 1 backwards"):
+            engine.zero_grad()
+        for _ in range(2):
+            engine.step()
+            engine.backward(engine(torch.randn(3, 16)).sum())
+            engine.zero_grad()
+    finally:
+        engine.destroy()
+
+
+def test_bad_batches_may_be_discarded() -> None:
+    engine = make()
+    try:
+        for _ in range(3):  # warnings are errors here
+            for _ in range(2):
+                engine.backward(engine(torch.randn(3, 16)).sum())
+                engine.zero_grad()
+            engine.backward(engine(torch.randn(3, 16)).sum())
+            engine.step()
+        assert engine.global_steps == 3
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_told_once(value: float) -> None:
+    engine = make()
+    try:
+        engine.backward(engine(torch.randn(3, 16)).sum())
+        engine.step()  # warnings are errors here
+        engine.backward(engine(torch.randn(3, 16)).sum() * value)
+        with pytest.warns(UserWarning, match=rf"the loss is -?{value}: as in plain PyTorch"):
+            engine.step()
+        assert engine.was_step_applied()
+        engine.backward(engine(torch.randn(3, 16)).sum() * value)
+        engine.step()
+    finally:
+        engine.destroy()

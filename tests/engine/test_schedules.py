@@ -109,6 +109,32 @@ def test_the_range_test_grows_evenly_or_in_stairs() -> None:
 ONE_CYCLE = {"cycle_min_lr": 1.0, "cycle_max_lr": 5.0, "cycle_first_step_size": 4, "cycle_second_step_size": 2}
 
 
+@pytest.mark.parametrize("name", ["LRRangeTest", "OneCycle"])
+def test_a_step_to_an_iteration_is_deepspeeds(name: str) -> None:
+    """The first step() is step(0); a schedule may be set back, and goes on from there."""
+    params = ONE_CYCLE if name == "OneCycle" else {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 1}
+    one_by_one, given = optimizer_with(), optimizer_with()
+    counted, set_to = make_schedule(name, params, one_by_one), make_schedule(name, params, given)
+    seen = []
+    for iteration in range(5):
+        for each in (one_by_one, given):
+            each.step()
+        counted.step()
+        set_to.step(iteration)
+        assert set_to.last_batch_iteration == counted.last_batch_iteration == iteration
+        assert set_to.get_last_lr() == counted.get_last_lr() == [group["lr"] for group in given.param_groups]
+        seen.append(set_to.get_last_lr())
+    assert seen[1] != seen[2]
+    set_to.step(batch_iteration=1)
+    assert set_to.get_last_lr() == seen[1]
+    set_to.step()
+    assert set_to.get_last_lr() == seen[2]
+    wrongs: list[Any] = [-1, 1.5, "1"]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="takes an iteration, counted from 0"):
+            set_to.step(wrong)
+
+
 def test_one_cycle_goes_up_and_down_and_decays() -> None:
     params = {**ONE_CYCLE, "decay_step_size": 2, "decay_lr_rate": 0.5}
     seen = first("OneCycle", params, 10)

@@ -154,7 +154,7 @@ class Engine(nn.Module):
             raise
         finally:
             optimizer._core.store.end_backward(failure)
-            window.end_backward(optimizer._core.gradients_arrived, succeeded=failure is None)
+            window.end_backward(loss, optimizer._core.gradients_arrived, succeeded=failure is None)
         if self._reports is not None:
             self._reports.add_loss(loss)
         self.micro_steps += 1

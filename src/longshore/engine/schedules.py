@@ -86,9 +86,25 @@ class Schedule(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         return [*self._config.lrs(self.last_epoch, [float(base) for base in self.base_lrs])]
 
-    def step(self, epoch: int | None = None) -> None:
-        """Set the next rates. ``epoch`` is torch's deprecated argument, with its meaning and its warning."""
-        super().step(epoch)
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, last_batch_iteration: int | None = None, *, batch_iteration: int | None = None
+    ) -> None:
+        """Set the next rates, or those of a given iteration.
+
+        Args:
+            last_batch_iteration: counted from 0, as :attr:`last_batch_iteration` is afterwards, and as in DeepSpeed:
+                the first ``step()`` is ``step(0)``. None: the next one.
+            batch_iteration: the same, by the name that it has in DeepSpeed's ``OneCycle`` and ``LRRangeTest``.
+
+        Raises:
+            ValueError: the iteration is not an integer of at least 0.
+        """
+        iteration = batch_iteration if last_batch_iteration is None else last_batch_iteration
+        if iteration is not None:
+            if not is_integer(iteration) or iteration < 0:
+                raise ValueError(f"step() takes an iteration, counted from 0, and got {shown(iteration)}")
+            self.last_epoch = iteration
+        super().step()
         betas = self._config.betas(self.last_epoch, len(self.base_lrs)) if self._has_betas else None
         if betas is not None:
             for group, pair in zip(self.optimizer.param_groups, betas, strict=True):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from longshore.engine.config import Config
 from longshore.engine.wording import is_integer
@@ -70,10 +73,14 @@ class Window:
         self.boundary: bool | None = None
         """The boundary that the user declared last; None: none was declared, so backwards are counted."""
         self.discards = 0
-        """Partly filled windows that were discarded since the last step that was due."""
+        """Windows that were discarded since the last step that was due, as a loop does that never trains."""
         self._steps_after_each = True
         """Whether the last window of several backwards had a ``step()`` after each of them, or one for all."""
         self._attempts = self.calls = 0
+        self._loss: Tensor | None = None
+        """Loss of the last backward, if it was not looked at."""
+        self._said = False
+        """Whether it was said that a loss is not finite."""
         self.begin()
 
     def begin(self) -> None:
@@ -121,8 +128,9 @@ class Window:
         self._raw = self._raw or arrived > self._arrived
         return self._raw
 
-    def end_backward(self, arrived: int, succeeded: bool) -> None:
+    def end_backward(self, loss: Tensor, arrived: int, succeeded: bool) -> None:
         """Count an ``engine.backward()``, after which ``arrived`` gradients have arrived in this window."""
+        self._loss = loss.detach() if type(loss) is Tensor and not self._said else None  # a DTensor would communicate
         self._arrived = arrived
         self._attempts += 1
         self.backwards += succeeded
@@ -150,7 +158,21 @@ class Window:
                 f"gradients came from loss.backward() without the loss scale ({loss_scale:g}); "
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
+        if due and self._loss is not None:
+            self._check_loss(self._loss)
         return due
+
+    def _check_loss(self, loss: Tensor) -> None:
+        """Warn once of a loss that is not finite. Before a step this waits for nothing: the step needs gradients."""
+        self._loss, value = None, loss.item()
+        if not math.isfinite(value):
+            self._said = True
+            warnings.warn(
+                f"the loss is {value}: as in plain PyTorch, what this step reaches is not a number from then on (with "
+                "dynamic loss scaling every such step is skipped), and training does not recover. Look for the cause "
+                "with torch.autograd.set_detect_anomaly(True), or go back to a checkpoint",
+                stacklevel=4,
+            )
 
     def _counted(self, raw: bool) -> bool:
         if self.boundary is not None:
@@ -186,9 +208,10 @@ class Window:
     def discard(self) -> None:
         """Count a window that the user discarded, before the next one begins; warn about a loop that never trains."""
         kept, steps = self.backwards, self.sizes.accumulation_steps
-        partly = not self.failed and self.boundary is None and 0 < kept < steps
-        self.discards += partly
-        if partly and self.discards == _DISCARDS_OF_A_LOOP:
+        # A whole window is discarded once for a bad batch; a loop that goes on to step() has it in the wrong place.
+        lost = not self.failed and self.boundary is None and kept > 0 and (kept < steps or self.calls > 0)
+        self.discards += lost
+        if lost and self.discards == _DISCARDS_OF_A_LOOP:
             warnings.warn(
                 f"zero_grad() discarded {kept} of {steps} backwards of an accumulation window, and did so "
                 f"{self.discards} times with no step() applied between; call it after a step() "

@@ -1,7 +1,8 @@
-"""Arguments of other libraries' optimizers, with what they are here."""
+"""What other libraries call the arguments of optimizers, and what they make of ours."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,3 +39,21 @@ def check_words(kind: type, known: Mapping[str, Any], positional: tuple[Any, ...
     for name in named:
         if name in _HERE and name not in known:
             raise TypeError(f"{kind.__name__} takes no {name}: {_HERE[name]}")
+
+
+def check_not_replaced(kind: type) -> None:
+    """Check who reads the defaults of an optimizer ``kind``; to be called by the property that returns them.
+
+    Under a DeepSpeed file Accelerate builds DeepSpeed's Adam from the rate and the decay of any optimizer that it does
+    not know: betas and eps are lost, and decay becomes L2.
+
+    Raises:
+        ValueError: Accelerate does.
+    """
+    if sys._getframe(2).f_code.co_name == "map_pytorch_optim_to_deepspeed":
+        raise ValueError(
+            f"Accelerate would replace longshore.{kind.__name__} by DeepSpeed's Adam, which steps differently. To "
+            "train with longshore, leave the DeepSpeed file out of Accelerate's settings; or keep it with "
+            '"zero_force_ds_cpu_optimizer": false and start the script with longshore run-deepspeed. To train with '
+            "DeepSpeed, use torch.optim.AdamW"
+        )

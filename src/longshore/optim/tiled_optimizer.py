@@ -18,6 +18,7 @@ from longshore.optim.core import OptimizerCore
 from longshore.optim.family import RuleFamily
 from longshore.optim.handed_out import StateMap
 from longshore.optim.offload import Offload, StoreFactory
+from longshore.optim.other_words import check_not_replaced
 from longshore.optim.parameters import group_members
 from longshore.optim.state import checked_state, clear_state, loadable_state, merged_group, write_state
 from longshore.tiles import SpeculationRecord
@@ -194,6 +195,16 @@ class TiledOptimizer(torch.optim.Optimizer):
                 "use release_gradients=False with a GradScaler"
             )
         return False
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Options of groups that do not say them."""
+        check_not_replaced(type(self))
+        return vars(self)["defaults"]
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        vars(self)["defaults"] = value
 
     # -- state ----------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import Ranks
 
+import longshore
 from integrations.accelerate import cases
 
 
@@ -50,3 +51,13 @@ def test_nothing_but_longshore_differs() -> None:
     """The comparison would see a difference."""
     with pytest.raises(AssertionError):
         cases.check_equal({"a": torch.zeros(1)}, {"a": torch.ones(1)})
+
+
+def test_deepspeeds_adam_does_not_take_the_place_of_ours() -> None:
+    """Under a DeepSpeed file Accelerate makes it of whatever optimizer it is given, with another decay."""
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+    optimizer = longshore.AdamW([torch.nn.Parameter(torch.ones(3))], weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"would replace longshore\.AdamW by DeepSpeed's Adam"):
+        map_pytorch_optim_to_deepspeed(optimizer)
+    assert optimizer.defaults["weight_decay"] == 0.1
