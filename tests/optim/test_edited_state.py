@@ -396,6 +396,23 @@ def test_states_are_in_the_order_in_which_they_came() -> None:
     assert orders[0] == orders[1] == [2, 1, 0, 3]
 
 
+def test_empty_states_and_their_order_are_loaded() -> None:
+    orders = []
+    for kind in (longshore.AdamW, torch.optim.AdamW):
+        parameters = [nn.Parameter(torch.ones(4)) for _ in range(4)]
+        optimizer = kind(parameters)
+        assert "step" not in optimizer.state[parameters[2]]
+        parameters[3].grad = torch.ones(4)
+        optimizer.step()
+        assert "step" not in optimizer.state[parameters[0]]
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = kind(parameters)
+        optimizer.load_state_dict(saved)
+        places = {id(each): place for place, each in enumerate(parameters)}
+        orders.append([(places[id(each)], len(state)) for each, state in optimizer.state.items()])
+    assert orders[0] == orders[1] == [(2, 0), (3, 3), (0, 0)]
+
+
 def test_a_state_that_was_assigned_and_dropped_is_read_after_the_step() -> None:
     states = []
     for kind, options in ((longshore.AdamW, {}), (torch.optim.AdamW, {"fused": True})):

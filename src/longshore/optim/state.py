@@ -164,7 +164,7 @@ def loadable_state(
         records: records of its parameters, in the order of its groups.
 
     Returns:
-        The state of each parameter by its index.
+        The state of each parameter that has an entry, which may be empty, by its index, in the order of the entries.
 
     Raises:
         ValueError: the state does not fit; the message names the parameter or option.
@@ -181,9 +181,12 @@ def loadable_state(
     if family.keeps_step and family.needs_step:
         required.add("step")
     loadable = {}
-    for record, key in zip(records, keys, strict=True):
-        entries = state_dict["state"].get(key)
+    record_of = dict(zip(keys, records, strict=True))
+    for key, entries in state_dict["state"].items():
+        if (record := record_of.get(key)) is None:
+            continue  # a key of the user's
         if not entries:
+            loadable[record.index] = {}
             continue
         loaded = checked_state(record, entries, family)
         if loaded.get("step") == 0 and not record.parameter.requires_grad:

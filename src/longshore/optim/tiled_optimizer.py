@@ -278,6 +278,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             for record in core.records:
                 clear_state(record, core)
                 write_state(record, core, self._loading.get(record.index, {}))
+            core.handed_out.touched = {id(core.parameters[index]): True for index in self._loading}
             core.handed_out.others, core.handed_out.unplaced = self._others, {}
 
     def __getstate__(self) -> dict[str, Any]:
