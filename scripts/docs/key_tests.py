@@ -125,6 +125,11 @@ _KEYS = {
     ),
     "tests/engine/test_speculation.py::test_the_setting_of_the_file": ("longshore.speculation_memory",),
     "tests/engine/test_fully_sharded.py::test_wrap_policy": ("longshore.wrap_policy",),
+    "tests/compat/test_surface.py::test_leaves_are_gathered_as_a_whole": (
+        "zero_optimization.leaf_module.classes",
+        "zero_optimization.leaf_module.names",
+        "zero_optimization.leaf_module.name_suffixes",
+    ),
     "tests/engine/test_hostile.py::test_an_unseen_write_in_one_ranks_shard_stops_all": ("longshore.detect_writes",),
 }
 """By test, the dotted paths of the keys that it shows."""

@@ -74,18 +74,20 @@ def made_inside_init() -> None:
 
 
 def leaves() -> None:
-    """What is gathered as a whole."""
+    """What is gathered as a whole: as set by a function, or as the file says."""
     from torch.distributed.fsdp import FSDPModule
 
+    in_file = {"classes": [f"{Experts.__module__}.Experts"], "names": ["blocks.0"], "name_suffixes": ["s.0"]}
     units = {}
-    for marked in (False, True):
+    for marked in ("not", "by function", *in_file):
         torch.manual_seed(0)
         model = Mixture()
-        if marked:
+        if marked == "by function":
             assert deepspeed.utils.set_z3_leaf_modules(model, [Experts]) == [model.blocks[0]]
             assert deepspeed.utils.z3_leaf_module(model.blocks[0]) and not deepspeed.utils.z3_leaf_module(model.head)
-        engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+        zero = {"stage": 3, **({"leaf_module": {marked: in_file[marked]}} if marked in in_file else {})}
+        engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": zero})
         units[marked] = [name for name, each in model.named_modules() if isinstance(each, FSDPModule) and name]
         engine.destroy()
-    assert units[False] == [f"blocks.0.experts.{index}" for index in range(3)]
-    assert units[True] == ["blocks.0"]
+    assert units.pop("not") == [f"blocks.0.experts.{index}" for index in range(3)]
+    assert [*units.values()] == [["blocks.0"]] * 4

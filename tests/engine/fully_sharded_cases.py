@@ -714,6 +714,8 @@ def refused(what: str) -> str:
     arguments: dict[str, Any] = {}
     if what == "scalar":
         model.temperature = nn.Parameter(torch.ones(()))
+    elif what == "leaf":
+        arguments["config"] = config_of(leaf_classes=["Blok"], leaf_name_suffixes=["nothing"])
     elif what == "strides":
         model.extra.weight = nn.Parameter(torch.ones(WIDTH, 3).t())
     elif what == "dtypes":

@@ -258,6 +258,7 @@ def test_parameters_from_before_are_empty(two_ranks: Ranks) -> None:
         ("scalar", "ValueError: parameter temperature has no dimension, and FSDP2 cannot shard it; give it the shape"),
         ("strides", "ValueError: parameter extra.weight is not contiguous (its strides are (1, 3)), and FSDP2 cannot"),
         ("class", "ValueError: wrap_policy names Blok, and the model has no module of that class"),
+        ("leaf", "ValueError: leaf_module names Blok, nothing, and the model has no such module; correct it"),
         ("stage", "ValueError: wrap_policy is for stage 3, and the stage is 2; leave it out"),
         (
             "dtypes",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longshore.engine import Config, Init
 from longshore.engine.gathering import gather
-from longshore.engine.model_sharding import units_of
+from longshore.engine.model_sharding import units_with_leaves
 
 
 class _Reusable(AbstractContextManager[None]):
@@ -244,8 +244,7 @@ def policy_for(model: Any, config: Any) -> Callable[[str, nn.Module], bool] | No
     stage, policy = _stage_and_policy(config)
     if not leaves or stage != 3:
         return None
-    inside = {id(module) for leaf in leaves for module in leaf.modules()}
-    units = {id(unit) for unit in units_of(model, policy)} - inside | {id(leaf) for leaf in leaves}
+    units = {id(unit) for unit in units_with_leaves(model, policy, leaves)}
     return lambda _, module: id(module) in units
 
 

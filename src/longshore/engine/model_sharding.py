@@ -63,7 +63,8 @@ def shard_model(
     former = dict(model.named_parameters())
     _check_parameters(former, scalars=isinstance(model, FSDPModule))
     if not isinstance(model, FSDPModule):
-        units = units_of(model, config.wrap_policy if wrap_policy is None else wrap_policy)
+        policy = config.wrap_policy if wrap_policy is None else wrap_policy
+        units = units_with_leaves(model, policy, _leaves_of(model, config))
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
         without_memory(model)
         for module in (*units, model):
@@ -214,6 +215,37 @@ def units_of(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
                 f"classes: {', '.join(sorted(known))}"
             )
     return [module for _, module in inner if type(module).__name__ in names]
+
+
+def units_with_leaves(model: nn.Module, policy: WrapPolicy, leaves: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the units of :func:`units_of`, but for those inside one of the ``leaves``, and the leaves."""
+    whole = list(leaves)
+    if not whole:
+        return units_of(model, policy)
+    inside = {id(module) for leaf in whole for module in leaf.modules() if module is not leaf}
+    chosen = ({id(unit) for unit in units_of(model, policy)} | {id(leaf) for leaf in whole}) - inside
+    return units_of(model, lambda _, module: id(module) in chosen)
+
+
+def _leaves_of(model: nn.Module, config: Config) -> list[nn.Module]:
+    """Return the modules that the configuration wants gathered whole.
+
+    Raises:
+        ValueError: it names some, and the model has none of them.
+    """
+    classes, names, suffixes = {*config.leaf_classes}, {*config.leaf_names}, config.leaf_name_suffixes
+    found = [
+        module
+        for name, module in model.named_modules()
+        if {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"} & classes
+        or name in names
+        or name.endswith(suffixes)
+    ]
+    if not found and (wanted := [*config.leaf_classes, *config.leaf_names, *suffixes]):
+        raise ValueError(
+            f"leaf_module names {', '.join(wanted)}, and the model has no such module; correct it, or leave it out"
+        )
+    return found
 
 
 def _users(module: nn.Module) -> Counter[int]:

@@ -116,6 +116,10 @@ class Config(FrozenModel):
         overlap_comm: gradients are reduced while backward runs. The weights are the same bits either way.
         wrap_policy: at stage 3, the modules that are gathered as a whole: the transformer blocks (``"auto"``), those of
             the named classes, or those with at least so many elements.
+        leaf_classes: at stage 3, classes (by name, with or without their module's) whose modules are gathered whole,
+            and none of their submodules by itself: mixtures of experts, in which ranks run different submodules.
+        leaf_names: the same for modules by their names in the model.
+        leaf_name_suffixes: the same for modules whose names end so.
         tile_numel: elements that are copied and stepped at a time. Default: 4194304, or 16777216 if nothing is copied.
         threads: host threads that step. Default: the ranks of a machine share the CPUs that they may use, with a
             thread for each CPU.
@@ -168,6 +172,9 @@ class Config(FrozenModel):
     allgather_bucket_numel: _Count = 500_000_000
     overlap_comm: bool = True
     wrap_policy: Annotated[int | str | tuple[str, ...], _WRAP_POLICY] = "auto"
+    leaf_classes: Annotated[tuple[str, ...], Items(TEXT)] = ()
+    leaf_names: Annotated[tuple[str, ...], Items(TEXT)] = ()
+    leaf_name_suffixes: Annotated[tuple[str, ...], Items(TEXT)] = ()
 
     tile_numel: _MaybeCount = None
     threads: _MaybeCount = None

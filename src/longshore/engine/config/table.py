@@ -35,6 +35,7 @@ _SCALED = "Read if fp16 is enabled."
 _GATHERED = (
     "It chooses what stage 3 gathers and when, and no weight depends on it. See wrap_policy in the section longshore."
 )
+_LEAVES = "Read at stage 3."
 _SAVED = "It is about saving and loading at stage 3, not about training."
 _NVME = "DeepSpeed reads it with NVMe only, which longshore refuses."
 _COLLECTIVE = "It chooses the collective, not the numbers; longshore uses reduce-scatter and all-gather."
@@ -208,7 +209,11 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
                  "It keeps buffers from being cast, and longshore never casts buffers."),
     ),
     "zero_optimization": _ZERO,
-    "zero_optimization.leaf_module": (accepted("classes names name_suffixes", Items(TEXT), _GATHERED),),
+    "zero_optimization.leaf_module": (
+        setting("classes", "leaf_classes", _LEAVES),
+        setting("names", "leaf_names", _LEAVES),
+        setting("name_suffixes", "leaf_name_suffixes", _LEAVES),
+    ),
     "zero_optimization.offload_optimizer": (
         setting("device", "offload_device"),
         accepted("pin_memory", BOOLEAN, _SPEED),
