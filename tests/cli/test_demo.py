@@ -49,7 +49,8 @@ def test_equal(cli, text, tmp_path, monkeypatch):
         assert line in ran.out
     places = ("in fp32", "in bf16", *(f"at stage {stage}" for stage in stages))
     where = f"{', '.join(places[:-1])} and {places[-1]}."
-    assert f"All weights are equal: torch.equal over 21 parameters {where}" in ran.out
+    assert f"All weights are equal in every bit: 21 parameters {where}" in " ".join(ran.out.split())
+    assert "(f64 norm) clips by the norm in float64" in " ".join(ran.out.split())
     clipped = re.search(
         "steps with clipped gradients: " + ", ".join(rf"(\d) of 3 {place}" for place in places), ran.out
     )
@@ -148,6 +149,14 @@ def test_differing_counts_missing_and_nan():
     one = {"a": torch.ones(2), "b": torch.ones(2)}
     assert comparison.differing(one, {"a": torch.ones(2), "b": torch.zeros(2)}) == ["b"]
     assert comparison.differing({"a": one["a"]}, one) == ["b"]
+    assert comparison.differing({"a": torch.tensor([torch.nan])}, {"a": torch.tensor([torch.nan])}) == ["a"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sign_of_zero_is_a_bit(dtype):
+    zeros = torch.zeros(2, dtype=dtype)
+    assert comparison.differing({"a": zeros}, {"a": -zeros}) == ["a"]
+    assert comparison.differing({"a": -zeros}, {"a": -zeros}) == []
 
 
 def test_seconds_choose_the_steps(cli, text, monkeypatch):

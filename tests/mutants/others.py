@@ -57,9 +57,9 @@ MUTANTS = [
     ),
     Mutant(
         "what is inside a leaf is gathered by itself",
-        "compat/zero.py",
-        " - inside | {",
-        " | {",
+        "engine/model_sharding.py",
+        " | {id(leaf) for leaf in whole}) - inside",
+        " | {id(leaf) for leaf in whole})",
         (f"{COMPAT_SURFACE}::test_leaves_are_gathered_as_a_whole",),
     ),
     Mutant(
