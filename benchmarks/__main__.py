@@ -53,7 +53,8 @@ def _host_step(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
 
 def _many_parameters(quick: bool, threads: int, python: str) -> tuple[Any, list[Row]]:
     counts, numels = ([100], [256]) if quick else ([100, 1_000, 10_000, 100_000], [256, 1024])
-    settings = many_parameters.Settings(counts, numels, threads, 2 if quick else 15)
+    large = [1 << 16] if quick else [1 << 24, 1 << 26, 1 << 28]
+    settings = many_parameters.Settings(counts, numels, large, threads, 2 if quick else 15)
     results = measure_in_child("many_parameters", vars(settings), threads)
     return results, many_parameters.rows(results)
 
