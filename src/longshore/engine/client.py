@@ -141,7 +141,7 @@ def take_over(client: torch.optim.Optimizer | None, made: TiledOptimizer) -> Non
     vars(client)[_TAKEN_BY] = made
     if before is None:
         client.__class__ = _other_name_of(type(client))
-    remembered = weakref.ref(client)  # it has the new optimizer already
+    remembered: Any = weakref.ref(client)  # it has the new optimizer already
 
     def stepped(*_: Any) -> None:
         if (found := remembered()) is not None:
