@@ -55,6 +55,7 @@ def made_inside_init() -> None:
         pass  # nothing to read on the others yet
     with pytest.raises(ValueError, match=r"modifier_rank=1\): before initialize\(\) only rank 0 has the weights"):
         deepspeed.zero.GatheredParameters([model[0].bias], modifier_rank=1).__enter__()
+    before = list(model.parameters())
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=1e-2)
     config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=iter(()), config=config)
@@ -64,6 +65,10 @@ def made_inside_init() -> None:
         with deepspeed.zero.GatheredParameters(model[1].weight, modifier_rank=1):
             if rank == 1:
                 model[1].weight.data.fill_(0.5)
+        for handles in (before, list(engine.parameters())):
+            with deepspeed.zero.GatheredParameters(handles):
+                assert torch.equal(handles[2].data, torch.full((4, 8), 0.5)) and float(handles[2].data.sum()) == 16.0
+                assert [each.shape for each in handles] == [(8, 8), (8,), (4, 8), (4,)]
         with deepspeed.zero.GatheredParameters(model[1].weight, enabled=False):
             assert torch.equal(whole(model[1].weight), torch.full((4, 8), 0.5))
         engine.backward(engine(torch.ones(1, 8)).sum())

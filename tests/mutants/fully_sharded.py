@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import FSDP, FULLY_SHARDED, GATHERING, SHARED_MEMORY, TENSOR_PARALLEL, Mutant
+from mutants.mutant import FSDP, FULLY_SHARDED, GATHER, GATHERING, SHARED_MEMORY, TENSOR_PARALLEL, Mutant
 
 MUTANTS = [
     # -- shared_memory.py -----------------------------------------------------
@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant(
         "what is written to gathered parameters is lost",
         "sharding/fsdp.py",
-        "                    shard.copy_(flat(whole[key])[offset : offset + numel].view(shard.shape))\n",
+        "            shard.copy_(flat(whole.tensor)[offset : offset + numel].view(shard.shape))\n",
         "",
         (FULLY_SHARDED,),
     ),
@@ -218,13 +218,62 @@ MUTANTS = [
         "            pass\n",
         (FULLY_SHARDED,),
     ),
-    # -- gathered.py, and DTensors in optim/ ----------------------------------
+    # -- whole.py, gathering.py, and DTensors in optim/ -----------------------
+    Mutant(
+        "parameters from before stay empty",
+        "sharding/whole.py",
+        "        for each in former:\n            each.data = self._memory\n",
+        "",
+        (GATHER,),
+    ),
+    Mutant(
+        "what shares a gathered parameter's memory is freed",
+        "sharding/whole.py",
+        "leaf.data = leaf.data.clone()",
+        "pass",
+        (GATHER + "::test_every_handle_reads_whole_values",),
+    ),
+    Mutant(
+        "a write without a writer is not seen",
+        "sharding/whole.py",
+        "digest is not None and digest != self.digest()",
+        "False",
+        (GATHER + "::test_a_write_without_a_writer_is_an_error_on_all_ranks",),
+    ),
+    Mutant(
+        "only the rank that wrote is told",
+        "engine/gathering.py",
+        "        if wrong:\n",
+        "        if wrong and rank == dist.get_rank():\n",
+        (GATHER + "::test_a_write_without_a_writer_is_an_error_on_all_ranks",),
+    ),
+    Mutant(
+        "an inner block ends the outer one",
+        "sharding/fsdp.py",
+        "                if not whole.digests:\n",
+        "                if True:\n",
+        (GATHER + "::test_blocks_inside_blocks",),
+    ),
+    Mutant(
+        "the optimizer's placeholder goes to the whole parameter",
+        "sharding/whole.py",
+        'func in _HOOKING or getattr(func, "__self__", None) in _OF_THE_SHARD',
+        "func in _HOOKING",
+        (GATHER + "::test_training_inside",),
+    ),
+    Mutant(
+        "values of frozen parameters are those that some rank steps",
+        "sharding/fully_sharded.py",
+        "        if not any(self._counts(parameter)):\n",
+        "        if parameter not in self.bucket_of:\n",
+        (GATHER + "::test_frozen_parameters",),
+    ),
     Mutant(
         "every rank keeps what it wrote itself",
         "engine/gathering.py",
-        "                _broadcast(tensor, modifier_rank)\n",
-        "                pass\n",
-        (FULLY_SHARDED,),
+        "                    _broadcast(whole.tensor, modifier_rank)\n",
+        "                    pass\n",
+        (GATHER, FULLY_SHARDED),
     ),
     Mutant(
         "what was written is not taken up",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longshore.engine import Config, Init
-from longshore.engine.gathering import gather
+from longshore.engine.gathering import comes_in_shards, gather
 from longshore.engine.model_sharding import units_with_leaves
 
 
@@ -123,12 +123,15 @@ def _creation(dtype: torch.dtype | None) -> Generator[None, None, None]:
 class GatheredParameters(_Reusable):
     """:func:`longshore.gather` with DeepSpeed's arguments, also for parameters made in ``zero.Init``.
 
+    After ``initialize()`` the parameters in ``params`` are whole inside, whichever handle a script has of them.
+
     Before ``initialize()`` such parameters exist on rank 0 only: rank 0 may write to them, and the other ranks have
     shapes without values.
 
     Args:
         params: a parameter, or several.
-        modifier_rank: the rank whose writes are sent to all ranks afterwards; None: nobody writes.
+        modifier_rank: the rank whose writes are sent to all ranks afterwards; None: nobody writes, and at stage 3 on
+            several ranks a write is an error at the end, on all ranks.
         fwd_module: refused; it registers external parameters.
         enabled: False does nothing.
 
@@ -156,7 +159,7 @@ class GatheredParameters(_Reusable):
 
 @contextlib.contextmanager
 def _gathered(params: list[Tensor], writer: int | None) -> Generator[None, None, None]:
-    without_values = [any(each.is_meta for each in params)]
+    without_values = [any(each.is_meta and not comes_in_shards(each) for each in params)]
     if writer is not None and dist.is_initialized() and dist.get_world_size() > 1:
         without_values *= dist.get_world_size()
         dist.all_gather_object(without_values, without_values[0])

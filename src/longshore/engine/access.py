@@ -11,9 +11,10 @@ import weakref
 import torch
 from torch import Tensor
 
+from longshore.errors import ParameterError
 from longshore.kernels.reference import adopted
 from longshore.optim.parameters import ParameterRecord
-from longshore.optim.shards import flat
+from longshore.optim.shards import flat, present
 from longshore.optim.tiled_optimizer import TiledOptimizer
 from longshore.sharding import sharded_store
 from longshore.tiles import GRADIENT, MASTER
@@ -46,15 +47,24 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
     Raises:
         ValueError: the shape differs, or no engine steps the parameter.
+        ParameterError: the parameter is whole now, inside :func:`longshore.gather`.
     """
     optimizer, record = _found(param, value)
+    sharded = sharded_store(optimizer)
+    if sharded is not None and sharded.ownership.is_whole(record.index):
+        raise ParameterError(
+            f"parameter {record.name} is whole inside gather(), at whose end its values would replace this master; "
+            "write to it like to any tensor, with modifier_rank, or call this outside of the block"
+        )
     optimizer._core.take_edits()
     with torch.no_grad():
-        part, sharded = flat(value), sharded_store(optimizer)
+        part = flat(value)
         if sharded is not None:
             part = sharded.ownership.on_device(record.index, part)
         record.held.copy_(part.view(record.held.shape))
-        torch.autograd.graph.increment_version(param)
+        for each in (record.parameter, record.leaf()):
+            if each is not None:
+                torch.autograd.graph.increment_version(each)
     if record.index in optimizer._core.store:
         optimizer._core.store.write_state(record.index, MASTER, flat(_copy(value)))
         record.has_master = True
@@ -72,7 +82,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     if found is None:
         return None
     _check_key(found[0], optim_state_key)
-    return found[0].state[param].get(optim_state_key)
+    return found[0].state[found[1].parameter].get(optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -81,9 +91,9 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     Raises:
         ValueError: the shape or the name is wrong, or no engine steps the parameter.
     """
-    optimizer, _ = _found(param, value)
+    optimizer, record = _found(param, value)
     _check_key(optimizer, optim_state_key)
-    optimizer.state[param][optim_state_key] = value
+    optimizer.state[record.parameter][optim_state_key] = value
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -123,6 +133,7 @@ def _copy(tensor: Tensor) -> Tensor:
 def _find(param: Tensor) -> tuple[TiledOptimizer, ParameterRecord] | None:
     if not isinstance(param, Tensor):
         raise TypeError(f"expected a parameter, not {type(param).__name__}")
+    param = present(param)
     for reference in reversed(_OPTIMIZERS):
         optimizer = reference()
         for record in optimizer._core.records if optimizer is not None else ():

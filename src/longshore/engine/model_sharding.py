@@ -16,7 +16,7 @@ from longshore.engine.config import Config
 from longshore.engine.ranks import Ranks
 from longshore.engine.weights import Weights, with_memory, without_memory
 from longshore.optim.parameters import has_hooks
-from longshore.optim.shards import is_sharded
+from longshore.optim.shards import is_sharded, replace_by_shards
 
 if TYPE_CHECKING:
     from longshore.sharding.fsdp import FullyShardedModel
@@ -77,7 +77,10 @@ def shard_model(
     sharded = FullyShardedModel(model)
     present = dict(model.named_parameters())
     _replace_parameters({id(each): present[name] for name, each in former.items()}, client, groups)
-    weights.fill(sharded, {name: each for name, each in former.items() if each is not present[name]}, ranks)
+    replaced = {name: each for name, each in former.items() if each is not present[name]}
+    weights.fill(sharded, replaced, ranks)
+    if replaced:
+        replace_by_shards(model, replaced)
     return sharded
 
 

@@ -155,8 +155,13 @@ class Weights:
             elif former:
                 _scatter(former[name], parameter, shards, ranks)
             if name in former:
-                # Code that still uses the former parameter fails, since its shape fits nothing.
-                former[name].data = former[name].data.new_empty(0)
+                # Code that still uses the former parameter fails, since its shape fits nothing. In gather() it is
+                # whole, and on the meta device it could not get other memory.
+                kept, nothing = former[name], torch.empty(0, dtype=parameter.dtype, device=ranks.device)
+                if kept.is_meta:
+                    put(nn.Parameter(nothing, kept.requires_grad), into=kept)
+                else:
+                    kept.data = nothing
 
     def _read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Read rows ``[start, stop)`` in the file's dtype; a tensor without dimensions is read as a whole."""

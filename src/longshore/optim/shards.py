@@ -4,11 +4,44 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+_FORMER = WeakIdKeyDictionary()
+"""For each parameter that a shard replaced, the model and the name of its first place there."""
+_FORMER_OF: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+
+
+def replace_by_shards(model: nn.Module, former: Mapping[str, Tensor]) -> None:
+    """Note that a model's parameters with these names have become shards, and were ``former``, which scripts keep."""
+    for name, parameter in former.items():
+        _FORMER[parameter] = weakref.ref(model), name
+    _FORMER_OF[model] = {name: weakref.ref(parameter) for name, parameter in former.items()}
+
+
+def present(parameter: Tensor) -> Tensor:
+    """Return the parameter that replaced this one when its model was sharded; this one if none did, or it is gone."""
+    found = _FORMER.get(parameter)
+    model = None if found is None else found[0]()
+    if found is None or model is None:
+        return parameter
+    return dict(model.named_parameters()).get(found[1], parameter)
+
+
+def former_of(model: nn.Module, name: str) -> Tensor | None:
+    """Return the parameter that was in a model under this name before it was sharded, if a script still has it."""
+    found = _FORMER_OF.get(model, {}).get(name)
+    return None if found is None else found()
+
+
+def is_former(parameter: Tensor) -> bool:
+    """Return whether a shard replaced this parameter."""
+    return parameter in _FORMER
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -19,7 +52,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def held_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor, in the same memory: its shard of a ``DTensor``, or the tensor."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    # A DTensor that is whole for a while (see sharding/whole.py) is of another type, and keeps its shard.
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -5,10 +5,9 @@ Only this file, and ``ModuleGather`` in fully_sharded.py, use FSDP2's private in
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
-from longshore.optim.shards import flat, held_part
+from longshore.optim.shards import flat, former_of, held_part, is_former, present
 from longshore.sharding.layout import ParameterLayout, RankGrid
+from longshore.sharding.whole import Whole
 
 _MODELS: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()
 
@@ -37,6 +37,7 @@ class FullyShardedModel:
         largest_numel: elements of the largest group of parameters that are gathered together.
         names: names of parameters, by ``id(parameter)``.
         tp_rank: this rank's place in tensor parallelism.
+        whole: parameters that are whole now, inside blocks of ``gather()``, by ``id(parameter)``.
 
     Raises:
         ValueError: the model is sharded in a way that longshore does not support, as the message says.
@@ -49,6 +50,7 @@ class FullyShardedModel:
         self.modules: list[FSDPModule] = [module for _, module in named]
         self.module_names = [name or "the model" for name, _ in named]
         self.members: dict[int, Any] = {}
+        self.whole: dict[int, Whole] = {}
         self.group_of: dict[int, int] = {}
         groups = [group for module in self.modules for group in _groups_of(module)]
         for number, group in enumerate(groups):
@@ -211,66 +213,137 @@ def _zero_grad(module: nn.Module, former: Callable[[bool], None], set_to_none: b
     nn.ParameterList(each.sharded_param for each in found).zero_grad(set_to_none)
 
 
-@contextlib.contextmanager
-def unsharded(parameters: Sequence[Tensor], write_back: bool) -> Iterator[dict[int, Tensor]]:
-    """Gather sharded parameters, given as shards or as the tensors into which they are gathered.
+class Block:
+    """Parameters that are whole inside one block of ``gather()``; blocks may be inside one another.
 
-    All ranks have to call this. It yields the whole parameters by ``id`` of the given ones. ``write_back``: whether
-    each rank copies its shards from them at the end.
+    All ranks have to make it and to :meth:`leave` it.
+
+    Args:
+        parameters: sharded parameters, given as shards, as the tensors into which they are gathered, or as the
+            parameters that the shards replaced.
+        writes: whether they are to be written.
 
     Raises:
         ValueError: a parameter belongs to no known model, or is one of tensor parallelism and is to be written.
     """
-    found: dict[int, tuple[FullyShardedModel, Any]] = {}
-    for given in parameters:
-        model, member = found[id(given)] = _member_of(given)
-        if write_back and _parallel_placements(member):
-            # The module keeps its part, and a write to the copy would be lost silently.
-            raise ValueError(
-                f"parameter {model.names[id(member.sharded_param)]} is one of tensor parallelism, of which gather() "
-                "gives a copy to read; to write it use longshore.utils.safe_set_full_fp32_param()"
-            )
-    wanted = {id(member) for _, member in found.values()}
-    modules = [
-        module
-        for model in dict.fromkeys(model for model, _ in found.values())
-        for module in model.modules
-        if any(id(member) in wanted for group in _groups_of(module) for member in group.fsdp_params)
-    ]
-    for model in dict.fromkeys(model for model, _ in found.values()):
-        model.align_trainable()
-    try:
-        for module in modules:
-            module.unshard()
-        leaves = {key: member._unsharded_param for key, (_, member) in found.items()}
-        whole = {
-            key: leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf for key, leaf in leaves.items()
-        }
-        yield whole
-        if write_back:
-            with torch.no_grad():
-                for key, (model, member) in found.items():
-                    offset, numel = model.layout_of(member.sharded_param).shard(dist.get_rank())
-                    shard = held_part(member.sharded_param)
-                    shard.copy_(flat(whole[key])[offset : offset + numel].view(shard.shape))
-                    torch.autograd.graph.increment_version(member.sharded_param)
-    finally:
-        for model in dict.fromkeys(model for model, _ in found.values()):
+
+    def __init__(self, parameters: Sequence[Tensor], writes: bool) -> None:
+        found: dict[int, tuple[FullyShardedModel, Any]] = {}
+        self.handles: list[Tensor] = []
+        """Tensors that are whole inside, in the order of ``parameters``: the shards, and those that they replaced."""
+        for given in parameters:
+            model, member = _member_of(given)
+            found[id(member)] = model, member
+            self.handles.append(given if is_former(given) else member.sharded_param)
+            if writes and _parallel_placements(member):
+                # The module keeps its part, and a write to the copy would be lost silently.
+                raise ValueError(
+                    f"parameter {model.names[id(member.sharded_param)]} is one of tensor parallelism, of which "
+                    "gather() gives a copy to read; to write it use longshore.utils.safe_set_full_fp32_param()"
+                )
+        self._writes = writes
+        self._members = list(found.values())
+        self._models = list(dict.fromkeys(model for model, _ in self._members))
+        self._modules = [
+            module
+            for model in self._models
+            for module in model.modules
+            if any(id(member) in found for group in _groups_of(module) for member in group.fsdp_params)
+        ]
+        for model in self._models:
             model.align_trainable()
-        for module in modules:
+        try:
+            for module in self._modules:
+                self._gather(module)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _gather(self, module: FSDPModule) -> None:
+        """Make those of the parameters whole that a module gathers, one module after the other: memory for one more is
+        enough."""
+        here = {id(member) for group in _groups_of(module) for member in group.fsdp_params}
+        wanted = [(model, member) for model, member in self._members if id(member) in here]
+        if any(id(member.sharded_param) not in model.whole for model, member in wanted):
+            module.unshard()
+        for model, member in wanted:
+            shard = member.sharded_param
+            if id(shard) not in model.whole:
+                name = model.names[id(shard)]
+                former = former_of(model.model, name)
+                model.whole[id(shard)] = Whole(name, shard, member._unsharded_param, [] if former is None else [former])
+            model.whole[id(shard)].begin(self, self._writes)
+        if all(model.grid.tp_size == 1 for model, _ in wanted):
+            module.reshard()  # the module has the shards now, which are whole
+
+    def whole(self) -> list[Whole]:
+        return [model.whole[id(member.sharded_param)] for model, member in self._members]
+
+    def problems(self) -> list[str]:
+        """Return what scripts did in the block that cannot stay, by parameter."""
+        found = []
+        for each in self.whole():
+            if (problem := each.take()) is not None:
+                found.append(problem)
+            elif each.written_in(self):
+                found.append(
+                    f"parameter {each.name} was written, and no rank was said to write, so it keeps its values from "
+                    "before; give modifier_rank, the rank that writes"
+                )
+        return found
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Give the shards the whole values, which are those of all ranks now."""
+        for model, member in self._members:
+            whole, shard = model.whole[id(member.sharded_param)], held_part(member.sharded_param)
+            offset, numel = model.layout_of(member.sharded_param).shard(dist.get_rank())
+            shard.copy_(flat(whole.tensor)[offset : offset + numel].view(shard.shape))
+            # These are the versions of the shard itself, which tells the optimizer that somebody wrote.
+            torch.autograd.graph.increment_version(member.sharded_param)
+            for block, digest in whole.digests.items():
+                if digest is not None:
+                    whole.digests[block] = whole.digest()  # another block around this one
+
+    def leave(self) -> None:
+        for model, member in self._members:
+            key = id(member.sharded_param)
+            if (whole := model.whole.get(key)) is not None:
+                whole.digests.pop(self, None)
+                if not whole.digests:
+                    model.whole.pop(key).end()
+        for model in self._models:
+            model.align_trainable()
+        for module in self._modules:
             module.reshard()
 
 
-def _member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
-    """Return the model of a sharded parameter, or of the tensor into which it is gathered, and FSDP2's record of it."""
+def is_member(parameter: Tensor) -> bool:
+    """Return whether a tensor is a parameter of a known model: a shard, the tensor into which it is gathered, or a
+    parameter that it replaced."""
+    return is_former(parameter) or _find(parameter) is not None
+
+
+def _find(parameter: Tensor) -> tuple[FullyShardedModel, Any] | None:
     for model in _MODELS:
+        member = model.members.get(id(parameter))
+        if member is not None and member.sharded_param is parameter:
+            return model, member
         for member in model.members.values():
-            if parameter is member.sharded_param or parameter is getattr(member, "_unsharded_param", None):
+            if parameter is getattr(member, "_unsharded_param", None):
                 return model, member
-    raise ValueError(
-        f"a sharded parameter of shape {list(parameter.shape)} belongs to no model that longshore.initialize() "
-        "was given, or its engine is gone"
-    )
+    return None
+
+
+def _member_of(parameter: Tensor) -> tuple[FullyShardedModel, Any]:
+    """Return the model of a parameter (see :func:`is_member`), and FSDP2's record of it."""
+    found = _find(present(parameter))
+    if found is None:
+        raise ValueError(
+            f"a sharded parameter of shape {list(parameter.shape)} belongs to no model that longshore.initialize() "
+            "was given, or its engine is gone"
+        )
+    return found
 
 
 def tensor_parallel_size(model: nn.Module) -> int:

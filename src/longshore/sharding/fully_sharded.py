@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from longshore.errors import GradientError
+from longshore.errors import GradientError, LongshoreError
 from longshore.layout import DimRange
 from longshore.sharding.agreement import Action, WindowStatus
 from longshore.sharding.collective_thread import CollectiveThread, twin_of
@@ -93,6 +93,20 @@ class FullySharded(Ownership):
 
     def tensor_parallel_range(self, parameter: int) -> DimRange | None:
         return self._layout_of(parameter).tensor_parallel_range(self._model.tp_rank)
+
+    def assemble_values(self, parameter: int, held: Tensor) -> Tensor:
+        if not any(self._counts(parameter)):
+            return torch.empty(0, dtype=torch.float32)
+        return self._from_ranks(parameter, "values", [held.float()])  # of frozen ones too, which no rank steps
+
+    def is_whole(self, parameter: int) -> bool:
+        return id(self._parameters[parameter]) in self._model.whole
+
+    def check_outside_of_gather(self, action: Action) -> None:
+        if self._model.whole:
+            raise LongshoreError(
+                f"this rank is {action.words} inside gather(), where parameters are whole; leave the block first"
+            )
 
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
         if failed:

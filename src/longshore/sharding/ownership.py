@@ -158,6 +158,13 @@ class Ownership:
         """Return this rank's tensor-parallel part of the parameter, or None; offsets of ranges are within that part."""
         return None
 
+    def is_whole(self, parameter: int) -> bool:
+        """Return whether a sharded parameter is whole now, inside a block of ``gather()``."""
+        return False
+
+    def check_outside_of_gather(self, action: Action) -> None:
+        """Raise LongshoreError if parameters are whole now, inside a block of ``gather()``."""
+
     def outside_of_the_model(self, action: Action, failed: bool = False) -> None:
         """Wait until no rank is in a forward or backward and all are at this action. ``failed``: this rank gave up."""
 
@@ -210,10 +217,19 @@ class Ownership:
         and ``which`` is its name. All ranks have to call this method."""
         if parameter not in self.bucket_of:
             return torch.empty(0, dtype=torch.float32)
+        return self._from_ranks(parameter, which, [read(owned) for owned in self.owned(parameter)])
+
+    def assemble_values(self, parameter: int, held: Tensor) -> Tensor:
+        """Return a whole parameter (float32, flat, on the CPU); ``held`` is the part that this rank has on its device.
+        All ranks have to call this method."""
+        return held
+
+    def _from_ranks(self, parameter: int, which: str, parts: Sequence[Tensor]) -> Tensor:
+        """Return a whole parameter, or its state ``which``, from the parts of all ranks; ``parts`` are this rank's."""
         counts = self._counts(parameter)
         padded = torch.zeros(max(counts), dtype=torch.float32)
-        for owned in self.owned(parameter):
-            padded[: owned.numel] = read(owned)
+        for part in parts:
+            padded[: part.numel()] = part
 
         def collect() -> list[Tensor]:
             self.collectives.meet(Action.READ, zlib.crc32(f"{parameter} {which}".encode()), 0)

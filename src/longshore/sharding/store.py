@@ -199,6 +199,7 @@ class ShardedStore(ParameterStore):
     ) -> Mapping[int, Tensor | None]:
         self.check_usable()
         self._check_not_over()
+        self.ownership.check_outside_of_gather(Action.STEP)
         window = self.window
         failure = window.failure or failure
         closing, kept = self._gradients.take()
@@ -324,6 +325,7 @@ class ShardedStore(ParameterStore):
         """Wait until all ranks are about to save or load a checkpoint. Raises RankError if one does something else."""
         self._check_open()
         action = Action.LOAD if loading else Action.SAVE
+        self.ownership.check_outside_of_gather(action)
         self.ownership.outside_of_the_model(action)
         self._meet(action, 0)
         if loading:
@@ -364,9 +366,7 @@ class ShardedStore(ParameterStore):
 
     def read_values(self, parameter: int, held: Tensor) -> Tensor:
         """Return the whole parameter, flat; ``held`` is the part of it that this process has on its device."""
-        if self.ownership.replicates:
-            return held
-        return self.ownership.assemble(parameter, "values", lambda each: held[self.ownership.place(each)].float())
+        return self.ownership.assemble_values(parameter, held)
 
     def write_state(self, parameter: int, which: str, values: Tensor) -> None:
         self._before_writing()

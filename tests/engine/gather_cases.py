@@ -1,0 +1,346 @@
+"""Whole parameters inside ``gather()`` at stage 3, through every handle that a script can have; run on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import whole
+from torch import Tensor, nn
+
+import longshore
+from engine.fully_sharded_cases import Beside, beside, config_of, make_tower, raised_by, words_of
+from longshore import utils
+from longshore.compat import deepspeed
+
+NAME = "blocks.1.up.weight"
+
+
+class Handles:
+    """A pair of engine and plain loop, and the tensors by which a script may know the engine's parameters."""
+
+    def __init__(self, pair: Beside, former: Mapping[str, Tensor]) -> None:
+        self.pair = pair
+        self.former = former
+        self.sharded = dict(pair.model.named_parameters())
+        self.twins = dict(pair.twin.named_parameters())
+        self.leaves = {}
+        for module in pair.model.modules():
+            if hasattr(module, "unshard"):
+                module.unshard()  # pyright: ignore[reportCallIssue]
+        self.leaves = dict(pair.model.named_parameters())
+        for module in pair.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()  # pyright: ignore[reportCallIssue]
+
+    def of(self, kind: str, name: str = NAME) -> Tensor:
+        return {"sharded": self.sharded, "former": self.former, "leaf": self.leaves}[kind][name]
+
+    def write(self, change: Callable[[Tensor], object], name: str = NAME) -> None:
+        """Make the same change to the plain loop."""
+        with torch.no_grad():
+            change(self.twins[name])
+        for index in range(len(self.pair.loop.parameters)):
+            self.pair.loop.refresh(index)
+
+
+@contextlib.contextmanager
+def handles(dtype: torch.dtype = torch.float32) -> Any:
+    model = make_tower(dtype)
+    former = dict(model.named_parameters())
+    with beside(dtype, model) as pair:
+        pair.train(0)
+        yield Handles(pair, former)
+
+
+def read(kind: str, dtype: torch.dtype) -> None:
+    """Everything that reads a parameter, inside the block and not outside."""
+    with handles(dtype) as held:
+        given, twin = held.of(kind), held.twins[NAME]
+        with deepspeed.zero.GatheredParameters([given]):
+            found = {"module": held.pair.model.blocks[1].up.weight, "sharded": held.sharded[NAME]}
+            for where, each in {**found, "former": held.former[NAME], kind: given}.items():
+                assert isinstance(each, nn.Parameter) and each.requires_grad and each.is_leaf, where
+                assert type(each.shape) is torch.Size and each.shape == twin.shape and each.numel() == twin.numel()
+                assert each.dtype == dtype and each.is_contiguous() and len(each) == 7, where
+                assert torch.equal(each, twin) and bool((each == twin).all()), where
+                assert torch.equal(each.data + torch.ones(5, dtype=dtype), twin.data + torch.ones(5, dtype=dtype))
+                assert torch.equal(each.data.sum(), twin.data.sum()) and each.tolist() == twin.tolist()
+                assert torch.equal(each[6], twin[6]) and torch.equal(torch.stack([each])[0], twin)
+                assert (each.detach().float().cpu().numpy() == twin.detach().float().numpy()).all()
+                assert repr(each) == repr(twin) and each.data_ptr() == given.data_ptr()
+                memory = io.BytesIO()
+                torch.save({"weight": each}, memory)
+                memory.seek(0)
+                loaded = torch.load(memory)["weight"]
+                assert torch.equal(loaded, twin) and isinstance(loaded, nn.Parameter)
+                assert type(copy.deepcopy(each)) is nn.Parameter and torch.equal(copy.deepcopy(each), twin)
+            state = held.pair.model.state_dict()
+            assert torch.equal(state[NAME], twin)
+            kept = [given.data, held.pair.model.blocks[1].up.weight.detach(), state[NAME]]
+            # The others are shards, as outside.
+            assert hasattr(held.pair.model.blocks[1].down.weight, "full_tensor")
+        assert all(torch.equal(each, twin) for each in kept), "what was kept is still there"
+        assert held.pair.model.blocks[1].up.weight is held.sharded[NAME]
+        assert hasattr(held.sharded[NAME], "full_tensor") and held.former[NAME].numel() == 0
+        assert torch.equal(whole(held.sharded[NAME]), twin)
+        held.pair.train(1)
+
+
+def _set_rows(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight[0] = 1.0
+        weight[-1] = 2.0
+
+
+def _replace(weight: Tensor) -> None:
+    weight.data = torch.arange(35.0, dtype=weight.dtype).view(5, 7).t()
+
+
+def _by_numpy(weight: Tensor) -> None:
+    weight.data.view(torch.uint8).numpy()[-1, :] = 0
+
+
+def _init(weight: Tensor) -> None:
+    nn.init.normal_(weight, generator=torch.Generator().manual_seed(3))
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "data": lambda weight: weight.data.zero_(),
+    "rows": _set_rows,
+    "other memory": _replace,
+    "numpy": _by_numpy,
+    "init": _init,
+}
+
+
+def written(kind: str, dtype: torch.dtype) -> None:
+    """One rank writes; all have it, also the masters, and train on as the plain loop that was written."""
+    with handles(dtype) as held:
+        for step, (way, change) in enumerate(WRITES.items(), 1):
+            writer = step % 2
+            with deepspeed.zero.GatheredParameters([held.of(kind)], modifier_rank=writer):
+                if dist.get_rank() == writer:
+                    change(held.of(kind))
+                    assert torch.equal(held.pair.model.blocks[1].up.weight, held.of(kind)) or way == "other memory"
+            held.write(change)
+            twin = held.twins[NAME]
+            twin.data = twin.data.contiguous()  # with other strides torch rounds otherwise, and a shard has none
+            held.pair.check(way)
+            master, index = utils.safe_get_full_fp32_param(held.sharded[NAME]), list(held.twins).index(NAME)
+            assert master is not None, way
+            assert torch.equal(master.flatten(), held.pair.loop.masters[index][: twin.numel()]), way
+            held.pair.train(step)
+
+
+def written_without_a_writer(kind: str, way: str, rank: int | None) -> list[str]:
+    """All ranks are told, and the values stay; ``rank``: the one that wrote, None: all."""
+    with handles() as held:
+        change = WRITES[way]
+
+        def wrong() -> None:
+            with deepspeed.zero.GatheredParameters([held.sharded["extra.weight"], held.of(kind)]):
+                if rank is None or rank == dist.get_rank():
+                    change(held.of(kind))
+
+        said = raised_by(wrong)
+        held.pair.check("nothing was written")
+        held.pair.train(1)
+        with longshore.gather(held.of(kind)) as (weight,):
+            assert torch.equal(weight, held.twins[NAME])
+        held.pair.train(2)
+        return [said]
+
+
+def reshaped(rank: int) -> str:
+    with handles() as held:
+
+        def wrong() -> None:
+            with longshore.gather(held.sharded[NAME], modifier_rank=rank) as (weight,):
+                if rank == dist.get_rank():
+                    weight.data = torch.zeros(3)
+
+        said = raised_by(wrong)
+        held.pair.check("nothing was written")
+        held.pair.train(1)
+        return said
+
+
+def nested() -> list[str]:
+    """Blocks inside blocks, of the same and of other parameters, that write and that do not."""
+    with handles() as held:
+        gather, weight, said = longshore.gather, held.sharded[NAME], []
+        twin, rank = held.twins[NAME], dist.get_rank()
+        with gather(weight), gather(held.pair.model):
+            with gather([weight, held.former[NAME]], modifier_rank=1):
+                if rank == 1:
+                    weight.data.fill_(0.5)
+            held.write(lambda each: each.fill_(0.5))
+            assert torch.equal(weight, twin), "it is whole after an inner block, and has what was written there"
+        held.pair.check("written inside")
+        held.pair.train(1)
+        with gather(weight, modifier_rank=0):
+            if rank == 0:
+                weight.data.fill_(0.25)
+            with gather(held.former[NAME]) as (same,):
+                assert torch.equal(same, weight)
+        held.write(lambda each: each.fill_(0.25))
+        held.pair.check("written around")
+
+        def in_the_inner() -> None:
+            with gather(weight, modifier_rank=0), contextlib.suppress(longshore.ParameterError), gather(weight):
+                weight.data.fill_(7.0)
+
+        said.append(raised_by(in_the_inner))
+        held.pair.check("refused")
+        held.pair.train(2)
+        entered_again = deepspeed.zero.GatheredParameters([weight])
+        for _ in range(2):
+            with entered_again, entered_again:
+                assert torch.equal(weight, twin)
+        held.pair.train(3)
+        return said
+
+
+def left_by_an_exception(ranks: tuple[int, ...], modifier_rank: int | None) -> str:
+    with handles() as held:
+
+        def wrong() -> None:
+            with longshore.gather(held.pair.model, modifier_rank=modifier_rank):
+                held.sharded[NAME].data.zero_()
+                if dist.get_rank() in ranks:
+                    raise ArithmeticError("on purpose")
+
+        said = raised_by(wrong)
+        held.pair.check("after")
+        held.pair.train(1)
+        return said
+
+
+def trained_inside() -> list[str]:
+    """Forwards and backwards inside the block are as outside; steps and checkpoints are not for there."""
+    with handles() as held:
+        pair = held.pair
+        with longshore.gather(pair.model):
+            with torch.no_grad():
+                assert torch.equal(pair.model(words_of(5, 0)), pair.twin(words_of(5, 0)))
+            assert torch.equal(held.sharded[NAME], held.twins[NAME]), "whole after a forward"
+            hidden = torch.ones(2, 5)
+            assert torch.equal(pair.model.blocks[1].up(hidden), pair.twin.blocks[1].up(hidden))
+            pair.engine.backward(pair.engine(words_of(1, pair.rank), extra=True))
+            assert torch.equal(held.sharded[NAME], held.twins[NAME]), "whole after a backward"
+            said = [raised_by(pair.engine.step), raised_by(lambda: pair.engine.save_checkpoint("/dev/null/x"))]
+        pair.engine.step()
+        pair.plain(lambda model, rank: [model(words_of(1, rank), extra=True)])
+        pair.check("after a backward inside")
+        loss = pair.engine(words_of(2, pair.rank))
+        with longshore.gather(pair.model):
+            assert torch.equal(held.sharded["embedding.weight"], held.twins["embedding.weight"])
+        pair.engine.backward(loss)
+        pair.engine.step()
+        pair.plain(lambda model, rank: [model(words_of(2, rank))])
+        pair.check("after a look between forward and backward")
+        return said
+
+
+def forward_after_a_write() -> None:
+    """What a rank wrote is in its own forward at once, as in the tensors that it reads."""
+    with handles() as held, longshore.gather(held.pair.model, modifier_rank=0):
+        held.sharded[NAME].data.fill_(0.5)
+        held.write(lambda each: each.fill_(0.5))
+        with torch.no_grad():
+            assert torch.equal(held.pair.model(words_of(5, 0)), held.pair.twin(words_of(5, 0)))
+
+
+def loaded_inside() -> None:
+    """As transformers loads weights into a sharded model: module by module, on rank 0."""
+    with handles() as held:
+        source = {name: torch.full_like(each, 0.125) for name, each in held.twins.items()}
+        for name, module in held.pair.model.named_modules():
+            own = list(module.parameters(recurse=False))
+            with deepspeed.zero.GatheredParameters(own, modifier_rank=0):
+                if dist.get_rank() == 0 and own:
+                    errors: list[str] = []
+                    with torch.no_grad():
+                        module._load_from_state_dict(
+                            {**source, "head.weight": source["embedding.weight"]}, f"{name}.", {}, True, [], [], errors
+                        )
+                    assert not errors
+        for name in source:
+            held.write(lambda each: each.fill_(0.125), name)
+        held.pair.check("loaded")
+        held.pair.train(1)
+
+
+def frozen() -> None:
+    """Frozen ones are read and written, and their masters are what they are; freezing inside a block stays."""
+    model = make_tower()
+    model.extra.requires_grad_(False)
+    with beside(model=model, model_parameters=list(model.parameters())) as pair:
+        pair.twin.extra.requires_grad_(False)
+        pair.train(0)
+        weight, twin = model.extra.weight, pair.twin.extra.weight
+        master = utils.safe_get_full_fp32_param(weight)
+        assert master is not None and torch.equal(master, twin)
+        with longshore.gather(weight, modifier_rank=1):
+            assert not weight.requires_grad
+            if pair.rank == 1:
+                weight.fill_(0.75)
+            master = utils.safe_get_full_fp32_param(weight)
+            assert master is not None and torch.equal(master, twin), "written when the block ends"
+        twin.fill_(0.75)
+        for index in range(len(pair.loop.parameters)):
+            pair.loop.refresh(index)
+        pair.check("written")
+        for trains in (True, False):
+            with longshore.gather(model.blocks[1]):
+                model.blocks[1].requires_grad_(trains)
+                model.extra.requires_grad_(True)
+            pair.twin.blocks[1].requires_grad_(trains)
+            pair.twin.extra.requires_grad_(True)
+            pair.train(1, lambda model, rank: [model(words_of(1, rank), extra=True)])
+
+
+def tied() -> None:
+    """A parameter in two modules is one."""
+    with handles() as held:
+        with longshore.gather(held.pair.model.head.weight, modifier_rank=1):
+            if held.pair.rank == 1:
+                held.former["embedding.weight"].data.fill_(0.5)
+            assert held.pair.model.head.weight is held.pair.model.embedding.weight
+        held.write(lambda each: each.fill_(0.5), "embedding.weight")
+        held.pair.check("written")
+        held.pair.train(1)
+
+
+def masters_of_former_ones() -> None:
+    """``longshore.utils`` knows the parameters from before, too."""
+    with handles() as held:
+        master = utils.safe_get_full_fp32_param(held.former[NAME])
+        assert master is not None and torch.equal(master, held.twins[NAME])
+        utils.safe_set_full_fp32_param(held.former[NAME], torch.full((7, 5), 0.5))
+        held.write(lambda each: each.fill_(0.5))
+        held.pair.check("set")
+        held.pair.train(1)
+
+
+def master_set_inside() -> str:
+    with handles() as held, longshore.gather(held.sharded[NAME], modifier_rank=0):
+        return raised_by(lambda: utils.safe_set_full_fp32_param(held.sharded[NAME], torch.zeros(7, 5)))
+
+
+def of_no_engine() -> list[str]:
+    """Of an engine that is gone; nothing can gather for it."""
+    model = make_tower()
+    former = list(model.parameters())
+    longshore.initialize(model=model, config=config_of()).engine.destroy()
+    both = former[0], next(model.parameters())
+    said = [raised_by(lambda each=each: longshore.gather(each).__enter__()) for each in both]
+    with beside(model=model), longshore.gather(former[0]):  # the next engine of the same model
+        assert torch.equal(former[0], make_tower().embedding.weight)
+    return said
