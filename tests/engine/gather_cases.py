@@ -157,6 +157,25 @@ def written_without_a_writer(kind: str, way: str, rank: int | None) -> list[str]
         return [said]
 
 
+def differentiated(kind: str) -> list[str]:
+    """A gradient that comes in a handle itself is the parameter's, or an error where no engine sees it."""
+    with handles() as held:
+
+        def differentiate() -> None:
+            with longshore.gather(held.of(kind)):
+                held.of(kind).square().sum().backward()
+
+        said = raised_by(differentiate)
+        if said:
+            held.former[NAME].grad = None
+            held.pair.train(1)
+        else:
+            held.pair.engine.step()
+            held.pair.plain(lambda model, rank: [model.get_parameter(NAME).square().sum()])
+            held.pair.check("stepped")
+        return [said]
+
+
 def reshaped(rank: int) -> str:
     with handles() as held:
 
@@ -280,6 +299,7 @@ def loaded_inside() -> None:
 def frozen() -> None:
     """Frozen ones are read and written, and their masters are what they are; freezing inside a block stays."""
     model = make_tower()
+    former = dict(model.named_parameters())
     model.extra.requires_grad_(False)
     with beside(model=model, model_parameters=list(model.parameters())) as pair:
         pair.twin.extra.requires_grad_(False)
@@ -297,11 +317,15 @@ def frozen() -> None:
         for index in range(len(pair.loop.parameters)):
             pair.loop.refresh(index)
         pair.check("written")
-        for trains in (True, False):
+        for trains in (False, True, False):
             with longshore.gather(model.blocks[1]):
                 model.blocks[1].requires_grad_(trains)
                 model.extra.requires_grad_(True)
+            with longshore.gather(former["blocks.0.up.weight"]):
+                assert former["blocks.0.up.weight"].requires_grad != trains
+                former["blocks.0.up.weight"].requires_grad_(trains)
             pair.twin.blocks[1].requires_grad_(trains)
+            pair.twin.get_parameter("blocks.0.up.weight").requires_grad_(trains)
             pair.twin.extra.requires_grad_(True)
             pair.train(1, lambda model, rank: [model(words_of(1, rank), extra=True)])
 

@@ -36,9 +36,15 @@ def test_a_write_without_a_writer_is_an_error_on_all_ranks(
     (first,), (second,) = two_ranks(cases.written_without_a_writer, kind, way, rank)
     assert first == second
     assert first.startswith(
-        f"ParameterError: rank {rank or 0}, inside gather(): parameter blocks.1.up.weight was written, and no rank was "
-        "said to write"
+        f"ParameterError: rank {rank or 0}, inside gather(): parameter blocks.1.up.weight was written without "
+        "modifier_rank, so all parameters keep"
     )
+
+
+@KINDS
+def test_a_gradient_of_a_handle(kind: str, two_ranks: Ranks) -> None:
+    for (said,) in two_ranks(cases.differentiated, kind):
+        assert ("blocks.1.up.weight got a gradient where it is held from before" in said) == (kind == "former"), said
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -50,7 +56,7 @@ def test_a_parameter_keeps_its_shape(rank: int, two_ranks: Ranks) -> None:
 
 def test_blocks_inside_blocks(two_ranks: Ranks) -> None:
     for said in two_ranks(cases.nested):
-        assert len(said) == 1 and "blocks.1.up.weight was written, and no rank was said to write" in said[0]
+        assert len(said) == 1 and "blocks.1.up.weight was written without modifier_rank" in said[0]
 
 
 @pytest.mark.parametrize("modifier_rank", [None, 1])

@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         "parameters from before stay empty",
         "sharding/whole.py",
-        "        for each in former:\n            each.data = self._memory\n",
+        "            each.data = self._memory\n",
         "",
         (GATHER,),
     ),

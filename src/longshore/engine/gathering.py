@@ -93,7 +93,10 @@ def _tell(failure: str | None, problems: list[str]) -> None:
     for rank, (_, wrong) in enumerate(said):
         if wrong:
             more = f" ({len(wrong) - 1} more parameters)" if len(wrong) > 1 else ""
-            raise ParameterError(f"rank {rank}, inside gather(): {wrong[0]}{more}")
+            raise ParameterError(
+                f"rank {rank}, inside gather(): {wrong[0]}{more}, so all parameters keep their values from before; "
+                "write in place, and say which rank writes (modifier_rank)"
+            )
 
 
 @torch.no_grad()

@@ -286,10 +286,7 @@ class Block:
             if (problem := each.take()) is not None:
                 found.append(problem)
             elif each.written_in(self):
-                found.append(
-                    f"parameter {each.name} was written, and no rank was said to write, so it keeps its values from "
-                    "before; give modifier_rank, the rank that writes"
-                )
+                found.append(f"parameter {each.name} was written without modifier_rank")
         return found
 
     @torch.no_grad()

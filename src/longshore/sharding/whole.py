@@ -97,7 +97,6 @@ class Whole:
         leaf: the tensor into which it is gathered, with the whole values now. A ``DTensor`` is one of tensor
             parallelism: handles have a copy then, and ``leaf`` itself stays as it is.
         former: parameters that the shard replaced, without elements outside of the blocks.
-        block: the block that makes it whole.
 
     Attributes:
         tensor: the whole parameter, in memory that stays as long as something uses it.
@@ -122,9 +121,11 @@ class Whole:
         self._kind = type(shard)
         _WHOLE[id(shard)] = self.tensor
         shard.__class__ = WholeParameter
-        self._former = [(each, each.data) for each in former]
+        self._trains = self.tensor.requires_grad
+        self._former = [(each, each.data, each.grad) for each in former]
         for each in former:
             each.data = self._memory
+            each.requires_grad_(self._trains)
 
     def begin(self, block: object, writes: bool) -> None:
         self.digests[block] = None if writes else self.digest()
@@ -137,21 +138,24 @@ class Whole:
         return found
 
     def take(self) -> str | None:
-        """Give all handles the memory that a script gave one of them (``p.data = x``); return what forbids it."""
-        memory = self._memory
-        given = [each.data for each in (self.tensor, *(each for each, _ in self._former)) if not _same(each, memory)]
+        """Give all handles the memory that a script gave one of them (``p.data = x``); return what it did that cannot
+        count."""
+        if any(each.grad is not gradient for each, _, gradient in self._former):
+            return f"parameter {self.name} got a gradient where it is held from before initialize()"
+        memory, handles = self._memory, (self.tensor, *(each for each, _, _ in self._former))
+        given = [each.data for each in handles if not _same(each, memory)]
         if not given:
             return None
         if not all(_same(each, given[0]) for each in given):
-            return f"two handles of parameter {self.name} were given other memory (p.data = x); write to one of them"
-        found, expected = given[0], self._memory
+            return f"two handles of parameter {self.name} were given different memory (p.data = x)"
+        found, expected = given[0], memory
         if (found.shape, found.dtype, found.device) != (expected.shape, expected.dtype, expected.device):
             return (
                 f"parameter {self.name} is {list(expected.shape)} {expected.dtype} on {expected.device} and was made "
-                f"{list(found.shape)} {found.dtype} on {found.device}; a parameter keeps its shape, dtype and device"
+                f"{list(found.shape)} {found.dtype} on {found.device} (p.data = x)"
             )
         self._memory = found
-        for each in (self.tensor, *(each for each, _ in self._former)):
+        for each in handles:
             each.data = found
         return None
 
@@ -163,14 +167,16 @@ class Whole:
 
     def end(self) -> None:
         """Make it a shard again; its values are those of the shards."""
-        trains = self.tensor.requires_grad
+        handles = self.tensor, *(each for each, _, _ in self._former)
+        # A script may have frozen or thawed any of them.
+        trains = self._trains ^ any(each.requires_grad != self._trains for each in handles)
         self.shard.__class__ = self._kind
         del _WHOLE[id(self.shard)]
-        if self.shard.requires_grad != trains:
-            self.shard.requires_grad_(trains)
+        for each in (self.shard, *handles):
+            each.requires_grad_(trains)
         if self._leaf is not None:
             self._leaf.data = self._gathered
-        for each, without_elements in self._former:
+        for each, without_elements, _ in self._former:
             each.data = without_elements
 
 
