@@ -38,9 +38,9 @@ test-chaos: $(SETUP)
 test-mutants: $(SETUP)
 	PYTHONPATH=tests $(BIN)/python -m mutants
 
-# What fits three minutes, another sample for each commit.
+# What fits two minutes, another sample for each commit.
 test-mutants-sample: $(SETUP)
-	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 2 --seed $$(git rev-parse HEAD)
+	PYTHONPATH=tests $(BIN)/python -m mutants --minutes 1 --seed $$(git rev-parse HEAD)
 
 # Random programs for so many minutes on one rank (half of them with an optimizer, half with an engine), and for as many
 # on two; each that is not plain PyTorch's is made small and printed.

@@ -579,15 +579,15 @@ def test_loading(victim: Victim) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 5))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 10))])
 def test_reading_more(part: int, victim: Victim) -> None:
-    play(victim, 1860, check_reading, 2_000_000 + 1860 * part)
+    play(victim, 930, check_reading, 2_000_000 + 930 * part)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 4))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 8))])
 def test_loading_more(part: int, victim: Victim) -> None:
-    play(victim, 175, check_loading, 3_000_000 + 175 * part)
+    play(victim, 88, check_loading, 3_000_000 + 88 * part)
 
 
 ODD = [
