@@ -227,11 +227,11 @@ MUTANTS = [
         (GATHER,),
     ),
     Mutant(
-        "what shares a gathered parameter's memory is freed",
+        "forwards after a block have the block's memory",
         "sharding/whole.py",
-        "leaf.data = leaf.data.clone()",
-        "pass",
-        (GATHER + "::test_every_handle_reads_whole_values",),
+        "self._gathered = leaf.data\n            leaf.data =",
+        "self._gathered = leaf.data =",
+        (GATHER + "::test_every_handle_writes_whole_values",),
     ),
     Mutant(
         "a write without a writer is not seen",
